@@ -1,0 +1,1 @@
+"""Same answer, different speed: the ways to run a plan."""

@@ -1,0 +1,39 @@
+"""Exact attention: every query attends to every key it may see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fewkeys.execute import reference
+from fewkeys.graph import Graph, visible
+from fewkeys.inputs import Inputs
+from fewkeys.weights import Softmax, Weights
+
+
+def attend(inputs: Inputs, weights: Weights) -> Tensor:
+    """The output (B, Hq, Nq, Dv); `Softmax` through torch's fused kernels. Queries that see no key give zero."""
+    x = inputs
+    if not isinstance(weights, Softmax):
+        block = max(1, 2**22 // (x.batch * x.query_heads * x.keys))
+        return reference.attend(x, Graph(x, full=True), None, weights, block)
+    if x.is_causal and x.offset == 0 and x.valid is None:
+        return _sdpa(x, None, True)
+    # With an offset of all keys or more, causality hides nothing.
+    causal = x.is_causal and x.offset < x.keys - 1
+    if not causal and x.valid is None:
+        return _sdpa(x, None, False)
+    seen = visible(x, 0, x.queries) if causal else x.valid[:, None, None]  # type: ignore[index]
+    # A row that sees nothing would be 0 / 0: it is allowed everything and then set to zero.
+    empty = ~seen.any(-1, keepdim=True)
+    return _sdpa(x, seen | empty, False).masked_fill(empty, 0.0)
+
+
+def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
+    if mask is not None:
+        mask = mask.expand(-1, -1, x.queries, -1)
+    output: Tensor = scaled_dot_product_attention(
+        x.query, x.key, x.value, attn_mask=mask, is_causal=is_causal, scale=x.scale, enable_gqa=x.groups > 1
+    )
+    return output

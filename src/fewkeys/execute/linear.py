@@ -1,0 +1,102 @@
+"""The plan in time and memory linear in the number of tokens, in plain torch.
+
+Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
+product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
+copies. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles) run through the reference, some
+queries at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.execute import reference
+from fewkeys.execute.sources import Band, BlockLists, Chunk, Means, SharedList, Source
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+from fewkeys.rest.base import StandIns
+from fewkeys.sketch.leverage import working
+from fewkeys.weights import Weights, positive
+
+CHUNK = 2**20
+"""Scores held at a time (4 MB in float32): about the cache next to a core."""
+
+
+def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: Weights) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
+    x = inputs
+    if graph.rows is not None or graph.full:
+        block = max(1, 4 * CHUNK // (x.batch * x.query_heads * x.keys))
+        return reference.attend(x, graph, stand_ins, weights, block)
+    size = block_size(graph)
+    sources, means = _sources(x, graph, stand_ins, size)
+    query = x.grouped_query().flatten(0, 1)
+    row = sum(source.width for source in sources) * x.groups
+    heads = max(1, min(query.shape[0], CHUNK // max(1, row * x.queries)))
+    span = max(1, CHUNK // (heads * row * size)) * size
+    by_head = []
+    for h in range(0, query.shape[0], heads):
+        chunks = [
+            _attend_chunk(_chunk(x, query, slice(h, h + heads), s, min(s + span, x.queries), size), sources, means, weights)
+            for s in range(0, x.queries, span)
+        ]
+        by_head.append(torch.cat(chunks, 2)[:, :, : x.queries])
+    return torch.cat(by_head).unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2).to(x.query.dtype)
+
+
+def block_size(graph: Graph) -> int:
+    """Queries per block: those of the graph's lists, or what suits the band's reach.
+
+    A block of m queries scores m + reach keys: small blocks waste less, large ones run nearer the machine's peak.
+    """
+    if graph.columns is not None and graph.columns.blocks > 1:
+        return graph.columns.size
+    if graph.band is None:
+        return 64
+    reach = sum(graph.band)
+    return 16 if reach <= 32 else 32 if reach <= 96 else 64 if reach <= 256 else 128
+
+
+def _sources(
+    x: Inputs, graph: Graph, stand_ins: StandIns | None, size: int
+) -> tuple[list[Source], Means | None]:
+    sources: list[Source] = []
+    if graph.columns is not None:
+        sources.append(SharedList(x, graph.columns) if graph.columns.blocks == 1 else BlockLists(x, graph.columns))
+    band = None if graph.band is None else Band(x, graph.band, graph.columns, size)
+    if band is not None:
+        sources.append(band)
+    means = None if stand_ins is None else Means(stand_ins, band)
+    if means is not None:
+        sources.append(means)
+    return sources, means
+
+
+def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: int) -> Chunk:
+    rows = working(query[heads, :, start:stop]) * x.scale
+    blocks = -(-(stop - start) // size)
+    if blocks * size > stop - start:
+        rows = pad(rows, (0, 0, 0, blocks * size - (stop - start)))
+    rows = rows.unflatten(2, (blocks, size)).transpose(1, 2).flatten(1, 3)
+    return Chunk(heads, start, blocks, size, x.groups, x.offset, rows)
+
+
+def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | None, weights: Weights) -> Tensor:
+    """(H, groups, blocks x size, Dv)."""
+    parts = [source.scores(chunk) for source in sources]
+    multiplicity = None
+    if means is not None:
+        multiplicity = means.multiplicity(chunk)
+        parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
+    found = weights.kernel(parts)
+    if multiplicity is not None:
+        found[-1] = found[-1] * multiplicity
+    total = found[0].sum(-1, keepdim=True)
+    mixed = sources[0].mix(found[0], chunk)
+    for source, part in zip(sources[1:], found[1:], strict=True):
+        total = total + part.sum(-1, keepdim=True)
+        mixed = mixed + source.mix(part, chunk)
+    output = mixed / positive(total)
+    return output.unflatten(1, (chunk.blocks, chunk.groups, chunk.size)).transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,258 @@
+"""The sources of a row's entries: shared key lists, block-wise key lists, the band, the stand-ins.
+
+Each source gives the scores of a chunk of queries, (H, M, columns), and mixes its values under their weights,
+(H, M, Dv). A chunk's queries are block-major: M = blocks x (groups x block size), so that queries of all groups at the
+same positions stand together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.graph import Columns
+from fewkeys.inputs import Inputs
+from fewkeys.rest.base import StandIns
+from fewkeys.sketch.leverage import working
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some consecutive blocks of queries of some heads (heads: batch x key heads, flattened)."""
+
+    heads: slice
+    start: int  # first query
+    blocks: int
+    size: int  # queries per block
+    groups: int
+    offset: int
+    query: Tensor  # (H, M, D), scaled, in working precision
+
+    @property
+    def first_key(self) -> int:
+        """Position of the first query among the keys."""
+        return self.start + self.offset
+
+    def positions(self) -> Tensor:
+        """Position of every query among the keys, (M,)."""
+        place = torch.arange(self.blocks * self.size, device=self.query.device) + self.first_key
+        return place.view(self.blocks, 1, self.size).expand(-1, self.groups, -1).flatten()
+
+    def by_block(self, rows: Tensor) -> Tensor:
+        """(H, M, ...) -> (H, blocks, groups x size, ...)."""
+        return rows.unflatten(1, (self.blocks, self.groups * self.size))
+
+
+class Source(ABC):
+    """Some of the entries of every row."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Columns that the source adds to every row."""
+
+    @abstractmethod
+    def scores(self, chunk: Chunk) -> Tensor:
+        """Fresh scores (H, M, width); hidden entries are -inf."""
+
+    @abstractmethod
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        """The weighted sum of the source's values (H, M, Dv)."""
+
+
+def _gather(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows (H, N, D) at index (H, S) -> (H, S, D) in working precision."""
+    return working(rows.gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1])))
+
+
+class SharedList(Source):
+    """One list of keys that all queries of a head attend to."""
+
+    def __init__(self, inputs: Inputs, columns: Columns) -> None:
+        index = columns.index.squeeze(2).flatten(0, 1)
+        self.index = index
+        self.hidden = None if bool(columns.used.all()) else ~columns.used.squeeze(2).flatten(0, 1)
+        self.is_causal = inputs.is_causal
+        self.key = _gather(inputs.key.flatten(0, 1), index)
+        self.value = _gather(inputs.value.flatten(0, 1), index)
+
+    @property
+    def width(self) -> int:
+        return self.index.shape[-1]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.query @ self.key[chunk.heads].mT
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden[chunk.heads].unsqueeze(1), -torch.inf)
+        if self.is_causal:
+            scores.masked_fill_(self.index[chunk.heads].unsqueeze(1) > chunk.positions()[:, None], -torch.inf)
+        return scores
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return weights @ self.value[chunk.heads]
+
+
+class BlockLists(Source):
+    """A list of keys for every block of queries."""
+
+    def __init__(self, inputs: Inputs, columns: Columns) -> None:
+        self.index, self.used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
+        self.is_causal = inputs.is_causal
+        self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
+
+    @property
+    def width(self) -> int:
+        return self.index.shape[-1]
+
+    def _rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        index = self._lists(self.index, chunk)
+        return _gather(rows[chunk.heads], index.flatten(1)).unflatten(1, index.shape[1:])
+
+    def _lists(self, lists: Tensor, chunk: Chunk) -> Tensor:
+        first = chunk.start // chunk.size
+        return lists[chunk.heads, first : first + chunk.blocks]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.by_block(chunk.query) @ self._rows(self.key, chunk).mT
+        hidden = ~self._lists(self.used, chunk).unsqueeze(2)
+        if self.is_causal:
+            place = chunk.positions().view(chunk.blocks, -1, 1)
+            hidden = hidden | (self._lists(self.index, chunk).unsqueeze(2) > place)
+        return scores.masked_fill_(hidden, -torch.inf).flatten(1, 2)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return (chunk.by_block(weights) @ self._rows(self.value, chunk)).flatten(1, 2)
+
+
+class Band(Source):
+    """The keys from `left` before to `right` after every query, except those that its lists hold already."""
+
+    def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
+        self.left, self.right = min(band[0], inputs.keys), min(band[1], inputs.keys)
+        self.size, self.keys = size, inputs.keys
+        self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
+        device = inputs.key.device
+        step = torch.arange(self.width, device=device) - torch.arange(size, device=device)[:, None]
+        self.inside = (step >= 0) & (step <= self.left + self.right)
+        self.columns = columns
+        self.lists = None if columns is None else columns.index.flatten(0, 1)
+        self.used = None if columns is None else columns.used.flatten(0, 1)
+        self.hidden_keys = None
+        if inputs.valid is not None:
+            self.hidden_keys = (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
+
+    @property
+    def width(self) -> int:
+        return self.size + self.left + self.right
+
+    def stretch(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """The rows (H, N, D) that each block's band spans: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
+        first = chunk.first_key - self.left
+        last = chunk.first_key + chunk.blocks * chunk.size + self.right
+        inner = rows[chunk.heads, min(max(first, 0), self.keys) : min(max(last, 0), self.keys)]
+        before = min(max(-first, 0), last - first)
+        after = last - first - before - inner.shape[1]
+        if before or after:
+            inner = pad(inner, (0, 0, before, after))
+        return inner.unfold(1, self.width, self.size)
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.by_block(chunk.query) @ working(self.stretch(self.key, chunk))
+        scores.unflatten(2, (chunk.groups, chunk.size)).masked_fill_(~self.inside, -torch.inf)
+        hidden = self._hidden(chunk)
+        if hidden is not None:
+            scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
+        return scores.flatten(1, 2)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return (chunk.by_block(weights) @ working(self.stretch(self.value, chunk)).mT).flatten(1, 2)
+
+    def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
+        """What the band's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's band."""
+        inside = self.inside.to(member.dtype)
+        held = inside @ self.stretch(member, chunk).mT
+        return held.unsqueeze(2).expand(-1, -1, chunk.groups, -1, -1).flatten(1, 3)
+
+    def _hidden(self, chunk: Chunk) -> Tensor | None:
+        """(H, blocks, width): keys outside the sequence, padding, and keys that the block's lists hold."""
+        first = chunk.first_key - self.left
+        place = first + torch.arange(chunk.blocks, device=self.key.device)[:, None] * chunk.size
+        place = place + torch.arange(self.width, device=self.key.device)
+        outside = (place < 0) | (place >= self.keys)
+        heads = self.key[chunk.heads].shape[0]
+        hidden = None
+        if first < 0 or first + chunk.blocks * chunk.size + self.left + self.right > self.keys:
+            hidden = outside.expand(heads, -1, -1)
+        if self.hidden_keys is not None:
+            padding = self.hidden_keys[chunk.heads][:, place.clamp(0, self.keys - 1)]
+            hidden = padding if hidden is None else hidden | padding
+        if self.lists is not None and self.used is not None and self.columns is not None:
+            listed = self._listed(self.lists, self.used, self.columns, chunk, place[:, :1])
+            hidden = listed if hidden is None else hidden | listed
+        return hidden
+
+    def _listed(self, lists: Tensor, used: Tensor, columns: Columns, chunk: Chunk, first: Tensor) -> Tensor:
+        lists, used = lists[chunk.heads], used[chunk.heads]
+        if columns.blocks > 1:
+            block = chunk.start // chunk.size
+            lists, used = lists[:, block : block + chunk.blocks], used[:, block : block + chunk.blocks]
+        place = lists - first
+        inside = used & (place >= 0) & (place < self.width)
+        flags = torch.zeros((*place.shape[:2], self.width + 1), dtype=torch.bool, device=lists.device)
+        # Whatever is not in the stretch is written to a last column that is cut off.
+        return flags.scatter_(-1, place.masked_fill(~inside, self.width), True)[..., : self.width]
+
+
+class Means(Source):
+    """The stand-ins for the keys that a query does not keep."""
+
+    def __init__(self, stand_ins: StandIns, band: Band | None) -> None:
+        def flat(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else working(tensor).flatten(0, 1)
+
+        self.key, self.value = working(stand_ins.key).flatten(0, 1), working(stand_ins.value).flatten(0, 1)
+        self.member = working(stand_ins.member).flatten(0, 1)
+        self.bias, self.left, self.right = flat(stand_ins.bias), flat(stand_ins.left), flat(stand_ins.right)
+        self.curvature, factor = flat(stand_ins.curvature), flat(stand_ins.factor)
+        if factor is not None:
+            # The factors ride along as one more value column.
+            self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
+        self.total = self.member.sum(1, keepdim=True)
+        self.band = band
+
+    @property
+    def width(self) -> int:
+        return self.key.shape[1]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        key = self.key[chunk.heads].mT
+        if self.bias is None:
+            scores = chunk.query @ key
+        else:
+            scores = torch.baddbmm(self.bias[chunk.heads].unsqueeze(1), chunk.query, key)
+        if self.curvature is not None:
+            curved = chunk.query @ self.curvature[chunk.heads]
+            scores = scores + 0.5 * (curved * chunk.query).sum(-1, keepdim=True)
+        return scores
+
+    def multiplicity(self, chunk: Chunk) -> Tensor:
+        """How many keys each stand-in speaks for, per query: (H, M, C), or (H, 1, C) where all queries agree."""
+        total = self.total[chunk.heads]
+        if self.band is None:
+            return total
+        left = total - self.band.represented(self.member, chunk)
+        # A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
+        return torch.where(left > 1e-5 * total, left, 0.0)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        mixed = weights @ self.value[chunk.heads]
+        if self.left is None:
+            return mixed
+        moved = chunk.query @ self.left[chunk.heads]
+        if self.right is not None:
+            moved = moved @ self.right[chunk.heads]
+        return mixed[..., :-1] + mixed[..., -1:] * moved

@@ -1,0 +1,91 @@
+"""The validated attention problem that every other module receives.
+
+`Inputs` is made once, at the public edge, by `fewkeys.validation.check_inputs`. Selectors, rests and executors
+trust it. Statistics that several of them need (query moments, clusters of the keys) are remembered in it, so that
+they are computed once per call however many ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """One attention problem in canonical form.
+
+    Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
+    `h // groups`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
+    Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool = False
+    offset: int = 0
+    valid: Tensor | None = None
+    generator: torch.Generator | None = None
+    _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def query_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.query_heads // self.kv_heads
+
+    @property
+    def queries(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def keys(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
+    def valid_queries(self) -> Tensor | None:
+        """(B, Nq) marks the queries that belong to a real token.
+
+        In self-attention (as many queries as keys) a padded key's query is padding too, and must not enter the
+        statistics of the real ones; in cross-attention every query is real.
+        """
+        if self.valid is None or self.queries != self.keys or self.offset:
+            return None
+        return self.valid
+
+    def grouped_query(self) -> Tensor:
+        """The queries by the key head they read, (B, Hkv, groups, Nq, D): a view."""
+        return self.query.unflatten(1, (self.kv_heads, self.groups))
+
+    def remember(self, name: object, compute: Callable[[], T]) -> T:
+        """The statistic called `name`, computed at the first call and kept for the later ones."""
+        if name not in self._memory:
+            self._memory[name] = compute()
+        found: T = self._memory[name]
+        return found

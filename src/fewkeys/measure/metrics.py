@@ -1,0 +1,69 @@
+"""How good a set of edges, or an output, is.
+
+Masks are bool (..., Nq, Nk), True for an edge (query, key). `gold` is what should be found, `predicted` what was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewkeys.sketch.leverage import working
+
+
+def recall(predicted: Tensor, gold: Tensor) -> Tensor:
+    """`|gold and predicted| / |gold|` per head (...): the share of the gold edges that were found; 1 if none is gold."""
+    _check_masks(predicted, gold)
+    total = gold.sum((-2, -1))
+    found = (gold & predicted).sum((-2, -1))
+    return torch.where(total > 0, found / total.clamp_min(1), torch.ones_like(total, dtype=torch.float32))
+
+
+def sparsity(mask: Tensor) -> Tensor:
+    """`1 - |edges| / (Nq Nk)` per head (...)."""
+    _check_mask("mask", mask)
+    return 1.0 - mask.float().mean((-2, -1))
+
+
+def exact_fraction(predicted: Tensor, gold: Tensor) -> Tensor:
+    """The share of queries all of whose gold edges were found, per head (...). Sparse attention is exact for these."""
+    _check_masks(predicted, gold)
+    return (predicted | ~gold).all(-1).float().mean(-1)
+
+
+def mass(weights: Tensor, mask: Tensor) -> Tensor:
+    """The attention weight that lies on edges of `mask`, per query: weights (..., Nq, Nk) -> (..., Nq)."""
+    _check_mask("mask", mask)
+    if not isinstance(weights, Tensor) or weights.shape[-2:] != mask.shape[-2:]:
+        raise ValueError(f"weights: expected (..., {mask.shape[-2]}, {mask.shape[-1]}) like mask, got {_shape(weights)}")
+    return (weights * mask).sum(-1)
+
+
+def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
+    """`|approx_i - exact_i| / |exact_i|` per query: (..., N, Dv) -> (..., N). Zero where both are zero."""
+    if not isinstance(approx, Tensor) or not isinstance(exact, Tensor) or approx.shape != exact.shape:
+        raise ValueError(f"approx: expected a tensor shaped like exact, {_shape(exact)}, got {_shape(approx)}")
+    approx, exact = working(approx), working(exact)
+    difference, size = (approx - exact).norm(dim=-1), exact.norm(dim=-1)
+    return torch.where(difference > 0, difference / size, torch.zeros_like(size))
+
+
+def output_error(approx: Tensor, exact: Tensor) -> float:
+    """The mean relative error of attention outputs over all queries, heads and sequences."""
+    return float(relative_error(approx, exact).mean())
+
+
+def _check_mask(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim < 2:
+        raise ValueError(f"{name}: expected a bool mask (..., queries, keys), got {_shape(mask)}")
+
+
+def _check_masks(predicted: Tensor, gold: Tensor) -> None:
+    _check_mask("predicted", predicted)
+    _check_mask("gold", gold)
+    if predicted.shape != gold.shape:
+        raise ValueError(f"predicted: expected the shape of gold, {_shape(gold)}, got {_shape(predicted)}")
+
+
+def _shape(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

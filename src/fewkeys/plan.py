@@ -1,0 +1,153 @@
+"""A plan: keep + rest + weights, as one value that can be named, compared, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from fewkeys.inputs import Inputs
+from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest
+from fewkeys.select import SELECTORS, Outliers, Selector, Sinks, Union, Window
+from fewkeys.validation import check_count
+from fewkeys.weights import Elu, Entmax, Power, Relu, Softmax, Weights
+
+FORMAT = 1
+FILE = "plan.json"
+WEIGHTS: tuple[type[Weights], ...] = (Softmax, Entmax, Power, Elu, Relu)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which keys are kept, what stands in for the rest, and how scores become weights.
+
+    Args:
+        keep: the selector, or None for every key (exact attention).
+        rest: the stand-ins; `Drop()` for none.
+        weights: the kernel.
+        exact_if_faster: `impl="auto"` may answer with exact attention where that is faster than the plan.
+    """
+
+    keep: Selector | None = None
+    rest: Rest = Drop()
+    weights: Weights = Softmax()
+    exact_if_faster: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, kind in (("rest", self.rest, Rest), ("weights", self.weights, Weights)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name}: expected a fewkeys {kind.__name__}, got {type(value).__name__}")
+        if self.keep is not None and not isinstance(self.keep, Selector):
+            raise TypeError(f"keep: expected a selector or None, got {type(self.keep).__name__}")
+        self.rest.check(self.weights)
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise `ValueError` where the plan cannot run on such inputs."""
+        if inputs.is_causal and self.keep is not None:
+            if not self.rest.causal:
+                raise ValueError(
+                    f"is_causal: {type(self.rest).__name__} summarises the future too and cannot be causal yet; "
+                    "use rest=Drop(), or budget(slots, is_causal=True)"
+                )
+            if not self.keep.causal:
+                raise ValueError(
+                    f"is_causal: {self.keep} chooses keys by looking at the future; use Window, Sinks, TopK, "
+                    "RandomKeys, KeyNorm or Leverage(count)"
+                )
+
+    def slots(self, kept: float, head_dim: int, value_dim: int) -> float:
+        """What a query pays, given the mean number of keys it keeps: kept keys plus the price of the stand-ins."""
+        return kept + self.rest.slots(head_dim, value_dim)
+
+    def __str__(self) -> str:
+        text = "exact" if self.keep is None else str(self.keep)
+        if not isinstance(self.rest, Drop):
+            text += f" + {self.rest}"
+        return text if isinstance(self.weights, Softmax) else f"{text}, {self.weights}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-able values; `Plan.from_dict` is its inverse."""
+        parts = self.keep.parts if isinstance(self.keep, Union) else () if self.keep is None else (self.keep,)
+        return {
+            "format": FORMAT,
+            "keep": None if self.keep is None else [_pack(part) for part in parts],
+            "rest": _pack(self.rest),
+            "weights": _pack(self.weights),
+            "exact_if_faster": self.exact_if_faster,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that `to_dict` described."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"plan: expected a description of format {FORMAT}, got {found!r}")
+        try:
+            keep = None if data["keep"] is None else [_unpack("keep", part, SELECTORS) for part in data["keep"]]
+            rest, weights = _unpack("rest", data["rest"], RESTS), _unpack("weights", data["weights"], WEIGHTS)
+            exact_if_faster = bool(data["exact_if_faster"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})") from None
+        selector = None
+        if keep is not None:
+            selector = keep[0] if len(keep) == 1 else Union(tuple(keep))
+        return cls(selector, rest, weights, exact_if_faster)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write `plan.json` into `directory` (made if missing); never a half-written file."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{FILE}.{os.getpid()}"
+        draft.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        draft.replace(folder / FILE)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
+        """The plan saved in `directory`."""
+        path = Path(directory) / FILE
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"directory: expected a folder with {FILE}, got {os.fspath(directory)!r}") from None
+        except ValueError as error:
+            raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None
+        return cls.from_dict(data)
+
+
+def _pack(part: object) -> dict[str, Any]:
+    if not is_dataclass(part):
+        raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {type(part).__name__}")
+    return {"type": type(part).__name__, **{f.name: getattr(part, f.name) for f in fields(part)}}
+
+
+def _unpack(name: str, data: Mapping[str, Any], catalogue: Iterable[type[Any]]) -> Any:
+    known = {kind.__name__: kind for kind in catalogue}
+    if data["type"] not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(sorted(known))}, got {data['type']!r}")
+    return known[data["type"]](**{key: value for key, value in data.items() if key != "type"})
+
+
+def budget(slots: int, *, is_causal: bool = False) -> Plan:
+    """The recommended plan for `slots` key slots per query.
+
+    Half of the slots are cluster means, a quarter is a window, three sixteenths are outliers kept exactly and one
+    sixteenth is the first-order term of the means (one slot a rank); the split was chosen by measurement on
+    all-MiniLM-L6-v2 (docs/method.md). Under causality, where means do not exist yet: 4 sinks and a window.
+
+    The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
+    """
+    check_count("slots", slots)
+    if is_causal:
+        sinks = min(4, slots // 4)
+        keep: Selector = Window(slots - sinks)
+        return Plan(Sinks(sinks) | keep if sinks else keep, exact_if_faster=True)
+    if slots < 8:
+        return Plan(Window(1), ClusterMeans(slots - 1), exact_if_faster=True) if slots > 1 else Plan(Window(1))
+    rank, outliers, window = slots // 16, slots * 3 // 16, (slots // 4 - 1) | 1
+    # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
+    factors = 1 + slots // 128 if rank else 0
+    means = slots - rank - outliers - window - factors
+    return Plan(Outliers(outliers, means) | Window(window), ClusterMeans(means, rank), exact_if_faster=True)

@@ -1,0 +1,91 @@
+"""What every rest is: a rule that summarises the keys a query does not keep, and the summary it makes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+from fewkeys.weights import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class StandIns:
+    """C stand-ins per key head that speak for the keys a query does not keep.
+
+    Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
+    `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_j member_jc` runs over the keys j that query i does not keep: so
+    no key counts twice. Its value is `value_c`, plus the first-order term `factor_c (q_i left) right`.
+
+    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv), member (B, Hkv, Nk, C), bias (B, Hkv, C) or None;
+    left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all three act on the scaled
+    query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score. `member` is zero for keys
+    that all queries keep and for padding.
+    """
+
+    key: Tensor
+    value: Tensor
+    member: Tensor
+    bias: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
+    factor: Tensor | None = None
+    curvature: Tensor | None = None
+
+
+class Rest(ABC):
+    """A rule that makes the stand-ins for whatever is not kept."""
+
+    causal: ClassVar[bool] = False
+    """Whether the stand-ins see only the past under `is_causal=True`."""
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | None:
+        """The stand-ins for all keys outside the graph's shared columns, or None where nothing stands in."""
+
+    @abstractmethod
+    def slots(self, head_dim: int, value_dim: int) -> float:
+        """What a query pays for the stand-ins, in units of one key: 2 (D + Dv) operations."""
+
+    def check(self, weights: Weights) -> None:
+        """Raise `ValueError` where the stand-ins have no meaning under `weights`."""
+        if not weights.has_sum:
+            raise ValueError(
+                f"rest: {type(self).__name__} needs weights that are f(score) over a sum, which "
+                f"{type(weights).__name__} is not (its threshold depends on every score); use rest=Drop() or Softmax()"
+            )
+
+
+@dataclass(frozen=True)
+class Drop(Rest):
+    """Nothing stands in: the weights are renormalised over the kept keys."""
+
+    causal: ClassVar[bool] = True
+
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | None:
+        return None
+
+    def slots(self, head_dim: int, value_dim: int) -> float:
+        return 0.0
+
+    def check(self, weights: Weights) -> None:
+        return None
+
+
+def unkept(inputs: Inputs, graph: Graph) -> Tensor:
+    """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in the statistics' precision."""
+    from fewkeys.sketch.leverage import working
+
+    dtype = working(inputs.key).dtype
+    free = inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
+    if inputs.valid is not None:
+        free = free * inputs.valid[:, None]
+    if graph.columns is not None and graph.columns.blocks == 1:
+        index, used = graph.columns.index.squeeze(2), graph.columns.used.squeeze(2)
+        # Fillings may repeat a used key: multiplying leaves a kept key kept whatever the order.
+        free = free.scatter_reduce(-1, index, (~used).to(dtype), "amin")
+    return free

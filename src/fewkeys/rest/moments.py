@@ -1,0 +1,46 @@
+"""One Gaussian for all the keys that are not kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+from fewkeys.rest.base import Rest, StandIns, unkept
+from fewkeys.sketch.leverage import working
+from fewkeys.weights import Softmax, Weights
+
+
+@dataclass(frozen=True)
+class Moments(Rest):
+    """The keys and values that are not kept, taken as jointly Gaussian with their own mean and covariance.
+
+    `sum_j exp(q . k_j) v_j = n exp(q . mu + q^T C q / 2) (nu + S^T q)` with q scaled, mu, C the mean and covariance of
+    the keys, nu the mean value, S the covariance of keys and values, n the number of keys the query does not keep.
+    `Softmax` only. Slots: 1 for the mean, `D^2 / (D + Dv)` for the quadratic form and `D Dv / (D + Dv)` for S: with
+    D = Dv that is D + 1. Cost O(n D (D + Dv)) once, O(D (D + Dv)) per query. Gradients flow through the moments. Not
+    causal.
+    """
+
+    def check(self, weights: Weights) -> None:
+        super().check(weights)
+        if not isinstance(weights, Softmax):
+            raise ValueError(f"rest: Moments() is the Gaussian integral of exp and needs Softmax(), got {weights}")
+
+    def slots(self, head_dim: int, value_dim: int) -> float:
+        return 1.0 + head_dim
+
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
+        key, value = working(inputs.key), working(inputs.value)
+        member = unkept(inputs, graph).unsqueeze(-1)
+        count = member.sum(-2, keepdim=True).clamp_min(1)
+        mean_key, mean_value = (key * member).sum(-2, keepdim=True) / count, (value * member).sum(-2, keepdim=True) / count
+        spread = (key - mean_key) * member
+        return StandIns(
+            key=mean_key,
+            value=mean_value,
+            member=member,
+            left=spread.mT @ (value - mean_value) / count,
+            factor=member.new_ones((inputs.batch, inputs.kv_heads, 1)),
+            curvature=spread.mT @ spread / count,
+        )

@@ -1,0 +1,25 @@
+"""Who is kept: one file per idea. Each selector turns a problem into a `fewkeys.graph.Graph`."""
+
+from fewkeys.select.base import Selector, Union
+from fewkeys.select.controls import KeyNorm, RandomKeys
+from fewkeys.select.leverage import Leverage
+from fewkeys.select.outliers import Outliers
+from fewkeys.select.top_k import BestColumns, TopK
+from fewkeys.select.window import Sinks, Window
+
+SELECTORS: tuple[type[Selector], ...] = (Window, Sinks, Leverage, KeyNorm, RandomKeys, TopK, BestColumns, Outliers)
+"""The catalogue: selectors that plans can save and load by name."""
+
+__all__ = [
+    "SELECTORS",
+    "BestColumns",
+    "KeyNorm",
+    "Leverage",
+    "Outliers",
+    "RandomKeys",
+    "Selector",
+    "Sinks",
+    "TopK",
+    "Union",
+    "Window",
+]

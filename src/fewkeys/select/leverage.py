@@ -1,0 +1,106 @@
+"""Keys with the largest leverage scores (LevAttention)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.graph import Columns, Graph
+from fewkeys.inputs import Inputs
+from fewkeys.select.base import Selector, shared_top
+from fewkeys.select.causal import running_top
+from fewkeys.sketch.leverage import gram, score_rows, universal_set, whitener, working
+from fewkeys.validation import check_count, check_real
+
+
+@dataclass(frozen=True)
+class Leverage(Selector):
+    """Keys of large leverage score `k_j^T (K^T K)^+ k_j`, shared by all queries of a head.
+
+    Args:
+        count: keep the `count` largest scores, or
+        eps: keep every key with score >= eps: the universal set, at most `rank(K) / eps` keys, which under weights
+            `|s|^2` holds every entry >= eps of any query.
+        centre: subtract the mean key first. A common offset of all keys cancels in softmax but dominates raw scores;
+            centring voids the guarantee for `|s|^2`, so it cannot be combined with `eps`.
+
+    Cost O(n D^2). Causal (`count` only): the keys kept so far and those of each completed block compete by their
+    scores against the Gram matrix of all completed keys.
+
+    Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
+    """
+
+    count: int | None = None
+    eps: float | None = None
+    centre: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.count is None) == (self.eps is None):
+            raise ValueError(f"Leverage: expected exactly one of count and eps, got count={self.count}, eps={self.eps}")
+        if self.count is not None:
+            check_count("Leverage count", self.count)
+        if self.eps is not None:
+            check_real("Leverage eps", self.eps, above=0.0, below=1.0)
+            if self.centre:
+                raise ValueError("Leverage: eps is a guarantee for uncentred keys; drop centre=True or give a count")
+
+    @property
+    def causal(self) -> bool:
+        return self.eps is None
+
+    def select(self, inputs: Inputs) -> Graph:
+        if self.eps is not None:
+            return _marked(inputs, universal_set(inputs.key.detach(), self.eps))
+        count = self.count or 0
+        keys = working(inputs.key.detach())
+        if inputs.is_causal:
+            return running_top(inputs, _RunningScore(keys, inputs.valid, self.centre), count)
+        if self.centre:
+            keys = centred(keys, inputs.valid)
+        return shared_top(inputs, score_rows(keys, whitener(gram(keys))), count)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count is not None and self.count >= inputs.keys
+
+
+def centred(keys: Tensor, valid: Tensor | None) -> Tensor:
+    """Keys (B, H, N, D) minus their mean over the real ones; the others become zero."""
+    if valid is None:
+        return keys - keys.mean(-2, keepdim=True)
+    real = valid[:, None, :, None]
+    mean = keys.sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
+    return (keys - mean).masked_fill(~real, 0.0)
+
+
+def _marked(inputs: Inputs, marked: Tensor) -> Graph:
+    """All queries keep the marked keys (B, Hkv, Nk); lists are as long as the longest head needs."""
+    if inputs.valid is not None:
+        marked = marked & inputs.valid[:, None]
+    longest = max(1, int(marked.sum(-1).max()))
+    index = marked.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+    return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
+
+
+class _RunningScore:
+    """Scores against the Gram matrix of the keys completed so far, accumulated as the blocks complete."""
+
+    def __init__(self, keys: Tensor, valid: Tensor | None, centre: bool) -> None:
+        self.keys, self.valid, self.centre = keys, valid, centre
+        self.done = 0
+        self.gram = keys.new_zeros((*keys.shape[:2], keys.shape[3], keys.shape[3]))
+        self.total = keys.new_zeros((*keys.shape[:2], 1, keys.shape[3]))
+
+    def __call__(self, index: Tensor, stop: int) -> Tensor:
+        new = self.keys[:, :, self.done : stop]
+        self.gram, self.total, self.done = self.gram + gram(new), self.total + new.sum(-2, keepdim=True), stop
+        rows = self.keys.gather(-2, index.unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1]))
+        if not self.centre:
+            return score_rows(rows, whitener(self.gram))
+        if self.valid is None:
+            size = torch.full((1, 1, 1, 1), stop, dtype=rows.dtype, device=rows.device)
+        else:
+            size = self.valid[:, :stop].sum(-1).clamp_min(1).to(rows.dtype)[:, None, None, None]
+        mean = self.total / size
+        return score_rows(rows - mean, whitener(self.gram - size * mean.mT @ mean))

@@ -1,0 +1,42 @@
+"""Keys that matter and that the mean of their cluster describes worst."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+from fewkeys.select.base import Selector, shared_top
+from fewkeys.sketch.clusters import clusters
+from fewkeys.validation import check_count
+
+
+@dataclass(frozen=True)
+class Outliers(Selector):
+    """The `count` keys of largest `g_j / 2 + log |x_j - centre of its cluster|`, shared by all queries of a head.
+
+    `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (score spread and value, see
+    `fewkeys.sketch.clusters`). Made to stand beside `rest=ClusterMeans(clusters)`: both read the same clusters, and
+    what is kept here is what the cluster's stand-in would get most wrong. Cost O(n clusters (D + Dv)). Not causal.
+    """
+
+    count: int
+    clusters: int
+
+    def __post_init__(self) -> None:
+        check_count("Outliers count", self.count)
+        check_count("Outliers clusters", self.clusters)
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    def select(self, inputs: Inputs) -> Graph:
+        found = clusters(inputs, self.clusters)
+        tiny = torch.finfo(found.distance.dtype).tiny
+        return shared_top(inputs, found.importance + found.distance.clamp_min(tiny).log(), self.count)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count >= inputs.keys

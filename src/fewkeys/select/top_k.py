@@ -1,0 +1,80 @@
+"""Oracles: selectors that score every pair, and so bound what any selection could reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fewkeys.graph import Graph, visible
+from fewkeys.inputs import Inputs
+from fewkeys.select.base import Selector, shared_top
+from fewkeys.sketch.leverage import working
+from fewkeys.validation import check_count
+
+
+@dataclass(frozen=True)
+class TopK(Selector):
+    """Each query's own `count` keys of largest score: the best choice that ignores the values. Cost O(n^2)."""
+
+    count: int
+    is_oracle: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("TopK count", self.count)
+
+    def select(self, inputs: Inputs) -> Graph:
+        rows = []
+        for _, scores in score_blocks(inputs):
+            top = scores.topk(min(self.count, inputs.keys), -1)
+            index = top.indices.masked_fill(top.values == -torch.inf, -1)
+            rows.append(index.sort(-1).values)
+        return Graph(inputs, rows=torch.cat(rows, 2))
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count >= inputs.keys
+
+
+@dataclass(frozen=True)
+class BestColumns(Selector):
+    """The `count` keys, shared by all queries of a head, that hold the most softmax mass. Cost O(n^2).
+
+    Not causal: the best shared keys of a sequence are known only at its end.
+    """
+
+    count: int
+    is_oracle: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("BestColumns count", self.count)
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    def select(self, inputs: Inputs) -> Graph:
+        x = inputs
+        mass = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=working(x.key).dtype, device=x.key.device)
+        for start, scores in score_blocks(x):
+            weights = scores.softmax(-1).nan_to_num(0.0)
+            if x.valid_queries is not None:
+                weights = weights * x.valid_queries[:, None, start : start + weights.shape[2], None]
+            mass += weights.sum(-2).unflatten(1, (x.kv_heads, x.groups)).sum(2)
+        return shared_top(x, mass, self.count)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count >= inputs.keys
+
+
+def score_blocks(inputs: Inputs) -> Iterator[tuple[int, Tensor]]:
+    """(first query, scores (B, Hq, m, Nk)) for blocks of queries: scaled, hidden keys at -inf, no gradient."""
+    x = inputs
+    key = working(x.key.detach()).repeat_interleave(x.groups, 1)
+    step = max(1, 2**24 // (x.batch * x.query_heads * x.keys))
+    for start in range(0, x.queries, step):
+        stop = min(start + step, x.queries)
+        query = working(x.query[:, :, start:stop].detach()) * x.scale
+        yield start, (query @ key.mT).masked_fill(~visible(x, start, stop), -torch.inf)

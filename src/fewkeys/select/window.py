@@ -1,0 +1,59 @@
+"""Keys near the query, and the first keys of the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fewkeys.graph import Columns, Graph
+from fewkeys.inputs import Inputs
+from fewkeys.select.base import Selector
+from fewkeys.validation import check_count
+
+
+@dataclass(frozen=True)
+class Window(Selector):
+    """The `size` keys around the query's own position.
+
+    Query i keeps keys i - size // 2 .. i + (size - 1) // 2; under causality the `size` latest, i - size + 1 .. i.
+    Fewer at the ends of the sequence. Cost O(n size).
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_count("Window size", self.size)
+
+    def select(self, inputs: Inputs) -> Graph:
+        band = (self.size - 1, 0) if inputs.is_causal else (self.size // 2, (self.size - 1) // 2)
+        return Graph(inputs, band=band)
+
+    def covers(self, inputs: Inputs) -> bool:
+        reach = inputs.queries + inputs.offset
+        return (self.size if inputs.is_causal else (self.size - 1) // 2) >= max(reach, inputs.keys)
+
+
+@dataclass(frozen=True)
+class Sinks(Selector):
+    """The first `count` real keys of every sequence (StreamingLLM's attention sinks, arXiv 2309.17453)."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        check_count("Sinks count", self.count)
+
+    def select(self, inputs: Inputs) -> Graph:
+        count, shape = min(self.count, inputs.keys), (inputs.batch, inputs.kv_heads, -1)
+        if inputs.valid is None:
+            index = torch.arange(count, device=inputs.key.device).expand(shape)
+            used = torch.ones_like(index, dtype=torch.bool)
+        else:
+            # A stable sort puts the real keys first, in their order, wherever the padding stands.
+            order = inputs.valid.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :count]
+            index = order[:, None].expand(shape)
+            used = inputs.valid.gather(-1, order)[:, None].expand(shape)
+        return Graph(inputs, columns=Columns.shared(index, used, inputs.queries))
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count >= inputs.keys

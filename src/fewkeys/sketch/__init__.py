@@ -1,0 +1,1 @@
+"""What is remembered of keys: Gram matrices, leverage scores, query moments, clusters."""
