@@ -1,11 +1,59 @@
-"""fewkeys: attention with few keys."""
+"""Attention with few keys: keep the keys that matter, summarise the rest, measure the error of the output.
+
+    keep     which keys each query attends to exactly        Window, Sinks, Leverage, Outliers, KeyNorm, RandomKeys;
+                                                             oracles TopK, BestColumns; `a | b` keeps what either keeps
+    rest     what stands in for all the other keys           Drop, ClusterMeans, Moments, UniformSample
+    weights  how scores become weights                       Softmax, Entmax, Power, Elu, Relu
+    slots    what a query pays                               kept keys plus stand-ins, in units of one key
+
+`attention` runs a plan, `budget` recommends one, `capture`, `compare` and `apply` judge plans on a Hugging Face model.
+"""
 
 from fewkeys import oracle
 from fewkeys.attention import attention
 from fewkeys.graph import Graph
+from fewkeys.integrations.transformers import apply, capture
 from fewkeys.measure import metrics
+from fewkeys.measure.capture import Capture
+from fewkeys.measure.compare import compare
+from fewkeys.measure.result import Report
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import ClusterMeans, Drop, Moments, UniformSample
 from fewkeys.select import BestColumns, KeyNorm, Leverage, Outliers, RandomKeys, Sinks, TopK, Window
 from fewkeys.sketch.leverage import leverage_scores, universal_set
 from fewkeys.weights import Elu, Entmax, Power, Relu, Softmax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BestColumns",
+    "Capture",
+    "ClusterMeans",
+    "Drop",
+    "Elu",
+    "Entmax",
+    "Graph",
+    "KeyNorm",
+    "Leverage",
+    "Moments",
+    "Outliers",
+    "Plan",
+    "Power",
+    "RandomKeys",
+    "Relu",
+    "Report",
+    "Sinks",
+    "Softmax",
+    "TopK",
+    "UniformSample",
+    "Window",
+    "apply",
+    "attention",
+    "budget",
+    "capture",
+    "compare",
+    "leverage_scores",
+    "metrics",
+    "oracle",
+    "universal_set",
+]

@@ -81,7 +81,8 @@ class Inputs:
 
     def grouped_query(self) -> Tensor:
         """The queries by the key head they read, (B, Hkv, groups, Nq, D): a view."""
-        return self.query.unflatten(1, (self.kv_heads, self.groups))
+        grouped: Tensor = self.query.unflatten(1, (self.kv_heads, self.groups))
+        return grouped
 
     def remember(self, name: object, compute: Callable[[], T]) -> T:
         """The statistic called `name`, computed at the first call and kept for the later ones."""

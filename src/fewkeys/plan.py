@@ -90,7 +90,9 @@ class Plan:
             rest, weights = _unpack("rest", data["rest"], RESTS), _unpack("weights", data["weights"], WEIGHTS)
             exact_if_faster = bool(data["exact_if_faster"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})") from None
+            raise ValueError(
+                f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})"
+            ) from None
         selector = None
         if keep is not None:
             selector = keep[0] if len(keep) == 1 else Union(tuple(keep))
@@ -133,9 +135,9 @@ def _unpack(name: str, data: Mapping[str, Any], catalogue: Iterable[type[Any]]) 
 def budget(slots: int, *, is_causal: bool = False) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    Half of the slots are cluster means, a quarter is a window, three sixteenths are outliers kept exactly and one
-    sixteenth is the first-order term of the means (one slot a rank); the split was chosen by measurement on
-    all-MiniLM-L6-v2 (docs/method.md). Under causality, where means do not exist yet: 4 sinks and a window.
+    A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
+    (one slot a rank), and the others are cluster means; the split was chosen by measurement on all-MiniLM-L6-v2
+    (docs/method.md). Under causality, where means do not exist yet: 4 sinks and a window.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """
@@ -146,7 +148,7 @@ def budget(slots: int, *, is_causal: bool = False) -> Plan:
         return Plan(Sinks(sinks) | keep if sinks else keep, exact_if_faster=True)
     if slots < 8:
         return Plan(Window(1), ClusterMeans(slots - 1), exact_if_faster=True) if slots > 1 else Plan(Window(1))
-    rank, outliers, window = slots // 16, slots * 3 // 16, (slots // 4 - 1) | 1
+    rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1
     # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
     factors = 1 + slots // 128 if rank else 0
     means = slots - rank - outliers - window - factors

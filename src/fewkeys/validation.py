@@ -91,8 +91,6 @@ def check_inputs(
     if valid is not None:
         k = k.masked_fill(~valid[:, None, :, None], 0.0)
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
-        if q.shape[2] == k.shape[2] and not query_offset:
-            q = q.masked_fill(~valid[:, None, :, None], 0.0)
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         check_finite(name, tensor)
     return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator)
@@ -105,7 +103,8 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
     if key_mask is not None:
         if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or key_mask.shape != (batch, keys):
             raise ValueError(
-                f"key_mask: expected a bool tensor of shape {(batch, keys)}, True for real keys, got {_describe(key_mask)}"
+                f"key_mask: expected a bool tensor of shape {(batch, keys)}, True for real keys, "
+                f"got {_describe(key_mask)}"
             )
         return None if bool(key_mask.all()) else key_mask.to(key.device)
     if lengths is None:

@@ -38,12 +38,13 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
     span = max(1, CHUNK // (heads * row * size)) * size
     by_head = []
     for h in range(0, query.shape[0], heads):
-        chunks = [
-            _attend_chunk(_chunk(x, query, slice(h, h + heads), s, min(s + span, x.queries), size), sources, means, weights)
-            for s in range(0, x.queries, span)
-        ]
-        by_head.append(torch.cat(chunks, 2)[:, :, : x.queries])
-    return torch.cat(by_head).unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2).to(x.query.dtype)
+        parts = []
+        for start in range(0, x.queries, span):
+            chunk = _chunk(x, query, slice(h, h + heads), start, min(start + span, x.queries), size)
+            parts.append(_attend_chunk(chunk, sources, means, weights))
+        by_head.append(torch.cat(parts, 2)[:, :, : x.queries])
+    output: Tensor = torch.cat(by_head).unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2).to(x.query.dtype)
+    return output
 
 
 def block_size(graph: Graph) -> int:
@@ -59,9 +60,7 @@ def block_size(graph: Graph) -> int:
     return 16 if reach <= 32 else 32 if reach <= 96 else 64 if reach <= 256 else 128
 
 
-def _sources(
-    x: Inputs, graph: Graph, stand_ins: StandIns | None, size: int
-) -> tuple[list[Source], Means | None]:
+def _sources(x: Inputs, graph: Graph, stand_ins: StandIns | None, size: int) -> tuple[list[Source], Means | None]:
     sources: list[Source] = []
     if graph.columns is not None:
         sources.append(SharedList(x, graph.columns) if graph.columns.blocks == 1 else BlockLists(x, graph.columns))
@@ -99,4 +98,5 @@ def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | None, weig
         total = total + part.sum(-1, keepdim=True)
         mixed = mixed + source.mix(part, chunk)
     output = mixed / positive(total)
-    return output.unflatten(1, (chunk.blocks, chunk.groups, chunk.size)).transpose(1, 2).flatten(2, 3)
+    grouped: Tensor = output.unflatten(1, (chunk.blocks, chunk.groups, chunk.size))
+    return grouped.transpose(1, 2).flatten(2, 3)

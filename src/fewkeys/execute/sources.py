@@ -44,7 +44,8 @@ class Chunk:
 
     def by_block(self, rows: Tensor) -> Tensor:
         """(H, M, ...) -> (H, blocks, groups x size, ...)."""
-        return rows.unflatten(1, (self.blocks, self.groups * self.size))
+        by_block: Tensor = rows.unflatten(1, (self.blocks, self.groups * self.size))
+        return by_block
 
 
 class Source(ABC):
@@ -110,7 +111,8 @@ class BlockLists(Source):
 
     def _rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
         index = self._lists(self.index, chunk)
-        return _gather(rows[chunk.heads], index.flatten(1)).unflatten(1, index.shape[1:])
+        gathered: Tensor = _gather(rows[chunk.heads], index.flatten(1)).unflatten(1, index.shape[1:])
+        return gathered
 
     def _lists(self, lists: Tensor, chunk: Chunk) -> Tensor:
         first = chunk.start // chunk.size
@@ -132,7 +134,8 @@ class Band(Source):
     """The keys from `left` before to `right` after every query, except those that its lists hold already."""
 
     def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
-        self.left, self.right = min(band[0], inputs.keys), min(band[1], inputs.keys)
+        reach = max(inputs.keys, inputs.queries + inputs.offset)
+        self.left, self.right = min(band[0], reach), min(band[1], reach)
         self.size, self.keys = size, inputs.keys
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
         device = inputs.key.device

@@ -12,7 +12,7 @@ from fewkeys.sketch.leverage import working
 
 
 def recall(predicted: Tensor, gold: Tensor) -> Tensor:
-    """`|gold and predicted| / |gold|` per head (...): the share of the gold edges that were found; 1 if none is gold."""
+    """`|gold and predicted| / |gold|` per head (...): the share of gold edges that were found; 1 if none is gold."""
     _check_masks(predicted, gold)
     total = gold.sum((-2, -1))
     found = (gold & predicted).sum((-2, -1))
@@ -35,7 +35,9 @@ def mass(weights: Tensor, mask: Tensor) -> Tensor:
     """The attention weight that lies on edges of `mask`, per query: weights (..., Nq, Nk) -> (..., Nq)."""
     _check_mask("mask", mask)
     if not isinstance(weights, Tensor) or weights.shape[-2:] != mask.shape[-2:]:
-        raise ValueError(f"weights: expected (..., {mask.shape[-2]}, {mask.shape[-1]}) like mask, got {_shape(weights)}")
+        raise ValueError(
+            f"weights: expected (..., {mask.shape[-2]}, {mask.shape[-1]}) like mask, got {_shape(weights)}"
+        )
     return (weights * mask).sum(-1)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
+from fewkeys.sketch.leverage import working
 from fewkeys.weights import Weights
 
 
@@ -78,8 +79,6 @@ class Drop(Rest):
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:
     """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in the statistics' precision."""
-    from fewkeys.sketch.leverage import working
-
     dtype = working(inputs.key).dtype
     free = inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
     if inputs.valid is not None:

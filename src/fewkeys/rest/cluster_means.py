@@ -54,7 +54,7 @@ class ClusterMeans(Rest):
     def check(self, weights: Weights) -> None:
         super().check(weights)
         if self.rank and not isinstance(weights, Softmax):
-            raise ValueError(f"rest: ClusterMeans(rank={self.rank}) is defined for Softmax(), got {weights}; use rank=0")
+            raise ValueError(f"rest: ClusterMeans(rank={self.rank}) is defined for Softmax(), got {weights}")
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         if not self.rank:
@@ -82,7 +82,11 @@ class ClusterMeans(Rest):
             bias = (TILT * (g_mean.squeeze(-1) - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
         if not self.rank:
             return StandIns(mean_key, mean_value, member, bias)
-        left, right, factor = self._first_order(moments, member, mass, key, value, mean_key, mean_value)
+        # The means of all keys and values cancel in S; taking them out first keeps the sums small and accurate.
+        middle, centre = (offset - mean_key).detach().mean(-2, keepdim=True), value.detach().mean(-2, keepdim=True)
+        left, right, factor = self._first_order(
+            moments, member, mass, key + middle, value - centre, mean_key + middle, mean_value - centre
+        )
         reference = TILT * (moments.mean + offset @ moments.covariance)
         moved = mean_value - factor.unsqueeze(-1) * (reference @ left @ right)
         return StandIns(mean_key, moved, member, bias, left, right, factor)

@@ -34,7 +34,7 @@ class Moments(Rest):
         key, value = working(inputs.key), working(inputs.value)
         member = unkept(inputs, graph).unsqueeze(-1)
         count = member.sum(-2, keepdim=True).clamp_min(1)
-        mean_key, mean_value = (key * member).sum(-2, keepdim=True) / count, (value * member).sum(-2, keepdim=True) / count
+        mean_key, mean_value = member.mT @ key / count, member.mT @ value / count
         spread = (key - mean_key) * member
         return StandIns(
             key=mean_key,

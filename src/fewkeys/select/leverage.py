@@ -11,6 +11,7 @@ from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector, shared_top
 from fewkeys.select.causal import running_top
+from fewkeys.sketch.clusters import centre
 from fewkeys.sketch.leverage import gram, score_rows, universal_set, whitener, working
 from fewkeys.validation import check_count, check_real
 
@@ -58,20 +59,11 @@ class Leverage(Selector):
         if inputs.is_causal:
             return running_top(inputs, _RunningScore(keys, inputs.valid, self.centre), count)
         if self.centre:
-            keys = centred(keys, inputs.valid)
+            keys = centre(keys, inputs.valid)
         return shared_top(inputs, score_rows(keys, whitener(gram(keys))), count)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count is not None and self.count >= inputs.keys
-
-
-def centred(keys: Tensor, valid: Tensor | None) -> Tensor:
-    """Keys (B, H, N, D) minus their mean over the real ones; the others become zero."""
-    if valid is None:
-        return keys - keys.mean(-2, keepdim=True)
-    real = valid[:, None, :, None]
-    mean = keys.sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
-    return (keys - mean).masked_fill(~real, 0.0)
 
 
 def _marked(inputs: Inputs, marked: Tensor) -> Graph:

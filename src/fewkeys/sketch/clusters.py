@@ -65,7 +65,7 @@ def query_moments(inputs: Inputs) -> QueryMoments:
 
 def centred_keys(inputs: Inputs) -> Tensor:
     """Keys minus the mean real key, zero at padding: a common offset of all keys cancels in softmax."""
-    return inputs.remember("centred_keys", lambda: _centre(working(inputs.key.detach()), inputs.valid))
+    return inputs.remember("centred_keys", lambda: centre(working(inputs.key.detach()), inputs.valid))
 
 
 def importance(inputs: Inputs) -> Tensor:
@@ -97,7 +97,8 @@ def _query_moments(inputs: Inputs) -> QueryMoments:
     return QueryMoments(mean, spread.mT @ spread / size)
 
 
-def _centre(rows: Tensor, valid: Tensor | None) -> Tensor:
+def centre(rows: Tensor, valid: Tensor | None) -> Tensor:
+    """Rows (B, H, N, D) minus their mean over the real ones; the others become zero."""
     if valid is None:
         return rows - rows.mean(-2, keepdim=True)
     real = valid[:, None, :, None]
@@ -109,7 +110,7 @@ def _features(inputs: Inputs) -> Tensor:
     size = second.shape[-1]
     ridge = 1e-6 * second.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(second.dtype).tiny
     root = torch.linalg.cholesky(second + ridge[..., None, None] * torch.eye(size, device=second.device))
-    values = _centre(working(inputs.value.detach()), inputs.valid)
+    values = centre(working(inputs.value.detach()), inputs.valid)
     square = values.square().sum((-2, -1), keepdim=True)
     keys = float(inputs.keys) if inputs.valid is None else inputs.valid.sum(-1)[:, None, None, None]
     rms = (square / keys).sqrt().clamp_min(torch.finfo(square.dtype).tiny)
@@ -146,11 +147,17 @@ def _lloyd(features: Tensor, weight: Tensor, scores: Tensor, count: int) -> Tens
 
 
 def _seeds(features: Tensor, scores: Tensor, count: int) -> Tensor:
-    """Centres to start from: keys at equal steps of importance rank, so that the order of the keys is irrelevant."""
-    order = scores.argsort(-1, descending=True)
+    """Centres to start from, a quarter at the most important keys and the others at equal steps of importance rank.
+
+    Ranks, not positions: the result does not depend on the order of the keys.
+    """
+    order = scores.argsort(dim=-1, descending=True)
+    head = count // 4
     last = (scores > -torch.inf).sum(-1, keepdim=True).clamp_min(1) - 1
-    step = torch.linspace(0, 1, count, device=scores.device, dtype=scores.dtype)
-    index = order.gather(-1, (last * step).round().long())
+    step = torch.linspace(0, 1, count - head, device=scores.device, dtype=scores.dtype)
+    tail = head + ((last - head).clamp_min(0) * step).round().long()
+    rank = torch.cat([torch.arange(head, device=scores.device).expand(*last.shape[:-1], -1), tail], -1)
+    index = order.gather(-1, rank.minimum(last))
     return features.gather(-2, index.unsqueeze(-1).expand(-1, -1, -1, features.shape[-1]))
 
 

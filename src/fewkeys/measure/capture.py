@@ -1,0 +1,285 @@
+"""What the attention layers of a model were given, kept on disk: tensors and files only, no model.
+
+A capture is a folder with one safetensors file per layer and batch and one `capture.json` that describes them.
+`CaptureWriter` holds one attention call at a time and writes `capture.json` last, by rename, so a folder without it is
+not a capture however many tensor files it has. `Capture` maps the files back into memory when they are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT_VERSION = 1
+INDEX = "capture.json"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """One attention call of one layer on one batch: what `fewkeys.attention` needs to answer it.
+
+    Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk) with True
+    for the real keys, None when all are. `query_offset` is the position of query 0 among the keys (causal calls).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool
+    key_mask: Tensor | None = None
+    query_offset: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """Queries, keys and values of every attention layer of a model on some batches, memory-mapped from `directory`.
+
+    `sequences` counts over all `batches`; `scales` has one softmax scale per layer. Made by `CaptureWriter.finish`
+    or `Capture.load`. A capture in a temporary directory removes it when the object goes.
+    """
+
+    directory: Path
+    model_name: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scales: tuple[float, ...]
+    is_causal: bool
+    batches: int
+    sequences: int
+    tokens: int
+    dtype: str
+    _guard: object = field(default=None, repr=False)
+
+    def calls(self, layer: int) -> Iterator[AttentionInputs]:
+        """The calls of one layer, batch by batch. Tensors are read lazily from the mapped files: O(1 batch) memory.
+
+        Raises `ValueError` for a layer that is not there and for a file that is missing or damaged.
+        """
+        if layer not in range(self.layers):
+            raise ValueError(f"layer: expected an integer from 0 to {self.layers - 1}, got {layer!r}")
+        return self._calls(layer)
+
+    def _calls(self, layer: int) -> Iterator[AttentionInputs]:
+        for batch in range(self.batches):
+            path = self.directory / _file_name(layer, batch)
+            tensors = _read(path)
+            query, key, value = (tensors[name] for name in ("query", "key", "value"))
+            offset = key.shape[2] - query.shape[2] if self.is_causal else 0
+            yield AttentionInputs(
+                query, key, value, self.scales[layer], self.is_causal, tensors.get("key_mask"), offset
+            )
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Capture:
+        """Open a finished capture. Raises `ValueError` when `directory` is not one, or only half of one."""
+        folder = Path(directory)
+        index = folder / INDEX
+        if not index.is_file():
+            raise ValueError(f"directory: expected a capture with {INDEX}, {_what_is_in(folder)}")
+        try:
+            record = json.loads(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"directory: {index} cannot be read as JSON ({error}); capture again") from None
+        if not isinstance(record, dict) or record.get("format_version") != FORMAT_VERSION:
+            version = record.get("format_version") if isinstance(record, dict) else None
+            raise ValueError(
+                f"directory: {index} has format version {version!r}, this package reads {FORMAT_VERSION}; capture again"
+            )
+        capture = cls(directory=folder, **_fields(record, index))
+        for layer in range(capture.layers):
+            for batch in range(capture.batches):
+                if not (folder / _file_name(layer, batch)).is_file():
+                    raise ValueError(
+                        f"directory: {folder} lacks {_file_name(layer, batch)}, which {INDEX} promises; capture again"
+                    )
+        return capture
+
+
+class CaptureWriter:
+    """Writes a capture call by call: `write` for each layer in order, `end_batch` after each batch, then `finish`.
+
+    directory: created if absent; it must be empty. None: a temporary one that goes with the finished `Capture`.
+    `abort` removes what was written. Memory: one attention call.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, model_name: str) -> None:
+        self._temporary = directory is None
+        self._model_name = model_name
+        self._written: list[Path] = []
+        self._shape: dict[str, Any] = {}
+        self._scales: list[float] = []
+        self._layer = self._batches = self._sequences = self._tokens = 0
+        if directory is None:
+            self._created, self.directory = True, Path(tempfile.mkdtemp(prefix="fewkeys-capture-"))
+            return
+        self.directory = Path(directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
+        if self.directory.is_dir() and any(self.directory.iterdir()):
+            raise ValueError(f"directory: expected a new or empty folder, {_what_is_in(self.directory)}")
+        self._created = not self.directory.exists()
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, inputs: AttentionInputs) -> None:
+        """Write the call of the next layer of the current batch."""
+        query, key, value = inputs.query, inputs.key, inputs.value
+        shape = {
+            "query_heads": query.shape[1],
+            "kv_heads": key.shape[1],
+            "head_dim": query.shape[3],
+            "value_dim": value.shape[3],
+            "is_causal": inputs.is_causal,
+            "dtype": str(query.dtype).removeprefix("torch."),
+        }
+        if shape != self._shape and self._shape:
+            raise ValueError(
+                f"model: expected attention layers of one shape, got {self._shape} first and {shape} in layer "
+                f"{self._layer}; such a model cannot be captured yet"
+            )
+        self._shape = shape
+        if self._batches == 0:
+            self._scales.append(float(inputs.scale))
+        elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
+            raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
+        tensors = {"query": query, "key": key, "value": value}
+        if inputs.key_mask is not None:
+            tensors["key_mask"] = inputs.key_mask
+        path = self.directory / _file_name(self._layer, self._batches)
+        self._written.append(path)
+        # Copies: views into one projection, or one tensor as key and value, may not share memory in a file.
+        form = torch.contiguous_format
+        save_file({name: tensor.detach().cpu().clone(memory_format=form) for name, tensor in tensors.items()}, path)
+        if self._layer == 0:
+            self._sequences += query.shape[0]
+            real = inputs.key_mask
+            self._tokens += int(real.sum()) if real is not None else query.shape[0] * query.shape[2]
+        self._layer += 1
+
+    def end_batch(self) -> None:
+        """Close the current batch; every batch must have called the same layers."""
+        if self._layer == 0 or self._layer != len(self._scales):
+            raise ValueError(
+                f"model: expected {len(self._scales) or 'some'} attention calls in each batch, got {self._layer}; "
+                "is its attention replaced or skipped?"
+            )
+        self._layer = 0
+        self._batches += 1
+
+    def finish(self) -> Capture:
+        """Write `capture.json` and return the capture."""
+        if self._batches == 0 or self._layer:
+            raise ValueError("batches: expected at least one whole batch, got none")
+        record = {
+            "format_version": FORMAT_VERSION,
+            "model_name": self._model_name,
+            "layers": len(self._scales),
+            **self._shape,
+            "scales": self._scales,
+            "batches": self._batches,
+            "sequences": self._sequences,
+            "tokens": self._tokens,
+        }
+        index = self.directory / INDEX
+        partial = index.with_suffix(".json.partial")
+        self._written += [partial, index]
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(record, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(index)
+        guard = _Removal(self.directory) if self._temporary else None
+        return Capture(directory=self.directory, _guard=guard, **_fields(record, index))
+
+    def abort(self) -> None:
+        """Remove every file this writer wrote, and the folder if it made it."""
+        for path in self._written:
+            path.unlink(missing_ok=True)
+        if self._created:
+            with suppress(OSError):  # somebody put something else there: leave it
+                self.directory.rmdir()
+
+
+class _Removal:
+    """Removes a folder when this object goes, at the latest at exit."""
+
+    def __init__(self, directory: Path) -> None:
+        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+
+
+_KINDS: dict[str, type] = {
+    "model_name": str,
+    "layers": int,
+    "query_heads": int,
+    "kv_heads": int,
+    "head_dim": int,
+    "value_dim": int,
+    "scales": list,
+    "is_causal": bool,
+    "batches": int,
+    "sequences": int,
+    "tokens": int,
+    "dtype": str,
+}
+
+
+def _fields(record: dict[str, Any], index: Path) -> dict[str, Any]:
+    """The fields of a `Capture` from a parsed `capture.json`; unknown entries are left aside."""
+    for name, kind in _KINDS.items():
+        if type(record.get(name)) is not kind or (kind is int and record[name] < 1):
+            raise ValueError(f"directory: {index} has no sound {name!r} ({record.get(name)!r}); capture again")
+    scales = record["scales"]
+    if len(scales) != record["layers"] or not all(isinstance(scale, int | float) for scale in scales):
+        raise ValueError(f"directory: {index} has no sound 'scales' ({scales!r}); capture again")
+    return {name: record[name] for name in _KINDS} | {"scales": tuple(float(scale) for scale in scales)}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, mapped, not read: pages come in when they are touched."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"capture: {path} cannot be read ({error}); capture again") from None
+    if not {"query", "key", "value"} <= tensors.keys() or any(
+        tensor.ndim != 4 for name, tensor in tensors.items() if name != "key_mask"
+    ):
+        raise ValueError(f"capture: {path} does not hold query, key and value; capture again")
+    mask = tensors.get("key_mask")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"capture: {path} holds a key_mask of {mask.dtype}, expected bool; capture again")
+    return tensors
+
+
+def _file_name(layer: int, batch: int) -> str:
+    return f"layer{layer:03d}-batch{batch:05d}.safetensors"
+
+
+def _what_is_in(folder: Path) -> str:
+    """What stands in the way at `folder`, and what to do about it."""
+    if not folder.is_dir():
+        return f"{folder} is not a folder; make the capture first"
+    if (folder / INDEX).exists():
+        return f"{folder} already holds a capture; delete it or name another folder"
+    if any(folder.glob("layer*-batch*.safetensors")):
+        return f"{folder} holds a half-written capture; delete it and capture again"
+    if any(folder.iterdir()):
+        return f"{folder} holds other files; name another folder"
+    return f"{folder} is empty; make the capture first"

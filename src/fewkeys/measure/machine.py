@@ -1,0 +1,44 @@
+"""Where a measurement ran: enough to judge its timings, nothing that names the user or the date."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The processor's name, its cores and the threads in use, the operating system, the device."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+    }
+
+
+def versions(*, with_transformers: bool = False) -> dict[str, str]:
+    """Versions of fewkeys, python, torch and, on request, transformers."""
+    found = {"fewkeys": _version("fewkeys"), "python": platform.python_version(), "torch": torch.__version__}
+    return {**found, "transformers": _version("transformers")} if with_transformers else found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

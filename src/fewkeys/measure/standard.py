@@ -1,0 +1,47 @@
+"""The plans that every comparison shows: bounds, controls, known methods, and ours."""
+
+from __future__ import annotations
+
+from fewkeys.plan import Plan, budget
+from fewkeys.rest import Moments
+from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, TopK, Window
+
+SINKS = 4
+"""First keys kept by "sinks + window", the number that streaming attention uses (arXiv 2309.17453)."""
+
+
+def standard_plans(slots: int, *, is_causal: bool = False, head_dim: int | None = None) -> dict[str, Plan]:
+    """Every standard row at `slots` slots per query, by the name it has in tables and figures.
+
+    - "exact": no approximation.
+    - "top-k per query (oracle)": the keys with the largest weights of each query. "best shared columns (oracle)": the
+      keys with the largest total weight, the same for all queries of a head. Both score every pair: bounds, no methods.
+    - "random keys" and "key norm": the controls.
+    - "window", "sinks + window" (4 sinks), "leverage (LevAttention)" (raw keys, arXiv 2410.05462), "leverage
+      (centred)", and "leverage + window" (half each, raw).
+    - "moments": a Gaussian stand-in for all dropped keys. Its price is fixed by `head_dim`; what is left of `slots`
+      goes to a window. A row's `slots` say what it really used.
+    - "fewkeys budget": the plan recommended for `slots`.
+
+    Raises ValueError if `slots` is not a positive int.
+    """
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise ValueError(f"slots: expected an int >= 1, got {slots!r}; ask for the keys a query may pay, such as 64")
+    sinks = min(SINKS, slots)
+    half = slots // 2
+    price = 0.0 if head_dim is None else Moments().slots(head_dim, head_dim)
+    spare = 0 if head_dim is None else int(slots - price)
+    return {
+        "exact": Plan(),
+        "top-k per query (oracle)": Plan(keep=TopK(slots)),
+        "best shared columns (oracle)": Plan(keep=BestColumns(slots)),
+        "random keys": Plan(keep=RandomKeys(slots)),
+        "key norm": Plan(keep=KeyNorm(slots)),
+        "window": Plan(keep=Window(slots)),
+        "sinks + window": Plan(keep=Sinks(sinks) | Window(slots - sinks) if slots > sinks else Sinks(sinks)),
+        "leverage (LevAttention)": Plan(keep=Leverage(slots)),
+        "leverage (centred)": Plan(keep=Leverage(slots, centre=True)),
+        "leverage + window": Plan(keep=Leverage(half) | Window(slots - half) if half else Window(slots)),
+        "moments": Plan(keep=Window(max(1, spare)), rest=Moments()),
+        "fewkeys budget": budget(slots, is_causal=is_causal),
+    }

@@ -1,0 +1,6 @@
+"""Show a `Report`: a table for the terminal, a figure of error against slots, files. Needs `fewkeys[report]`."""
+
+from fewkeys.report.figure import save_figure
+from fewkeys.report.table import print_table
+
+__all__ = ["print_table", "save_figure"]

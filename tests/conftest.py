@@ -1,0 +1,11 @@
+"""Settings of the whole suite."""
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(2)
+# Examples are drawn the same way in every run, so that a red run can be repeated.
+settings.register_profile(
+    "fewkeys", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fewkeys")

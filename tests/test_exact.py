@@ -1,0 +1,94 @@
+"""Law 1: keeping every key is exact attention, whatever else the plan says, and exact attention is torch's own."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, SHAPES, WEIGHTS
+
+ALL = {**SHAPES, **CAUSAL_SHAPES}
+EVERY_KEY = {
+    "window": fk.Window(1000),
+    "sinks": fk.Sinks(1000),
+    "leverage": fk.Leverage(1000),
+    "key norm": fk.KeyNorm(1000),
+    "random": fk.RandomKeys(1000),
+    "top-k": fk.TopK(1000),
+    "leverage + window": fk.Leverage(1000) | fk.Window(3),
+}
+
+
+def by_definition(query, key, value, shape, weights):
+    """Attention by its formula, one query head at a time."""
+    heads = []
+    for h in range(shape.query_heads):
+        kv = h // (shape.query_heads // shape.kv_heads)
+        scores = query[:, h] @ key[:, kv].mT / shape.head_dim**0.5
+        seen = torch.ones(shape.batch, shape.queries, shape.keys, dtype=torch.bool)
+        if shape.is_causal:
+            place = torch.arange(shape.queries)[:, None] + shape.query_offset
+            seen &= torch.arange(shape.keys) <= place
+        if shape.lengths is not None:
+            seen &= torch.arange(shape.keys) < torch.tensor(shape.lengths)[:, None, None]
+        heads.append(weights.normalised(scores.masked_fill(~seen, -torch.inf)) @ value[:, kv])
+    return torch.stack(heads, 1)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
+def test_no_plan_is_the_definition(shape, weights, impl):
+    q, k, v = shape.draw()
+    found = fk.attention(q, k, v, weights=weights, impl=impl, **shape.options)
+    torch.testing.assert_close(found, by_definition(q, k, v, shape, weights), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+@pytest.mark.parametrize("keep", EVERY_KEY.values(), ids=EVERY_KEY)
+@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
+def test_full_budget(shape, keep, impl):
+    """Stand-ins, where the shape allows them, have nothing left to stand in for."""
+    rest = fk.Drop() if shape.is_causal else fk.ClusterMeans(4, rank=2)
+    q, k, v = shape.draw()
+    found = fk.attention(q, k, v, keep=keep, rest=rest, impl=impl, **shape.options)
+    torch.testing.assert_close(found, by_definition(q, k, v, shape, fk.Softmax()), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("keep", [fk.Leverage(69), fk.KeyNorm(69) | fk.Sinks(5), fk.RandomKeys(69)], ids=str)
+def test_almost_full_budget_is_almost_exact(keep):
+    """The selected path, not the shortcut for covering plans: one key of 70 is missing."""
+    shape = SHAPES["plain"]
+    q, k, v = shape.draw()
+    graph = keep.graph(q, k)
+    scores = (q @ k.mT / 8**0.5).masked_fill(~graph.to_mask(), -torch.inf)
+    torch.testing.assert_close(fk.attention(q, k, v, keep=keep, impl="torch"), scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_equals_torch_sdpa(dtype):
+    for shape in (SHAPES["plain"], SHAPES["grouped"], SHAPES["cross"], CAUSAL_SHAPES["causal upper-left"]):
+        q, k, v = shape.draw(dtype=dtype)
+        expected = scaled_dot_product_attention(
+            q, k, v, is_causal=shape.is_causal, enable_gqa=shape.query_heads != shape.kv_heads
+        )
+        torch.testing.assert_close(fk.attention(q, k, v, is_causal=shape.is_causal), expected)
+
+
+def test_scale_is_honoured():
+    q, k, v = SHAPES["plain"].draw()
+    expected = scaled_dot_product_attention(q, k, v, scale=0.7)
+    torch.testing.assert_close(fk.attention(q, k, v, scale=0.7), expected)
+    kept = fk.attention(q, k, v, keep=fk.Window(9), scale=0.7, impl="torch")
+    torch.testing.assert_close(kept, fk.attention(2 * q, k, v, keep=fk.Window(9), scale=0.35, impl="torch"))
+    assert (kept - fk.attention(q, k, v, keep=fk.Window(9), impl="torch")).abs().max() > 1e-3
+
+
+def test_queries_that_see_nothing_give_zero():
+    q, k, v = SHAPES["plain"].draw()
+    lengths = torch.tensor([0, 70])
+    for keep in (None, fk.Window(5), fk.Leverage(5), fk.TopK(3)):
+        for impl in ("torch", "reference"):
+            found = fk.attention(q, k, v, keep=keep, lengths=lengths, impl=impl)
+            assert torch.equal(found[0], torch.zeros_like(found[0]))
+            assert found[1].abs().min() > 0
