@@ -127,9 +127,7 @@ def _compare(arguments: argparse.Namespace) -> None:
         report = compare(
             captured, plans, model=model, batches=batches, eps=arguments.eps, seed=arguments.seed, progress=step
         )
-    report = replace(report, model=name).with_settings(
-        text=[path.name for path in arguments.text], length=arguments.length
-    )
+    report = replace(report, model=name).with_settings(text=[path.name for path in arguments.text])
     if arguments.out is not None:
         from fewkeys.report.figure import save_figure
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -99,6 +100,7 @@ def attach(model: PreTrainedModel, answer: Answer) -> Callable[[], None]:
 
 def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
+    need_transformers()
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -113,6 +115,12 @@ def attention_modules(model: object) -> list[nn.Module]:
             "be replaced; use an architecture that does (BERT, RoBERTa, Llama, Qwen, GPT-2, ...)"
         )
     return modules
+
+
+def need_transformers() -> None:
+    """Raise `ModuleNotFoundError` that names the extra to install, where transformers is missing."""
+    if find_spec("transformers") is None:
+        raise ModuleNotFoundError("transformers is needed for this and is not installed; pip install 'fewkeys[hf]'")
 
 
 def _asks_interface(kind: type) -> bool:

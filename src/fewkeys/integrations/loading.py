@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fewkeys.integrations.interface import attention_modules
+from fewkeys.integrations.interface import attention_modules, need_transformers
 from fewkeys.integrations.quiet import quiet
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def load_model(
     """
     if not isinstance(name_or_dir, str | os.PathLike):
         raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
+    need_transformers()
     name = os.fspath(name_or_dir)
     place = _device(device)
     with quiet():

@@ -56,8 +56,8 @@ def effects(
         for i, plan in enumerate(plans):
             with apply(model, plan, impl="torch", generator=generators[i]):
                 other, _ = _states(model, batch)
-            pooled[i].append(cosine_similarity(_mean(states, mask), _mean(other, mask), dim=-1).double().cpu())
-            tokens[i] += cosine_similarity(states, other, dim=-1)[mask].double().sum().cpu()
+            pooled[i].append(cosine_similarity(_mean(states, mask), _mean(other, mask), dim=-1).cpu())
+            tokens[i] += cosine_similarity(states[mask].double(), other[mask].double(), dim=-1).sum().cpu()
             done(len(states))
     if count == 0:
         raise ValueError("batches: expected at least one batch with a valid token, got none; pass the captured batches")
@@ -81,6 +81,6 @@ def _states(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _mean(states: Tensor, mask: Tensor) -> Tensor:
-    """Mean over valid tokens (B, H)."""
-    weight = mask.to(states.dtype).unsqueeze(-1)
+    """Mean over valid tokens (B, H), in float64: cosines near 1 are the ones that matter."""
+    weight = mask.double().unsqueeze(-1)
     return (states * weight).sum(1) / weight.sum(1).clamp_min(1.0)

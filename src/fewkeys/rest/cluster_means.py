@@ -41,7 +41,8 @@ class ClusterMeans(Rest):
     queries' covariance and mean. Other kernels have no such tilt: they take plain means, and rank must be 0.
 
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c.
-    Gradients flow through the means and S; clusters, e_j and f_c are choices and carry none. Not causal.
+    Gradients flow through the means and S; clusters, e_j, f_c, the subspace of S and the correction of the mass are
+    choices and carry none. Not causal.
     """
 
     count: int

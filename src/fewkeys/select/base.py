@@ -40,6 +40,7 @@ class Selector(ABC):
         self,
         query: Tensor,
         key: Tensor,
+        value: Tensor | None = None,
         *,
         is_causal: bool = False,
         scale: float | None = None,
@@ -48,11 +49,14 @@ class Selector(ABC):
         query_offset: int = 0,
         generator: torch.Generator | None = None,
     ) -> Graph:
-        """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`."""
+        """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
+
+        Only `Outliers` looks at the values; without them it takes the keys for values.
+        """
         inputs = check_inputs(
             query,
             key,
-            key,
+            key if value is None else value,
             is_causal=is_causal,
             scale=scale,
             lengths=lengths,

@@ -1,0 +1,51 @@
+# make demo   the main job on a real model and text: out/demo/results.json and out/demo/pareto.png
+# make test   the whole suite
+# Both create .venv on the first run and reuse it until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# The demo's input: `make demo TEXT=my.txt SLOTS=32,64` compares on a text of your own.
+# docs/ comes first, so that the figures in the README do not depend on the README.
+TEXT  ?= $(sort $(wildcard docs/*.md)) CONTRIBUTING.md README.md
+SLOTS ?= 16,32,64,128
+OUT   ?= out/demo
+
+.NOTPARALLEL:
+.PHONY: help demo test lint types clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+	@echo 'make lint   ruff: rules and format'
+	@echo 'make types  mypy --strict on src'
+	@echo 'make clean  remove .venv, out and every cache'
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/fewkeys compare --demo $(foreach file,$(TEXT),--text $(file)) --slots $(SLOTS) --out $(OUT)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written only after its step succeeded, so an interrupted set-up is taken up again.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "fewkeys needs Python 3.11 or newer, but '$(PYTHON)' is: $$($(PYTHON) --version 2>&1 | tail -n 1)." >&2; \
+	  echo "Name another one: make PYTHON=python3.12 $(firstword $(MAKECMDGOALS))" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/.created
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@

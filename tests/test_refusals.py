@@ -1,0 +1,116 @@
+"""Law 11 and every other refusal: the message names the argument, what was expected, and what came."""
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import SHAPES
+
+Q, K, V = SHAPES["plain"].draw(dtype=torch.float32)
+
+
+def spoiled(tensor, value):
+    tensor = tensor.clone()
+    tensor[0, 0, 0, 0] = value
+    return tensor
+
+
+CALLS = {
+    "query: expected shape": lambda: fk.attention(Q[0], K, V),
+    "key: expected shape": lambda: fk.attention(Q, K[0], V),
+    "query: expected a torch.Tensor, got list": lambda: fk.attention([1.0], K, V),
+    "query: expected float64, float32, bfloat16 or float16, got torch.int64": lambda: fk.attention(Q.long(), K, V),
+    "key: expected torch.float32 on cpu like query, got torch.float64": lambda: fk.attention(Q, K.double(), V),
+    "key: expected batch 2 like query, got 1": lambda: fk.attention(Q, K[:1], V),
+    "key: expected head dimension 8 like query, got 7": lambda: fk.attention(Q, K[..., :7], V),
+    "value: expected \\(2, 70\\)": lambda: fk.attention(Q, K, V[:, :, :69]),
+    "query: expected a number of heads that is a multiple of key's 2, got 1": lambda: fk.attention(Q[:, :1], K, V),
+    "query: expected no empty dimension": lambda: fk.attention(Q[:, :, :0], K, V),
+    "key: expected finite numbers, got 1 NaN": lambda: fk.attention(Q, spoiled(K, float("nan")), V, keep=fk.Sinks(2)),
+    "value: expected finite numbers": lambda: fk.attention(Q, K, spoiled(V, float("inf"))),
+    "query: expected finite numbers": lambda: fk.attention(spoiled(Q, float("-inf")), K, V),
+    "scale: expected a finite number": lambda: fk.attention(Q, K, V, scale=float("nan")),
+    "scale: expected a number, got str": lambda: fk.attention(Q, K, V, scale="1"),
+    "lengths: expected values from 0 to 70": lambda: fk.attention(Q, K, V, lengths=torch.tensor([71, 3])),
+    "lengths: expected values from 0": lambda: fk.attention(Q, K, V, lengths=torch.tensor([-1, 3])),
+    "lengths: expected 2 integers": lambda: fk.attention(Q, K, V, lengths=torch.tensor([3])),
+    "lengths: expected 2 integers, one per sequence, got torch.float": lambda: fk.attention(Q, K, V, lengths=[1.0, 2.0]),
+    "key_mask: expected a bool tensor of shape \\(2, 70\\)": lambda: fk.attention(Q, K, V, key_mask=torch.ones(2, 70)),
+    "lengths, key_mask: expected at most one": lambda: fk.attention(
+        Q, K, V, lengths=torch.tensor([3, 3]), key_mask=torch.ones(2, 70, dtype=torch.bool)
+    ),
+    "query_offset: expected at least 0, got -1": lambda: fk.attention(Q, K, V, query_offset=-1),
+    "impl: expected 'auto', 'torch' or 'reference', got 'cuda'": lambda: fk.attention(Q, K, V, impl="cuda"),
+    "plan: expected a fewkeys.Plan, got int": lambda: fk.attention(Q, K, V, plan=64),
+    "plan: expected either a plan or keep": lambda: fk.attention(Q, K, V, plan=fk.budget(8), keep=fk.Sinks(1)),
+    "keep: expected a selector or None, got int": lambda: fk.attention(Q, K, V, keep=64),
+    "keep: expected a selector on both sides": lambda: fk.Sinks(1) | 3,
+    "rest: expected a fewkeys Rest, got int": lambda: fk.Plan(fk.Sinks(1), 3),
+    "weights: expected a fewkeys Weights, got int": lambda: fk.Plan(fk.Sinks(1), fk.Drop(), 3),
+    "Window size: expected at least 1, got 0": lambda: fk.Window(0),
+    "Window size: expected an integer, got float": lambda: fk.Window(1.5),
+    "Sinks count: expected at least 1, got -1": lambda: fk.Sinks(-1),
+    "Leverage count: expected at least 1, got 0": lambda: fk.Leverage(0),
+    "Leverage: expected exactly one of count and eps": lambda: fk.Leverage(),
+    "Leverage: expected exactly one of count and eps, got": lambda: fk.Leverage(3, eps=0.1),
+    "Leverage eps: expected a finite number in": lambda: fk.Leverage(eps=1.5),
+    "Leverage: eps is a guarantee for uncentred": lambda: fk.Leverage(eps=0.5, centre=True),
+    "KeyNorm count": lambda: fk.KeyNorm(0),
+    "RandomKeys count": lambda: fk.RandomKeys(0),
+    "TopK count": lambda: fk.TopK(0),
+    "BestColumns count": lambda: fk.BestColumns(0),
+    "Outliers clusters": lambda: fk.Outliers(3, 0),
+    "ClusterMeans count": lambda: fk.ClusterMeans(0),
+    "ClusterMeans rank": lambda: fk.ClusterMeans(3, rank=-1),
+    "UniformSample count": lambda: fk.UniformSample(0),
+    "slots: expected at least 1, got 0": lambda: fk.budget(0),
+    "slots: expected an integer, got bool": lambda: fk.budget(True),
+    "alpha: expected a finite number": lambda: fk.Entmax(1.0),
+    "p: expected a finite number": lambda: fk.Power(0),
+    "p: expected a finite number in \\(0.0, inf\\), got -1": lambda: fk.Relu(-1),
+    "eps: expected a finite number": lambda: fk.universal_set(K, 0.0),
+    "key: expected finite numbers, got": lambda: fk.leverage_scores(spoiled(K, float("nan"))),
+    "r: expected at least 1": lambda: fk.oracle.value_oblivious(torch.ones(3) / 3, 0),
+    "form: expected 'renormalised' or 'projected'": lambda: fk.oracle.value_oblivious(torch.ones(3) / 3, 1, "best"),
+    "predicted: expected the shape of gold": lambda: fk.metrics.recall(torch.ones(2, 2) > 0, torch.ones(3, 3) > 0),
+    "gold: expected a bool mask": lambda: fk.metrics.recall(torch.ones(2, 2) > 0, torch.ones(2, 2)),
+    "approx: expected a tensor shaped like exact": lambda: fk.metrics.output_error(Q, Q[:1]),
+}
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_bad_input_is_named(message):
+    with pytest.raises((ValueError, TypeError), match=f"^{message}") as caught:
+        CALLS[message]()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.Moments(), fk.UniformSample(4)], ids=str)
+def test_entmax_refuses_stand_ins_and_says_why(rest):
+    with pytest.raises(ValueError, match=r"^rest: .* needs weights that are f\(score\) over a sum.*threshold"):
+        fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, weights=fk.Entmax(1.5))
+
+
+@pytest.mark.parametrize("weights", [fk.Power(2.0), fk.Elu(), fk.Relu(1.0)], ids=str)
+@pytest.mark.parametrize("rest", [fk.Moments(), fk.ClusterMeans(4, rank=2)], ids=str)
+def test_terms_derived_for_softmax_refuse_other_kernels(rest, weights):
+    with pytest.raises(ValueError, match=r"^rest: .*Softmax"):
+        fk.Plan(fk.Window(5), rest, weights)
+
+
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.Moments(), fk.UniformSample(4)], ids=str)
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+def test_rests_that_see_the_future_refuse_causality(rest, impl):
+    with pytest.raises(ValueError, match=r"^is_causal: .* summarises the future"):
+        fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, is_causal=True, impl=impl)
+
+
+@pytest.mark.parametrize("keep", [fk.BestColumns(4), fk.Outliers(4, 4), fk.Leverage(eps=0.5)], ids=str)
+def test_selectors_that_see_the_future_refuse_causality(keep):
+    with pytest.raises(ValueError, match="^is_causal: .* looking at the future"):
+        fk.attention(Q, K, V, keep=keep | fk.Window(3), is_causal=True)
+
+
+def test_graphs_of_different_inputs_do_not_join():
+    with pytest.raises(ValueError, match="^graph: expected two graphs of the same inputs"):
+        fk.Sinks(2).graph(Q, K) | fk.Sinks(2).graph(Q, K)

@@ -1,0 +1,282 @@
+"""A plan inside a model: the same model with other attention, and afterwards the same model to the bit."""
+
+import copy
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import BartConfig, BartModel, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralModel
+
+import fewkeys as fk
+from fewkeys.integrations import interface
+from fewkeys.integrations.transformers import apply, capture, load_model
+from tiny_models import GROUPED, MODELS, after_attention, bert, close, far, llama, padded, run, tokens
+
+EXACT = fk.Plan()
+WINDOW = fk.Plan(fk.Window(3))
+
+
+# --- the answer --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_every_key_is_the_model_itself(name, side, impl):
+    model, inputs = MODELS[name](), padded(side)
+    before = run(model, **inputs)
+    with apply(model, EXACT, impl=impl):
+        close(run(model, **inputs), before, inputs.get("attention_mask"))
+    with apply(model, fk.Plan(fk.Window(101)), impl=impl):
+        close(run(model, **inputs), before, inputs.get("attention_mask"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("keep", [fk.Window(3), fk.Sinks(2) | fk.Window(3)])
+def test_padding_is_the_same_as_no_padding(name, side, keep):
+    model, inputs = MODELS[name](), padded(side)
+    with apply(model, fk.Plan(keep)):
+        batch = run(model, **inputs)
+        for row, real in enumerate(inputs["attention_mask"].bool()):
+            alone = run(model, input_ids=inputs["input_ids"][row, real][None])
+            close(batch[row, real], alone[0])
+    assert far(run(model, **inputs)[1], batch[1]), "the plan changed nothing"
+
+
+def test_stand_ins_do_not_see_padding():
+    model, inputs = bert(), padded("right", (30, 40), 40)
+    plan = fk.Plan(fk.Leverage(2) | fk.Window(3), fk.ClusterMeans(4))
+    with apply(model, plan):
+        batch = run(model, **inputs)
+        alone = run(model, input_ids=inputs["input_ids"][:1, :30])
+    close(batch[:1, :30], alone)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("plan", [EXACT, WINDOW, fk.Plan(fk.Sinks(1) | fk.Window(4))])
+@pytest.mark.parametrize("steps", [[8, 1, 1, 1], [6, 4, 1], [1] * 11])
+def test_decoding_with_a_cache_is_the_whole_forward(name, side, plan, steps):
+    model, inputs = MODELS[name](), padded(side)
+    with apply(model, plan), torch.no_grad():
+        whole = model(**inputs).logits
+        cache, start, parts = DynamicCache(config=model.config), 0, []
+        for size in steps:
+            part = {key: item[:, start : start + size] for key, item in inputs.items()}
+            if side:
+                part["attention_mask"] = inputs["attention_mask"][:, : start + size]
+            parts.append(model(**part, past_key_values=cache).logits)
+            start += size
+    close(torch.cat(parts, 1), whole, inputs.get("attention_mask"))
+    if plan is EXACT:
+        close(whole, run(model, **inputs), inputs.get("attention_mask"))
+    else:
+        assert far(whole, run(model, **inputs))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generation(name):
+    model, inputs = MODELS[name](), padded("left")
+    del inputs["position_ids"]
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(**inputs, **how)
+    with apply(model, EXACT):
+        assert torch.equal(model.generate(**inputs, **how), before)
+    assert torch.equal(model.generate(**inputs, **how), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_layer_gets_what_attention_gives(name):
+    """The first layer, whose inputs no plan has touched yet, holds exactly `fk.attention` of the captured inputs."""
+    model = MODELS[name]()
+    (call,) = capture(model, [tokens()]).calls(0)
+    seen = []
+    after_attention(model, name)[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with apply(model, WINDOW):
+        run(model, input_ids=tokens())
+    out = fk.attention(
+        call.query, call.key, call.value, plan=WINDOW, is_causal=call.is_causal, scale=call.scale, impl="torch"
+    )
+    assert torch.equal(seen[0], out.transpose(1, 2).reshape(3, 11, 32))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "mapping"])
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_per_layer_go_to_their_layer(name, kind):
+    model = MODELS[name]()
+    states = run_states(model)
+    for chosen in range(3):
+        plans = [WINDOW if layer == chosen else EXACT for layer in range(3)]
+        with apply(model, plans if kind == "sequence" else dict(enumerate(plans))):
+            changed = run_states(model)
+        for layer in range(chosen + 1):
+            close(changed[layer], states[layer])
+        assert far(changed[chosen + 1], states[chosen + 1])
+
+
+@torch.no_grad()
+def run_states(model):
+    return model(tokens(), output_hidden_states=True).hidden_states
+
+
+def test_gradients_pass():
+    model = llama()
+
+    def gradients():
+        model.zero_grad()
+        model(tokens()).logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    before = gradients()
+    with apply(model, EXACT):
+        during = gradients()
+    for one, other in zip(before, during, strict=True):
+        close(one, other)
+
+
+def test_randomness_comes_from_the_generator():
+    model, plan = bert(), fk.Plan(fk.RandomKeys(2))
+
+    def drawn(seed):
+        with apply(model, plan, generator=torch.Generator().manual_seed(seed)):
+            return run(model, input_ids=tokens())
+
+    assert torch.equal(drawn(5), drawn(5))
+    assert far(drawn(5), drawn(6))
+
+
+def test_windows_of_the_model_that_cover_the_text():
+    torch.manual_seed(4)
+    model = MistralModel(MistralConfig(**GROUPED, sliding_window=11)).eval()
+    before = run(model, input_ids=tokens())
+    with apply(model, EXACT):
+        close(run(model, input_ids=tokens()), before)
+        with pytest.raises(ValueError, match="sliding_window: this model lets a query see 11 keys, got 12"):
+            run(model, input_ids=tokens(length=12))
+
+
+def test_encoder_decoder():
+    torch.manual_seed(5)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = BartConfig(vocab_size=60, d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, init_std=0.3, **sizes)
+    model = BartModel(config).eval()
+    inputs = {k: v for k, v in padded("right").items() if k != "position_ids"} | {"decoder_input_ids": tokens(3, 5)}
+    before = run(model, **inputs)
+    with apply(model, EXACT):
+        close(run(model, **inputs), before)
+    assert torch.equal(run(model, **inputs), before)
+
+
+# --- the model afterwards ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_restored_to_the_bit(name, own):
+    model, inputs = MODELS[name](), padded("left")
+    model.set_attn_implementation(own)
+    before = run(model, **inputs)
+    applied = apply(model, WINDOW)
+    assert far(run(model, **inputs), before)
+    applied.restore()
+    assert model.config._attn_implementation == own
+    assert torch.equal(run(model, **inputs), before)
+    applied.restore()
+    assert torch.equal(run(model, **inputs), before)
+
+
+def test_restored_after_an_exception():
+    model = llama()
+    before = run(model, input_ids=tokens())
+    with pytest.raises(RuntimeError, match="mine"), apply(model, WINDOW):
+        raise RuntimeError("mine")
+    assert torch.equal(run(model, input_ids=tokens()), before)
+
+
+@pytest.mark.parametrize("order", [[2, 1, 0], [0, 1, 2], [1, 2, 0]])
+def test_nested_plans_undo_in_any_order(order):
+    model = bert()
+    plans = [fk.Plan(fk.Window(size)) for size in (1, 3, 5)]
+    alone = []
+    for plan in plans:
+        with apply(model, plan):
+            alone.append(run(model, input_ids=tokens()))
+    before = run(model, input_ids=tokens())
+    applied, active = [apply(model, plan) for plan in plans], [0, 1, 2]
+    for index in order:
+        assert torch.equal(run(model, input_ids=tokens()), alone[active[-1]])
+        applied[index].restore()
+        active.remove(index)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(run(model, input_ids=tokens()), before)
+
+
+def test_a_part_and_the_whole():
+    """Applied to the base model and to the model around it, which share modules and a configuration."""
+    model = llama()
+    inner, outer = apply(model.model, EXACT), apply(model, WINDOW)
+    inner.restore()
+    assert model.config._attn_implementation == interface.NAME
+    outer.restore()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_share_a_configuration():
+    config = LlamaConfig(**GROUPED)
+    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    before = run(one, input_ids=tokens())
+    first, second = apply(one, WINDOW), apply(other, WINDOW)
+    few = run(other, input_ids=tokens())
+    first.restore()
+    assert torch.equal(run(other, input_ids=tokens()), few)
+    with pytest.raises(ValueError, match="never replaced"):
+        run(one, input_ids=tokens())
+    second.restore()
+    assert torch.equal(run(one, input_ids=tokens()), before)
+
+
+def test_nothing_keeps_a_model_alive():
+    before = len(interface._answers), len(interface._switched)
+    model = bert()
+    applied = apply(model, WINDOW)
+    run(model, input_ids=tokens())
+    alive = weakref.ref(model)
+    del model, applied
+    gc.collect()
+    assert alive() is None
+    assert (len(interface._answers), len(interface._switched)) == before
+
+
+def test_a_dropped_handle_changes_nothing():
+    model = bert()
+    before = run(model, input_ids=tokens())
+    apply(model, WINDOW)
+    gc.collect()
+    assert far(run(model, input_ids=tokens()), before)
+
+
+def test_a_copy_says_that_it_is_one():
+    model = bert()
+    with apply(model, WINDOW):
+        twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="a copy of a model"):
+        run(twin, input_ids=tokens())
+
+
+def test_importing_does_not_import_transformers():
+    code = "import fewkeys.integrations.transformers, sys; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setattr(interface, "find_spec", lambda _: None)
+    for use in (lambda: apply(bert(), EXACT), lambda: capture(bert(), [tokens()]), lambda: load_model("anything")):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'fewkeys\[hf\]'"):
+            use()

@@ -1,0 +1,137 @@
+"""What a model may ask of its attention and a plan does not give is refused, never answered wrongly."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    BertModel,
+    Gemma2Config,
+    Gemma2Model,
+    GptOssConfig,
+    GptOssModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralModel,
+    StaticCache,
+    T5Config,
+    T5Model,
+    XLNetConfig,
+    XLNetModel,
+)
+
+import fewkeys as fk
+from fewkeys.integrations import interface
+from fewkeys.integrations.transformers import apply
+from tiny_models import GROUPED, MODELS, bert, llama, run, tokens
+
+EXACT = fk.Plan()
+WINDOW = fk.Plan(fk.Window(3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ["argument", "configuration"])
+def test_attention_weights_are_refused(name, how):
+    model = MODELS[name]()
+    asked = {"output_attentions": True} if how == "argument" else {}
+    if how == "configuration":
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+    with apply(model, EXACT), pytest.raises(ValueError, match="output_attentions"):
+        run(model, input_ids=tokens(), **asked)
+    run(model, input_ids=tokens(), **asked)
+
+
+def test_calls_that_are_refused():
+    model = llama()
+    ids = tokens(2, 5)
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1]] * 2), "use_cache": False}
+    square = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    cases = {
+        "static or preallocated cache": {"past_key_values": StaticCache(config=model.config, max_cache_len=9)},
+        "packed sequences": packed,
+        "not one prepared for each query": {"attention_mask": square},
+        "cu_seq_lens_q: LlamaAttention hands this": {"cu_seq_lens_q": torch.tensor([0, 3, 5])},
+        "mystery: LlamaAttention hands this": {"mystery": 1.0},
+    }
+    for said, more in cases.items():
+        with apply(model, EXACT), pytest.raises(ValueError, match=said):
+            run(model, input_ids=ids, **more)
+    cache = StaticCache(config=model.config, max_cache_len=9)
+    run(model, input_ids=ids, past_key_values=cache)
+    with apply(model, EXACT), pytest.raises(ValueError, match="static or preallocated cache"):
+        run(model, input_ids=ids[:, :1], past_key_values=cache)
+
+
+def test_a_window_that_only_the_layer_knows():
+    """A prepared mask goes past the mask function, which would have refused first."""
+    model = MistralModel(MistralConfig(**GROUPED, sliding_window=11)).eval()
+    every = torch.ones(3, 1, 1, 12, dtype=torch.bool)
+    with apply(model, EXACT):
+        run(model, input_ids=tokens(), attention_mask=every[..., :11])
+        with pytest.raises(ValueError, match="sliding_window: this model lets a query see 11 keys, got 12"):
+            run(model, input_ids=tokens(length=12), attention_mask=every)
+
+
+def test_dropout_is_refused():
+    model = bert().train()
+    with apply(model, EXACT), pytest.raises(ValueError, match=r"dropout: expected 0, got 0\.1; call model\.eval\(\)"):
+        run(model, input_ids=tokens())
+    quiet = LlamaForCausalLM(LlamaConfig(**GROUPED)).train()
+    with apply(quiet, EXACT):
+        run(quiet, input_ids=tokens())
+
+
+def test_architectures_that_are_refused():
+    gemma = Gemma2Model(Gemma2Config(**GROUPED, head_dim=8, pad_token_id=0)).eval()
+    small = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "pad_token_id": 0}
+    sinks = GptOssModel(GptOssConfig(**GROUPED, **small)).eval()
+    for model, said in ((gemma, "softcap"), (sinks, "s_aux")):
+        with apply(model, EXACT), pytest.raises(ValueError, match=f"{said}: .* hands this to its attention"):
+            run(model, input_ids=tokens())
+    t5 = T5Model(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)).eval()
+    with apply(t5, EXACT), pytest.raises(ValueError, match="position_bias"):
+        run(t5, input_ids=tokens(), decoder_input_ids=tokens())
+    old = XLNetModel(XLNetConfig(vocab_size=60, d_model=32, n_layer=1, n_head=4, d_inner=32)).eval()
+    with pytest.raises(ValueError, match="XLNetModel does not use transformers' attention interface"):
+        apply(old, EXACT)
+
+
+def test_a_class_that_does_not_let_itself_be_switched(monkeypatch):
+    model = bert()
+    monkeypatch.setattr(BertModel, "_can_set_attn_implementation", classmethod(lambda _: False))
+    before = run(model, input_ids=tokens())
+    with pytest.raises(ValueError, match="BertModel does not let its attention implementation be set"):
+        apply(model, WINDOW)
+    assert torch.equal(run(model, input_ids=tokens()), before)
+    assert id(model.config) not in interface._switched
+
+
+def test_a_rest_that_is_not_causal_is_refused_in_a_causal_model():
+    model = llama()
+    before = run(model, input_ids=tokens())
+    plan = fk.Plan(fk.Window(3), fk.ClusterMeans(4))
+    with pytest.raises(ValueError, match="ClusterMeans"), apply(model, plan):
+        run(model, input_ids=tokens())
+    assert torch.equal(run(model, input_ids=tokens()), before)
+
+
+def test_bad_arguments():
+    model = bert()
+    for plan, error, said in (
+        (fk.Window(3), TypeError, "expected a Plan, or one per layer, got Window"),
+        ([WINDOW] * 2, ValueError, "each of 3 attention layers, got 2"),
+        ({0: WINDOW, 5: WINDOW}, ValueError, r"each layer 0 to 2, got layers \[0, 5\]"),
+        ([WINDOW, None, WINDOW], TypeError, "a Plan for layer 1, got NoneType"),
+    ):
+        with pytest.raises(error, match=said):
+            apply(model, plan)
+    with pytest.raises(ValueError, match=r"impl: expected one of .*, got 'fast'"):
+        apply(model, WINDOW, impl="fast")
+    with pytest.raises(TypeError, match=r"generator: expected a torch\.Generator or None, got int"):
+        apply(model, WINDOW, generator=3)
+    with pytest.raises(TypeError, match="model: expected a transformers PreTrainedModel, got Linear"):
+        apply(torch.nn.Linear(2, 2), WINDOW)
+    assert model.config._attn_implementation == "sdpa"
