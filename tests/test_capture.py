@@ -278,7 +278,7 @@ def test_bad_batches(tmp_path):
             capture(model, batches, tmp_path / "x")
         assert not (tmp_path / "x").exists()
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
-        capture(bert().train(), [tokens()])
+        capture(llama().train(), [tokens()])
     with pytest.raises(TypeError, match="PreTrainedModel, got Linear"):
         capture(torch.nn.Linear(2, 2), [tokens()])
 

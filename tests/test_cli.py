@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from fewkeys import cli, demo
-from fewkeys.integrations import text
 from fewkeys.measure.capture import Capture
 from fewkeys.measure.result import Report
 from fewkeys.measure.standard import standard_plans
@@ -111,6 +110,7 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     assert report.is_causal == (kind == "decoder")
     assert report.settings["text"] == ["words.txt"]
     assert report.settings["budgets"] == [4, 8]
+    assert {row.budget for row in report.rows if row.name == "fewkeys budget"} == {4, 8}
     assert report.row("exact").cosine == pytest.approx(1.0, abs=1e-5)
     assert report.row("random keys", 4).token_cosine < 1.0
     assert ("left out: moments at 4, 8 slots" in shown) == (kind == "decoder")
@@ -118,9 +118,22 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
 
 
 def test_json_is_all_that_is_on_stdout(run, tmp_path):
-    code, out, _ = run(flags=["--json"], out=tmp_path / "out")
+    code, out, _ = run(flags=["--json"], slots=4, out=tmp_path / "out")
     assert code == 0
     assert json.loads(out) == json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+
+
+def test_options_reach_the_run_and_the_report(run):
+    threads = torch.get_num_threads()
+    try:
+        code, out, _ = run(flags=["--json"], slots=4, seed=7, eps=0.04, threads=threads + 1, length=16, sequences=3)
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(out)
+    assert code == 0
+    assert (found["settings"]["seed"], found["settings"]["eps"]) == (7, 0.04)
+    assert found["machine"]["threads"] == threads + 1
+    assert (found["sequences"], found["length"]) == (3, 16)
 
 
 def test_without_out_nothing_is_written(run, tmp_path):
@@ -133,7 +146,7 @@ def test_without_out_nothing_is_written(run, tmp_path):
 def test_the_same_command_gives_the_same_numbers(run):
     rows = []
     for _ in range(2):
-        code, out, _ = run(flags=["--json"], seed=5)
+        code, out, _ = run(flags=["--json"], slots=4, length=16)
         assert code == 0
         rows.append([{**row, "ms": 0, "exact_ms": 0} for row in json.loads(out)["rows"]])
     assert rows[0] == rows[1]
@@ -368,54 +381,3 @@ class TestDemoModel:
 
     def test_the_installed_model_is_the_published_one(self):
         assert (demo.model_folder() / "config.json").is_file()
-
-
-class TestText:
-    """Text to token ids."""
-
-    def tokenizer(self, folder):
-        return transformers.AutoTokenizer.from_pretrained(folder)
-
-    def test_sequences_are_the_text_in_order_with_special_tokens(self, encoder):
-        tokenizer = self.tokenizer(encoder)
-        (ids,) = text.batches([TEXT], tokenizer, sequences=3, length=12)
-        plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-        assert ids.shape == (3, 12)
-        assert ids[:, 1:-1].flatten().tolist() == plain[:30]
-        assert ids[:, 0].tolist() == [tokenizer.cls_token_id] * 3
-        assert ids[:, -1].tolist() == [tokenizer.sep_token_id] * 3
-
-    def test_a_start_token_alone_is_kept_too(self, decoder):
-        (ids,) = text.batches([TEXT], self.tokenizer(decoder), sequences=1, length=10)
-        assert ids[0, 0] == 2
-        assert (ids[0, 1:] > 3).all()
-
-    def test_pieces_of_a_long_text_give_the_same_tokens(self, encoder, monkeypatch):
-        lines = [TEXT[i : i + 40] + "\n" for i in range(0, 400, 40)]
-        whole = text.batches(lines, self.tokenizer(encoder), sequences=4, length=12)
-        monkeypatch.setattr(text, "PIECE", 10)
-        cut = text.batches(lines, self.tokenizer(encoder), sequences=4, length=12)
-        assert torch.equal(whole[0], cut[0])
-
-    def test_no_more_is_read_than_is_needed(self, encoder, monkeypatch):
-        tokenizer, read = self.tokenizer(encoder), []
-        monkeypatch.setattr(text, "PIECE", 100)
-
-        def counted(piece, **more):
-            read.append(len(piece))
-            return tokenizer(piece, **more)
-
-        text.batches(["few keys\n" * 100_000], counted, sequences=1, length=12)
-        assert sum(read) < 1000
-
-    def test_batches_are_bounded(self, encoder, monkeypatch):
-        monkeypatch.setattr(text, "BATCH_TOKENS", 24)
-        found = text.batches([TEXT], self.tokenizer(encoder), sequences=5, length=12)
-        assert [len(batch) for batch in found] == [2, 2, 1]
-
-    def test_positions_kept_for_padding_do_not_count(self):
-        small = {**SMALL, "vocab_size": 15, "pad_token_id": 1}
-        roberta = transformers.RobertaModel(transformers.RobertaConfig(**small, max_position_embeddings=66))
-        assert text.positions(roberta) == 64
-        bert = transformers.BertModel(transformers.BertConfig(**small, max_position_embeddings=66))
-        assert text.positions(bert) == 66

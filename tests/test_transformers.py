@@ -16,7 +16,7 @@ from transformers import BartConfig, BartModel, DynamicCache, LlamaConfig, Llama
 import fewkeys as fk
 from fewkeys.integrations import interface
 from fewkeys.integrations.transformers import apply, capture, load_model
-from tiny_models import GROUPED, MODELS, after_attention, bert, close, far, llama, padded, run, tokens
+from tiny_models import GROUPED, MODELS, after_attention, bert, close, far, gpt2, llama, padded, run, tokens
 
 EXACT = fk.Plan()
 WINDOW = fk.Plan(fk.Window(3))
@@ -35,6 +35,14 @@ def test_every_key_is_the_model_itself(name, side, impl):
         close(run(model, **inputs), before, inputs.get("attention_mask"))
     with apply(model, fk.Plan(fk.Window(101)), impl=impl):
         close(run(model, **inputs), before, inputs.get("attention_mask"))
+
+
+def test_each_layer_has_its_own_scale():
+    model = gpt2(scale_attn_by_inverse_layer_idx=True)
+    before = run(model, input_ids=tokens())
+    assert far(before, run(gpt2(), input_ids=tokens()))
+    with apply(model, EXACT):
+        close(run(model, input_ids=tokens()), before)
 
 
 @pytest.mark.parametrize("name", MODELS)

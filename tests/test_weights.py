@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fewkeys as fk
 from cases import WEIGHTS
 from fewkeys.entmax import entmax
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
-from fewkeys.sketch.clusters import TILT, QueryMoments, centred_keys, clusters, importance, query_moments
+from fewkeys.sketch.clusters import TILT, clusters, key_statistics, query_moments, sample
 from fewkeys.sketch.leverage import working
 from fewkeys.validation import check_count
 from fewkeys.weights import Softmax, Weights
@@ -35,10 +35,11 @@ class ClusterMeans(Rest):
     so the stand-in's mass is right at that query. `rank` r > 0 adds the first order in the query: inside a cluster the
     value moves with the key, so the stand-in's value at query q is
 
-        value_c + f_c (q - t (m + C key_c))^T S,   S = pooled sum e_j (k_j - key_c)(v_j - value_c)^T / sum e_j
+        value_c + f_c (q - t (m + C key_c))^T S,   S = sum e_j (k_j - key_c)(v_j - value_c)^T / sum e_j
 
-    with S cut to rank r in the query metric, and f_c = sqrt(spread of cluster c / mean spread) at most 2, C and m the
-    queries' covariance and mean. Other kernels have no such tilt: they take plain means, and rank must be 0.
+    with S pooled over clusters (from every s-th key once there are many) and cut to rank r in the query metric,
+    f_c = sqrt(spread of cluster c / mean spread) at most 2, and m, C the queries' mean and covariance. Other kernels
+    have no such tilt: they take plain means, and rank must be 0.
 
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c.
     Gradients flow through the means and S; clusters, e_j, f_c, the subspace of S and the correction of the mass are
@@ -63,61 +64,50 @@ class ClusterMeans(Rest):
         return self.count + self.rank + self.count / (head_dim + value_dim)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
-        tilted = isinstance(weights, Softmax)
-        member = clusters(inputs, self.count).member * unkept(inputs, graph).unsqueeze(-1)
-        moments = query_moments(inputs)
-        g_mean = None
-        if tilted:
-            g = importance(inputs).unsqueeze(-1)
-            g_mean = (member.mT @ g) / member.sum(-2).clamp_min(1e-30).unsqueeze(-1)
-            log_e = (TILT * (g - member @ g_mean)).clamp(-LARGEST_TILT, LARGEST_TILT)
-            member = member * log_e.exp()
         key, value = working(inputs.key), working(inputs.value)
-        mass = member.sum(-2).unsqueeze(-1)
-        share = member.mT / mass.clamp_min(1e-30)
-        mean_key, mean_value = share @ key, share @ value
-        if g_mean is None:
-            return StandIns(mean_key, mean_value, member)
+        member, free = clusters(inputs, self.count).member, unkept(inputs, graph)
+        if not isinstance(weights, Softmax):
+            member = member * free.unsqueeze(-1)
+            mass = _at_least_tiny(member.sum(-2)).unsqueeze(-1)
+            return StandIns(member.mT @ key / mass, member.mT @ value / mass, member)
+        known, moments = key_statistics(inputs), query_moments(inputs)
+        g_mean = clusters(inputs, self.count).importance
         with torch.no_grad():
-            offset = share @ centred_keys(inputs)
-            bias = (TILT * (g_mean.squeeze(-1) - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
+            log_e = TILT * (known.importance - (member @ g_mean.unsqueeze(-1)).squeeze(-1))
+            member = member * (log_e.clamp(-LARGEST_TILT, LARGEST_TILT).exp() * free).unsqueeze(-1)
+            mass = _at_least_tiny(member.sum(-2)).unsqueeze(-1)
+        mean_key, mean_value = member.mT @ key / mass, member.mT @ value / mass
+        with torch.no_grad():
+            offset = mean_key - known.mean
+            bias = (TILT * (g_mean - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
         if not self.rank:
             return StandIns(mean_key, mean_value, member, bias)
-        # The means of all keys and values cancel in S; taking them out first keeps the sums small and accurate.
-        middle, centre = (offset - mean_key).detach().mean(-2, keepdim=True), value.detach().mean(-2, keepdim=True)
-        left, right, factor = self._first_order(
-            moments, member, mass, key + middle, value - centre, mean_key + middle, mean_value - centre
-        )
-        reference = TILT * (moments.mean + offset @ moments.covariance)
-        moved = mean_value - factor.unsqueeze(-1) * (reference @ left @ right)
-        return StandIns(mean_key, moved, member, bias, left, right, factor)
 
-    def _first_order(
-        self,
-        moments: QueryMoments,
-        member: Tensor,
-        mass: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mean_key: Tensor,
-        mean_value: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        # sum_j e_j (k - key_c)(v - value_c)^T = sum_j e_j k v^T - sum_c mass_c key_c value_c^T
-        weight = member.sum(-1, keepdim=True)
-        total = mass.sum(-2, keepdim=True).clamp_min(1e-30)
-        pooled = ((key * weight).mT @ value - (mean_key * mass).mT @ mean_value) / total
+        some = sample(member, self.count)
+        weight = some.sum(-1, keepdim=True)
+        # A row of `some` holds its key's weight in its cluster's column: divided by the weight it points to the mean.
+        own = some / _at_least_tiny(weight)
+        spread_key, spread_value = (
+            sample(key, self.count) - own @ mean_key,
+            sample(value, self.count) - own @ mean_value,
+        )
+        pooled = (spread_key * weight).mT @ spread_value / _at_least_tiny(weight.sum(-2, keepdim=True))
         with torch.no_grad():
             second = moments.second
             right = top_subspace(pooled.mT @ second @ pooled, min(self.rank, *pooled.shape[-2:])).mT
-            within = (member.mT @ _energy(key, second) / mass.clamp_min(1e-30) - _energy(mean_key, second)).clamp_min(0)
-            mean = (within * mass).sum(-2, keepdim=True) / total
-            factor = (within / mean.clamp_min(1e-30)).sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
-        return pooled @ right.mT, right, factor
+            spread = (member.mT @ known.spread.unsqueeze(-1)) / mass - ((offset @ second) * offset).sum(-1, True)
+            spread = spread.clamp_min(0.0)
+            relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
+            factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
+            reference = TILT * (moments.mean + offset @ moments.covariance)
+        left = pooled @ right.mT
+        moved = mean_value - factor.unsqueeze(-1) * (reference @ left @ right)
+        return StandIns(mean_key, moved, member, bias, left, right, factor)
 
 
-def _energy(rows: Tensor, metric: Tensor) -> Tensor:
-    """`x^T M x` (..., N, 1) for rows x."""
-    return ((rows @ metric) * rows).sum(-1, keepdim=True)
+def _at_least_tiny(total: Tensor) -> Tensor:
+    """A safe divisor: sums of weights, where an empty cluster has none."""
+    return total.clamp_min(1e-30)
 
 
 def top_subspace(matrix: Tensor, rank: int) -> Tensor:

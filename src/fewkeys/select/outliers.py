@@ -9,7 +9,7 @@ import torch
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector, shared_top
-from fewkeys.sketch.clusters import clusters
+from fewkeys.sketch.clusters import clusters, key_statistics
 from fewkeys.validation import check_count
 
 
@@ -34,9 +34,9 @@ class Outliers(Selector):
         return False
 
     def select(self, inputs: Inputs) -> Graph:
-        found = clusters(inputs, self.clusters)
-        tiny = torch.finfo(found.distance.dtype).tiny
-        return shared_top(inputs, found.importance + found.distance.clamp_min(tiny).log(), self.count)
+        distance = clusters(inputs, self.clusters).distance
+        tiny = torch.finfo(distance.dtype).tiny
+        return shared_top(inputs, key_statistics(inputs).importance + distance.clamp_min(tiny).log(), self.count)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys

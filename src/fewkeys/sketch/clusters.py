@@ -21,10 +21,10 @@ from fewkeys.sketch.leverage import working
 
 TILT = 0.5
 """Keys are weighted by `exp(TILT * g)`: halfway, on the log scale, between all alike and as the queries see them."""
-LLOYD_STEPS = 3
+LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
 QUERY_SAMPLE = 4096
-KEYS_PER_CLUSTER = 32
+KEYS_PER_CLUSTER = 16
 """Lloyd's steps use at most so many keys per cluster (every s-th key); all keys are assigned at the end."""
 
 
@@ -46,31 +46,51 @@ class QueryMoments:
 
 
 @dataclass(frozen=True, eq=False)
+class KeyStatistics:
+    """What the queries see of the keys of a head.
+
+    `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): the mean real key and value; `root` (B, Hkv, D, D): L;
+    `unit` (B, Hkv, 1, 1): 1 / rms(v); `spread` (B, Hkv, Nk): the mean square `E (q . k_j)^2` of a centred key's
+    score; `importance` (B, Hkv, Nk): g_j.
+    """
+
+    mean: Tensor
+    value_mean: Tensor
+    root: Tensor
+    unit: Tensor
+    spread: Tensor
+    importance: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Clusters:
     """A partition of the real keys of every head.
 
     `member` (B, Hkv, Nk, C) tells the cluster of every key: 1 in one column, or equal shares where centres coincide;
-    0 for padding. `importance` (B, Hkv, Nk), `distance` (B, Hkv, Nk): squared distance to the own centre.
+    rows of padding mean nothing. `distance` (B, Hkv, Nk): squared distance to the own centre. `importance`
+    (B, Hkv, C): weighted mean importance of a cluster's keys.
     """
 
     member: Tensor
-    importance: Tensor
     distance: Tensor
+    importance: Tensor
 
 
 def query_moments(inputs: Inputs) -> QueryMoments:
     """Mean and covariance of the scaled queries, per key head; every s-th query once there are many."""
-    return inputs.remember("query_moments", lambda: _query_moments(inputs))
+    with torch.no_grad():
+        return inputs.remember("query_moments", lambda: _query_moments(inputs))
 
 
-def centred_keys(inputs: Inputs) -> Tensor:
-    """Keys minus the mean real key, zero at padding: a common offset of all keys cancels in softmax."""
-    return inputs.remember("centred_keys", lambda: centre(working(inputs.key.detach()), inputs.valid))
+def key_statistics(inputs: Inputs) -> KeyStatistics:
+    """Importance and score spread of every key, and the units of the features. Cost O(n D^2)."""
+    with torch.no_grad():
+        return inputs.remember("key_statistics", lambda: _key_statistics(inputs))
 
 
-def importance(inputs: Inputs) -> Tensor:
-    """`g_j = log E_q exp(q . k_j)` (B, Hkv, Nk) of the centred keys under Gaussian queries."""
-    return inputs.remember("importance", lambda: query_moments(inputs).log_mean_exp(centred_keys(inputs)))
+def sample(rows: Tensor, count: int) -> Tensor:
+    """Every s-th row (B, H, N, ...) such that about `KEYS_PER_CLUSTER * count` remain: a view."""
+    return rows[:, :, :: max(1, rows.shape[2] // (KEYS_PER_CLUSTER * count))]
 
 
 def clusters(inputs: Inputs, count: int) -> Clusters:
@@ -79,74 +99,101 @@ def clusters(inputs: Inputs, count: int) -> Clusters:
         return inputs.remember(("clusters", count), lambda: _clusters(inputs, count))
 
 
+def centre(rows: Tensor, valid: Tensor | None) -> Tensor:
+    """Rows (B, H, N, D) minus their mean over the real ones; the others become zero."""
+    centred = rows - mean(rows, valid)
+    return centred if valid is None else centred.masked_fill(~valid[:, None, :, None], 0.0)
+
+
+def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
+    """The mean real row (B, H, 1, D) of rows (B, H, N, D) that are zero where they are not real."""
+    if valid is None:
+        return rows.mean(-2, keepdim=True)
+    return rows.sum(-2, keepdim=True) / valid.sum(-1)[:, None, None, None].clamp_min(1)
+
+
 def _query_moments(inputs: Inputs) -> QueryMoments:
     stride = max(1, inputs.queries // QUERY_SAMPLE)
     query = working(inputs.grouped_query()[..., ::stride, :].detach()) * inputs.scale
     real = inputs.valid_queries
     if real is None:
-        size: Tensor | float = float(query.shape[2] * query.shape[3])
         rows = query.flatten(2, 3)
-        mean = rows.sum(-2, keepdim=True) / size
-        spread = rows - mean
-    else:
-        flag = real[:, None, None, ::stride, None]
-        size = (flag.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(query.dtype)
-        rows = (query * flag).flatten(2, 3)
-        mean = rows.sum(-2, keepdim=True) / size
-        spread = ((query - mean.unsqueeze(2)) * flag).flatten(2, 3)
-    return QueryMoments(mean, spread.mT @ spread / size)
+        middle = rows.mean(-2, keepdim=True)
+        return QueryMoments(middle, _covariance(rows - middle, rows.shape[-2]))
+    flag = real[:, None, None, ::stride, None]
+    size = (flag.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(query.dtype)
+    middle = (query * flag).flatten(2, 3).sum(-2, keepdim=True) / size
+    return QueryMoments(middle, _covariance(((query - middle.unsqueeze(2)) * flag).flatten(2, 3), size))
 
 
-def centre(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """Rows (B, H, N, D) minus their mean over the real ones; the others become zero."""
-    if valid is None:
-        return rows - rows.mean(-2, keepdim=True)
-    real = valid[:, None, :, None]
-    return (rows - rows.sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)).masked_fill(~real, 0.0)
+def _covariance(rows: Tensor, size: Tensor | int) -> Tensor:
+    return rows.mT @ rows / size
 
 
-def _features(inputs: Inputs) -> Tensor:
-    second = query_moments(inputs).second
-    size = second.shape[-1]
+def _key_statistics(inputs: Inputs) -> KeyStatistics:
+    moments = query_moments(inputs)
+    key, value = working(inputs.key.detach()), working(inputs.value.detach())
+    second = moments.second
     ridge = 1e-6 * second.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(second.dtype).tiny
-    root = torch.linalg.cholesky(second + ridge[..., None, None] * torch.eye(size, device=second.device))
-    values = centre(working(inputs.value.detach()), inputs.valid)
-    square = values.square().sum((-2, -1), keepdim=True)
-    keys = float(inputs.keys) if inputs.valid is None else inputs.valid.sum(-1)[:, None, None, None]
-    rms = (square / keys).sqrt().clamp_min(torch.finfo(square.dtype).tiny)
-    return torch.cat([centred_keys(inputs) @ root, values / rms], -1)
+    eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
+    root = torch.linalg.cholesky(second + ridge[..., None, None] * eye)
+    key_mean, value_mean = mean(key, inputs.valid), mean(value, inputs.valid)
+    count = key.new_full((1,), inputs.keys) if inputs.valid is None else inputs.valid.sum(-1)[:, None, None]
+    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square() / count.clamp_min(1)
+    square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
+    unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
+    spread = torch.linalg.vector_norm(key @ root - key_mean @ root, dim=-1).square()
+    along = (key @ moments.mean.mT - key_mean @ moments.mean.mT).squeeze(-1)
+    # k^T C k = E (q . k)^2 - (m . k)^2, so the importance needs no second pass over the keys.
+    return KeyStatistics(key_mean, value_mean, root, unit, spread, along + 0.5 * (spread - along.square()))
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
-    features, scores = _features(inputs), importance(inputs)
+    known = key_statistics(inputs)
+    key, value = working(inputs.key.detach()), working(inputs.value.detach())
+    centres, importance = _lloyd(inputs, known, key, value, count)
+    # x . c - |c|^2 / 2 for features x, straight from keys and values: the features of all keys are never written down.
+    on_key = known.root @ centres[..., : key.shape[-1]].mT
+    on_value = known.unit * centres[..., key.shape[-1] :].mT
+    constant = -0.5 * centres.square().sum(-1).unsqueeze(-2) - known.mean @ on_key - known.value_mean @ on_value
+    closeness = torch.baddbmm(constant.flatten(0, 1), key.flatten(0, 1), on_key.flatten(0, 1))
+    closeness = closeness.baddbmm_(value.flatten(0, 1), on_value.flatten(0, 1)).unflatten(0, key.shape[:2])
+    member, nearest = _nearest(closeness)
+    if int(torch.count_nonzero(member)) != nearest.numel():
+        member = member / member.sum(-1, keepdim=True)
+    size = known.spread + (torch.linalg.vector_norm(value - known.value_mean, dim=-1) * known.unit.squeeze(-1)).square()
+    return Clusters(member, (size - 2 * nearest).clamp_min(0.0), importance)
+
+
+def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
+    rows = torch.cat(
+        [(sample(key, count) - known.mean) @ known.root, (sample(value, count) - known.value_mean) * known.unit], -1
+    )
+    scores = sample(known.importance, count)
+    hidden = None
     if inputs.valid is not None:
-        scores = scores.masked_fill(~inputs.valid[:, None], -torch.inf)
+        hidden = ~sample(inputs.valid[:, None].expand(-1, key.shape[1], -1), count)
+        scores = scores.masked_fill(hidden, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     weight = (TILT * (scores - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
-    if inputs.valid is not None:
-        weight = weight.masked_fill(~inputs.valid[:, None], 0.0)
-    centres = _lloyd(features, weight, scores, count)
-    member, nearest = _assign(features, centres)
-    member = member / member.sum(-1, keepdim=True)
-    if inputs.valid is not None:
-        member = member.masked_fill(~inputs.valid[:, None, :, None], 0.0)
-    distance = (features.square().sum(-1) - 2 * nearest).clamp_min(0.0)
-    return Clusters(member, importance(inputs), distance)
-
-
-def _lloyd(features: Tensor, weight: Tensor, scores: Tensor, count: int) -> Tensor:
-    stride = max(1, features.shape[-2] // (KEYS_PER_CLUSTER * count))
-    features, weight, scores = features[..., ::stride, :], weight[..., ::stride], scores[..., ::stride]
-    centres = _seeds(features, scores, count)
-    weighted = torch.cat([features, torch.ones_like(features[..., :1])], -1) * weight.unsqueeze(-1)
+    if hidden is not None:
+        weight, rows = weight.masked_fill(hidden, 0.0), rows.masked_fill(hidden.unsqueeze(-1), 0.0)
+    own = torch.cat([rows, sample(known.importance, count).unsqueeze(-1)], -1)
+    centres = _seeds(own, scores, count)
+    weighted = torch.cat([own, torch.ones_like(own[..., :1])], -1) * weight.unsqueeze(-1)
+    flat = rows.flatten(0, 1)
     for _ in range(LLOYD_STEPS):
-        total = _assign(features, centres)[0].mT @ weighted
+        middle = centres[..., :-1].flatten(0, 1)
+        half = -0.5 * middle.square().sum(-1).unsqueeze(-2)
+        member = _nearest(torch.baddbmm(half, flat, middle.mT))[0].unflatten(0, key.shape[:2])
+        total = member.mT @ weighted
         mass = total[..., -1:]
         centres = torch.where(mass > 0, total[..., :-1] / mass.clamp_min(torch.finfo(mass.dtype).tiny), centres)
-    return centres
+    return centres[..., :-1], centres[..., -1]
 
 
-def _seeds(features: Tensor, scores: Tensor, count: int) -> Tensor:
+def _seeds(rows: Tensor, scores: Tensor, count: int) -> Tensor:
     """Centres to start from, a quarter at the most important keys and the others at equal steps of importance rank.
 
     Ranks, not positions: the result does not depend on the order of the keys.
@@ -158,12 +205,10 @@ def _seeds(features: Tensor, scores: Tensor, count: int) -> Tensor:
     tail = head + ((last - head).clamp_min(0) * step).round().long()
     rank = torch.cat([torch.arange(head, device=scores.device).expand(*last.shape[:-1], -1), tail], -1)
     index = order.gather(-1, rank.minimum(last))
-    return features.gather(-2, index.unsqueeze(-1).expand(-1, -1, -1, features.shape[-1]))
+    return rows.gather(-2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
 
 
-def _assign(features: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Which centre is nearest (ones; several where centres coincide), and `x . c - |c|^2 / 2` for it."""
-    closeness = features @ centres.mT
-    closeness -= 0.5 * centres.square().sum(-1).unsqueeze(-2)
+def _nearest(closeness: Tensor) -> tuple[Tensor, Tensor]:
+    """Ones where (..., N, C) attains the row's maximum (several where centres coincide), and the maximum (..., N)."""
     nearest = closeness.amax(-1, keepdim=True)
-    return (closeness == nearest).to(features.dtype), nearest.squeeze(-1)
+    return (closeness == nearest).to(closeness.dtype), nearest.squeeze(-1)
