@@ -1,4 +1,4 @@
-"""Laws 5 and 6: sequences and heads do not see each other, order is meaningless without a window, seeds decide draws."""
+"""Laws 5 and 6: sequences and heads do not see each other, order means nothing without a window, seeds decide draws."""
 
 import pytest
 import torch

@@ -60,7 +60,8 @@ def test_multiplicities_count_the_keys_not_kept(rest):
     for query in (0, 3, 30, 69):
         kept = graph.to_mask()[:, :, query]
         marked = kept[..., None].to(v.dtype).expand_as(v).contiguous()
-        stand_in = fk.attention(q, k, torch.ones_like(v) - marked, keep=keep, rest=RESTS[rest], impl="torch")[:, :, query]
+        others = torch.ones_like(v) - marked
+        stand_in = fk.attention(q, k, others, keep=keep, rest=RESTS[rest], impl="torch")[:, :, query]
         alone = fk.attention(q, k, marked, keep=keep, rest=RESTS[rest], impl="torch")[:, :, query]
         torch.testing.assert_close(stand_in + alone, torch.ones_like(alone), rtol=1e-9, atol=1e-9)
 

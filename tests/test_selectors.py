@@ -21,7 +21,7 @@ def test_window(size, queries, keys, offset):
         mask = fk.Window(size).graph(q, k, is_causal=causal, query_offset=offset).to_mask()[0, 0]
         for i in range(queries):
             place = i + offset
-            seen = range(place - size + 1, place + 1) if causal else range(place - size // 2, place + (size - 1) // 2 + 1)
+            seen = range(place - size + 1, place + 1) if causal else range(place - size // 2, place + (size + 1) // 2)
             assert mask[i].nonzero().flatten().tolist() == [j for j in seen if 0 <= j < keys]
 
 

@@ -24,7 +24,9 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def versions(*, with_transformers: bool = False) -> dict[str, str]:
     """Versions of fewkeys, python, torch and, on request, transformers."""
-    found = {"fewkeys": _version("fewkeys"), "python": platform.python_version(), "torch": torch.__version__}
+    from fewkeys import __version__  # here, because fewkeys imports this module
+
+    found = {"fewkeys": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return {**found, "transformers": _version("transformers")} if with_transformers else found
 
 
