@@ -1,5 +1,7 @@
 """Metrics and oracles against their definitions."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -33,6 +35,7 @@ def test_mass_and_error():
     exact = torch.tensor([[3.0, 4.0], [0.0, 2.0], [0.0, 0.0]])
     approx = torch.tensor([[3.0, 5.0], [0.0, 0.0], [0.0, 0.0]])
     assert fk.metrics.output_error(approx, exact) == pytest.approx((0.2 + 1.0 + 0.0) / 3)
+    assert math.isnan(fk.metrics.output_error(exact / 0, exact))
 
 
 @given(seed=st.integers(0, 1000), r=st.integers(1, 9))

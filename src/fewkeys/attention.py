@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fewkeys.execute import crossover, exact, linear, reference
+from fewkeys.crossover import exact_is_faster
+from fewkeys.execute import exact, linear, reference
 from fewkeys.inputs import Inputs
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
@@ -93,7 +94,7 @@ def run(inputs: Inputs, plan: Plan, impl: Impl) -> Tensor:
         if impl == "reference":
             return reference.attend_exact(inputs, plan.weights)
         return exact.attend(inputs, plan.weights)
-    if impl == "auto" and plan.exact_if_faster and crossover.exact_is_faster(inputs, plan):
+    if impl == "auto" and plan.exact_if_faster and exact_is_faster(inputs, plan):
         return exact.attend(inputs, plan.weights)
     with torch.no_grad():
         graph = plan.keep.select(inputs)

@@ -249,7 +249,7 @@ class Means(Source):
             return total
         left = total - self.band.represented(self.member, chunk)
         # A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
-        return torch.where(left > 1e-5 * total, left, 0.0)
+        return left.masked_fill_(left <= 1e-5 * total, 0.0)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         mixed = weights @ self.value[chunk.heads]

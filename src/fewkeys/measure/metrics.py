@@ -47,7 +47,8 @@ def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
         raise ValueError(f"approx: expected a tensor shaped like exact, {_shape(exact)}, got {_shape(approx)}")
     approx, exact = working(approx), working(exact)
     difference, size = (approx - exact).norm(dim=-1), exact.norm(dim=-1)
-    return torch.where(difference > 0, difference / size, torch.zeros_like(size))
+    # Not `difference > 0`: a NaN output must give a NaN error, not none.
+    return torch.where(difference == 0, torch.zeros_like(size), difference / size)
 
 
 def output_error(approx: Tensor, exact: Tensor) -> float:

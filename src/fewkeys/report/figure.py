@@ -114,6 +114,7 @@ def _axes(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_axisbelow(True)
     if rows:
         low, high = min(row.slots for row in rows), max(row.slots for row in rows)
+        low = min(low, high / 2)  # one budget alone is not stretched over the whole width
         axes.set_xlim(low / 1.12, high * 1.06)
         asked = sorted({row.budget for row in rows if row.budget is not None})
         marks = [float(mark) for mark in asked if low / 1.12 <= mark <= high * 1.06] or [low]
