@@ -57,7 +57,7 @@ def block_size(graph: Graph) -> int:
     if graph.band is None:
         return 64
     reach = sum(graph.band)
-    return 16 if reach <= 32 else 32 if reach <= 96 else 64 if reach <= 256 else 128
+    return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 
 
 def _sources(x: Inputs, graph: Graph, stand_ins: StandIns | None, size: int) -> tuple[list[Source], Means | None]:

@@ -159,7 +159,7 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     closeness = torch.baddbmm(constant.flatten(0, 1), key.flatten(0, 1), on_key.flatten(0, 1))
     closeness = closeness.baddbmm_(value.flatten(0, 1), on_value.flatten(0, 1)).unflatten(0, key.shape[:2])
     member, nearest = _nearest(closeness)
-    if int(torch.count_nonzero(member)) != nearest.numel():
+    if member.sum() != nearest.numel():
         member = member / member.sum(-1, keepdim=True)
     size = known.spread + (torch.linalg.vector_norm(value - known.value_mean, dim=-1) * known.unit.squeeze(-1)).square()
     return Clusters(member, (size - 2 * nearest).clamp_min(0.0), importance)
@@ -209,6 +209,9 @@ def _seeds(rows: Tensor, scores: Tensor, count: int) -> Tensor:
 
 
 def _nearest(closeness: Tensor) -> tuple[Tensor, Tensor]:
-    """Ones where (..., N, C) attains the row's maximum (several where centres coincide), and the maximum (..., N)."""
+    """Ones where (..., N, C) attains the row's maximum (several where centres coincide), and the maximum (..., N).
+
+    Written over `closeness`: a tensor of this size is not worth a second one.
+    """
     nearest = closeness.amax(-1, keepdim=True)
-    return (closeness == nearest).to(closeness.dtype), nearest.squeeze(-1)
+    return closeness.eq_(nearest), nearest.squeeze(-1)
