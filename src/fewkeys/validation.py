@@ -46,13 +46,18 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinity. Costs one read of the tensor; skipped while `torch.compile` traces."""
-    if torch.compiler.is_compiling() or torch.isfinite(tensor.detach().sum(dtype=torch.float32)):
+def check_finite(**tensors: Tensor) -> None:
+    """Refuse NaN and infinity, by argument name. Costs one read of each; skipped while `torch.compile` traces."""
+    if torch.compiler.is_compiling():
         return
-    bad = int((~torch.isfinite(tensor)).sum())
-    if bad:
-        raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
+    # One number to look at in the good case: a NaN or an infinity anywhere makes the sum of all sums not finite.
+    sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors.values()]
+    if math.isfinite(sum(sums[1:], sums[0]).item()):
+        return
+    for name, tensor in tensors.items():
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
 
 
 def check_inputs(
@@ -91,8 +96,7 @@ def check_inputs(
     if valid is not None:
         k = k.masked_fill(~valid[:, None, :, None], 0.0)
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
-    for name, tensor in (("query", q), ("key", k), ("value", v)):
-        check_finite(name, tensor)
+    check_finite(query=q, key=k, value=v)
     return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator)
 
 

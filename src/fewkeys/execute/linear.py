@@ -33,18 +33,27 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
     size = block_size(graph)
     sources, means = _sources(x, graph, stand_ins, size)
     query = x.grouped_query().flatten(0, 1)
-    row = sum(source.width for source in sources) * x.groups
-    heads = max(1, min(query.shape[0], CHUNK // max(1, row * x.queries)))
-    span = max(1, CHUNK // (heads * row * size)) * size
-    by_head = []
+    width = sum(source.width for source in sources) * x.groups
+    heads = max(1, min(query.shape[0], CHUNK // max(1, width * x.queries)))
+    span = max(1, CHUNK // (heads * width * size)) * size
+    output = x.value.new_empty((*query.shape[:3], x.value_dim))
+    rows = []
     for h in range(0, query.shape[0], heads):
-        parts = []
+        row = []
         for start in range(0, x.queries, span):
-            chunk = _chunk(x, query, slice(h, h + heads), start, min(start + span, x.queries), size)
-            parts.append(_attend_chunk(chunk, sources, means, weights))
-        by_head.append(torch.cat(parts, 2)[:, :, : x.queries])
-    output: Tensor = torch.cat(by_head).unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2).to(x.query.dtype)
-    return output
+            stop = min(start + span, x.queries)
+            chunk = _chunk(x, query, slice(h, h + heads), start, stop, size)
+            attended = _attend_chunk(chunk, sources, means, weights)[:, :, : stop - start]
+            if attended.requires_grad:
+                row.append(attended.to(x.query.dtype))
+            else:
+                output[h : h + heads, :, start:stop] = attended
+        if row:
+            rows.append(torch.cat(row, 2))
+    # Written in place without gradients; with them, in-place writes would copy the whole gradient once per chunk.
+    output = torch.cat(rows) if rows else output
+    by_head: Tensor = output.unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
+    return by_head
 
 
 def block_size(graph: Graph) -> int:
@@ -98,8 +107,8 @@ def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | None, weig
     total = found[0].sum(-1, keepdim=True)
     mixed = sources[0].mix(found[0], chunk)
     for source, part in zip(sources[1:], found[1:], strict=True):
-        total = total + part.sum(-1, keepdim=True)
-        mixed = mixed + source.mix(part, chunk)
+        total += part.sum(-1, keepdim=True)
+        mixed += source.mix(part, chunk)
     output = mixed / positive(total)
     grouped: Tensor = output.unflatten(1, (chunk.blocks, chunk.groups, chunk.size))
     return grouped.transpose(1, 2).flatten(2, 3)

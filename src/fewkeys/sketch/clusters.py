@@ -142,7 +142,7 @@ def _key_statistics(inputs: Inputs) -> KeyStatistics:
     square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square() / count.clamp_min(1)
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
-    spread = torch.linalg.vector_norm(key @ root - key_mean @ root, dim=-1).square()
+    spread = torch.linalg.vector_norm((key @ root).sub_(key_mean @ root), dim=-1).square()
     along = (key @ moments.mean.mT - key_mean @ moments.mean.mT).squeeze(-1)
     # k^T C k = E (q . k)^2 - (m . k)^2, so the importance needs no second pass over the keys.
     return KeyStatistics(key_mean, value_mean, root, unit, spread, along + 0.5 * (spread - along.square()))
@@ -161,7 +161,10 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     member, nearest = _nearest(closeness)
     if member.sum() != nearest.numel():
         member = member / member.sum(-1, keepdim=True)
-    size = known.spread + (torch.linalg.vector_norm(value - known.value_mean, dim=-1) * known.unit.squeeze(-1)).square()
+    middle = known.value_mean
+    square = torch.linalg.vector_norm(value, dim=-1, keepdim=True).square() - 2 * value @ middle.mT
+    square = square + middle.square().sum(-1, keepdim=True)
+    size = known.spread + (square * known.unit.square()).squeeze(-1)
     return Clusters(member, (size - 2 * nearest).clamp_min(0.0), importance)
 
 

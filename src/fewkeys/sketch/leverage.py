@@ -64,7 +64,7 @@ def leverage_scores(key: Tensor) -> Tensor:
         TypeError, ValueError: `key` is not a finite floating tensor of rank 4.
     """
     rows = working(check_tensor("key", key)).detach()
-    check_finite("key", rows)
+    check_finite(key=rows)
     return score_rows(rows, whitener(gram(rows)))
 
 
