@@ -121,7 +121,9 @@ def _compare(arguments: argparse.Namespace) -> None:
         step(0, 1, "exact attention of every layer")
         captured = capture(model, batches)
         plans = {
-            slots: standard_plans(slots, is_causal=captured.is_causal, head_dim=captured.head_dim)
+            slots: standard_plans(
+                slots, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length
+            )
             for slots in arguments.slots
         }
         report = compare(
@@ -176,11 +178,11 @@ def _open(arguments: argparse.Namespace, texts: list[str], step: Step) -> tuple[
     if getattr(arguments, "demo", False):
         from fewkeys import demo
 
-        step(0, 1, "checking the demo model")
+        step(0, 0, "checking the demo model")
         folder, name = str(demo.model_folder()), demo.NAME
     else:
         folder = name
-    step(0, 1, "loading the model")
+    step(0, 0, "loading the model")
     import torch
 
     from fewkeys.integrations import text
@@ -188,19 +190,30 @@ def _open(arguments: argparse.Namespace, texts: list[str], step: Step) -> tuple[
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    model, tokenizer = load_model(folder)
-    batches = text.batches(
-        texts,
-        tokenizer,
-        sequences=arguments.sequences,
-        length=arguments.length,
-        longest=text.positions(model),
-    )
+    with _named_as_options(name_or_dir="--model", length="--length", text="--text"):
+        model, tokenizer = load_model(folder)
+        batches = text.batches(
+            texts,
+            tokenizer,
+            sequences=arguments.sequences,
+            length=arguments.length,
+            longest=text.positions(model),
+        )
     count = sum(len(batch) for batch in batches)
     if count < arguments.sequences:
         note = f"the text holds {count} of {arguments.sequences} sequences of {arguments.length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
     return model, batches, name
+
+
+@contextmanager
+def _named_as_options(**options: str) -> Iterator[None]:
+    """Errors that name a Python argument name the command-line option instead."""
+    try:
+        yield
+    except ValueError as error:
+        name, colon, rest = str(error).partition(":")
+        raise ValueError(f"{options.get(name, name)}{colon}{rest}") from error
 
 
 def _read(paths: list[Path]) -> list[str]:
@@ -267,13 +280,17 @@ def _publish(out: Path, files: Mapping[str, Callable[[Path], None]]) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Step]:
-    """A progress bar on stderr; where that is no terminal, or rich is missing, one line for each new step."""
+    """A progress bar on stderr; where that is no terminal, or rich is missing, one line for each new step.
+
+    A step of total 0 is set-up, which may still find the input wrong: it shows only in the bar, so that a refusal
+    stays one line.
+    """
     if not sys.stderr.isatty() or find_spec("rich") is None:
         last = ""
 
         def say(done: int, total: int, what: str) -> None:
             nonlocal last
-            if what != last:
+            if total and what != last:
                 last = what
                 print(f"fewkeys: {what}", file=sys.stderr, flush=True)
 

@@ -10,7 +10,9 @@ SINKS = 4
 """First keys kept by "sinks + window", the number that streaming attention uses (arXiv 2309.17453)."""
 
 
-def standard_plans(slots: int, *, is_causal: bool = False, head_dim: int | None = None) -> dict[str, Plan]:
+def standard_plans(
+    slots: int, *, is_causal: bool = False, head_dim: int | None = None, length: int | None = None
+) -> dict[str, Plan]:
     """Every standard row at `slots` slots per query, by the name it has in tables and figures.
 
     - "exact": no approximation.
@@ -21,7 +23,7 @@ def standard_plans(slots: int, *, is_causal: bool = False, head_dim: int | None 
       (centred)", and "leverage + window" (half each, raw).
     - "moments": a Gaussian stand-in for all dropped keys. Its price is fixed by `head_dim`; what is left of `slots`
       goes to a window. A row's `slots` say what it really used.
-    - "fewkeys budget": the plan recommended for `slots`.
+    - "fewkeys budget": the plan recommended for `slots`; where `slots` pay for all keys of `length`, exact attention.
 
     Raises ValueError if `slots` is not a positive int.
     """
@@ -43,5 +45,5 @@ def standard_plans(slots: int, *, is_causal: bool = False, head_dim: int | None 
         "leverage (centred)": Plan(keep=Leverage(slots, centre=True)),
         "leverage + window": Plan(keep=Leverage(half) | Window(slots - half) if half else Window(slots)),
         "moments": Plan(keep=Window(max(1, spare)), rest=Moments()),
-        "fewkeys budget": budget(slots, is_causal=is_causal),
+        "fewkeys budget": budget(slots, is_causal=is_causal) if length is None or slots < length else Plan(),
     }
