@@ -2,7 +2,8 @@
 
 A model, not a measurement: operations per query of exact attention against those of the plan, whose overhead (more
 and smaller tensor operations) counts as `OVERHEAD` times its arithmetic. Deterministic, free, the same on every
-machine; where both take a few milliseconds the true crossover of a machine may lie elsewhere.
+machine. It is optimistic for the plan at small sizes: on a two-core CPU the measured crossover lies at about twice
+the length that the model says (`python benchmarks/attention.py` prints both).
 """
 
 from __future__ import annotations
