@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, SHAPES
+from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, SHAPES, Shape
 
 PLANS = {name: plan for name, plan in PLANS.items() if "random" not in name and "sample" not in name}
 """Draws of different length differ; that draws ignore the data is law 6."""
@@ -43,6 +43,17 @@ def test_left_padding_by_key_mask(keep):
     found = fk.attention(q, k, v, keep=keep, key_mask=mask, impl="torch")
     alone = fk.attention(q[:1], k[:1, :, 41:], v[:1, :, 41:], keep=keep, impl="torch")
     torch.testing.assert_close(found[:1], alone, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_long_padding_does_not_change_which_keys_are_sampled(rank, monkeypatch):
+    """Lloyd's steps and the query moments read every s-th token once there are many: s may not count the padding."""
+    from fewkeys.sketch import clusters
+
+    monkeypatch.setattr(clusters, "QUERY_SAMPLE", 50)
+    plan = fk.Plan(fk.Outliers(4, 4) | fk.Window(5), fk.ClusterMeans(4, rank))
+    check(plan, Shape(queries=700, keys=700, lengths=(700, 290)), "torch")
+    check(plan, Shape(queries=700, keys=700, lengths=(650, 90)), "torch")
 
 
 def test_lengths_and_the_same_key_mask_agree():

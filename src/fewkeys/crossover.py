@@ -14,7 +14,7 @@ from fewkeys.plan import Plan
 from fewkeys.rest import ClusterMeans, Moments
 from fewkeys.select import Leverage, Outliers, Selector, TopK, Union, Window
 from fewkeys.select.top_k import BestColumns
-from fewkeys.sketch.clusters import LLOYD_STEPS, sample
+from fewkeys.sketch.clusters import KEYS_PER_CLUSTER, LLOYD_STEPS
 
 OVERHEAD = 1.5
 PER_SCORE = 20
@@ -53,7 +53,7 @@ def plan_operations(inputs: Inputs, plan: Plan) -> float:
 
 def cluster_operations(inputs: Inputs, count: int) -> float:
     """Operations per key of clustering: Lloyd's steps on a sample, one assignment and the sums over all keys."""
-    used = sample(inputs.key, count).shape[2] / inputs.keys
+    used = min(1.0, KEYS_PER_CLUSTER * count / inputs.keys)
     return (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
 
 

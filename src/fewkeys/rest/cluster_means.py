@@ -83,13 +83,14 @@ class ClusterMeans(Rest):
         if not self.rank:
             return StandIns(mean_key, mean_value, member, bias)
 
-        some = sample(member, self.count)
+        picked = sample(inputs, self.count)
+        some = picked.take(member)
         weight = some.sum(-1, keepdim=True)
         # A row of `some` holds its key's weight in its cluster's column: divided by the weight it points to the mean.
         own = some / _at_least_tiny(weight)
         spread_key, spread_value = (
-            sample(key, self.count) - own @ mean_key,
-            sample(value, self.count) - own @ mean_value,
+            picked.take(key) - own @ mean_key,
+            picked.take(value) - own @ mean_value,
         )
         pooled = (spread_key * weight).mT @ spread_value / _at_least_tiny(weight.sum(-2, keepdim=True))
         with torch.no_grad():

@@ -88,9 +88,41 @@ def key_statistics(inputs: Inputs) -> KeyStatistics:
         return inputs.remember("key_statistics", lambda: _key_statistics(inputs))
 
 
-def sample(rows: Tensor, count: int) -> Tensor:
-    """Every s-th row (B, H, N, ...) such that about `KEYS_PER_CLUSTER * count` remain: a view."""
-    return rows[:, :, :: max(1, rows.shape[2] // (KEYS_PER_CLUSTER * count))]
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Some of the keys: every `stride`-th, or where sequences are padded the keys at `index`, real where `real` says.
+
+    Which keys are taken depends on a sequence's real keys alone, so padding changes nothing.
+    """
+
+    stride: int
+    index: Tensor | None = None  # (B, M)
+    real: Tensor | None = None  # (B, M)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The sampled rows (B, H, M, ...) of (B, H, N, ...), zero where they are not real."""
+        if self.index is None or self.real is None:
+            return rows[:, :, :: self.stride]
+        shape = (self.index.shape[0], 1, self.index.shape[1], *[1] * (rows.ndim - 3))
+        index = self.index.view(shape).expand(-1, rows.shape[1], -1, *rows.shape[3:])
+        return rows.gather(2, index).masked_fill(~self.real.view(shape), 0.0)
+
+
+def sample(inputs: Inputs, count: int) -> Sample:
+    """About `KEYS_PER_CLUSTER * count` keys of every sequence, evenly spread over its real ones."""
+    most = KEYS_PER_CLUSTER * count
+    if inputs.valid is None:
+        return Sample(max(1, inputs.keys // most))
+    chosen = _thinned(inputs.valid, most)
+    longest = max(1, int(chosen.sum(-1).max()))
+    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
+    return Sample(1, index, chosen.gather(-1, index))
+
+
+def _thinned(real: Tensor, most: int) -> Tensor:
+    """Every s-th true entry of each row (B, N), s such that about `most` remain."""
+    stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
+    return real & ((real.cumsum(-1) - 1) % stride == 0)
 
 
 def clusters(inputs: Inputs, count: int) -> Clusters:
@@ -113,14 +145,15 @@ def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _query_moments(inputs: Inputs) -> QueryMoments:
-    stride = max(1, inputs.queries // QUERY_SAMPLE)
-    query = working(inputs.grouped_query()[..., ::stride, :].detach()) * inputs.scale
     real = inputs.valid_queries
     if real is None:
+        stride = max(1, inputs.queries // QUERY_SAMPLE)
+        query = working(inputs.grouped_query()[..., ::stride, :].detach()) * inputs.scale
         rows = query.flatten(2, 3)
         middle = rows.mean(-2, keepdim=True)
         return QueryMoments(middle, _covariance(rows - middle, rows.shape[-2]))
-    flag = real[:, None, None, ::stride, None]
+    query = working(inputs.grouped_query().detach()) * inputs.scale
+    flag = _thinned(real, QUERY_SAMPLE)[:, None, None, :, None]
     size = (flag.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(query.dtype)
     middle = (query * flag).flatten(2, 3).sum(-2, keepdim=True) / size
     return QueryMoments(middle, _covariance(((query - middle.unsqueeze(2)) * flag).flatten(2, 3), size))
@@ -170,19 +203,20 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
 
 def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
+    some = sample(inputs, count)
     rows = torch.cat(
-        [(sample(key, count) - known.mean) @ known.root, (sample(value, count) - known.value_mean) * known.unit], -1
+        [(some.take(key) - known.mean) @ known.root, (some.take(value) - known.value_mean) * known.unit], -1
     )
-    scores = sample(known.importance, count)
-    hidden = None
-    if inputs.valid is not None:
-        hidden = ~sample(inputs.valid[:, None].expand(-1, key.shape[1], -1), count)
+    importance = some.take(known.importance)
+    scores, hidden = importance, None
+    if some.real is not None:
+        hidden = ~some.real[:, None].expand(-1, key.shape[1], -1)
         scores = scores.masked_fill(hidden, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     weight = (TILT * (scores - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     if hidden is not None:
         weight, rows = weight.masked_fill(hidden, 0.0), rows.masked_fill(hidden.unsqueeze(-1), 0.0)
-    own = torch.cat([rows, sample(known.importance, count).unsqueeze(-1)], -1)
+    own = torch.cat([rows, importance.unsqueeze(-1)], -1)
     centres = _seeds(own, scores, count)
     weighted = torch.cat([own, torch.ones_like(own[..., :1])], -1) * weight.unsqueeze(-1)
     flat = rows.flatten(0, 1)
