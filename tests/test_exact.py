@@ -84,6 +84,17 @@ def test_scale_is_honoured():
     assert (kept - fk.attention(q, k, v, keep=fk.Window(9), impl="torch")).abs().max() > 1e-3
 
 
+def test_causal_queries_before_the_first_real_key_give_zero():
+    q, k, v = SHAPES["plain"].draw()
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    mask[0, :9] = False
+    for keep in (None, fk.Window(5), fk.Sinks(4), fk.KeyNorm(3), fk.TopK(3)):
+        for impl in ("torch", "reference"):
+            found = fk.attention(q, k, v, keep=keep, key_mask=mask, is_causal=True, impl=impl)
+            assert torch.equal(found[0, :, :9], torch.zeros_like(found[0, :, :9]))
+            assert (found[0, :, 9].abs().sum(-1) > 0).all()
+
+
 def test_queries_that_see_nothing_give_zero():
     q, k, v = SHAPES["plain"].draw()
     lengths = torch.tensor([0, 70])

@@ -88,16 +88,13 @@ class ClusterMeans(Rest):
         weight = some.sum(-1, keepdim=True)
         # A row of `some` holds its key's weight in its cluster's column: divided by the weight it points to the mean.
         own = some / _at_least_tiny(weight)
-        spread_key, spread_value = (
-            picked.take(key) - own @ mean_key,
-            picked.take(value) - own @ mean_value,
-        )
-        pooled = (spread_key * weight).mT @ spread_value / _at_least_tiny(weight.sum(-2, keepdim=True))
+        off_key, off_value = picked.take(key) - own @ mean_key, picked.take(value) - own @ mean_value
+        pooled = (off_key * weight).mT @ off_value / _at_least_tiny(weight.sum(-2, keepdim=True))
         with torch.no_grad():
             second = moments.second
             right = top_subspace(pooled.mT @ second @ pooled, min(self.rank, *pooled.shape[-2:])).mT
-            spread = (member.mT @ known.spread.unsqueeze(-1)) / mass - ((offset @ second) * offset).sum(-1, True)
-            spread = spread.clamp_min(0.0)
+            here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
+            spread = ((member.mT @ known.spread.unsqueeze(-1)) / mass - here).clamp_min(0.0)
             relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
             factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
             reference = TILT * (moments.mean + offset @ moments.covariance)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
@@ -57,10 +58,16 @@ def _absorb(
 
 
 def _fill(x: Inputs, kept: Tensor, used: Tensor, complete: int, count: int) -> tuple[Tensor, Tensor]:
-    free = count - kept.shape[-1]
-    own = torch.arange(complete, complete + free, device=kept.device).expand(x.batch, x.kv_heads, -1)
-    real = own < min(x.keys, complete + CAUSAL_BLOCK)
-    own = own.clamp_max(x.keys - 1)
+    """The list with its free places given to the block's own real keys, in order; lists are `count` long."""
+    own = torch.arange(complete, complete + CAUSAL_BLOCK, device=kept.device)
+    real = (own < x.keys).expand(x.batch, -1)
+    own = own.clamp_max(x.keys - 1).expand(x.batch, -1)
     if x.valid is not None:
-        real = real & x.valid[:, None].expand(-1, x.kv_heads, -1).gather(-1, own)
-    return torch.cat([kept, own], -1), torch.cat([used, real], -1)
+        real = real & x.valid.gather(-1, own)
+        order = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        own, real = own.gather(-1, order), real.gather(-1, order)
+    free = count - kept.shape[-1]
+    missing = max(0, free - CAUSAL_BLOCK)
+    own, real = pad(own, (0, missing))[:, :free], pad(real, (0, missing))[:, :free]
+    shape = (-1, x.kv_heads, -1)
+    return torch.cat([kept, own[:, None].expand(shape)], -1), torch.cat([used, real[:, None].expand(shape)], -1)
