@@ -110,6 +110,16 @@ def test_uniform_sample_is_unbiased(weights):
     assert ((draws.mean(0) - exact).abs() < 5 * standard_error).all()
 
 
+@pytest.mark.parametrize("weights", [fk.Softmax(), fk.Power(2.0)], ids=str)
+@pytest.mark.parametrize("count", [64, 70, 500])
+def test_a_sample_of_everything_is_exact(count, weights):
+    """64 of the 70 keys are not kept: with as many places each of them speaks for itself."""
+    q, k, v = SHAPES["plain"].draw()
+    rest = fk.UniformSample(count)
+    found = fk.attention(q, k, v, keep=fk.Leverage(6), rest=rest, weights=weights, impl="torch")
+    torch.testing.assert_close(found, fk.attention(q, k, v, weights=weights))
+
+
 def test_more_slots_describe_better():
     """On keys in tight groups, as many means as groups leave almost no error; fewer leave some."""
     g = torch.Generator().manual_seed(0)
