@@ -2,21 +2,31 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.measure import skew
-from fewkeys.oracle import supports, value_aware
+from fewkeys.oracle import supports
 from fewkeys.oracle.caratheodory import caratheodory
 from fewkeys.oracle.simplex import nearest_in_hull
 
 SOLVERS = ("auto", "greedy", "eliminate", "pairwise")
 DTYPE = torch.float64
 seeds = st.integers(0, 10_000)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Thousands of tiny operations: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def problem(seed, keys=10, dims=6, rows=8, sharp=2.0, lead=()):
@@ -107,9 +117,10 @@ def test_fewer_are_enough_for_values_in_a_plane():
     g = torch.Generator().manual_seed(0)
     values = torch.randn(50, 3, generator=g, dtype=DTYPE) @ torch.randn(3, 20, generator=g, dtype=DTYPE) + 7
     weights, _ = problem(1, keys=50)
-    found = fk.oracle.value_aware(weights, values, 4)
-    check_simplex(found, 4)
-    assert error(found, weights, values).max() < 1e-12
+    for method in ("auto", "caratheodory"):
+        found = fk.oracle.value_aware(weights, values, 4, method)
+        check_simplex(found, 4)
+        assert error(found, weights, values).max() < 1e-12
     assert error(fk.oracle.value_aware(weights, values, 3), weights, values).min() > 1e-6
 
 
@@ -150,9 +161,10 @@ def test_never_worse_than_oblivious_with_many_keys(seed, r, method):
 
 
 @pytest.mark.parametrize("keys", [11, 80])
+@settings(max_examples=3)
 @given(seed=seeds)
 def test_error_never_increases_with_r(keys, seed):
-    weights, values = problem(seed, keys, dims=6, rows=5)
+    weights, values = problem(seed, keys, dims=6, rows=3)
     errors = [error(fk.oracle.value_aware(weights, values, r), weights, values) for r in range(1, 9)]
     for fewer, more in itertools.pairwise(errors):
         assert (more <= fewer + 1e-12).all()
@@ -167,22 +179,26 @@ def rows_of(weights, values):
 
 
 def test_against_brute_force():
-    """ "auto" is optimal where it can try all supports; the solvers behind it stay within 10 % on average."""
-    gaps = {"search": [], **{method: [] for method in SOLVERS}}
+    """ "auto" is optimal where it can try all supports; the solvers behind it stay within 5 % on average."""
+    gaps = {"search": [], "top r": [], **{method: [] for method in SOLVERS}}
     for number, (keys, dims, r) in enumerate(CASES):
-        weights, values = problem(number, keys, dims, rows=24)
+        weights, values = problem(number, keys, dims, rows=12)
         best = brute_force(weights, values, r)
         for method in SOLVERS:
             found = error(fk.oracle.value_aware(weights, values, r, method), weights, values)
             assert (found >= best - 1e-9).all()  # nothing beats brute force
             gaps[method].append(float(found.mean() / best.mean()))
         search = supports.search(rows_of(weights, values), r, enumerate_up_to=0)
+        top = supports.oblivious(rows_of(weights, values), r)
+        gaps["top r"].append(float(top.value.sqrt().mean() / best.mean()))
         gaps["search"].append(float(search.value.sqrt().mean() / best.mean()))
         exhaustive = fk.oracle.value_aware(weights, values, r, "exhaustive")
         torch.testing.assert_close(error(exhaustive, weights, values), best, rtol=1e-6, atol=1e-8)
     mean = {name: sum(ratios) / len(ratios) for name, ratios in gaps.items()}
     assert mean["auto"] <= 1 + 1e-6
-    assert mean["search"] <= 1.10
+    assert mean["search"] <= 1.05
+    # Choosing the values earns something over the largest weights, even with these re-fitted.
+    assert max(mean[method] for method in SOLVERS) < 1.4 < mean["top r"]
     # "auto" earns its cost: each solver alone is further off.
     assert mean["search"] < min(mean[name] for name in ("greedy", "eliminate", "pairwise"))
 
@@ -240,6 +256,7 @@ def test_identity_of_the_error_of_dropping(seed):
     torch.testing.assert_close(found, dropped[:, 0] * distance.norm(dim=-1))
 
 
+@settings(max_examples=10)
 @given(seed=seeds, r=st.integers(1, 7))
 def test_orthogonal_values_of_equal_norm_make_sight_useless(seed, r):
     """Then the aware optimum is the projected oblivious one: same support, same weights.
@@ -359,14 +376,14 @@ def test_every_kernel(kernel):
 
 @pytest.mark.parametrize("r", [1, 3, 7])
 def test_heads_rows_and_blocks_do_not_mix(r, monkeypatch):
-    weights, values = problem(0, keys=15, dims=6, rows=7, lead=(2, 3))
+    weights, values = problem(0, keys=10, dims=6, rows=3, lead=(2, 2))
     whole = fk.oracle.value_aware(weights, values, r)
-    alone = fk.oracle.value_aware(weights[1, 2, 4:5], values[1, 2], r)
-    torch.testing.assert_close(whole[1, 2, 4:5], alone, rtol=0, atol=1e-9)
-    monkeypatch.setattr(value_aware, "BLOCK", 1)
+    alone = fk.oracle.value_aware(weights[1, 1, 2:3], values[1, 1], r)
+    torch.testing.assert_close(whole[1, 1, 2:3], alone, rtol=0, atol=1e-9)
+    monkeypatch.setattr(sys.modules["fewkeys.oracle.value_aware"], "BLOCK", 1)
     torch.testing.assert_close(fk.oracle.value_aware(weights, values, r), whole, rtol=0, atol=1e-9)
-    shared = fk.oracle.value_aware(weights, values[1, 2], r)
-    torch.testing.assert_close(shared[1, 2], whole[1, 2], rtol=0, atol=1e-9)
+    shared = fk.oracle.value_aware(weights, values[1, 1], r)
+    torch.testing.assert_close(shared[1, 1], whole[1, 1], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

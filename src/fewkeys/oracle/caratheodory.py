@@ -1,0 +1,101 @@
+"""The same weighted mean from few points: Caratheodory's theorem, batched.
+
+Any convex combination of n points in d dimensions is a convex combination of d + 1 of them. Instead of removing one
+point at a time from all n, merge the points into a few groups, remove groups, and recurse on the points that are
+left; each round costs one pass over the points (Maalouf, Jubran, Feldman, arXiv 1906.04705).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def caratheodory(weights: Tensor, points: Tensor, head: Tensor) -> Tensor:
+    """Weights with the same mean, at most d + 1 of them nonzero, on points that already had weight.
+
+    Finds `b >= 0`, `sum b = sum a`, `sum_j b_j y_j = sum_j a_j y_j`. A round splits a row's n points into g > d + 1
+    groups, replaces each by its weight and its mean, reduces the groups to d + 1 (`_reduce`), scales the weights in
+    a group by what happened to the group, and forgets the emptied groups.
+
+    Args:
+        weights: (R, N) float64, non-negative.
+        points: (H, N, d) float64; duplicates and points in a common subspace are fine.
+        head: (R,) integers, which of the H sets of points each row lives on.
+
+    Returns:
+        (R, N) with at most d + 1 nonzeros per row. Cost O(N d + d^3 log(N / d)) per row; memory O(N d) per row.
+
+    Source: Maalouf, Jubran, Feldman, Fast and accurate least-mean-squares solvers (arXiv 1906.04705), algorithm 2.
+    """
+    rows, count = weights.shape
+    limit = points.shape[-1] + 1
+    if count <= limit:
+        return weights.clone()
+    # About a third more groups than needed: a round then moves little memory, and rounds are few enough.
+    target = limit + max(1, limit // 3)
+    index = torch.arange(count, device=weights.device).expand(rows, count)
+    left = weights
+    while index.shape[1] > limit:
+        n = index.shape[1]
+        size = max(1, min(-(-n // target), -(-n // limit) - 1))
+        groups = -(-n // size)
+        pad = groups * size - n
+        if pad:
+            index = torch.cat([index, index[:, :1].expand(rows, pad)], 1)
+            left = torch.cat([left, left.new_zeros(rows, pad)], 1)
+        inside = left.view(rows, groups, size)
+        mass = inside.sum(-1)
+        chosen = points[head[:, None], index].view(rows, groups, size, limit - 1)
+        means = (inside[..., None] * chosen).sum(-2) / torch.where(mass > 0, mass, 1.0)[..., None]
+        reduced = _reduce(mass, means)
+        kept = reduced.topk(limit, -1).indices.sort(-1).values
+        factor = reduced / torch.where(mass > 0, mass, 1.0)
+        spread = (inside * factor[..., None]).gather(1, kept[..., None].expand(rows, limit, size))
+        index = index.view(rows, groups, size).gather(1, kept[..., None].expand(rows, limit, size)).flatten(1)
+        left = spread.flatten(1)
+    # Padding points at a real point with weight zero: adding cannot harm it, overwriting could.
+    return torch.zeros_like(weights).scatter_add(1, index, left)
+
+
+def _reduce(weights: Tensor, points: Tensor) -> Tensor:
+    """One row's g weights to at most d + 1, with sum and mean kept: weights (R, g), points (R, g, d) -> (R, g).
+
+    The rows of Z, (g - d - 1, g), are an orthonormal basis of moves that change neither sum nor mean. Walk along the
+    first until a weight is zero; reflect Z (Householder) so that only its first row still moves that weight; drop
+    that row. Z stays orthonormal, so rounding does not build up, and no pivot can be small.
+    """
+    rows, groups, d = points.shape
+    ones = points.new_ones(rows, groups, 1)
+    # The scale of the points does not change the moves; it keeps the row of ones visible next to large values.
+    scale = points.abs().amax((1, 2), keepdim=True)
+    system = torch.cat([ones, points / torch.where(scale > 0, scale, 1.0)], -1)
+    # The last columns of a complete QR are orthogonal to all columns of the system whatever its rank.
+    basis = torch.linalg.qr(system, mode="complete").Q[..., d + 1 :].mT.contiguous()
+    weights = weights.clone()
+    alive = torch.ones_like(weights, dtype=torch.bool)
+    every = torch.arange(rows, device=weights.device)
+    for _ in range(groups - d - 1):
+        move = basis[:, 0].masked_fill(~alive, 0.0)
+        # Points that have no weight go first, with a step of length zero: so they never gain any.
+        ratio = torch.where(move > 0, weights / move.clamp_min(1e-300), torch.inf).masked_fill(~alive, torch.inf)
+        ratio = ratio.masked_fill(alive & (weights == 0), -1.0)
+        step, gone = ratio.min(-1)
+        step = torch.where(step.isfinite(), step.clamp_min(0.0), 0.0)
+        weights = (weights - step[:, None] * move).clamp_min_(0.0)
+        weights[every, gone] = 0.0
+        alive[every, gone] = False
+        basis = _forget(basis, gone)
+    return weights
+
+
+def _forget(basis: Tensor, column: Tensor) -> Tensor:
+    """Orthonormal rows that span what the rows of `basis` (R, g, n) span with zero in `column` (R,); (R, g - 1, n)."""
+    entries = basis.gather(2, column[:, None, None].expand(-1, basis.shape[1], 1))
+    size = entries.norm(dim=1, keepdim=True)
+    mirror = entries.clone()
+    mirror[:, :1] += torch.where(entries[:, :1] < 0, -size, size)
+    squared = mirror.square().sum(1, keepdim=True)
+    # Where the column is zero already there is nothing to reflect, and any row may go.
+    factor = torch.where(squared > 0, 2.0 / squared.clamp_min(1e-300), 0.0)
+    return basis[:, 1:].addcmul(mirror[:, 1:] * factor, mirror.mT @ basis, value=-1.0)

@@ -1,0 +1,119 @@
+"""The point of a small polytope that is nearest to zero: the re-fit inside every value-aware solver.
+
+`min ||sum_j w_j D_j||` over `w >= 0, sum w = 1`, many rows at once. The method is Wolfe's (Finding the nearest point
+in a polytope, 1976): keep a set of active points, solve for the nearest point of the plane through them, step back
+to the boundary when a weight turns negative, and bring in the point that lies furthest towards zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Added to the Gram matrix of the active points, relative to its diagonal: duplicates then still factorise. The two
+# refinements in `plane` take its effect on the solution away again.
+RIDGE = 1e-14
+
+
+def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None) -> Tensor:
+    """Weights on the simplex whose combination of `points` has the smallest norm.
+
+    Args:
+        points: (R, S, d) float64, relative to the target (the target is zero).
+        allowed: (R, S) bool, the points that may be used; at least one per row.
+        start: (R, S) weights to begin from, on allowed points, at most d + 2 of them nonzero. Default: all on the
+            nearest point.
+
+    Returns:
+        (R, S), nonzero on at most d + 2 points. A row stops when its duality gap is 1e-12 of the squared norm, or
+        when rounding stops the descent. Cost per row and step: one Cholesky factorisation of size min(S, d + 2), and
+        2 S d; there are about as many steps as points become active or inactive.
+    """
+    rows, count, _ = points.shape
+    size = points.square().sum(-1).masked_fill(~allowed, torch.inf)
+    if start is None:
+        start = torch.zeros_like(size).scatter(1, size.argmin(1, keepdim=True), 1.0)
+    scale = size.masked_fill(~allowed, 0.0).amax(1)
+    result, weights, active = start.clone(), start, start > 0
+    todo = every = torch.arange(rows, device=points.device)
+    finished = torch.zeros_like(todo, dtype=torch.bool)
+    # Whether the active points' plane has been solved, so that the next step brings in a point.
+    solved = active.sum(1) < 2
+    before = torch.full_like(scale, torch.inf)
+    for _ in range(4 * count + 40):
+        here = (weights[:, None] @ points)[:, 0]
+        value = here.square().sum(1)
+        lowest, best = (points @ here[..., None])[..., 0].masked_fill(~allowed, torch.inf).min(1)
+        flat = value - lowest <= 1e-12 * value + 1e-30 * scale
+        done = solved & (flat | (value >= before * (1 - 1e-13))) & ~finished
+        result[todo[done]] = weights[done]
+        finished = finished | done
+        ended = int(finished.sum())
+        if ended == todo.numel():
+            return result
+        before = torch.where(solved, value, before)
+        if 4 * ended > todo.numel():  # copying the rows that are left pays once a quarter is done
+            go = ~finished
+            todo, points, allowed, weights, active = todo[go], points[go], allowed[go], weights[go], active[go]
+            solved, before, scale, best, finished = solved[go], before[go], scale[go], best[go], finished[go]
+            every = torch.arange(todo.numel(), device=points.device)
+        active = active.clone()
+        active[every[solved], best[solved]] = True
+        goal = plane(points, active)
+        blocked = active & (goal < 0)
+        step, gone = torch.where(blocked, weights / (weights - goal).clamp_min(1e-300), torch.inf).min(1)
+        solved = ~blocked.any(1)
+        weights = torch.lerp(weights, goal, torch.where(solved, 1.0, step.clamp_max(1.0))[:, None]).clamp_min(0.0)
+        back = ~solved
+        weights[every[back], gone[back]] = 0.0
+        active[every[back], gone[back]] = False
+        weights = weights / weights.sum(1, keepdim=True)
+    result[todo[~finished]] = weights[~finished]
+    return result
+
+
+def plane(points: Tensor, active: Tensor) -> Tensor:
+    """Weights of sum one, of either sign, on the active points, whose combination is nearest to zero: (R, S).
+
+    With `M = c 1 1^T + D D^T + ridge`, `w = M^-1 1 / (1^T M^-1 1)`. More than d + 2 active points are never needed;
+    the matrix is that small.
+    """
+    slots = min(points.shape[1], points.shape[2] + 2)
+    index = None
+    inner, used = points, active
+    if slots < points.shape[1]:
+        used, index = active.to(torch.int8).topk(slots, 1)
+        used = used.bool()
+        inner = points.gather(1, index[..., None].expand(-1, -1, points.shape[2]))
+    factor = factorise(inner, used)
+    inner = inner * used[..., None]
+    ones = used.to(points.dtype)[..., None]
+    unit = torch.cholesky_solve(ones, factor) * ones
+    total = unit.sum(1, keepdim=True)
+    weights = unit / total
+    for _ in range(2):
+        pull = torch.cholesky_solve(inner @ (inner.mT @ weights), factor) * ones
+        weights = weights - pull + unit * (pull.sum(1, keepdim=True) / total)
+    weights = (weights / weights.sum(1, keepdim=True))[..., 0]
+    return weights if index is None else torch.zeros_like(active, dtype=points.dtype).scatter(1, index, weights)
+
+
+def factorise(points: Tensor, active: Tensor) -> Tensor:
+    """The Cholesky factor of `c 1 1^T + D D^T + ridge` on the active points, identity on the others: (R, S, S)."""
+    inner = points * active[..., None]
+    gram = inner @ inner.mT
+    size = gram.diagonal(dim1=-2, dim2=-1).amax(-1)
+    size = torch.where(size > 0, size, 1.0)[:, None, None]
+    both = active[:, :, None] & active[:, None, :]
+    gram = gram / size + both
+    # A diagonal of ones away from the active points; a ridge that grows only for the rows that need it on them.
+    plain = torch.where(active, RIDGE, 1.0)
+    factor: Tensor
+    factor, info = torch.linalg.cholesky_ex(gram + torch.diag_embed(plain))
+    ridge = RIDGE
+    while bool(info.any()) and ridge < 1e-6:
+        ridge *= 100
+        again = info > 0
+        plain = torch.where(active[again], ridge, 1.0)
+        factor[again], info[again] = torch.linalg.cholesky_ex(gram[again] + torch.diag_embed(plain))
+    return factor
