@@ -331,6 +331,23 @@ def test_the_re_fit_starts_anywhere():
     torch.testing.assert_close(sizes[0], sizes[1], rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.parametrize("thin", [False, True])
+def test_the_re_fit_reaches_zero_where_it_can(thin):
+    """The target inside the hull, with near twins; and the hull thinner in some directions by 1e-7."""
+    g = torch.Generator().manual_seed(0)
+    points = torch.randn(100, 20, 8, generator=g, dtype=DTYPE)
+    if thin:
+        points *= torch.logspace(-5, 2, 8, dtype=DTYPE)
+    inside = torch.rand(100, 20, generator=g, dtype=DTYPE)
+    points -= (inside / inside.sum(1, keepdim=True))[:, None] @ points
+    points[:, 1] = points[:, 0] + 1e-7 * points[:, 2]
+    weights = nearest_in_hull(points, torch.ones(100, 20, dtype=torch.bool))
+    check_simplex(weights)
+    # The Gram matrix squares the points: half the digits of float64 are what a thin hull can count on.
+    size = (weights[:, None] @ points)[:, 0].norm(dim=1) / points.norm(dim=2).amax(1)
+    assert size.max() <= (torch.finfo(DTYPE).eps ** 0.5 * 8**0.5 if thin else 1e-11)
+
+
 # --- low rank
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Added to the Gram matrix of the active points, relative to its diagonal: duplicates then still factorise. The two
-# refinements in `plane` take its effect on the solution away again.
+# Added to the Gram matrix of the active points, relative to its diagonal: duplicates then still factorise. It is the
+# rounding of the matrix itself; iterative refinement was tried on top and amplifies that rounding for thin polytopes.
 RIDGE = 1e-14
 
 
@@ -86,15 +86,10 @@ def plane(points: Tensor, active: Tensor) -> Tensor:
         used = used.bool()
         inner = points.gather(1, index[..., None].expand(-1, -1, points.shape[2]))
     factor = factorise(inner, used)
-    inner = inner * used[..., None]
     ones = used.to(points.dtype)[..., None]
     unit = torch.cholesky_solve(ones, factor) * ones
     total = unit.sum(1, keepdim=True)
-    weights = unit / total
-    for _ in range(2):
-        pull = torch.cholesky_solve(inner @ (inner.mT @ weights), factor) * ones
-        weights = weights - pull + unit * (pull.sum(1, keepdim=True) / total)
-    weights = (weights / weights.sum(1, keepdim=True))[..., 0]
+    weights = (unit / total)[..., 0]
     return weights if index is None else torch.zeros_like(active, dtype=points.dtype).scatter(1, index, weights)
 
 

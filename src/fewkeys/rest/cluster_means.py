@@ -94,7 +94,9 @@ class ClusterMeans(Rest):
             second = moments.second
             right = top_subspace(pooled.mT @ second @ pooled, min(self.rank, *pooled.shape[-2:])).mT
             here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
-            spread = ((member.mT @ known.spread.unsqueeze(-1)) / mass - here).clamp_min(0.0)
+            energy = (member.mT @ known.spread.unsqueeze(-1)) / mass
+            # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+            spread = torch.where(energy - here > 64 * torch.finfo(here.dtype).eps * energy, energy - here, 0.0)
             relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
             factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
             reference = TILT * (moments.mean + offset @ moments.covariance)
