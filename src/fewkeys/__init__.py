@@ -12,6 +12,7 @@
 from fewkeys import oracle
 from fewkeys.attention import attention
 from fewkeys.graph import Graph
+from fewkeys.heavy import HeavyEntries, heavy_entries
 from fewkeys.integrations.transformers import apply, capture
 from fewkeys.measure import metrics
 from fewkeys.measure.capture import Capture
@@ -20,6 +21,7 @@ from fewkeys.measure.result import Report
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import ClusterMeans, Drop, Moments, UniformSample
 from fewkeys.select import BestColumns, KeyNorm, Leverage, Outliers, RandomKeys, Sinks, TopK, Window
+from fewkeys.sketch.key_sketch import KeySketch, UniversalKeys
 from fewkeys.sketch.leverage import leverage_scores, universal_set
 from fewkeys.weights import Elu, Entmax, Power, Relu, Softmax
 
@@ -33,7 +35,9 @@ __all__ = [
     "Elu",
     "Entmax",
     "Graph",
+    "HeavyEntries",
     "KeyNorm",
+    "KeySketch",
     "Leverage",
     "Moments",
     "Outliers",
@@ -46,12 +50,14 @@ __all__ = [
     "Softmax",
     "TopK",
     "UniformSample",
+    "UniversalKeys",
     "Window",
     "apply",
     "attention",
     "budget",
     "capture",
     "compare",
+    "heavy_entries",
     "leverage_scores",
     "metrics",
     "oracle",

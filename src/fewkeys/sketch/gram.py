@@ -1,0 +1,78 @@
+"""Gram matrices of rows and what undoes them: the linear algebra under every score of keys.
+
+Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled or mixed by an invertible matrix, so every
+factorisation of rows here first scales the columns by powers of two to norms near one: columns of very different size
+cost no accuracy, and the scaling itself rounds nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+"""Rows that are converted to float64 and summed at once."""
+
+
+def working(tensor: Tensor) -> Tensor:
+    """`tensor` in the precision of statistics: float64 stays, everything else becomes float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def gram(rows: Tensor) -> Tensor:
+    """`K^T K` (..., D, D) of rows (..., N, D)."""
+    return rows.mT @ rows
+
+
+def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
+    """A square W (..., D, D) with `W W^T = matrix^+`, for symmetric positive semidefinite matrices.
+
+    Cholesky where every matrix of the batch is well conditioned; otherwise the eigenvalues decide the rank in
+    float64: those up to `max(tolerance, D * eps(input dtype)) * largest eigenvalue` count as zero, and their columns
+    of W are zero.
+    """
+    size = matrix.shape[-1]
+    eps = torch.finfo(matrix.dtype).eps
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    smallest = diagonal.amin(-1) ** 2
+    if not bool(((info == 0) & (smallest > 100 * size * eps * diagonal.amax(-1) ** 2)).all()):
+        values, vectors = torch.linalg.eigh(matrix.double())
+        floor = max(tolerance, size * eps)
+        keep = values > floor * values.amax(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+        inverse = torch.where(keep, values.clamp_min(torch.finfo(values.dtype).tiny).rsqrt(), 0.0)
+        root: Tensor = (vectors * inverse.unsqueeze(-2)).to(matrix.dtype)
+        return root
+    eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+    solved: Tensor = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
+    return solved
+
+
+def score_rows(rows: Tensor, root: Tensor) -> Tensor:
+    """`k^T W W^T k` (..., N) for rows (..., N, D) and a whitener W (..., D, D), at most 1."""
+    return (rows @ root).square().sum(-1).clamp_max(1.0)
+
+
+def power_of_two(sizes: Tensor) -> Tensor:
+    """The powers of two just above positive `sizes`, one in place of zero: factors that round nothing."""
+    exponent = torch.frexp(sizes).exponent
+    return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), torch.ones_like(sizes))
+
+
+def gram64(rows: Tensor) -> Tensor:
+    """`K^T K` in float64, summed block by block: O(D^2) memory besides one block."""
+    total = rows.new_zeros((*rows.shape[:-2], rows.shape[-1], rows.shape[-1]), dtype=torch.float64)
+    for part in rows.split(BLOCK, -2):
+        total += gram(part.double())
+    return total
+
+
+def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float64 W with `k^T W W^T k = k^T matrix^+ k` for every k in the range of the Gram matrix of rows of `dtype`.
+
+    Directions count as absent when the rows' size in them is below the rounding of the rows themselves: a few units
+    in the last place of `dtype` next to the strongest direction, after scaling the columns.
+    """
+    scale = power_of_two(matrix.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt()).unsqueeze(-1)
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return whitener(matrix / (scale * scale.mT), (4 * eps) ** 2) / scale

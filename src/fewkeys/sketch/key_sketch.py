@@ -1,0 +1,254 @@
+"""The universal set of a stream of keys, in memory that does not grow with the stream.
+
+The sketch holds the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
+candidates. A key's leverage score against the keys seen so far, its online score, can only fall as keys arrive:
+`sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms below the line. So a key whose online score is below eps is below eps
+for ever and can be forgotten, and the candidates of a prefix that are still at eps or above are exactly the prefix's
+universal set: at most `rank / eps` keys. One pass loses nothing and keeps nothing more than two passes would.
+For the same reason the candidates of two sketches hold the candidates of their union: sketches merge.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fewkeys.sketch.gram import BLOCK, gram, root64, working
+from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
+from fewkeys.validation import check_finite, check_real, check_tensor
+
+FORMAT = 1
+STATE, INDEX = "state.safetensors", "key_sketch.json"
+ROUNDING = 1e-6
+"""A key is forgotten only when its online score is clearly below eps: by this much and the error of the score."""
+
+
+@dataclass(frozen=True, eq=False)
+class UniversalKeys:
+    """The universal set of a stream: `indices` (3, M), int64, as (batch, head, position), sorted; `keys` (M, D), in
+    float64 for float64 input and float32 otherwise; `scores` (M,), float64. `shape` is (B, H, N).
+    """
+
+    indices: Tensor
+    keys: Tensor
+    scores: Tensor
+    shape: tuple[int, int, int]
+
+    def to_mask(self) -> Tensor:
+        """A bool mask (B, H, N), True at the keys of the set. O(N) memory."""
+        mask = torch.zeros(self.shape, dtype=torch.bool, device=self.indices.device)
+        mask[tuple(self.indices)] = True
+        return mask
+
+
+class KeySketch:
+    """What is remembered of a stream of keys: enough to score any of them, and its universal set for weights `|s|^p`.
+
+    `update` takes the stream in pieces of any size; `merge` joins the sketch of the keys that follow. Two passes:
+    after `update` over the whole stream, `scores` gives the exact leverage scores of each piece. One pass:
+    `universal_set(eps)` for any eps not below the sketch's. Rows of zeros (padding) take a position and change nothing.
+
+    Args:
+        eps: the smallest entry that must not be missed, in (0, 1).
+        power: an even power; the sketch holds m x m numbers per head for m monomials of degree power / 2 (D for 2).
+
+    Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys, whatever the stream's length.
+    Cost: O(m^2) per key, and O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come.
+    Directions in which the keys are below 1e-7 (float64 keys: 1e-7) of the strongest count as absent.
+
+    Raises:
+        TypeError, ValueError: an eps outside (0, 1), or a power that is not even: l_p Lewis weights need all keys.
+
+    Source: LevAttention (arXiv 2410.05462), streaming; that the pruned candidates are exact is derived above.
+    """
+
+    def __init__(self, eps: float, power: float = 2.0) -> None:
+        self.eps = check_real("eps", eps, above=0.0, below=1.0)
+        self.power = check_real("power", power, above=0.0)
+        if not even_degree(self.power):
+            raise ValueError(f"power: expected an even number, got {power}; use universal_set for keys held in memory")
+        self._count = 0
+        self._limit = 2 * BLOCK
+        self._gram: Tensor | None = None
+        self._keys = torch.empty(0)
+        self._positions = torch.empty(0)
+
+    @property
+    def count(self) -> int:
+        """The number of keys seen, per head."""
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors held."""
+        held = [self._keys, self._positions] + ([] if self._gram is None else [self._gram])
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def update(self, keys: Tensor) -> None:
+        """Take in the next keys of the stream, (B, H, N, D); N may be 0, the other sizes must stay the same.
+
+        Raises `TypeError`, `ValueError` for tensors that are malformed or do not continue the stream.
+        """
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[2] == 0:
+            return
+        rows = working(check_tensor("keys", keys)).detach()
+        check_finite(keys=rows)
+        total = self._open(rows)
+        for part in rows.split(BLOCK, 2):
+            total += gram(tensor_features(part.double(), even_degree(self.power)))
+            place = torch.arange(self._count, self._count + part.shape[2], device=rows.device)
+            self._append(part, place.expand(part.shape[:3]))
+            self._count += part.shape[2]
+
+    def merge(self, other: KeySketch) -> None:
+        """Take in the sketch of the keys that follow: their positions continue this sketch's. `other` is unchanged.
+
+        Raises `TypeError`, `ValueError` where `other` is not a sketch of such keys with the same eps and power.
+        """
+        if not isinstance(other, KeySketch):
+            raise TypeError(f"other: expected a KeySketch, got {type(other).__name__}")
+        if (other.eps, other.power) != (self.eps, self.power):
+            raise ValueError(
+                f"other: expected eps={self.eps} and power={self.power}, got eps={other.eps} and power={other.power}; "
+                "sketch with the same ones"
+            )
+        if other._gram is None:
+            return
+        total = self._open(other._keys)
+        total += other._gram
+        offset = self._count
+        self._count += other._count
+        positions = torch.where(other._positions >= 0, other._positions + offset, other._positions)
+        self._append(other._keys.clone(), positions)
+
+    def scores(self, keys: Tensor) -> Tensor:
+        """Scores (B, H, N), float64, of keys of the stream (B, H, N, D) against all keys seen: the second pass.
+
+        For power 2 the leverage scores; for larger powers those of the tensor powers, which bound the sensitivities.
+        A Gram matrix knows them up to a relative error of a few `m u kappa^2`, u = 1e-16, kappa the condition number
+        of the keys (of their features) with columns scaled to unit norm; `universal_set` rounds up by as much.
+        Keys that were never given to `update` have no such score. Raises as `update`, and before any key was seen.
+        """
+        rows = working(check_tensor("keys", keys)).detach()
+        check_finite(keys=rows)
+        if self._gram is None:
+            raise ValueError("keys: expected keys of the stream, got some before any update; call update first")
+        self._open(rows)
+        return self._score(rows)
+
+    def universal_set(self, eps: float | None = None) -> UniversalKeys:
+        """The keys seen so far with a score of at least `eps`: they hold every entry >= eps of any query.
+
+        eps: not below the sketch's; None for the sketch's. At most `m / eps` keys per head, m as in the class.
+        Raises `ValueError` for a smaller eps, and before any key was seen.
+        """
+        eps = self.eps if eps is None else check_real("eps", eps, above=0.0, below=1.0)
+        if eps < self.eps:
+            raise ValueError(f"eps: expected at least the sketch's {self.eps}, got {eps}; make the sketch with it")
+        if self._gram is None:
+            raise ValueError("universal_set: expected some keys first, got none; call update")
+        scores = self._score(self._keys)
+        marked = (scores * self._round_up(scores) >= eps) & (self._positions >= 0)
+        batch, head, slot = marked.nonzero(as_tuple=True)
+        indices = torch.stack([batch, head, self._positions[batch, head, slot]])
+        shape = (*self._keys.shape[:2], self._count)
+        return UniversalKeys(indices, self._keys[batch, head, slot], scores[batch, head, slot], shape)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the sketch to a folder, made if absent: tensors as safetensors, the rest as JSON (written last)."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"format": FORMAT, "eps": self.eps, "power": self.power, "count": self._count, "limit": self._limit}
+        (folder / INDEX).unlink(missing_ok=True)
+        tensors = {}
+        if self._gram is not None:
+            tensors = {"gram": self._gram, "keys": self._keys, "positions": self._positions}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE)
+        half = folder / (INDEX + ".part")
+        half.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        half.replace(folder / INDEX)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> KeySketch:
+        """The sketch that `save` wrote; it continues bit for bit as the saved one would on the same kind of device.
+
+        Raises `ValueError` where the folder holds no whole sketch.
+        """
+        folder = Path(directory)
+        try:
+            record = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            if record["format"] != FORMAT:
+                raise ValueError(f"format {record['format']!r}, this package reads {FORMAT}")
+            sketch = cls(record["eps"], record["power"])
+            sketch._count, sketch._limit = int(record["count"]), int(record["limit"])
+            tensors = load_file(folder / STATE, device=str(device))
+            if tensors:
+                keys, positions, matrix = tensors["keys"], tensors["positions"], tensors["gram"]
+                size = width(keys.shape[-1], even_degree(sketch.power))
+                if positions.shape != keys.shape[:3] or matrix.shape != (*keys.shape[:2], size, size):
+                    raise ValueError(f"tensors of shapes {[tuple(t.shape) for t in tensors.values()]}")
+                sketch._keys, sketch._positions, sketch._gram = keys, positions, matrix
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise ValueError(
+                f"directory: expected a sketch written by KeySketch.save, got {folder} ({error}); save again"
+            ) from None
+        return sketch
+
+    def _open(self, rows: Tensor) -> Tensor:
+        """The Gram matrix that rows (B, H, N, D) belong to; made at the first call."""
+        if self._gram is None:
+            size = width(rows.shape[-1], even_degree(self.power))
+            if size > MAX_WIDTH:
+                raise ValueError(
+                    f"power: expected at most {MAX_WIDTH} monomials, got {size} for power {self.power} and head "
+                    f"dimension {rows.shape[-1]}; use a smaller power"
+                )
+            self._gram = rows.new_zeros((*rows.shape[:2], size, size), dtype=torch.float64)
+            self._keys = rows[:, :, :0].clone()
+            self._positions = torch.zeros(self._keys.shape[:3], dtype=torch.int64, device=rows.device)
+        known = (*self._keys.shape[:2], self._keys.shape[3])
+        if (*rows.shape[:2], rows.shape[3]) != known or rows.dtype != self._keys.dtype:
+            raise ValueError(
+                f"keys: expected (batch, heads, dim) = {known} in {self._keys.dtype} like the stream before, got "
+                f"{(*rows.shape[:2], rows.shape[3])} in {rows.dtype}; one sketch holds one stream"
+            )
+        return self._gram
+
+    def _append(self, keys: Tensor, positions: Tensor) -> None:
+        """New candidates, and a pruning once there are twice as many as the last one left."""
+        self._keys = torch.cat([self._keys, keys], 2)
+        self._positions = torch.cat([self._positions, positions], 2)
+        if self._keys.shape[2] < self._limit:
+            return
+        scores = self._score(self._keys)
+        kept = (scores * self._round_up(scores) >= self.eps) & (self._positions >= 0)
+        # Kept candidates first, in their order; free places of heads with fewer carry the position -1 and zero keys.
+        order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(kept.sum(-1).max())]
+        kept = kept.gather(-1, order)
+        self._positions = self._positions.gather(-1, order).masked_fill(~kept, -1)
+        rows = self._keys.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))
+        self._keys = rows.masked_fill(~kept.unsqueeze(-1), 0.0)
+        self._limit = max(2 * BLOCK, 2 * self._keys.shape[2] + BLOCK)
+
+    def _score(self, rows: Tensor) -> Tensor:
+        if self._gram is None:
+            raise ValueError("keys: expected keys of the stream, got some before any update; call update first")
+        root, degree = root64(self._gram, rows.dtype), even_degree(self.power)
+        parts = [tensor_features(part.double(), degree) @ root for part in rows.split(BLOCK, 2)]
+        return torch.cat([part.square().sum(-1).clamp_max(1.0) for part in parts], -1)
+
+    def _round_up(self, scores: Tensor) -> Tensor:
+        """A factor (B, H, 1) above the relative error of scores: `m u` in G, magnified by the scaled inverse."""
+        if self._gram is None:
+            return torch.ones_like(scores)
+        size = self._gram.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
+        inverse = (root64(self._gram, self._keys.dtype) * size).square().sum((-2, -1))
+        error = 8 * self._gram.shape[-1] * torch.finfo(torch.float64).eps * inverse
+        return (1 + ROUNDING + error.clamp_max(1.0)).unsqueeze(-1)

@@ -1,0 +1,169 @@
+"""Upper bounds on l_p sensitivities, `sigma_j = sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p`, for every p > 0.
+
+**Even p, tensor powers.** `<k, y>^p = <phi(k), phi(y)>^2` with the features of degree p/2 (tensor_power.py), so sigma_j
+is the leverage score of phi(k_j) with the supremum taken over the vectors phi(y) only: never above it. The bounds sum
+to the rank of the features, at most `C(r + p/2 - 1, p/2) <= r^(p/2)`, r = rank(K).
+
+**Any p, Lewis weights.** Take positive weights w, `M = sum_l w_l^(1-2/p) k_l k_l^T`, `tau_j = k_j^T M^+ k_j` and
+`|y|_M^2 = y^T M y`. Cauchy-Schwarz gives `<k_j, y>^2 <= tau_j |y|_M^2` (*), for every w. From it, again for every w:
+
+- p <= 2: `<k_l, y>^2 <= |<k_l, y>|^p (tau_l |y|_M^2)^((2-p)/2)` by (*), so
+  `|y|_M^2 <= |y|_M^(2-p) C sum_l |<k_l, y>|^p` with `C = max_l (tau_l^(p/2) / w_l)^((2-p)/p)`, and
+  `sigma_j <= C tau_j^(p/2)`.
+- p >= 2: `|y|_M^2 <= (sum_l w_l)^(1-2/p) (sum_l |<k_l, y>|^p)^(2/p)` by Hoelder, and
+  `sigma_j <= (sum_l w_l)^(p/2-1) tau_j^(p/2)`.
+
+So the bounds hold at any iterate; convergence only makes them small. At the Lewis weights, the fixed point
+`w_j = tau_j^(p/2)`, which sums to r, C is 1 and they are `w_j` (p <= 2, sum r) and `r^(p/2-1) w_j` (p >= 2, sum
+r^(p/2)). *Converged* means: the bounds sum to at most `1 + TOLERANCE max(1, p/2)` times that
+total.
+
+The iterations:
+
+- p < 2: `w <- tau(w)^(p/2)`. If two weights differ by factors within e^(+-t), their tau differ by factors within
+  e^(+-(2/p-1)t), so the map contracts the logarithms by `1 - p/2` (Cohen, Peng, arXiv 1412.0588).
+- p > 2: `w <- w^(1-2/p) tau(w)`, the leverage scores of the weighted rows. With `u_l = (1-2/p) log w_l` the function
+  `log det M = log sum_S e^(u(S)) det(K_S)^2` (Cauchy-Binet) is convex in u with gradient `e^(u_l) tau_l`. Replacing
+  it by its tangent in `F = log det M - (1-2/p) sum_l w_l` gives a minorant whose maximum is this step. F never
+  decreases; it is concave in `w^(1-2/p)`, and its only maximum is the fixed point: the iteration converges for every
+  p > 2, also p >= 4, where the first one need not. Near the fixed point its rate is at most `1 - 2/p`.
+
+Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.sketch.gram import gram64, root64
+from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
+
+TOLERANCE = 1e-6
+MAX_STEPS = 1000
+MAX_DOUBT = 1e-2
+"""Heads whose weighted Gram matrix has a larger relative error in float64 get the bound 1."""
+CHUNK = 1 << 24
+"""Numbers in one block of tensor features."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lewis:
+    """Weights (B, H, N) near the fixed point and the sensitivity bounds (B, H, N) proved from them, both float64.
+
+    `excess` (B, H): the sum of the bounds, before they are cut at 1, over the theorem's total, less 1; infinite where
+    float64 could not invert M and the bounds are 1. `steps`: the iterations made. The bounds hold whatever the excess.
+    """
+
+    weights: Tensor
+    bounds: Tensor
+    excess: Tensor
+    steps: int
+
+
+def sensitivity_bounds(rows: Tensor, power: float) -> Tensor:
+    """Upper bounds (B, H, N), float64 in [0, 1], on the l_p sensitivities of rows (B, H, N, D).
+
+    power = 2: the leverage scores, which are the sensitivities. Other powers: Lewis weights; for even powers whose
+    features have at most `MAX_WIDTH` columns and fewer than n, the smaller of that bound and the one from tensor
+    powers. Zero rows have bound 0.
+    """
+    degree = even_degree(power)
+    if degree == 1:
+        return _leverage(_whitened(rows))[0].clamp_max(1.0)
+    bounds = lewis_weights(rows, power).bounds
+    if degree and width(rows.shape[-1], degree) <= min(MAX_WIDTH, rows.shape[-2] - 1):
+        bounds = torch.minimum(bounds, tensor_bounds(rows, degree))
+    return bounds
+
+
+def tensor_bounds(rows: Tensor, degree: int) -> Tensor:
+    """Leverage scores (B, H, N) of the tensor powers of rows (B, H, N, D): bounds for power 2 * degree.
+
+    The rows are whitened first, which changes no sensitivity and keeps the features' Gram matrix from having the
+    2 * degree-th power of the rows' condition number. A head whose features are linearly dependent even so, or so
+    nearly that float64 cannot tell, gets the bound 1: leaving out directions would understate scores.
+    Cost O(n m^2) for m features.
+    """
+    basis = _whitened(rows)
+    columns, heads = width(basis.shape[-1], degree), basis[..., 0, 0].numel()
+    parts = basis.split(max(1, CHUNK // (columns * heads)), -2)
+    total = basis.new_zeros((*basis.shape[:-2], columns, columns))
+    for part in parts:
+        total += gram64(tensor_features(part, degree))
+    root, doubt = _inverse_root(total, (total.diagonal(dim1=-2, dim2=-1) == 0).double())
+    scores = torch.cat([(tensor_features(part, degree) @ root).square().sum(-1) for part in parts], -1)
+    bounds = (scores * (1 + doubt).unsqueeze(-1)).clamp_max(1.0)
+    return torch.where(doubt.unsqueeze(-1) <= TOLERANCE, bounds, 1.0)
+
+
+def lewis_weights(rows: Tensor, power: float) -> Lewis:
+    """Lewis weights of rows (B, H, N, D) for a power p > 0 and the bounds of the module's header."""
+    basis = _whitened(rows)
+    rank = (basis != 0).any(-2).sum(-1).double()
+    weights = _leverage(basis)[0]
+    real = weights > 0
+    log = torch.where(real, weights, 1.0).log()
+    target = rank.clamp_min(1).log() * max(1.0, power / 2)
+    steps = 0
+    while True:
+        tau, doubt = _leverage(basis, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0))
+        sound = doubt <= MAX_DOUBT
+        log_tau = torch.where(real, tau.clamp_min(torch.finfo(tau.dtype).tiny), 1.0).log()
+        bounds = power / 2 * log_tau
+        if power < 2:
+            worst = torch.where(real, bounds - log, -torch.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+            following, bounds = bounds, bounds + (2 - power) / power * worst
+        else:
+            total = torch.where(real, log, -torch.inf).logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+            following, bounds = (1 - 2 / power) * log + log_tau, bounds + (power / 2 - 1) * total
+        reached = torch.where(real, bounds, -torch.inf).logsumexp(-1)
+        excess = torch.where(rank > 0, (reached - target).expm1(), 0.0)
+        excess = torch.where(sound, excess, torch.inf)
+        steps += 1
+        if steps == MAX_STEPS or bool(((excess <= TOLERANCE * max(1.0, power / 2)) | ~sound).all()):
+            break
+        log = torch.where(sound.unsqueeze(-1), following, log)
+    # Where M cannot be inverted in float64, 1 is the bound.
+    bounds = torch.where(sound.unsqueeze(-1), bounds.clamp_max(0.0), 0.0).exp()
+    return Lewis(torch.where(real, log.exp(), 0.0), torch.where(real, bounds, 0.0), excess, steps)
+
+
+def _whitened(rows: Tensor) -> Tensor:
+    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection; r is the largest rank of a head."""
+    root = root64(gram64(rows), rows.dtype)
+    kept = (root != 0).flatten(0, -2).any(0)
+    if not bool(kept.any()):
+        kept[0] = True
+    return rows.double() @ root[..., kept]
+
+
+def _leverage(basis: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`k^T M^-1 k` (B, H, N) for `M = sum_l weight_l k_l k_l^T`, rounded up, and by how much in relation (B, H).
+
+    Columns that are zero throughout a head have no part in it.
+    """
+    matrix = (basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis
+    root, doubt = _inverse_root(matrix, (basis == 0).all(-2).double())
+    return (basis @ root).square().sum(-1) * (1 + doubt.clamp_max(1.0)).unsqueeze(-1), doubt
+
+
+def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
+    """W with `W W^T = matrix^-1`, up to the relative error `doubt` (B, H) in any `k^T W W^T k`; infinite: no inverse.
+
+    The columns `empty` (B, H, D) of zeros are given a one on the diagonal. The error of a Cholesky factorisation
+    after scaling to a unit diagonal is at most a small multiple of `D u` in the matrix, and is magnified by the
+    inverse, whose norm is at most `|W|_F^2` in that scaling.
+    """
+    scale = (matrix.diagonal(dim1=-2, dim2=-1) + empty).clamp_min(torch.finfo(matrix.dtype).tiny).rsqrt()
+    matrix = matrix * scale.unsqueeze(-1) * scale.unsqueeze(-2) + torch.diag_embed(empty)
+    finite = matrix.isfinite().all(-1).all(-1)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    factor, info = torch.linalg.cholesky_ex(torch.where(finite[..., None, None], matrix, eye))
+    sound = finite & (info == 0)
+    factor = torch.where(sound[..., None, None], factor, eye)
+    root = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
+    error = 4 * matrix.shape[-1] * torch.finfo(matrix.dtype).eps * root.square().sum((-2, -1))
+    return root * scale.unsqueeze(-1), torch.where(sound, error, torch.inf)

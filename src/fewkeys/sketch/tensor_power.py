@@ -1,0 +1,51 @@
+"""Symmetric tensor powers: the features that turn an even power of a dot product into a square.
+
+For degree m the feature of a multi-index a with |a| = m is `phi_a(k) = sqrt(m! / (a_1! ... a_d!)) k^a`. By the
+multinomial theorem `<phi(k), phi(q)> = <k, q>^m`, so `<k, q>^(2m) = <phi(k), phi(q)>^2`. There are
+`C(d + m - 1, m)` features, the monomials, instead of the d^m entries of the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import lru_cache
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+MAX_WIDTH = 2500
+"""Widest features worth a Gram matrix: d = 64 at degree 2 has 2080, at degree 3 already 45760."""
+
+
+def width(size: int, degree: int) -> int:
+    """The number of monomials of a degree in `size` variables."""
+    return math.comb(size + degree - 1, degree)
+
+
+def even_degree(power: float) -> int:
+    """`power / 2` where that is a positive integer, else 0."""
+    return int(power) // 2 if power % 2 == 0 else 0
+
+
+def tensor_features(rows: Tensor, degree: int) -> Tensor:
+    """`phi(k)` (..., N, C(D + degree - 1, degree)) of rows (..., N, D); degree 1 returns the rows."""
+    if degree == 1:
+        return rows
+    index, weight = _monomials(rows.shape[-1], degree)
+    index = index.to(rows.device)
+    result = rows[..., index[0]]
+    for factor in index[1:]:
+        result = result * rows[..., factor]
+    return result * weight.to(rows)
+
+
+@lru_cache(maxsize=8)
+def _monomials(size: int, degree: int) -> tuple[Tensor, Tensor]:
+    """Variables of every monomial (degree, width), and the roots of the multinomial coefficients (width,)."""
+    factors = list(combinations_with_replacement(range(size), degree))
+    roots = [
+        math.sqrt(math.factorial(degree) / math.prod(math.factorial(c) for c in Counter(f).values())) for f in factors
+    ]
+    return torch.tensor(factors).T.contiguous(), torch.tensor(roots, dtype=torch.float64)

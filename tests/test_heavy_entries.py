@@ -1,0 +1,234 @@
+"""`heavy_entries` equals brute force: the same indices, ties at eps included, and the same values."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fewkeys import heavy
+from fewkeys.heavy import heavy_entries
+from test_guarantees import KINDS, keys
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The tensors are too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def brute(query, key, eps, power, lengths=None):
+    """Indices (4, M), values, and the entries' distance to eps, from all scores."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1).double()
+    weights = (query.double() @ key.mT).abs() ** power
+    if lengths is not None:
+        weights = weights.masked_fill(torch.arange(key.shape[2]) >= lengths[:, None, None, None], 0.0)
+    total = weights.sum(-1, keepdim=True)
+    entries = torch.where(total > 0, weights / total, 0.0)
+    index = (entries >= eps).nonzero().T
+    return index, entries[tuple(index)], entries
+
+
+def check(query, key, eps, power, lengths=None, exact=True):
+    found = heavy_entries(query, key, eps, power, lengths=lengths)
+    index, values, entries = brute(query, key, eps, power, lengths)
+    if not exact:
+        # Sums in another order may put an entry that is eps up to rounding on either side.
+        open_ = (entries / eps - 1).abs() < 1e-12
+        seen = torch.zeros_like(entries, dtype=torch.bool)
+        seen[tuple(found.indices)] = True
+        assert torch.equal(seen & ~open_, (entries >= eps) & ~open_)
+        values = entries[tuple(found.indices)]
+    else:
+        assert torch.equal(found.indices, index)
+    torch.testing.assert_close(found.values.double(), values, rtol=1e-6, atol=0)
+    return found
+
+
+def queries(key, kind, count, heads, generator):
+    """Random queries, queries at keys, and the worst query (K^T K)^+ k_j of some keys."""
+    b, h, n, d = key.shape
+    if kind == "random":
+        return torch.randn(b, heads, count, d, generator=generator, dtype=key.dtype)
+    pick = torch.randint(0, n, (count,), generator=generator)
+    rows = key[:, :, pick]
+    if kind == "worst":
+        rows = rows @ torch.linalg.pinv(key.mT @ key, hermitian=True)
+    return rows.repeat_interleave(heads // h, 1)
+
+
+@pytest.mark.parametrize("aim", ["random", "at keys", "worst"])
+@pytest.mark.parametrize("power", [2.0, 4.0, 6.0, 1.0, 2.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_brute_force(kind, power, aim):
+    g = torch.Generator().manual_seed(3)
+    k = keys(kind, d=4)
+    q = queries(k, aim, 260, 4, g)
+    for eps in (0.013, 0.11, 0.43):
+        # "duplicates" are ties by construction wherever eps happens to be met.
+        check(q, k, eps, power, exact=kind != "duplicates")
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 300),
+    d=st.integers(1, 9),
+    rank=st.integers(0, 9),
+    power=st.sampled_from([2.0, 2.0, 4.0, 6.0, 0.5, 3.0]),
+    eps=st.floats(0.003, 0.9),
+    groups=st.integers(1, 3),
+    tail=st.floats(0.0, 3.0),
+)
+def test_equals_brute_force_on_drawn_problems(seed, n, d, rank, power, eps, groups, tail):
+    g = torch.Generator().manual_seed(seed)
+    k = torch.randn(2, 2, n, d, generator=g, dtype=torch.float64)
+    if rank < d:
+        # Small integers keep the deficiency exact, so that orthogonal queries are exactly orthogonal.
+        mix = torch.randint(-2, 3, (rank, d), generator=g).double()
+        k = torch.randint(-2, 3, (2, 2, n, rank), generator=g).double() @ mix
+    k = k * torch.rand(2, 2, n, 1, generator=g, dtype=k.dtype).clamp_min(1e-3) ** -tail
+    q = torch.randn(2, 2 * groups, 90, d, generator=g, dtype=torch.float64)
+    q[:, :, ::7] = 0
+    lengths = torch.tensor([n, seed % (n + 1)])
+    check(q, k, eps, power, lengths, exact=False)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10_000), copies=st.integers(1, 12), d=st.integers(1, 5), power=st.sampled_from([2.0, 4.0]))
+@example(seed=0, copies=4, d=1, power=2.0)
+def test_ties_at_eps_are_entries(seed, copies, d, power):
+    """Integer keys, each `copies` times, each along its own axis: entries are exactly eps = 1 / copies."""
+    g = torch.Generator().manual_seed(seed)
+    k = torch.diag(torch.randint(1, 9, (d,), generator=g).double()).repeat(copies, 1)
+    k = k[torch.randperm(len(k), generator=g)][None, None]
+    q = torch.diag(torch.randint(1, 9, (d,), generator=g).double()).repeat(30, 1)[None, None]
+    eps = 1 / copies if copies > 1 else 0.5
+    found = check(q, k, eps, power)
+    assert len(found) == 30 * d * copies
+
+
+@pytest.mark.parametrize("copies", [2, 4])
+def test_ties_are_not_left_to_the_rounding_of_the_gram_matrix(copies):
+    """The formula gives exactly 1 / copies here; `q^2 G` rounds to either side of `q^2 k^2 copies`."""
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 1, 1, generator=g, dtype=torch.float64).expand(1, 1, copies, 1)
+    q = torch.randn(1, 1, 500, 1, generator=g, dtype=torch.float64)
+    assert len(check(q, k, 1 / copies, 2.0)) == 500 * copies
+
+
+@pytest.mark.parametrize("n", [1500, 2000])
+def test_equals_brute_force_on_many_keys(n):
+    g = torch.Generator().manual_seed(n)
+    k = torch.randn(1, 1, n, 16, generator=g, dtype=torch.float64) * torch.rand(1, 1, n, 1, generator=g).double() ** -1
+    q = torch.cat([torch.randn(1, 1, 400, 16, generator=g, dtype=torch.float64), k[:, :, :400]], 2)
+    for eps in (0.003, 0.02, 0.3):
+        found = check(q, k, eps, 2.0)
+        assert len(found) > 100
+
+
+def test_several_blocks_of_keys_and_queries(monkeypatch):
+    monkeypatch.setattr(heavy, "BLOCK", 64)
+    monkeypatch.setattr(heavy, "CHUNK", 2048)
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 2, 333, 5, generator=g, dtype=torch.float64).cumsum(2)
+    q = torch.randn(1, 4, 150, 5, generator=g, dtype=torch.float64)
+    for power in (1.0, 2.0, 4.0, 41.0):
+        check(q, k, 0.004, power)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_answered_in_float64(dtype):
+    g = torch.Generator().manual_seed(0)
+    k = (torch.randn(1, 1, 200, 6, generator=g) + 30).to(dtype)
+    q = torch.randn(1, 1, 100, 6, generator=g).to(dtype)
+    found = check(q, k, 0.02, 2.0, exact=dtype == torch.float32)
+    assert found.values.dtype == torch.float32
+
+
+def spy(monkeypatch):
+    rows = []
+    original = heavy._directly
+
+    def counting(query, *rest):
+        rows.append(query.shape[0])
+        return original(query, *rest)
+
+    monkeypatch.setattr(heavy, "_directly", counting)
+    return rows
+
+
+def test_ordinary_queries_are_answered_by_the_gram_matrix(monkeypatch):
+    rows = spy(monkeypatch)
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 5000, 8, generator=g)
+    q = torch.randn(1, 1, 3000, 8, generator=g)
+    for power in (2.0, 4.0):
+        heavy_entries(q, k, 0.002, power)
+    assert sum(rows) == 0
+
+
+def test_queries_where_hardly_any_keys_are_are_answered_directly(monkeypatch):
+    """The Gram matrix's normaliser is rounding noise for them."""
+    rows = spy(monkeypatch)
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 400, 4, generator=g, dtype=torch.float64)
+    k[..., 3] = k[..., :3].sum(-1) + 1e-9 * k[..., 3]
+    q = torch.tensor([[1.0, 1.0, 1.0, -1.0]], dtype=torch.float64).expand(1, 1, 50, 4)
+    found = check(q, k, 0.01, 2.0)
+    assert sum(rows) == 50
+    assert len(found) > 50
+
+
+def test_no_normaliser_no_entries():
+    k = torch.zeros(2, 1, 5, 3)
+    assert len(heavy_entries(torch.ones(2, 1, 40, 3), k, 0.1)) == 0
+    k[1, 0, 2, 0] = 2.0
+    q = torch.zeros(2, 1, 40, 3)
+    q[:, :, 1, 1] = 1.0
+    q[:, :, 2, 0] = -3.0
+    for power in (0.5, 2.0, 4.0):
+        found = heavy_entries(q, k, 0.5, power)
+        assert found.indices.T.tolist() == [[1, 0, 2, 2]]
+        assert found.values.tolist() == [1.0]
+    # Orthogonal but for rounding.
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 50, 3, generator=g, dtype=torch.float64) @ torch.randn(3, 6, generator=g, dtype=torch.float64)
+    null = torch.linalg.svd(k[0, 0]).Vh[3:]
+    assert len(heavy_entries(null[None, None].repeat(1, 1, 30, 1), k, 0.01)) == 0
+
+
+def test_lengths_delete_keys():
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 2, 50, 4, generator=g)
+    q = torch.randn(2, 4, 60, 4, generator=g)
+    found = check(q, k, 0.05, 2.0, torch.tensor([50, 20]))
+    short = heavy_entries(q[1:], k[1:, :, :20], 0.05)
+    own = found.indices[0] == 1
+    assert torch.equal(found.indices[1:, own], short.indices[1:])
+    assert len(heavy_entries(q, k, 0.05, lengths=torch.tensor([0, 0]))) == 0
+
+
+def test_sparse_forms():
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 2, 30, 4, generator=g, dtype=torch.float64)
+    q = torch.randn(2, 4, 20, 4, generator=g, dtype=torch.float64)
+    found = heavy_entries(q, k, 0.1)
+    _, _, entries = brute(q, k, 0.1, 2.0)
+    expected = torch.where(entries >= 0.1, entries, 0.0)
+    torch.testing.assert_close(found.to_coo().to_dense(), expected)
+    torch.testing.assert_close(found.to_csr(1, 3).to_dense(), expected[1, 3])
+    with pytest.raises(ValueError, match=r"^head: expected an integer from 0 to 3, got 4"):
+        found.to_csr(0, 4)
+
+
+def test_bad_input_is_named():
+    k = torch.ones(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"^eps: expected a finite number in \(0.0, 1.0\)"):
+        heavy_entries(k, k, 1.0)
+    with pytest.raises(ValueError, match=r"^power: expected a finite number"):
+        heavy_entries(k, k, 0.1, 0.0)
+    with pytest.raises(ValueError, match=r"^query: expected a number of heads that is a multiple"):
+        heavy_entries(k[:, :1], k, 0.1)
