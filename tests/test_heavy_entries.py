@@ -9,14 +9,7 @@ from fewkeys import heavy
 from fewkeys.heavy import heavy_entries
 from test_guarantees import KINDS, keys
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are too small to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def brute(query, key, eps, power, lengths=None):

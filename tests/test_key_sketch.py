@@ -15,14 +15,7 @@ from fewkeys.sketch.leverage import leverage_scores, universal_set
 from fewkeys.sketch.lewis import tensor_bounds
 from test_guarantees import KINDS, keys
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are too small to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

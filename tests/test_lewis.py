@@ -14,13 +14,7 @@ from test_guarantees import KINDS, keys
 POWERS = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are too small to share."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def own_share(query, key, f):

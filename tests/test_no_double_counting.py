@@ -29,41 +29,22 @@ def test_weights_sum_to_one_causal(name):
     torch.testing.assert_close(found, torch.ones_like(found), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("rest", ["means", "first-order means", "moments"])
-@pytest.mark.parametrize(
-    "keep", [fk.Window(9), fk.Leverage(7) | fk.Window(11), fk.Outliers(5, 8) | fk.Window(9) | fk.Sinks(2)], ids=str
-)
-@pytest.mark.parametrize("lengths", [None, (70, 33)], ids=["full", "padded"])
-def test_indifferent_queries_see_every_key_once(keep, rest, lengths):
-    """With all scores equal, attention is the plain mean of the values: any key missed or counted twice moves it."""
-    _, k, v = SHAPES["plain"].draw()
-    lengths = None if lengths is None else torch.tensor(lengths)
-    found = fk.attention(torch.zeros_like(k), k, v, keep=keep, rest=RESTS[rest], lengths=lengths, impl="torch")
-    for b, n in enumerate((70, 70) if lengths is None else lengths.tolist()):
-        # The means still contain the keys of the window, so only their number is exact: constant values, one at a time.
-        marked = torch.zeros_like(v)
-        marked[b, :, :n] = 1.0
-        total = fk.attention(torch.zeros_like(k), k, marked, keep=keep, rest=RESTS[rest], lengths=lengths, impl="torch")
-        torch.testing.assert_close(total[b, :, :n], marked[b, :, :n])
-        if not any(isinstance(part, fk.Window) for part in getattr(keep, "parts", (keep,))):
-            torch.testing.assert_close(found[b, :, :n], v[b, :, :n].mean(-2, keepdim=True).expand(-1, n, -1))
-
-
 @pytest.mark.parametrize("rest", ["means", "first-order means", "moments", "sample"])
-def test_multiplicities_count_the_keys_not_kept(rest):
-    """Sum over stand-ins of their multiplicity = number of keys not kept, for equal scores."""
+@pytest.mark.parametrize("window", [1, 6, 11, 41])
+@pytest.mark.parametrize("lengths", [None, (70, 33)], ids=["full", "padded"])
+def test_kept_keys_and_stand_ins_count_every_key_once(rest, window, lengths):
+    """With all scores equal each of n keys weighs 1 / n: so the 7 keys that no stand-in speaks for weigh 7 / n.
+
+    That fails as soon as the multiplicities miss a key, or count one that the query's own window keeps.
+    """
     _, k, v = SHAPES["plain"].draw()
-    q = torch.zeros_like(k)
-    keep = fk.Leverage(7) | fk.Window(11)
-    graph = keep.graph(q, k)
-    # Value 1 on kept keys only: the kept share is kept / (kept + sum of multiplicities).
-    for query in (0, 3, 30, 69):
-        kept = graph.to_mask()[:, :, query]
-        marked = kept[..., None].to(v.dtype).expand_as(v).contiguous()
-        others = torch.ones_like(v) - marked
-        stand_in = fk.attention(q, k, others, keep=keep, rest=RESTS[rest], impl="torch")[:, :, query]
-        alone = fk.attention(q, k, marked, keep=keep, rest=RESTS[rest], impl="torch")[:, :, query]
-        torch.testing.assert_close(stand_in + alone, torch.ones_like(alone), rtol=1e-9, atol=1e-9)
+    q, lengths = torch.zeros_like(k), None if lengths is None else torch.tensor(lengths)
+    listed = fk.Leverage(7).graph(q, k, lengths=lengths).to_mask()[:, :, 0]
+    marked = listed[..., None].to(v.dtype).expand_as(v).contiguous()
+    keep = fk.Leverage(7) | fk.Window(window)
+    found = fk.attention(q, k, marked, keep=keep, rest=RESTS[rest], lengths=lengths, impl="torch")
+    for b, n in enumerate((70, 70) if lengths is None else lengths.tolist()):
+        torch.testing.assert_close(found[b, :, :n], torch.full_like(found[b, :, :n], 7 / n), rtol=1e-6, atol=1e-9)
 
 
 def test_means_without_window_are_exact_for_indifferent_queries():

@@ -20,13 +20,7 @@ DTYPE = torch.float64
 seeds = st.integers(0, 10_000)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Thousands of tiny operations: threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def problem(seed, keys=10, dims=6, rows=8, sharp=2.0, lead=()):

@@ -17,7 +17,7 @@ from fewkeys.execute.sources import Band, BlockLists, Chunk, Means, SharedList, 
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import StandIns
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 from fewkeys.weights import Weights, positive
 
 CHUNK = 2**20

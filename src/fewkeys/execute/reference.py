@@ -12,7 +12,7 @@ from torch import Tensor
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import StandIns
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 from fewkeys.weights import Weights, positive
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from fewkeys.graph import Columns
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import StandIns
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 
 
 @dataclass(frozen=True, eq=False)

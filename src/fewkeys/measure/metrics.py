@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 
 
 def recall(predicted: Tensor, gold: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 from fewkeys.validation import check_count, check_finite
 
 

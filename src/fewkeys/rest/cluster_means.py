@@ -11,7 +11,7 @@ from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.sketch.clusters import TILT, clusters, key_statistics, query_moments, sample
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 from fewkeys.validation import check_count
 from fewkeys.weights import Softmax, Weights
 
@@ -65,13 +65,13 @@ class ClusterMeans(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         key, value = working(inputs.key), working(inputs.value)
-        member, free = clusters(inputs, self.count).member, unkept(inputs, graph)
+        found, free = clusters(inputs, self.count), unkept(inputs, graph)
+        member, g_mean = found.member, found.importance
         if not isinstance(weights, Softmax):
             member = member * free.unsqueeze(-1)
             mass = _at_least_tiny(member.sum(-2)).unsqueeze(-1)
             return StandIns(member.mT @ key / mass, member.mT @ value / mass, member)
         known, moments = key_statistics(inputs), query_moments(inputs)
-        g_mean = clusters(inputs, self.count).importance
         with torch.no_grad():
             log_e = TILT * (known.importance - (member @ g_mean.unsqueeze(-1)).squeeze(-1))
             member = member * (log_e.clamp(-LARGEST_TILT, LARGEST_TILT).exp() * free).unsqueeze(-1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 from fewkeys.weights import Softmax, Weights
 
 

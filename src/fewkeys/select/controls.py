@@ -11,7 +11,7 @@ from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector, shared_top
 from fewkeys.select.causal import running_top
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 from fewkeys.validation import check_count
 
 

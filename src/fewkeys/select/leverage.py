@@ -12,7 +12,8 @@ from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector, shared_top
 from fewkeys.select.causal import running_top
 from fewkeys.sketch.clusters import centre
-from fewkeys.sketch.leverage import gram, score_rows, universal_set, whitener, working
+from fewkeys.sketch.gram import gram, score_rows, whitener, working
+from fewkeys.sketch.leverage import universal_set
 from fewkeys.validation import check_count, check_real
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fewkeys.graph import Graph, visible
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector, shared_top
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 from fewkeys.validation import check_count
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.inputs import Inputs
-from fewkeys.sketch.leverage import working
+from fewkeys.sketch.gram import working
 
 TILT = 0.5
 """Keys are weighted by `exp(TILT * g)`: halfway, on the log scale, between all alike and as the queries see them."""

@@ -61,7 +61,7 @@ class KeySketch:
 
     Memory per head: m^2 float64 numbers for G and at most `2 m / eps + 8192` keys, whatever the stream's length.
     Cost: O(m^2) per key, and O(m^3 + m^3 / eps) each time that as many keys as are kept, at least 4096, have come.
-    Directions in which the keys are below 1e-7 (float64 keys: 1e-7) of the strongest count as absent.
+    Directions in which the keys are below about 1e-7 of the strongest count as absent.
 
     Raises:
         TypeError, ValueError: an eps outside (0, 1), or a power that is not even: l_p Lewis weights need all keys.

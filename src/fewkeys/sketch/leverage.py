@@ -11,10 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.sketch.gram import gram as gram
-from fewkeys.sketch.gram import score_rows as score_rows
-from fewkeys.sketch.gram import whitener as whitener
-from fewkeys.sketch.gram import working as working
+from fewkeys.sketch.gram import gram, score_rows, whitener, working
 from fewkeys.sketch.lewis import sensitivity_bounds
 from fewkeys.validation import check_finite, check_real, check_tensor
 
