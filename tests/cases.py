@@ -18,6 +18,8 @@ KEEPS = {
     "leverage": fk.Leverage(7),
     "leverage centred": fk.Leverage(7, centre=True),
     "universal set": fk.Leverage(eps=0.2),
+    "universal set, power 4": fk.Leverage(eps=0.5, power=4),
+    "l_1 leverage": fk.Leverage(7, power=1),
     "key norm": fk.KeyNorm(5),
     "random keys": fk.RandomKeys(6),
     "top-k": fk.TopK(5),

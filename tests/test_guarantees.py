@@ -85,7 +85,8 @@ def test_zero_keys_have_score_zero():
     assert torch.equal(fk.leverage_scores(torch.zeros(1, 1, 5, 3)), torch.zeros(1, 1, 5))
 
 
-def test_selector_keeps_the_universal_set():
+@pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 4.0])
+def test_selector_keeps_the_universal_set(power):
     k = keys("heavy tail")
-    mask = fk.Leverage(eps=0.1).graph(k, k).to_mask()
-    assert torch.equal(mask[:, :, 0], fk.universal_set(k, 0.1))
+    mask = fk.Leverage(eps=0.1, power=power).graph(k, k).to_mask()
+    assert torch.equal(mask[:, :, 0], fk.universal_set(k, 0.1, power))

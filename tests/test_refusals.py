@@ -55,6 +55,7 @@ CALLS = {
     "Leverage: expected exactly one of count and eps, got": lambda: fk.Leverage(3, eps=0.1),
     "Leverage eps: expected a finite number in": lambda: fk.Leverage(eps=1.5),
     "Leverage: eps is a guarantee for uncentred": lambda: fk.Leverage(eps=0.5, centre=True),
+    "Leverage power: expected a finite number": lambda: fk.Leverage(5, power=0),
     "KeyNorm count": lambda: fk.KeyNorm(0),
     "RandomKeys count": lambda: fk.RandomKeys(0),
     "TopK count": lambda: fk.TopK(0),
@@ -105,7 +106,7 @@ def test_rests_that_see_the_future_refuse_causality(rest, impl):
         fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, is_causal=True, impl=impl)
 
 
-@pytest.mark.parametrize("keep", [fk.BestColumns(4), fk.Outliers(4, 4), fk.Leverage(eps=0.5)], ids=str)
+@pytest.mark.parametrize("keep", [fk.BestColumns(4), fk.Outliers(4, 4), fk.Leverage(eps=0.5), fk.Leverage(4, power=3)], ids=str)
 def test_selectors_that_see_the_future_refuse_causality(keep):
     with pytest.raises(ValueError, match=r"^is_causal: .* looking at the future"):
         fk.attention(Q, K, V, keep=keep | fk.Window(3), is_causal=True)

@@ -16,7 +16,7 @@ selectors = st.one_of(
     st.builds(fk.Window, counts),
     st.builds(fk.Sinks, counts),
     st.builds(fk.Leverage, counts, centre=st.booleans()),
-    st.builds(lambda eps: fk.Leverage(eps=eps), st.floats(0.01, 0.9)),
+    st.builds(lambda eps, p: fk.Leverage(eps=eps, power=p), st.floats(0.01, 0.9), st.sampled_from([1.0, 2.0, 4.0])),
     st.builds(fk.KeyNorm, counts),
     st.builds(fk.RandomKeys, counts),
     st.builds(fk.TopK, counts),

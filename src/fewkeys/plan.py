@@ -55,7 +55,7 @@ class Plan:
             if not self.keep.causal:
                 raise ValueError(
                     f"is_causal: {self.keep} chooses keys by looking at the future; use Window, Sinks, TopK, "
-                    "RandomKeys, KeyNorm or Leverage(count)"
+                    "RandomKeys, KeyNorm or Leverage(count) of power 2"
                 )
 
     def slots(self, kept: float, head_dim: int, value_dim: int) -> float:

@@ -13,7 +13,7 @@ from fewkeys.select.base import Selector, shared_top
 from fewkeys.select.causal import running_top
 from fewkeys.sketch.clusters import centre
 from fewkeys.sketch.gram import gram, score_rows, whitener, working
-from fewkeys.sketch.leverage import universal_set
+from fewkeys.sketch.leverage import leverage_scores, universal_set
 from fewkeys.validation import check_count, check_real
 
 
@@ -27,9 +27,11 @@ class Leverage(Selector):
             `|s|^2` holds every entry >= eps of any query.
         centre: subtract the mean key first. A common offset of all keys cancels in softmax but dominates raw scores;
             centring voids the guarantee for `|s|^2`, so it cannot be combined with `eps`.
+        power: p > 0 in place of 2: scores are the bounds of `fewkeys.leverage_scores(key, p)`, and with `eps` the set
+            holds every entry >= eps under weights `|s|^p`, `Power(p)`; at most `rank^max(1, p/2) / eps` keys.
 
-    Cost O(n D^2). Causal (`count` only): the keys kept so far and those of each completed block compete by their
-    scores against the Gram matrix of all completed keys.
+    Cost O(n D^2), for other powers as `fewkeys.leverage_scores`. Causal (`count` and power 2 only): the keys kept so
+    far and those of each completed block compete by their scores against the Gram matrix of all completed keys.
 
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
     """
@@ -37,6 +39,7 @@ class Leverage(Selector):
     count: int | None = None
     eps: float | None = None
     centre: bool = False
+    power: float = 2.0
 
     def __post_init__(self) -> None:
         if (self.count is None) == (self.eps is None):
@@ -47,21 +50,22 @@ class Leverage(Selector):
             check_real("Leverage eps", self.eps, above=0.0, below=1.0)
             if self.centre:
                 raise ValueError("Leverage: eps is a guarantee for uncentred keys; drop centre=True or give a count")
+        check_real("Leverage power", self.power, above=0.0)
 
     @property
     def causal(self) -> bool:
-        return self.eps is None
+        return self.eps is None and self.power == 2
 
     def select(self, inputs: Inputs) -> Graph:
         if self.eps is not None:
-            return _marked(inputs, universal_set(inputs.key.detach(), self.eps))
+            return _marked(inputs, universal_set(inputs.key.detach(), self.eps, self.power))
         count = self.count or 0
         keys = working(inputs.key.detach())
         if inputs.is_causal:
             return running_top(inputs, _RunningScore(keys, inputs.valid, self.centre), count)
         if self.centre:
             keys = centre(keys, inputs.valid)
-        return shared_top(inputs, score_rows(keys, whitener(gram(keys))), count)
+        return shared_top(inputs, leverage_scores(keys, self.power), count)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count is not None and self.count >= inputs.keys
