@@ -18,6 +18,7 @@ from fewkeys.measure import metrics
 from fewkeys.measure.capture import Capture
 from fewkeys.measure.compare import compare
 from fewkeys.measure.result import Report
+from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import ClusterMeans, Drop, Moments, UniformSample
 from fewkeys.select import BestColumns, KeyNorm, Leverage, Outliers, RandomKeys, Sinks, TopK, Window
@@ -39,6 +40,7 @@ __all__ = [
     "KeyNorm",
     "KeySketch",
     "Leverage",
+    "ModelPlan",
     "Moments",
     "Outliers",
     "Plan",

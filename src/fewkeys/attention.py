@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,7 +28,7 @@ def attention(
     keep: Selector | None = None,
     rest: Rest | None = None,
     weights: Weights | None = None,
-    plan: Plan | None = None,
+    plan: Plan | Sequence[Plan] | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     lengths: Tensor | None = None,
@@ -48,7 +49,8 @@ def attention(
         keep: the keys attended to exactly, for example `Leverage(16) | Window(17)`; None: all, exact attention.
         rest: what stands in for the others; default `Drop()`: nothing.
         weights: how scores become weights; default `Softmax()`.
-        plan: the three together, instead of `keep`, `rest` and `weights`.
+        plan: the three together, instead of `keep`, `rest` and `weights`; or one plan for each key head, as
+            `fewkeys.tune` finds them.
         is_causal: query i sees keys 0 .. i + query_offset only.
         scale: factor on the scores; default 1 / sqrt(D).
         lengths: (B,) integers: the first so many keys of each sequence are real. The output at padded queries of
@@ -87,8 +89,13 @@ def attention(
     return run(inputs, chosen, impl)
 
 
-def run(inputs: Inputs, plan: Plan, impl: Impl) -> Tensor:
-    """The plan's output on checked inputs."""
+def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl) -> Tensor:
+    """The output of a plan, or of one plan for each key head, on checked inputs."""
+    if not isinstance(plan, Plan):
+        parts = [(run(part, own, impl), heads) for own, heads, part in by_plan(inputs, plan)]
+        output = torch.cat([out.unflatten(1, (-1, inputs.groups)) for out, _ in parts], 1)
+        order = torch.cat([heads for _, heads in parts]).argsort()
+        return output[:, order].flatten(1, 2)
     plan.check(inputs)
     if plan.keep is None or (impl != "reference" and plan.keep.covers(inputs)):
         if impl == "reference":
@@ -103,11 +110,26 @@ def run(inputs: Inputs, plan: Plan, impl: Impl) -> Tensor:
     return execute(inputs, graph, stand_ins, plan.weights)
 
 
-def _plan(plan: Plan | None, keep: Selector | None, rest: Rest | None, weights: Weights | None) -> Plan:
+def by_plan(inputs: Inputs, plans: Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
+    """The distinct plans of the key heads, each with its heads (H,) and the problem of these heads alone."""
+    if len(plans) != inputs.kv_heads:
+        raise ValueError(f"plan: expected one plan for each of {inputs.kv_heads} key heads, got {len(plans)}")
+    heads: dict[Plan, list[int]] = {}
+    for head, plan in enumerate(plans):
+        heads.setdefault(plan, []).append(head)
+    for plan, own in heads.items():
+        index = torch.tensor(own, device=inputs.key.device)
+        yield plan, index, inputs if len(heads) == 1 else inputs.heads(index)
+
+
+def _plan(
+    plan: Plan | Sequence[Plan] | None, keep: Selector | None, rest: Rest | None, weights: Weights | None
+) -> Plan | Sequence[Plan]:
     if plan is None:
         return Plan(keep, rest or Drop(), weights or Softmax())
     if keep is not None or rest is not None or weights is not None:
         raise ValueError("plan: expected either a plan or keep, rest and weights, got both; change the plan instead")
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; budget(slots) makes one")
+    for one in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
+        if not isinstance(one, Plan):
+            raise TypeError(f"plan: expected a fewkeys.Plan, got {type(one).__name__}; budget(slots) makes one")
     return plan

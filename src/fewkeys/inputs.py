@@ -8,7 +8,7 @@ they are computed once per call however many ask.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +83,11 @@ class Inputs:
         """The queries by the key head they read, (B, Hkv, groups, Nq, D): a view."""
         grouped: Tensor = self.query.unflatten(1, (self.kv_heads, self.groups))
         return grouped
+
+    def heads(self, index: Tensor) -> Inputs:
+        """The same problem for the key heads `index` (H,) and the query heads that read them, in that order."""
+        query = self.grouped_query()[:, index].flatten(1, 2)
+        return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], _memory={})
 
     def remember(self, name: object, compute: Callable[[], T]) -> T:
         """The statistic called `name`, computed at the first call and kept for the later ones."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
+from fewkeys.files import read_json, write_json
 from fewkeys.inputs import Inputs
 from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest
 from fewkeys.select import SELECTORS, Outliers, Selector, Sinks, Union, Window
@@ -100,23 +99,12 @@ class Plan:
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `plan.json` into `directory` (made if missing); never a half-written file."""
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".{FILE}.{os.getpid()}"
-        draft.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        draft.replace(folder / FILE)
+        write_json(directory, FILE, self.to_dict())
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
         """The plan saved in `directory`."""
-        path = Path(directory) / FILE
-        try:
-            data = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(f"directory: expected a folder with {FILE}, got {os.fspath(directory)!r}") from None
-        except ValueError as error:
-            raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(directory, FILE))
 
 
 def _pack(part: object) -> dict[str, Any]:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Applied", "apply", "capture", "load_model"]
 
-Plans = Plan | Mapping[int, Plan] | Sequence[Plan]
+LayerPlan = Plan | Sequence[Plan]
+Plans = Plan | Mapping[int, LayerPlan] | Sequence[LayerPlan]
 Batch = Tensor | Mapping[str, Any]
 
 
@@ -39,7 +40,8 @@ def apply(
             approximate = model(**inputs)
         exact = model(**inputs)                     # bit for bit as before
 
-    plan: one plan, or one per attention layer as a sequence or a mapping from layer index. impl, generator: as in
+    plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of a layer's plan
+    there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator: as in
     `fewkeys.attention`. Encoders and decoder-only models, grouped queries, left and right padding (2-D
     attention_mask), prefill and decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees
     the keys of one call: a causal plan that selects among them selects anew at each decoded token.
@@ -143,7 +145,7 @@ def capture(
         raise
 
 
-def _per_layer(plan: object, layers: int) -> list[Plan]:
+def _per_layer(plan: object, layers: int) -> list[LayerPlan]:
     if isinstance(plan, Plan):
         return [plan] * layers
     if isinstance(plan, Mapping):
@@ -157,8 +159,9 @@ def _per_layer(plan: object, layers: int) -> list[Plan]:
     if len(plans) != layers:
         raise ValueError(f"plan: expected one plan for each of {layers} attention layers, got {len(plans)}")
     for layer, item in enumerate(plans):
-        if not isinstance(item, Plan):
-            raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(item).__name__}")
+        for one in (item,) if isinstance(item, Plan) or not isinstance(item, Sequence) else item:
+            if not isinstance(one, Plan):
+                raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(one).__name__}")
     return plans
 
 

@@ -1,0 +1,39 @@
+"""Small files: written whole or not at all, and read with one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` to `path` by rename: a reader finds the old file or the new one, never half of it."""
+    target = Path(path)
+    draft = target.parent / f".{target.name}.{os.getpid()}"
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:
+    """Write `data` as JSON to the file `name` in `directory`, which is made if missing."""
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / name, text)
+
+
+def read_json(directory: str | os.PathLike[str], name: str) -> Any:
+    """What `write_json` wrote. Raises `ValueError` naming `directory` where there is no such file, or no JSON in it."""
+    path = Path(directory) / name
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"directory: expected a folder with {name}, got {os.fspath(directory)!r}") from None
+    except ValueError as error:
+        raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None

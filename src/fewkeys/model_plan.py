@@ -1,0 +1,87 @@
+"""A plan for every head of a model, as one value that can be saved, loaded and applied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fewkeys.files import read_json, write_json
+from fewkeys.plan import Plan
+
+FORMAT = 1
+FILE = "model_plan.json"
+
+
+@dataclass(frozen=True)
+class ModelPlan(Sequence[tuple[Plan, ...]]):
+    """One plan for every layer and key head: `model_plan[layer][head]`.
+
+    `fewkeys.apply(model, model_plan)` runs it; `fewkeys.attention(..., plan=model_plan[layer])` runs one layer. The
+    heads of a layer that share a plan run together, so few distinct plans run faster than many.
+
+    Args:
+        layers: for each attention layer, one plan for each key head.
+        record: what is known of it, as JSON values: `fewkeys.tune` notes what it was asked, on which model, and the
+            errors and slots it found.
+    """
+
+    layers: tuple[tuple[Plan, ...], ...]
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.layers or not all(self.layers):
+            raise ValueError(
+                "layers: expected at least one layer with at least one plan each, got none; give every head a plan"
+            )
+        for layer, plans in enumerate(self.layers):
+            for plan in plans:
+                if not isinstance(plan, Plan):
+                    raise TypeError(f"layers: expected a Plan in layer {layer}, got {type(plan).__name__}")
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self.layers[layer]
+
+    def __iter__(self) -> Iterator[tuple[Plan, ...]]:
+        return iter(self.layers)
+
+    def __str__(self) -> str:
+        distinct = len({plan for plans in self.layers for plan in plans})
+        return f"{distinct} plans over {len(self.layers)} layers of {len(self.layers[0])} heads"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able values: the distinct plans, and for each layer and head the number of its plan."""
+        number: dict[Plan, int] = {}
+        layers = [[number.setdefault(plan, len(number)) for plan in plans] for plans in self.layers]
+        plans = [plan.to_dict() for plan in number]
+        return {"format": FORMAT, "plans": plans, "layers": layers, "record": dict(self.record)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelPlan:
+        """The plans that `to_dict` described."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT or "layers" not in data:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {found!r}")
+        try:
+            plans = [Plan.from_dict(plan) for plan in data["plans"]]
+            if any(number not in range(len(plans)) for layer in data["layers"] for number in layer):
+                raise ValueError(f"plan numbers beyond the {len(plans)} plans")
+            layers = tuple(tuple(plans[number] for number in layer) for layer in data["layers"])
+            return cls(layers, data["record"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"model plan: expected what ModelPlan.to_dict() writes, got a damaged description ({error})"
+            ) from None
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write `model_plan.json` into `directory` (made if missing); never a half-written file."""
+        write_json(directory, FILE, self.to_dict())
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
+        """The plans saved in `directory`."""
+        return cls.from_dict(read_json(directory, FILE))
