@@ -16,7 +16,7 @@ from transformers import Gemma2Config, Gemma2Model, T5Config, T5Model
 import fewkeys as fk
 from fewkeys.integrations.transformers import apply, capture
 from fewkeys.measure.capture import AttentionInputs, Capture, CaptureWriter
-from tiny_models import GROUPED, MODELS, after_attention, bert, gpt2, llama, padded, tokens
+from tiny_models import AFTER_ATTENTION, GROUPED, MODELS, after_attention, bert, gpt2, llama, padded, tokens
 
 
 def spied(model, **inputs):
@@ -34,6 +34,20 @@ def spied(model, **inputs):
     finally:
         F.scaled_dot_product_attention = real
     return calls
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_capture_holds_the_output_projections(name):
+    model = MODELS[name]()
+    taken = capture(model, [tokens(), tokens(seed=4)])
+    found = [module for label, module in model.named_modules() if label.endswith(AFTER_ATTENTION[name])]
+    for layer, module in enumerate(found):
+        x = torch.randn(5, 32, generator=torch.Generator().manual_seed(layer))
+        weight = taken.projection(layer)
+        assert weight.shape == (32, 4, 8)
+        bias = 0 if module.bias is None else module.bias
+        torch.testing.assert_close(x @ weight.flatten(1).mT + bias, module(x))
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("name", MODELS)

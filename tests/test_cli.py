@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from fewkeys import cli, demo
+from fewkeys.cli import inputs
 from fewkeys.measure.capture import Capture
 from fewkeys.measure.result import Report
 from fewkeys.measure.standard import standard_plans
@@ -251,7 +252,7 @@ def test_bad_texts(run, tmp_path):
 
 
 def test_bad_folders_are_found_before_any_work(run, words, monkeypatch):
-    monkeypatch.setattr(cli, "_open", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(inputs, "open_model", lambda *_: pytest.fail("the model was loaded"))
     refused(run(out=words), "--out", "a file")
     refused(run(out=words / "below"), "--out", "words.txt")
     refused(run("capture", out=words / "below"), "--out", "words.txt")
@@ -261,8 +262,8 @@ def test_bad_folders_are_found_before_any_work(run, words, monkeypatch):
 
 @pytest.mark.parametrize(("module", "extra"), [("transformers", "hf"), ("matplotlib", "report"), ("rich", "report")])
 def test_a_missing_package_is_named_with_its_extra(run, monkeypatch, tmp_path, module, extra):
-    found = cli.find_spec
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == module else found(name))
+    found = inputs.find_spec
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None if name == module else found(name))
     refused(run(out=tmp_path / "out"), module, f"pip install 'fewkeys[{extra}]'")
     assert left(tmp_path) == ["words.txt"]
 

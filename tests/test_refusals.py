@@ -106,7 +106,9 @@ def test_rests_that_see_the_future_refuse_causality(rest, impl):
         fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, is_causal=True, impl=impl)
 
 
-@pytest.mark.parametrize("keep", [fk.BestColumns(4), fk.Outliers(4, 4), fk.Leverage(eps=0.5), fk.Leverage(4, power=3)], ids=str)
+@pytest.mark.parametrize(
+    "keep", [fk.BestColumns(4), fk.Outliers(4, 4), fk.Leverage(eps=0.5), fk.Leverage(4, power=3)], ids=str
+)
 def test_selectors_that_see_the_future_refuse_causality(keep):
     with pytest.raises(ValueError, match=r"^is_causal: .* looking at the future"):
         fk.attention(Q, K, V, keep=keep | fk.Window(3), is_causal=True)

@@ -18,6 +18,7 @@ from fewkeys.measure import metrics
 from fewkeys.measure.capture import Capture
 from fewkeys.measure.compare import compare
 from fewkeys.measure.result import Report
+from fewkeys.measure.tune import tune
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import ClusterMeans, Drop, Moments, UniformSample
@@ -63,5 +64,6 @@ __all__ = [
     "leverage_scores",
     "metrics",
     "oracle",
+    "tune",
     "universal_set",
 ]

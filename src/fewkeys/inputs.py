@@ -89,6 +89,10 @@ class Inputs:
         query = self.grouped_query()[:, index].flatten(1, 2)
         return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], _memory={})
 
+    def branch(self) -> Inputs:
+        """The same problem, remembering what this one does; what it learns from now on goes with it."""
+        return replace(self, _memory=dict(self._memory))
+
     def remember(self, name: object, compute: Callable[[], T]) -> T:
         """The statistic called `name`, computed at the first call and kept for the later ones."""
         if name not in self._memory:

@@ -1,6 +1,7 @@
 """What the attention layers of a model were given, kept on disk: tensors and files only, no model.
 
-A capture is a folder with one safetensors file per layer and batch and one `capture.json` that describes them.
+A capture is a folder with one safetensors file per layer and batch, one with the output projections, and one
+`capture.json` that describes them.
 `CaptureWriter` holds one attention call at a time and writes `capture.json` last, by rename, so a folder without it is
 not a capture however many tensor files it has. `Capture` maps the files back into memory when they are asked for.
 """
@@ -12,7 +13,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor
 
 FORMAT_VERSION = 1
 INDEX = "capture.json"
+PROJECTIONS = "projections.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,26 @@ class Capture:
             yield AttentionInputs(
                 query, key, value, self.scales[layer], self.is_causal, tensors.get("key_mask"), offset
             )
+
+    def projection(self, layer: int) -> Tensor | None:
+        """The weights (out, Hq, Dv) of the linear map that reads the layer's attention output, None if unknown.
+
+        `sum_h weights[:, h] @ output[h]` is the layer's output, up to its bias.
+        """
+        path = self.directory / PROJECTIONS
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                if str(layer) not in file.keys():  # noqa: SIM118 (not a mapping)
+                    return None
+                weight: Tensor = file.get_tensor(str(layer))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"capture: {path} cannot be read ({error}); capture again") from None
+        if weight.ndim != 2 or weight.shape[1] != self.query_heads * self.value_dim:
+            raise ValueError(f"capture: {path} does not fit the heads of layer {layer}; capture again")
+        by_head: Tensor = weight.unflatten(1, (self.query_heads, self.value_dim))
+        return by_head
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Capture:
@@ -181,6 +203,13 @@ class CaptureWriter:
             )
         self._layer = 0
         self._batches += 1
+
+    def write_projections(self, weights: Mapping[int, Tensor]) -> None:
+        """Write the output projections (out, Hq Dv) of the layers where they are known."""
+        path = self.directory / PROJECTIONS
+        self._written.append(path)
+        form = torch.contiguous_format
+        save_file({str(layer): w.detach().cpu().clone(memory_format=form) for layer, w in weights.items()}, path)
 
     def finish(self) -> Capture:
         """Write `capture.json` and return the capture."""

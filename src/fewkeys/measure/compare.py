@@ -8,55 +8,28 @@ mass and recall need the exact weights.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.attention import attention, run
 from fewkeys.measure.capture import Capture
-from fewkeys.measure.effect import Batch, Effect, effects
-from fewkeys.measure.exact import Block, Exact, blocks, exact, held
+from fewkeys.measure.effect import Batch, effects
+from fewkeys.measure.exact import blocks, exact
+from fewkeys.measure.judge import Entry, judge_block, time_block
 from fewkeys.measure.machine import machine, versions
-from fewkeys.measure.metrics import relative_error
 from fewkeys.measure.result import Report, Row, Skipped, plain
 from fewkeys.measure.tally import Tally
+from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
-from fewkeys.validation import check_inputs
 
 Progress = Callable[[int, int, str], None]
-Plans = Mapping[str, Plan] | Mapping[int, Mapping[str, Plan]] | Sequence[Plan]
+AnyPlan = Plan | ModelPlan
+Plans = Mapping[str, AnyPlan] | Mapping[int, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
 TIMED = 6
 """Timings per plan, at least: one in each layer, more where there are fewer layers."""
-
-
-@dataclass
-class _Entry:
-    """One plan under judgement. `reason` is why it was given up, None while it runs."""
-
-    name: str
-    budget: int | None
-    plan: Plan
-    tally: Tally
-    reason: str | None = None
-    ms: list[float] = field(default_factory=list)
-    exact_ms: list[float] = field(default_factory=list)
-    effect: Effect | None = None
-
-    def generator(self, where: str, device: torch.device) -> torch.Generator:
-        """Randomness that depends on the place (which begins with the seed) and the row, not on the other rows."""
-        return self.restart(torch.Generator(device), where)
-
-    def restart(self, generator: torch.Generator, where: str) -> torch.Generator:
-        """Put a generator where `generator(where, ...)` begins."""
-        return generator.manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
 
 
 def compare(
@@ -81,7 +54,8 @@ def compare(
         progress: called as `progress(done, total, what)`.
         seed: of everything random in the plans. Same seed, same numbers, timings aside.
 
-    A plan that refuses this model, such as stand-ins that cannot be causal, is listed in `skipped` with its reason.
+    A plan may be a `ModelPlan`, as `fewkeys.tune` makes it. A plan that refuses this model, such as stand-ins that
+    cannot be causal, is listed in `skipped` with its reason.
     Raises ValueError for bad arguments, and if every plan refuses.
     """
     if not 0.0 < eps <= 1.0:
@@ -133,23 +107,29 @@ class _Counter:
         self(self.total, "done")
 
 
-def _entries(plans: Plans, capture: Capture) -> tuple[list[_Entry], list[int]]:
+def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
     """The rows to judge, in order, and the budgets they were made for."""
     groups: list[tuple[Any, Any]] = [(None, plans)]
     if not isinstance(plans, Mapping):
         groups = [(None, {str(plan): plan for plan in plans})]
     elif all(isinstance(value, Mapping) for value in plans.values()):
         groups = list(plans.items())
-    found: list[_Entry] = []
+    found: list[Entry] = []
     for budget, rows in groups:
         for name, plan in rows.items():
-            if not isinstance(plan, Plan):
+            if not isinstance(plan, Plan | ModelPlan):
                 raise TypeError(
                     f"plans: expected a Plan under {name!r}, got {type(plan).__name__}; make one with Plan()"
                 )
-            own = None if plan.keep is None else budget
+            heads = [len(layer) for layer in plan] if isinstance(plan, ModelPlan) else []
+            if heads and heads != [capture.kv_heads] * capture.layers:
+                raise ValueError(
+                    f"plans: expected {capture.layers} layers of {capture.kv_heads} plans under {name!r}, got {heads}; "
+                    "tune on this model"
+                )
+            own = None if isinstance(plan, Plan) and plan.keep is None else budget
             if all((name, own) != (other.name, other.budget) for other in found):
-                found.append(_Entry(name, own, plan, Tally(capture.layers, capture.query_heads)))
+                found.append(Entry(name, own, plan, Tally(capture.layers, capture.query_heads)))
     if not found:
         raise ValueError("plans: expected at least one plan, got none; standard_plans(64) gives the usual rows")
     return found, [budget for budget, _ in groups if budget is not None]
@@ -166,7 +146,7 @@ def _lengths(capture: Capture) -> list[int]:
     return found
 
 
-def _judge_layers(capture: Capture, entries: Sequence[_Entry], eps: float, seed: int, counter: _Counter) -> list[int]:
+def _judge_layers(capture: Capture, entries: Sequence[Entry], eps: float, seed: int, counter: _Counter) -> list[int]:
     """Fill the tallies and timings of all entries. Returns the shape that was timed."""
     shape: list[int] = []
     repeats = math.ceil(TIMED / capture.layers)
@@ -182,95 +162,18 @@ def _judge_layers(capture: Capture, entries: Sequence[_Entry], eps: float, seed:
                 for entry in entries:
                     if entry.reason is None:
                         try:
-                            _judge_block(entry, layer, block, truth, f"{seed}/{layer}/{index}/{number}")
+                            judge_block(entry, layer, block, truth, f"{seed}/{layer}/{index}/{number}")
                         except ValueError as error:
                             entry.reason = str(error)
                     if entry.reason is None and not timed:
-                        _time(entry, block, f"{seed}/timing", repeats)
+                        time_block(entry, layer, block, f"{seed}/timing", repeats)
                     counter(share, what)
                 if not timed:
                     timed, shape = True, list(block.query.shape)
     return shape
 
 
-def _judge_block(entry: _Entry, layer: int, block: Block, truth: Exact, where: str) -> None:
-    """Add one block to the tally of an entry."""
-    keep, rest = entry.plan.keep, entry.plan.rest
-    generator = entry.generator(where, block.query.device)
-    inputs = check_inputs(
-        block.query,
-        block.key,
-        block.value,
-        is_causal=block.is_causal,
-        scale=block.scale,
-        query_offset=block.query_offset,
-        generator=generator,
-    )
-    output = run(inputs, entry.plan, "torch")
-    if not bool(output.isfinite().all()):
-        raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
-    errors = relative_error(output.float(), truth.output)
-    if keep is None:
-        mass, slots, found = torch.ones_like(errors), truth.visible.expand_as(errors), truth.heavy_per_head
-    else:
-        # The same inputs, and the generator where it began: the edges that the output was made from.
-        entry.restart(generator, where)
-        edges = keep.select(inputs).to_mask()
-        mass, slots = held(truth.weights, edges)
-        found = truth.count(edges.flatten()[truth.heavy])
-        if bool((slots < truth.visible).any()):  # where every key is kept, nothing stands in
-            slots += rest.slots(block.query.shape[-1], block.value.shape[-1])
-    entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy_per_head, found)
-
-
-def _attend(entry: _Entry, block: Block, where: str) -> Tensor:
-    return attention(
-        block.query,
-        block.key,
-        block.value,
-        plan=entry.plan,
-        is_causal=block.is_causal,
-        scale=block.scale,
-        query_offset=block.query_offset,
-        generator=entry.generator(where, block.query.device),
-        impl="torch",
-    )
-
-
-def _time(entry: _Entry, block: Block, where: str, repeats: int) -> None:
-    """Time the plan and exact attention in turns, so that both meet the same machine. Both have run before."""
-    for _ in range(repeats):
-        entry.exact_ms.append(_clock(lambda: _exact_attention(block), block.query.device))
-        entry.ms.append(_clock(lambda: _attend(entry, block, where), block.query.device))
-
-
-def _exact_attention(block: Block) -> Tensor:
-    if block.is_causal and block.query_offset:  # the fused kernel aligns queries with the first keys only
-        rows = torch.arange(block.query.shape[2])[:, None] + block.query_offset
-        mask = (torch.arange(block.key.shape[2]) <= rows).to(block.query.device)
-        return scaled_dot_product_attention(
-            block.query, block.key, block.value, attn_mask=mask, scale=block.scale, enable_gqa=True
-        )
-    return scaled_dot_product_attention(
-        block.query, block.key, block.value, is_causal=block.is_causal, scale=block.scale, enable_gqa=True
-    )
-
-
-def _clock(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that `work` takes, waiting for a GPU to finish."""
-    _wait(device)
-    start = perf_counter()
-    work()
-    _wait(device)
-    return (perf_counter() - start) * 1000.0
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _judge_model(model: Any, batches: Iterable[Batch], entries: Sequence[_Entry], seed: int, counter: _Counter) -> None:
+def _judge_model(model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, counter: _Counter) -> None:
     """Fill the effects of all entries."""
     what = "whole model"
     found = effects(
@@ -284,16 +187,16 @@ def _judge_model(model: Any, batches: Iterable[Batch], entries: Sequence[_Entry]
         entry.effect = effect
 
 
-def _row(entry: _Entry, capture: Capture) -> Row:
+def _row(entry: Entry, capture: Capture) -> Row:
     """The numbers of a finished entry."""
-    tally, effect, keep = entry.tally, entry.effect, entry.plan.keep
+    tally, effect = entry.tally, entry.effect
     error, held = tally.mean("errors"), tally.mean("masses")
     worst = int(error.argmax())
     heavy = float(tally.heavy.sum())
     return Row(
         name=entry.name,
         budget=entry.budget,
-        kind="exact" if keep is None else "oracle" if keep.is_oracle else "method",
+        kind=entry.kind,
         plan=str(entry.plan),
         config=plain(entry.plan.to_dict()),
         slots=tally.overall("slots"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 Batch = Tensor | Mapping[str, Tensor]
@@ -32,7 +33,7 @@ class Effect:
 def effects(
     model: Any,
     batches: Iterable[Batch],
-    plans: Sequence[Plan],
+    plans: Sequence[Plan | ModelPlan],
     *,
     generator: Callable[[int], torch.Generator],
     done: Callable[[int], None],

@@ -1,0 +1,55 @@
+"""The command `fewkeys`: which approximation of attention to use on a model, and at which budget.
+
+Results go to stdout; progress and errors to stderr. Exit codes: 0 done, 2 bad input (one line says what and how to mend
+it), 130 interrupted. Files appear complete or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fewkeys.cli import capture, compare, tune
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage as one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (try {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        arguments = _parser().parse_args(argv)
+        arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("fewkeys: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of stdout has left, as in `fewkeys ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, ImportError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print("fewkeys: error:", " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="fewkeys", description="Attention with few keys: what each approximation costs on your model."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (compare, tune, capture):
+        command.add_to(commands)
+    return parser

@@ -1,0 +1,47 @@
+"""Numbers as command-line options."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return _number(text, 1)
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got {text!r}")
+    return value
+
+
+def share(text: str) -> float:
+    """A number above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"expected a number in (0, 1], got {text!r}")
+    return value
+
+
+def budgets(text: str) -> list[int]:
+    """Whole numbers of at least 1, with commas, sorted."""
+    try:
+        values = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        values = []
+    if not values or values[0] < 1:
+        raise argparse.ArgumentTypeError(f"expected whole numbers >= 1 with commas, such as 16,32,64, got {text!r}")
+    return values

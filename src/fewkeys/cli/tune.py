@@ -1,0 +1,131 @@
+"""`fewkeys tune`: choose a plan for every head of a model, and judge the choice on text it has not seen."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewkeys.cli import inputs
+from fewkeys.cli.files import check_folder, publish
+from fewkeys.cli.options import positive, share, whole
+from fewkeys.cli.progress import progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewkeys.model_plan import ModelPlan
+    from fewkeys.plan import Plan
+
+WORK = ".tuning"
+"""Folder inside --out for finished layers, gone at the end."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "tune",
+        help="choose a plan for every head of a model",
+        description="Choose the split of the slots, and their number, for every head of a model, so that the output of "
+        "its layers changes least. Part of the text is held out: the table printed shows the tuned plan there, beside "
+        "fewkeys.budget, the controls and the oracle. Writes model_plan.json (fewkeys.ModelPlan.from_pretrained), "
+        "results.json and tuned.png. An interrupted run goes on where it stopped.",
+    )
+    inputs.add_model(parser)
+    inputs.add_text(parser, sequences=12)
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument("--slots", type=positive, metavar="N", help="slots per query, mean over all heads (default 64)")
+    goal.add_argument(
+        "--max-error", type=share, metavar="E", help="fewest slots with a mean relative output error of at most E"
+    )
+    parser.add_argument(
+        "--held-out", type=share, default=0.25, metavar="SHARE", help="share of the sequences held out (default 0.25)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of random plans (default 0)")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Tune on one part of the text, compare on the other, print, and write the plan and the report."""
+    texts = inputs.read_texts(arguments.text)
+    check_folder(arguments.out)
+    inputs.need("matplotlib", "report")
+    if not arguments.json:
+        inputs.need("rich", "report")
+    with progress() as step:
+        model, batches, name = inputs.open_model(arguments, texts, step)
+        seen, held_out = _split(batches, arguments.held_out)
+
+        from fewkeys.integrations.transformers import capture
+        from fewkeys.measure.compare import compare
+        from fewkeys.measure.standard import standard_plans
+        from fewkeys.measure.tune import tune
+
+        step(0, 1, "exact attention of every layer")
+        captured = capture(model, seen)
+        work = arguments.out / WORK
+        plan = tune(
+            captured,
+            arguments.slots,
+            max_error=arguments.max_error,
+            directory=work,
+            progress=step,
+            seed=arguments.seed,
+        )
+        plan = replace(plan, record={**plan.record, "model": name})
+        paid = max(1, round(plan.record["slots"]))
+        rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
+        shown: dict[str, Plan | ModelPlan] = {"tuned": plan, **{label: rows[label] for label in SHOWN}}
+        unseen = capture(model, held_out)
+        report = compare(unseen, {paid: shown}, model=model, batches=held_out, seed=arguments.seed, progress=step)
+    report = replace(report, model=name).with_settings(text=[path.name for path in arguments.text], held_out=True)
+    from fewkeys.report.tuned import save_tuned
+
+    publish(
+        arguments.out,
+        {
+            "model_plan.json": lambda path: plan.save_pretrained(path.parent),
+            "results.json": report.save,
+            "tuned.png": lambda path: save_tuned(plan, report, path),
+        },
+    )
+    shutil.rmtree(work, ignore_errors=True)
+    if arguments.json:
+        print(report.to_json(), end="")
+        return
+    from fewkeys.report.table import print_table
+
+    print_table(report)
+    tuned, common = report.row("tuned", paid), report.row("fewkeys budget", paid)
+    print(f"\nHeld-out error: tuned {tuned.error:.3f}, fewkeys.budget({paid}) {common.error:.3f}.")
+    print(f"Written: {arguments.out / 'model_plan.json'}, results.json and tuned.png")
+
+
+SHOWN = (
+    "exact",
+    "top-k per query (oracle)",
+    "best shared columns (oracle)",
+    "random keys",
+    "key norm",
+    "window",
+    "leverage + window",
+    "fewkeys budget",
+)
+
+
+def _split(batches: list[Tensor], held_out: float) -> tuple[list[Tensor], list[Tensor]]:
+    """The sequences to tune on and the last ones, held out."""
+    import torch
+
+    rows, size = torch.cat(batches), len(batches[0])
+    count = min(len(rows) - 1, max(1, round(held_out * len(rows))))
+    if count < 1:
+        raise ValueError(
+            "--text: expected at least 2 sequences, one to tune on and one held out, got 1; give more text or choose a "
+            "smaller --length"
+        )
+    return list(rows[:-count].split(size)), list(rows[-count:].split(size))

@@ -1,0 +1,118 @@
+"""The plans that tuning chooses from: how a number of slots may be split, and which rule picks the heavy keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from fewkeys.plan import Plan, budget
+from fewkeys.rest import ClusterMeans
+from fewkeys.select import KeyNorm, Leverage, Outliers, Selector, Sinks, Union, Window
+
+LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
+"""Slots a head may get, in units of the mean."""
+HEAVY, WINDOW, RANK = (0.0, 1 / 16, 3 / 16, 5 / 16), (0.0, 1 / 4, 5 / 8), (0.0, 1 / 8, 1 / 4)
+"""Shares of the slots. What they leave is cluster means."""
+STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
+STEP_SLOTS = 1 / 8
+"""How far the neighbours of a split are."""
+CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+SINKS = 4
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and the slots that a query pays for it: the most that it can keep, plus its stand-ins.
+
+    `split` are the shares of heavy keys, window and rank that it was made from; None where it was not.
+    """
+
+    plan: Plan
+    slots: int
+    split: tuple[float, float, float] | None = field(default=None, compare=False)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters that the plan reads (0: none); candidates that share them are cheaper one after another."""
+        return self.plan.rest.count if isinstance(self.plan.rest, ClusterMeans) else 0
+
+
+def splits(slots: int, *, is_causal: bool, keys: int) -> list[Candidate]:
+    """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
+
+    Not causal: outliers, window, rank of the first-order term and cluster means. Causal, where there are no means yet:
+    sinks, leverage (centred) and window.
+    """
+    found = [Candidate(budget(slots, is_causal=is_causal), slots)]
+    for level in LEVELS:
+        size = max(2, round(slots * level))
+        if size >= keys:
+            continue
+        if is_causal:
+            found += _causal_splits(size)
+        else:
+            found += [c for shares in product(HEAVY, WINDOW, RANK) if (c := _split(size, *shares)) is not None]
+    found.append(Candidate(Plan(), keys))
+    return list(dict.fromkeys(found))
+
+
+def variants(candidate: Candidate) -> list[Candidate]:
+    """What lies near a candidate: a little more or less of each share and of the slots, other rules for the heavy
+    keys, and sinks paid for by the means.
+    """
+    plan, found = candidate.plan, []
+    if candidate.split is not None:
+        for place, step in enumerate(STEP.values()):
+            for sign in (-1, 1):
+                shares = list(candidate.split)
+                shares[place] += sign * step
+                if shares[place] >= 0 and (near := _split(candidate.slots, *shares)) is not None:
+                    found.append(near)
+        sizes = [round(candidate.slots * factor) for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS)]
+        found += [near for size in sizes if (near := _split(size, *candidate.split)) is not None]
+    parts = plan.keep.parts if isinstance(plan.keep, Union) else (plan.keep,)
+    for number, part in enumerate(parts):
+        if isinstance(part, Outliers | Leverage) and part.count is not None:
+            others = [other for other in (Leverage(part.count, centre=True), KeyNorm(part.count)) if other != part]
+            plans = [replace(plan, keep=_union([*parts[:number], other, *parts[number + 1 :]])) for other in others]
+            found += [Candidate(other, candidate.slots) for other in plans]
+    if isinstance(plan.rest, ClusterMeans) and plan.rest.count > SINKS + 1:
+        fewer = plan.rest.count - SINKS
+        kept = [replace(part, clusters=fewer) if isinstance(part, Outliers) else part for part in parts]
+        other = replace(plan, keep=_union([Sinks(SINKS), *kept]), rest=replace(plan.rest, count=fewer))
+        found.append(Candidate(other, candidate.slots))
+    return found
+
+
+def _split(slots: int, heavy: float, window: float, rank: float) -> Candidate | None:
+    """The plan of these shares, None where no two means are left."""
+    outliers, ranks, width = int(slots * heavy), int(slots * rank), int(slots * window) | 1
+    # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
+    means = slots - outliers - ranks - width - (1 + slots // 128 if ranks else 0)
+    if means < 2:
+        return None
+    keep: Selector = Window(width)
+    if outliers:
+        keep = Outliers(outliers, means) | keep
+    return Candidate(Plan(keep, ClusterMeans(means, ranks), exact_if_faster=True), slots, (heavy, window, rank))
+
+
+def _causal_splits(slots: int) -> list[Candidate]:
+    found = []
+    for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
+        heavy = int(slots * share)
+        if slots - heavy - sinks < 1:
+            continue
+        keep: Selector = Window(slots - heavy - sinks)
+        if heavy:
+            keep = Leverage(heavy, centre=True) | keep
+        if sinks:
+            keep = Sinks(sinks) | keep
+        found.append(Candidate(Plan(keep, exact_if_faster=True), slots))
+    return found
+
+
+def _union(parts: Sequence[Selector | None]) -> Selector:
+    real = tuple(part for part in parts if part is not None)
+    return real[0] if len(real) == 1 else Union(real)
