@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fewkeys.attention import Impl, attention
 from fewkeys.integrations.interface import attach, attention_modules
 from fewkeys.integrations.loading import load_model
+from fewkeys.integrations.projections import ProjectionFinder
 from fewkeys.measure.capture import AttentionInputs, Capture, CaptureWriter
 from fewkeys.plan import Plan
 
@@ -104,10 +105,12 @@ class Applied:
 def capture(
     model: PreTrainedModel, batches: Iterable[Batch], directory: str | os.PathLike[str] | None = None
 ) -> Capture:
-    """Run `model` on `batches` and keep query, key and value of every attention layer on disk.
+    """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
+    output projections.
 
     batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...);
-    padding by the 2-D attention_mask is kept as `key_mask`. directory: a new or empty folder; None: a temporary one
+    padding by the 2-D attention_mask is kept as `key_mask`. Models that see: pixel_values of shape (B, C, H, W), or
+    mappings with them. directory: a new or empty folder; None: a temporary one
     that goes with the returned object. The model runs its base part once per batch without gradients, with its exact
     attention (SDPA), even inside `apply`; afterwards it is as it was. Memory: the model's own on one batch. Disk:
     layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers.
@@ -126,19 +129,24 @@ def capture(
         raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
 
+    projections = ProjectionFinder(model)
+
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         writer.write(inputs)
-        return _exact(module, inputs)
+        output = _exact(module, inputs)
+        projections.attended(layer, output)
+        return output
 
     try:
         detach = attach(model, answer)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), projections:
                 for index, batch in enumerate(batches):
                     model.base_model(**_arguments(model, batch, index))
                     writer.end_batch()
         finally:
             detach()
+        writer.write_projections(projections.found)
         return writer.finish()
     except BaseException:
         writer.abort()
@@ -167,16 +175,35 @@ def _per_layer(plan: object, layers: int) -> list[LayerPlan]:
 
 def _arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, Any]:
     """The keyword arguments of the base model for one batch, on the model's device."""
+    name = model.main_input_name
     if isinstance(batch, Tensor):
-        batch = {"input_ids": batch}
+        batch = {name: batch}
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"batches: expected input_ids or a mapping with input_ids in batch {index}, got {type(batch).__name__}"
+            f"batches: expected {name} or a mapping with {name} in batch {index}, got {type(batch).__name__}"
         )
-    ids = batch.get("input_ids")
+    if name == "pixel_values":
+        _check_pixels(batch.get(name), index)
+    else:
+        _check_ids(model, batch.get("input_ids"), index)
+    given = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
+    given.pop("labels", None)
+    if "use_cache" in inspect.signature(model.base_model.forward).parameters:
+        given["use_cache"] = False
+    return given
+
+
+def _check_pixels(pixels: object, index: int) -> None:
+    if not isinstance(pixels, Tensor) or pixels.ndim != 4 or not pixels.is_floating_point() or not pixels.numel():
+        raise ValueError(
+            "batches: expected floating pixel_values of shape (images, channels, height, width) in batch "
+            f"{index}, got {_came(pixels)}"
+        )
+
+
+def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        came = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {came}")
+        raise ValueError(f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {_came(ids)}")
     vocabulary = model.config.get_text_config().vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ValueError(
@@ -189,11 +216,10 @@ def _arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, A
             f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
             f"{ids.shape[1]}; cut the text into shorter sequences"
         )
-    given = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
-    given.pop("labels", None)
-    if "use_cache" in inspect.signature(model.base_model.forward).parameters:
-        given["use_cache"] = False
-    return given
+
+
+def _came(given: object) -> str:
+    return f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
 
 
 def _exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:

@@ -38,8 +38,10 @@ class Candidate:
         return self.plan.rest.count if isinstance(self.plan.rest, ClusterMeans) else 0
 
 
-def splits(slots: int, *, is_causal: bool, keys: int) -> list[Candidate]:
+def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
+
+    `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
     Not causal: outliers, window, rank of the first-order term and cluster means. Causal, where there are no means yet:
     sinks, leverage (centred) and window.
@@ -52,12 +54,12 @@ def splits(slots: int, *, is_causal: bool, keys: int) -> list[Candidate]:
         if is_causal:
             found += _causal_splits(size)
         else:
-            found += [c for shares in product(HEAVY, WINDOW, RANK) if (c := _split(size, *shares)) is not None]
+            found += [c for shares in product(HEAVY, WINDOW, RANK) if (c := _split(size, width, *shares)) is not None]
     found.append(Candidate(Plan(), keys))
     return list(dict.fromkeys(found))
 
 
-def variants(candidate: Candidate) -> list[Candidate]:
+def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
     """What lies near a candidate: a little more or less of each share and of the slots, other rules for the heavy
     keys, and sinks paid for by the means.
     """
@@ -67,10 +69,10 @@ def variants(candidate: Candidate) -> list[Candidate]:
             for sign in (-1, 1):
                 shares = list(candidate.split)
                 shares[place] += sign * step
-                if shares[place] >= 0 and (near := _split(candidate.slots, *shares)) is not None:
+                if shares[place] >= 0 and (near := _split(candidate.slots, width, *shares)) is not None:
                     found.append(near)
         sizes = [round(candidate.slots * factor) for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS)]
-        found += [near for size in sizes if (near := _split(size, *candidate.split)) is not None]
+        found += [near for size in sizes if (near := _split(size, width, *candidate.split)) is not None]
     parts = plan.keep.parts if isinstance(plan.keep, Union) else (plan.keep,)
     for number, part in enumerate(parts):
         if isinstance(part, Outliers | Leverage) and part.count is not None:
@@ -85,14 +87,15 @@ def variants(candidate: Candidate) -> list[Candidate]:
     return found
 
 
-def _split(slots: int, heavy: float, window: float, rank: float) -> Candidate | None:
+def _split(slots: int, width: int, heavy: float, window: float, rank: float) -> Candidate | None:
     """The plan of these shares, None where no two means are left."""
-    outliers, ranks, width = int(slots * heavy), int(slots * rank), int(slots * window) | 1
-    # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
-    means = slots - outliers - ranks - width - (1 + slots // 128 if ranks else 0)
+    outliers, ranks, near = int(slots * heavy), int(slots * rank), int(slots * window) | 1
+    means = slots - outliers - ranks - near
+    if ranks:  # the factors of the first-order term cost means / width slots
+        means -= -(-means // (width + 1))
     if means < 2:
         return None
-    keep: Selector = Window(width)
+    keep: Selector = Window(near)
     if outliers:
         keep = Outliers(outliers, means) | keep
     return Candidate(Plan(keep, ClusterMeans(means, ranks), exact_if_faster=True), slots, (heavy, window, rank))

@@ -83,7 +83,8 @@ def tune(
         check_real("max_error", max_error, above=0.0)
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
     keys = max(call.key.shape[2] for call in capture.calls(0))
-    first = splits(asked, is_causal=capture.is_causal, keys=keys)
+    width = capture.head_dim + capture.value_dim
+    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width)
     table = _Table(capture, directory, progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
@@ -101,7 +102,7 @@ def tune(
 
     scores = table.score([first] * capture.layers)
     best = choose([first] * capture.layers, scores)
-    more = [_others(first, row) for row in best]
+    more = [_others(first, row, width) for row in best]
     both = [
         Scores(torch.cat([a.relative, b.relative], 1), torch.cat([a.share, b.share], 1))
         for a, b in zip(scores, table.score(more), strict=True)
@@ -127,9 +128,9 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([pad(row, (0, longest - row.shape[1]), value=torch.inf) for row in rows])
 
 
-def _others(first: Sequence[Candidate], best: Sequence[Candidate]) -> list[Candidate]:
+def _others(first: Sequence[Candidate], best: Sequence[Candidate], width: int) -> list[Candidate]:
     """What lies near the best candidates of a layer and is not among the first; in a fixed order."""
-    near = dict.fromkeys(other for candidate in best for other in variants(candidate))
+    near = dict.fromkeys(other for candidate in best for other in variants(candidate, width=width))
     return [other for other in near if other not in set(first)]
 
 
