@@ -15,9 +15,11 @@ import transformers
 
 from fewkeys import cli, demo
 from fewkeys.cli import inputs
+from fewkeys.integrations.transformers import apply, load_model
 from fewkeys.measure.capture import Capture
 from fewkeys.measure.result import Report
 from fewkeys.measure.standard import standard_plans
+from fewkeys.model_plan import ModelPlan
 
 WORDS = ["the", "a", "key", "query", "value", "window", "of", "and", "few", "many", "."]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -72,6 +74,8 @@ def run(encoder, words, capsys):
         usual = {"model": encoder, "text": words, "sequences": 2, "length": 32, "slots": "4,8"}
         if command == "capture":
             del usual["slots"]
+        if command == "tune":
+            usual |= {"slots": 8, "sequences": 4}
         given = {name: value for name, value in {**usual, **options}.items() if value is not None}
         code = cli.main([command, *flags, *(f"--{name}={value}" for name, value in given.items())])
         out, err = capsys.readouterr()
@@ -287,6 +291,55 @@ def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
     assert (code, out) == (130, "")
     assert err.splitlines()[-1] == "fewkeys: interrupted; nothing was written"
     assert left(tmp_path) == ["words.txt"]
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, tmp_path):
+    folder, out = request.getfixturevalue(kind), tmp_path / "out"
+    code, shown, err = run("tune", model=folder, out=out)
+    assert code == 0, err
+    assert left(out) == ["model_plan.json", "results.json", "tuned.png"]
+    assert (out / "tuned.png").read_bytes()[:4] == b"\x89PNG"
+    plan, report = ModelPlan.from_pretrained(out), Report.load(out / "results.json")
+    assert (plan.record["model"], plan.record["asked"], plan.record["tokens"]) == (str(folder), {"slots": 8}, 96)
+    assert plan.record["slots"] <= 8
+    assert (report.sequences, report.settings["held_out"]) == (1, True)
+    assert ModelPlan.from_dict(report.row("tuned", 8).config) == plan
+    assert {"random keys", "key norm", "fewkeys budget", "top-k per query (oracle)"} <= {r.name for r in report.rows}
+    assert f"tuned {report.row('tuned', 8).error:.3f}" in shown
+    model, _ = load_model(str(folder))
+    with apply(model, plan):
+        model(torch.tensor([[2, 5, 6, 7, 3]]))
+
+
+def test_tune_for_an_error_and_its_refusals(run, tmp_path):
+    out = tmp_path / "out"
+    code, shown, err = run("tune", ["--json"], out=out, slots=None, **{"max-error": 0.2})
+    assert code == 0, err
+    assert json.loads(shown) == json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert ModelPlan.from_pretrained(out).record["error"] <= 0.2
+    refused(run("tune", out=tmp_path / "new", sequences=1), "--text", "at least 2 sequences")
+    refused(run("tune", out=tmp_path / "new", **{"max-error": 0.2}), "not allowed with")
+    refused(run("tune", out=tmp_path / "new", slots=None, **{"held-out": 0}), "--held-out")
+    refused(run("tune", out=None), "--out")
+    assert left(tmp_path) == ["out", "words.txt"]
+
+
+def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fewkeys.measure.tune.layer_error", interrupt)
+        code, _, err = run("tune", out=tmp_path / "out")
+    assert code == 130
+    assert err.splitlines()[-1] == (
+        "fewkeys: interrupted; finished layers are kept, the same command goes on from there"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("fewkeys.measure.tune.score_layer", interrupt)
+        assert run("tune", out=tmp_path / "out")[0] == 0
+    assert left(tmp_path / "out") == ["model_plan.json", "results.json", "tuned.png"]
 
 
 class TestProcess:

@@ -24,11 +24,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    left = "nothing was written"
     try:
         arguments = _parser().parse_args(argv)
+        left = getattr(arguments, "left", left)
         arguments.run(arguments)
     except KeyboardInterrupt:
-        print("fewkeys: interrupted; nothing was written", file=sys.stderr)
+        print(f"fewkeys: interrupted; {left}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout has left, as in `fewkeys ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

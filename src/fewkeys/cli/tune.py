@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--seed", type=whole, default=0, help="seed of random plans (default 0)")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, left="finished layers are kept, the same command goes on from there")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -42,7 +42,8 @@ def _draw_slots(axes: Any, plan: ModelPlan) -> None:
             below = [low + size for low, size in zip(below, sizes, strict=True)]
         middles.append((at[0] + at[-1]) / 2)
         place = at[-1] + 1 + gap
-    mean = sum(sum(parts) for heads in bars for parts in heads) / sum(map(len, bars))
+    parts = [sum(parts) for heads in bars for parts in heads]
+    mean = plan.record.get("slots", sum(parts) / len(parts))
     axes.axhline(mean, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(middles, [f"layer {number}" for number in range(len(bars))])
     axes.tick_params(axis="x", length=0)
@@ -76,7 +77,7 @@ def _draw_errors(axes: Any, report: Report) -> None:
         axes.plot(row.per_layer["error"], style, linewidth=width, marker="o", markersize=3, label=row.name)
     axes.set_xlabel("layer")
     axes.set_xticks(range(report.layers))
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     axes.set_title("Error on held-out text", loc="left")
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(frameon=False, fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     axes.spines[["top", "right"]].set_visible(False)
