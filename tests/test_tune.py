@@ -141,6 +141,7 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     assert found[0].plan == fk.budget(slots, is_causal=is_causal)
     assert len(set(found)) == len(found)
     assert (found[-1].plan, found[-1].slots) == (Plan(), keys)
+    assert max(candidate.slots for candidate in found[:-1]) < keys  # who pays for every key may have every key
     near = [other for candidate in found[1:20:5] for other in variants(candidate, width=64)]
     for candidate in [*found[:-1:7], *near[::3]]:
         kept = candidate.plan.keep.graph(query, key, value, is_causal=is_causal).to_mask()[0, 0].sum(-1).max()
@@ -160,6 +161,23 @@ def test_tuning_beats_the_budget_at_no_more_slots():
     assert rows.row("budget").error == pytest.approx(found.record["budget"]["error"], rel=1e-3)
     gains = [found.record[name] / found.record["budget"][name] for name in ("error", "layer_error")]
     assert max(gains) < 0.9
+
+
+def test_slots_go_where_the_projection_looks(monkeypatch):
+    """Of two key heads with inputs alike, the one whose output the layer enlarges gets more slots."""
+    taken = captured(length=60)
+    for loud in (0, 1):
+        size = torch.full((4,), 0.01)
+        size[2 * loud : 2 * loud + 2] = 10.0
+        weight = torch.eye(32).view(32, 4, 8) * size[:, None]
+        monkeypatch.setattr(type(taken), "projection", lambda self, layer, weight=weight: weight)
+        call = next(taken.calls(0))
+        for layer in fk.tune(taken, 12):
+            paid = [
+                plan.slots(plan.keep.graph(call.query, call.key, call.value).slots(), 8, 8) if plan.keep else 60.0
+                for plan in layer
+            ]
+            assert paid[loud] > 1.5 * paid[1 - loud]
 
 
 def test_causal_models_get_causal_plans():
