@@ -1,0 +1,175 @@
+"""`fewkeys bench`: time plans against exact attention, length by length."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewkeys.cli import inputs
+from fewkeys.cli.files import check_folder, publish
+from fewkeys.cli.options import budgets, positive
+from fewkeys.cli.progress import Step, progress
+
+if TYPE_CHECKING:
+    from fewkeys.measure.bench import Problem
+    from fewkeys.plan import Plan
+
+METHODS = ("budget", "window", "sinks", "leverage", "norm", "random", "sample", "top-k")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "bench",
+        help="time plans against exact attention",
+        description="Time plans and exact attention (torch's scaled_dot_product_attention) in turns, length by length: "
+        "ratio, growth, memory, distance to the machine's floor. With a model and a text, inputs are the queries, keys "
+        "and values of its middle layer, segments of the text end to end, and the output error is measured too; "
+        "otherwise they are random numbers. Writes bench.json, time.png and, with a model, error.png.",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
+    which.add_argument("--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo]")
+    parser.add_argument(
+        "--text", action="append", type=Path, metavar="FILE", help="UTF-8 text; repeat it to join files"
+    )
+    parser.add_argument(
+        "--lengths", type=budgets, default=[1024, 2048, 4096, 8192, 16384], metavar="N,N,...",
+        help="tokens (default 1024,2048,4096,8192,16384)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plans", type=_plans, default=["budget:192"], metavar="NAME:SLOTS,...",
+        help=f"plans to time, from {', '.join(METHODS)} (default budget:192)",
+    )  # fmt: skip
+    parser.add_argument("--heads", type=positive, default=4, metavar="N", help="heads (default 4)")
+    parser.add_argument("--dim", type=positive, default=64, metavar="N", help="head size of random inputs (default 64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default cpu)")
+    parser.add_argument("--causal", action="store_true", help="causal attention")
+    parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
+    parser.add_argument("--threads", type=positive, metavar="N", help="processor threads (default: all)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Time, print, and write the JSON and the pictures."""
+    check_folder(arguments.out)
+    inputs.need("matplotlib", "report")
+    if not arguments.json:
+        inputs.need("rich", "report")
+    real = arguments.demo or arguments.model is not None
+    if real != (arguments.text is not None):
+        raise ValueError("--text: expected together with --model or --demo, got one without the other; give both")
+    texts = inputs.read_texts(arguments.text) if real else []
+    import torch
+
+    from fewkeys.measure.bench import as_dict, bench, growth
+    from fewkeys.measure.machine import machine, versions
+
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device: expected a device of this machine, got cuda, which torch does not find; use cpu")
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    with progress() as step:
+        problem = _problem(arguments, texts, step)
+        rows, rates = bench(
+            problem,
+            {name: _plan(name, arguments.causal) for name in arguments.plans},
+            arguments.lengths,
+            heads=arguments.heads,
+            real=real,
+            is_causal=arguments.causal,
+            backward=arguments.backward,
+            progress=step,
+        )
+    what = f"{arguments.heads} heads, {arguments.dtype}" + (", causal" if arguments.causal else "")
+    what += ", forward and backward" if arguments.backward else ""
+    names = dict.fromkeys(row.name for row in rows)
+    result = {
+        "machine": machine(arguments.device),
+        "versions": versions(),
+        "settings": {
+            "dtype": arguments.dtype,
+            "causal": arguments.causal,
+            "backward": arguments.backward,
+            "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
+            "bytes_per_ms": rates.bytes_per_ms,
+            "operations_per_ms": rates.operations_per_ms,
+        },
+        "growth": {name: growth(rows, name) for name in names},
+        "rows": [as_dict(row) for row in rows],
+    }
+
+    import json
+
+    from fewkeys.report.speed import print_timings, save_error, save_time
+
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    files: dict[str, Any] = {
+        "bench.json": lambda path: path.write_text(text, encoding="utf-8"),
+        "time.png": lambda path: save_time(rows, path, title=what),
+    }
+    if real:
+        files["error.png"] = lambda path: save_error(rows, path, title=what)
+    publish(arguments.out, files)
+    if arguments.json:
+        print(text, end="")
+    else:
+        print_timings(rows)
+        print(f"\nWritten: {', '.join(files)} in {arguments.out}")
+
+
+def _problem(arguments: argparse.Namespace, texts: list[str], step: Step) -> Problem:
+    """Where the inputs come from."""
+    import torch
+
+    from fewkeys.measure.long_inputs import captured_inputs, random_inputs
+
+    kind = {"dtype": getattr(torch, arguments.dtype), "device": torch.device(arguments.device)}
+    if not texts:
+        return random_inputs(arguments.dim, **kind)
+    longest = max(arguments.lengths)
+    arguments.length = min(512, longest)
+    arguments.sequences = -(-longest // arguments.length)
+    model, batches, _ = inputs.open_model(arguments, texts, step)
+    from fewkeys.integrations.transformers import capture
+
+    step(0, 1, "exact attention of every layer")
+    return captured_inputs(capture(model, batches), **kind)
+
+
+def _plans(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        method, _, slots = name.partition(":")
+        if method not in METHODS or not slots.isdigit() or int(slots) < 1:
+            raise argparse.ArgumentTypeError(
+                f"expected names such as budget:192, from {', '.join(METHODS)}, got {name!r}"
+            )
+    return names
+
+
+def _plan(name: str, is_causal: bool) -> Plan:
+    """The plan called `name`: the recommended one, or a peer or control with as many slots."""
+    import fewkeys as fk
+
+    method, _, count = name.partition(":")
+    slots = int(count)
+    half = max(1, slots // 2)
+    if method == "budget":
+        return fk.budget(slots, is_causal=is_causal)
+    if method == "sample":
+        return fk.Plan(fk.Window(half | 1), fk.UniformSample(half))
+    keeps = {
+        "window": fk.Window(slots),
+        "sinks": fk.Sinks(min(4, half)) | fk.Window(slots - min(4, half)) if slots > 1 else fk.Window(1),
+        "leverage": fk.Leverage(half, centre=True) | fk.Window(half),
+        "norm": fk.KeyNorm(half) | fk.Window(half),
+        "random": fk.RandomKeys(half) | fk.Window(half),
+        "top-k": fk.TopK(slots),
+    }
+    return fk.Plan(keeps[method])
