@@ -1,12 +1,14 @@
 """`heavy_entries` equals brute force: the same indices, ties at eps included, and the same values."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fewkeys import heavy
-from fewkeys.heavy import heavy_entries
+from fewkeys.heavy import direct, gram, heavy_entries, search
+from fewkeys.heavy.keys import ScaledKeys
 from test_guarantees import KINDS, keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,6 +114,64 @@ def test_ties_are_not_left_to_the_rounding_of_the_gram_matrix(copies):
     assert len(check(q, k, 1 / copies, 2.0)) == 500 * copies
 
 
+STRUCTURES = [
+    "random",
+    "heavy tail",
+    "rank deficient",
+    "heavy ties",
+    "one key each",
+    "few directions",
+    "offset",
+    "sizes",
+]
+
+
+def case(number):
+    """Problem `number` of 200: 25 of every structure, n from 1 to 2000. Integers keep ties and ranks exact."""
+    g = torch.Generator().manual_seed(number)
+    structure, turn = STRUCTURES[number % 8], number // 8
+    n = 2000 if turn == 0 else int(2 ** (11 * float(torch.rand((), generator=g))) * 0.97) + 1
+    d = int(torch.randint(1, 33, (), generator=g))
+    k = torch.randn(n, d, generator=g, dtype=torch.float64)
+    eps = float(torch.rand((), generator=g)) ** 3 * 0.6 + 0.003
+    if structure == "heavy tail":
+        k = k * torch.rand(n, 1, generator=g, dtype=k.dtype).clamp_min(1e-3) ** -1.5
+    elif structure == "rank deficient":
+        rank = (d + 1) // 2
+        mix = torch.randint(-2, 3, (rank, d), generator=g).double()
+        k = torch.randint(-2, 3, (n, rank), generator=g).double() @ mix
+    elif structure == "heavy ties":  # every entry of an axis' queries is exactly eps
+        copies = max(2, min(2 + turn, n // d))
+        k = torch.eye(d, dtype=k.dtype).repeat(copies, 1) * torch.randint(1, 5, (d,), generator=g)
+        eps = 1 / copies
+    elif structure == "one key each":  # random signs
+        k = torch.randint(0, 2, (n, d), generator=g).double() * 2 - 1
+    elif structure == "few directions":
+        k = torch.randint(-3, 4, (3, d), generator=g).double()[torch.randint(0, 3, (n,), generator=g)]
+    elif structure == "offset":
+        k = k + 10
+    elif structure == "sizes":
+        k = k * 10 ** torch.linspace(-3, 3, d, dtype=k.dtype)
+    pick = torch.randint(0, len(k), (40,), generator=g)
+    q = torch.cat([k[pick], torch.randint(-3, 4, (40, d), generator=g).double()])
+    if turn % 2 and structure in ("random", "heavy tail", "offset"):
+        q, k = q.float(), k.float()
+    return q[None, None], k[None, None], eps, (2.0, 4.0, 2.0, 1.0, 6.0)[turn % 5]
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_two_hundred_cases(number):
+    check(*case(number))
+
+
+def test_the_two_hundred_cases_are_what_they_say():
+    problems = [case(number) for number in range(200)]
+    assert sum(k.shape[2] == 2000 for _, k, *_ in problems) >= 6
+    assert sum(int(torch.linalg.matrix_rank(k)) < min(k.shape[2:]) for _, k, *_ in problems) > 30
+    ties = [(brute(*problem)[2] == problem[2]).sum() for problem in problems[3::8]]
+    assert min(ties) >= 40
+
+
 @pytest.mark.parametrize("n", [1500, 2000])
 def test_equals_brute_force_on_many_keys(n):
     g = torch.Generator().manual_seed(n)
@@ -123,13 +183,36 @@ def test_equals_brute_force_on_many_keys(n):
 
 
 def test_several_blocks_of_keys_and_queries(monkeypatch):
-    monkeypatch.setattr(heavy, "BLOCK", 64)
-    monkeypatch.setattr(heavy, "CHUNK", 2048)
+    for module, name, size in (
+        (gram, "BLOCK", 64),
+        (gram, "CHUNK", 2048),
+        (search, "CHUNK", 2048),
+        (direct, "BLOCK", 64),
+    ):
+        monkeypatch.setattr(module, name, size)
+    monkeypatch.setattr(direct, "CHUNK", 2048)
     g = torch.Generator().manual_seed(0)
     k = torch.randn(1, 2, 333, 5, generator=g, dtype=torch.float64).cumsum(2)
     q = torch.randn(1, 4, 150, 5, generator=g, dtype=torch.float64)
     for power in (1.0, 2.0, 4.0, 41.0):
         check(q, k, 0.004, power)
+
+
+@pytest.mark.parametrize("power", [2.0, 4.0, 3.0])
+@pytest.mark.parametrize("size", [1e-200, 1e-45, 1e-18, 1e18, 1e30, 1e200])
+def test_sizes_of_keys_and_queries_do_not_matter(size, power):
+    """A power of two over all keys, or over one column against the queries', changes no bit of the answer."""
+    g = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if 1e-19 < size < 1e38 else torch.float64
+    k = torch.randn(1, 1, 300, 5, generator=g).to(dtype) * torch.rand(1, 1, 300, 1, generator=g).to(dtype) ** -2
+    q = torch.randn(1, 1, 90, 5, generator=g).to(dtype)
+    plain = heavy_entries(q, k, 0.03, power)
+    two = 2.0 ** round(math.log2(size))  # float32 keys stay normal numbers
+    column = torch.tensor([1, 1, two, 1, 1], dtype=dtype)
+    assert len(plain) > 50
+    for moved in (heavy_entries(q * two, k / two, 0.03, power), heavy_entries(q / column, k * column, 0.03, power)):
+        assert torch.equal(moved.indices, plain.indices)
+        torch.testing.assert_close(moved.values, plain.values, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,13 +226,13 @@ def test_low_precision_is_answered_in_float64(dtype):
 
 def spy(monkeypatch):
     rows = []
-    original = heavy._directly
+    original = direct.directly
 
     def counting(query, *rest):
         rows.append(query.shape[0])
         return original(query, *rest)
 
-    monkeypatch.setattr(heavy, "_directly", counting)
+    monkeypatch.setattr(search, "directly", counting)
     return rows
 
 
@@ -173,6 +256,26 @@ def test_queries_where_hardly_any_keys_are_are_answered_directly(monkeypatch):
     found = check(q, k, 0.01, 2.0)
     assert sum(rows) == 50
     assert len(found) > 50
+
+
+def test_candidates_are_read_in_float32_only_where_that_is_safe(monkeypatch):
+    dtypes = []
+    original = ScaledKeys.blocks
+
+    def watching(keys, size, dtype=torch.float64):
+        dtypes.append(dtype)
+        return original(keys, size, dtype)
+
+    monkeypatch.setattr(ScaledKeys, "blocks", watching)
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 500, 32, generator=g)
+    q = torch.randn(1, 1, 90, 32, generator=g)
+    heavy_entries(q, k, 0.01)
+    k[..., :20] = 0  # columns that are absent are no weak directions
+    heavy_entries(q, k, 0.01)
+    assert dtypes == 2 * [torch.float64, torch.float32]
+    check(q, k[..., 31:] + 1e-5 * torch.randn(1, 1, 500, 32, generator=g), 0.01, 2.0)
+    assert dtypes[4:6] == [torch.float64, torch.float64]
 
 
 def test_no_normaliser_no_entries():

@@ -6,18 +6,23 @@
     weights  how scores become weights                       Softmax, Entmax, Power, Elu, Relu
     slots    what a query pays                               kept keys plus stand-ins, in units of one key
 
-`attention` runs a plan, `budget` recommends one, `capture`, `compare` and `apply` judge plans on a Hugging Face model.
+`attention` runs a plan, `budget` recommends one, `tune` fits one to a model. `capture`, `compare` and `apply` judge and
+run plans in a Hugging Face model, `spot_check` watches them there.
 """
 
-from fewkeys import oracle
+from fewkeys import distributed, oracle
 from fewkeys.attention import attention
 from fewkeys.graph import Graph
-from fewkeys.heavy import HeavyEntries, heavy_entries
+from fewkeys.guard import Fallbacks, Guard
+from fewkeys.heavy import HeavyEntries, Sketched, heavy_entries
+from fewkeys.integrations.spot_check import spot_check
 from fewkeys.integrations.transformers import apply, capture
+from fewkeys.integrations.warm_start import WarmStart
 from fewkeys.measure import metrics
 from fewkeys.measure.capture import Capture
 from fewkeys.measure.compare import compare
 from fewkeys.measure.result import Report
+from fewkeys.measure.spot_check import SpotCheck
 from fewkeys.measure.tune import tune
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan, budget
@@ -36,7 +41,9 @@ __all__ = [
     "Drop",
     "Elu",
     "Entmax",
+    "Fallbacks",
     "Graph",
+    "Guard",
     "HeavyEntries",
     "KeyNorm",
     "KeySketch",
@@ -50,20 +57,25 @@ __all__ = [
     "Relu",
     "Report",
     "Sinks",
+    "Sketched",
     "Softmax",
+    "SpotCheck",
     "TopK",
     "UniformSample",
     "UniversalKeys",
+    "WarmStart",
     "Window",
     "apply",
     "attention",
     "budget",
     "capture",
     "compare",
+    "distributed",
     "heavy_entries",
     "leverage_scores",
     "metrics",
     "oracle",
+    "spot_check",
     "tune",
     "universal_set",
 ]

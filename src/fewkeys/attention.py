@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fewkeys.crossover import exact_is_faster
 from fewkeys.execute import exact, linear, reference
+from fewkeys.guard import Guard
 from fewkeys.inputs import Inputs
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
@@ -36,6 +37,7 @@ def attention(
     query_offset: int = 0,
     generator: torch.Generator | None = None,
     impl: Impl = "auto",
+    max_error: float | Guard | None = None,
 ) -> Tensor:
     """Attention with few keys.
 
@@ -62,6 +64,9 @@ def attention(
         impl: "reference": dense, the definition itself. "torch": linear time and memory (oracle selectors excepted).
             "auto": "torch", except that exact attention answers where the plan keeps every key, and, for plans with
             `exact_if_faster` (those of `budget`), where it would be faster than the plan.
+        max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
+            queries computed exactly, is above this; `fewkeys.Guard` says what that costs and means. A `Guard` in place
+            of the number counts how often it happens.
 
     Returns:
         (B, Hq, Nq, Dv) in the input's dtype. A query that sees no key gives zeros.
@@ -86,28 +91,42 @@ def attention(
     )
     if impl not in ("auto", "torch", "reference"):
         raise ValueError(f"impl: expected 'auto', 'torch' or 'reference', got {impl!r}")
-    return run(inputs, chosen, impl)
+    if max_error is None:
+        return run(inputs, chosen, impl)
+    guard = max_error if isinstance(max_error, Guard) else Guard(max_error)
+    guard.count_call()
+    return run(inputs, chosen, impl, guard)
 
 
-def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl) -> Tensor:
-    """The output of a plan, or of one plan for each key head, on checked inputs."""
+def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl, guard: Guard | None = None) -> Tensor:
+    """The output of a plan, or of one plan for each key head, on checked inputs; corrected by the guard, if any."""
     if not isinstance(plan, Plan):
-        parts = [(run(part, own, impl), heads) for own, heads, part in by_plan(inputs, plan)]
+        parts = [(run(part, own, impl, guard), heads) for own, heads, part in by_plan(inputs, plan)]
         output = torch.cat([out.unflatten(1, (-1, inputs.groups)) for out, _ in parts], 1)
         order = torch.cat([heads for _, heads in parts]).argsort()
         return output[:, order].flatten(1, 2)
     plan.check(inputs)
-    if plan.keep is None or (impl != "reference" and plan.keep.covers(inputs)):
+    # As many exact rows as queries are the exact answer: then the check is the answer, and needs no plan.
+    checked_whole = guard is not None and inputs.queries <= guard.queries
+    if plan.keep is None or checked_whole or answers_exactly(inputs, plan, impl):
         if impl == "reference":
             return reference.attend_exact(inputs, plan.weights)
-        return exact.attend(inputs, plan.weights)
-    if impl == "auto" and plan.exact_if_faster and exact_is_faster(inputs, plan):
         return exact.attend(inputs, plan.weights)
     with torch.no_grad():
         graph = plan.keep.select(inputs)
     stand_ins = plan.rest.prepare(inputs, graph, plan.weights)
     execute = reference.attend if impl == "reference" else linear.attend
-    return execute(inputs, graph, stand_ins, plan.weights)
+    output = execute(inputs, graph, stand_ins, plan.weights)
+    return output if guard is None else guard.correct(inputs, plan.weights, output)
+
+
+def answers_exactly(inputs: Inputs, plan: Plan, impl: Impl) -> bool:
+    """Whether `run` answers such inputs with exact attention, whatever the data."""
+    if plan.keep is None:
+        return True
+    if impl == "reference":
+        return False
+    return plan.keep.covers(inputs) or (impl == "auto" and plan.exact_if_faster and exact_is_faster(inputs, plan))
 
 
 def by_plan(inputs: Inputs, plans: Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
@@ -129,7 +148,12 @@ def _plan(
         return Plan(keep, rest or Drop(), weights or Softmax())
     if keep is not None or rest is not None or weights is not None:
         raise ValueError("plan: expected either a plan or keep, rest and weights, got both; change the plan instead")
+    check_plan(plan)
+    return plan
+
+
+def check_plan(plan: object) -> None:
+    """Raise `TypeError` for what is neither a plan nor a sequence of plans."""
     for one in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
         if not isinstance(one, Plan):
             raise TypeError(f"plan: expected a fewkeys.Plan, got {type(one).__name__}; budget(slots) makes one")
-    return plan

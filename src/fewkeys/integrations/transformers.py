@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, get_args
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fewkeys.attention import Impl, attention
+from fewkeys.guard import Fallbacks, Guard
 from fewkeys.integrations.interface import attach, attention_modules
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.projections import ProjectionFinder
@@ -33,7 +34,12 @@ Batch = Tensor | Mapping[str, Any]
 
 
 def apply(
-    model: PreTrainedModel, plan: Plans, *, impl: Impl = "torch", generator: torch.Generator | None = None
+    model: PreTrainedModel,
+    plan: Plans,
+    *,
+    impl: Impl = "torch",
+    generator: torch.Generator | None = None,
+    max_error: float | None = None,
 ) -> Applied:
     """Replace attention in every layer of `model` by `plan`, at once, until `restore` or the end of a `with`.
 
@@ -47,6 +53,9 @@ def apply(
     attention_mask), prefill and decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees
     the keys of one call: a causal plan that selects among them selects anew at each decoded token.
 
+    max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly, and
+    `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
+
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
     honoured: attention dropout, sliding windows shorter than the sequence, softcap, attention sinks, position bias,
     packed sequences, prepared 4-D masks, static caches, `output_attentions`; and for a plan that refuses causal
@@ -56,7 +65,8 @@ def apply(
     through transformers' interface and for plans that do not match its layers.
     """
     modules = len(attention_modules(model))
-    plans = _per_layer(plan, modules)
+    plans = plans_per_layer(plan, modules)
+    guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
     if impl not in get_args(Impl):
         raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -74,9 +84,10 @@ def apply(
             query_offset=inputs.query_offset,
             generator=generator,
             impl=impl,
+            max_error=None if guards is None else guards[layer],
         )
 
-    return Applied(model, answer)
+    return Applied(model, answer, guards or ())
 
 
 class Applied:
@@ -85,13 +96,19 @@ class Applied:
     Dropping this object changes nothing: the plan stays in force for as long as the model lives.
     """
 
-    def __init__(self, model: PreTrainedModel, answer: Any) -> None:
+    def __init__(self, model: PreTrainedModel, answer: Any, guards: tuple[Guard, ...] = ()) -> None:
         self.model = model
+        self._guards = guards
         self._detach = attach(model, answer)
 
     def restore(self) -> None:
         """Give the model back the attention it had, unless another `apply` is still in force on it."""
         self._detach()
+
+    @property
+    def fallbacks(self) -> tuple[Fallbacks, ...]:
+        """For each layer, how often `max_error` made it answer exactly, so far. Empty without `max_error`."""
+        return tuple(guard.fallbacks for guard in self._guards)
 
     def __enter__(self) -> Self:
         return self
@@ -118,34 +135,20 @@ def capture(
     Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder, for no
     batches and for a `directory` that holds something else. Nothing is left behind after an error.
     """
-    attention_modules(model)
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured; pass its encoder"
-        )
-    if model.training:
-        raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
+    check_readable(model)
     if isinstance(batches, Tensor | Mapping):
         raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
-
     projections = ProjectionFinder(model)
 
-    def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+    def hear(layer: int, inputs: AttentionInputs, output: Tensor) -> None:
         writer.write(inputs)
-        output = _exact(module, inputs)
         projections.attended(layer, output)
-        return output
 
     try:
-        detach = attach(model, answer)
-        try:
-            with torch.no_grad(), projections:
-                for index, batch in enumerate(batches):
-                    model.base_model(**_arguments(model, batch, index))
-                    writer.end_batch()
-        finally:
-            detach()
+        with projections:
+            for _ in exact_passes(model, batches, hear):
+                writer.end_batch()
         writer.write_projections(projections.found)
         return writer.finish()
     except BaseException:
@@ -153,7 +156,42 @@ def capture(
         raise
 
 
-def _per_layer(plan: object, layers: int) -> list[LayerPlan]:
+def check_readable(model: PreTrainedModel) -> None:
+    """Raise for a model that `exact_passes` cannot run."""
+    attention_modules(model)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured; pass its encoder"
+        )
+    if model.training:
+        raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
+
+
+def exact_passes(
+    model: PreTrainedModel, batches: Iterable[Batch], hear: Callable[[int, AttentionInputs, Tensor], None]
+) -> Iterator[None]:
+    """Run the base model on each batch, with exact attention and without gradients; yield after each.
+
+    `hear(layer, inputs, output)` is told of every attention call. Afterwards the model is as it was.
+    """
+
+    def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        output = _exact(module, inputs)
+        hear(layer, inputs, output)
+        return output
+
+    for index, batch in enumerate(batches):
+        detach = attach(model, answer)
+        try:
+            with torch.no_grad():
+                model.base_model(**_arguments(model, batch, index))
+        finally:
+            detach()
+        yield
+
+
+def plans_per_layer(plan: object, layers: int) -> list[LayerPlan]:
+    """The plan of each layer, or `TypeError`/`ValueError` where there is not one for each."""
     if isinstance(plan, Plan):
         return [plan] * layers
     if isinstance(plan, Mapping):

@@ -29,6 +29,9 @@ The iterations:
   p > 2, also p >= 4, where the first one need not. Near the fixed point its rate is at most `1 - 2/p`.
 
 Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`).
+
+All that these rules take from the other keys are sums and maxima over keys, which go through a `Totals`: where several
+processes hold a part of the keys each, every one of them takes the same steps and finds the bounds of its own keys.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.sketch.gram import gram64, root64
+from fewkeys.sketch.gram import WHOLE, Totals, gram64, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
 TOLERANCE = 1e-6
@@ -63,23 +66,26 @@ class Lewis:
     steps: int
 
 
-def sensitivity_bounds(rows: Tensor, power: float) -> Tensor:
+def sensitivity_bounds(rows: Tensor, power: float, totals: Totals = WHOLE) -> Tensor:
     """Upper bounds (B, H, N), float64 in [0, 1], on the l_p sensitivities of rows (B, H, N, D).
 
     power = 2: the leverage scores, which are the sensitivities. Other powers: Lewis weights; for even powers whose
     features have at most `MAX_WIDTH` columns and fewer than n, the smaller of that bound and the one from tensor
-    powers. Zero rows have bound 0.
+    powers. Zero rows have bound 0. With `totals` over several processes, `rows` are this one's, possibly none.
     """
     degree = even_degree(power)
     if degree == 1:
-        return _leverage(_whitened(rows))[0].clamp_max(1.0)
-    bounds = lewis_weights(rows, power).bounds
-    if degree and width(rows.shape[-1], degree) <= min(MAX_WIDTH, rows.shape[-2] - 1):
-        bounds = torch.minimum(bounds, tensor_bounds(rows, degree))
+        basis, empty = _whitened(rows, totals)
+        return _leverage(basis, empty, None, totals)[0].clamp_max(1.0)
+    bounds = lewis_weights(rows, power, totals).bounds
+    if degree and width(rows.shape[-1], degree) <= MAX_WIDTH:
+        keys = int(totals.sum(torch.tensor(rows.shape[-2], device=rows.device)))
+        if width(rows.shape[-1], degree) < keys:
+            bounds = torch.minimum(bounds, tensor_bounds(rows, degree, totals))
     return bounds
 
 
-def tensor_bounds(rows: Tensor, degree: int) -> Tensor:
+def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     """Leverage scores (B, H, N) of the tensor powers of rows (B, H, N, D): bounds for power 2 * degree.
 
     The rows are whitened first, which changes no sensitivity and keeps the features' Gram matrix from having the
@@ -87,43 +93,47 @@ def tensor_bounds(rows: Tensor, degree: int) -> Tensor:
     nearly that float64 cannot tell, gets the bound 1: leaving out directions would understate scores.
     Cost O(n m^2) for m features.
     """
-    basis = _whitened(rows)
-    columns, heads = width(basis.shape[-1], degree), basis[..., 0, 0].numel()
+    basis, _ = _whitened(rows, totals)
+    columns, heads = width(basis.shape[-1], degree), basis.shape[:-2].numel()
     parts = basis.split(max(1, CHUNK // (columns * heads)), -2)
     total = basis.new_zeros((*basis.shape[:-2], columns, columns))
     for part in parts:
         total += gram64(tensor_features(part, degree))
+    total = totals.sum(total)
     root, doubt = _inverse_root(total, (total.diagonal(dim1=-2, dim2=-1) == 0).double())
     scores = torch.cat([(tensor_features(part, degree) @ root).square().sum(-1) for part in parts], -1)
     bounds = (scores * (1 + doubt).unsqueeze(-1)).clamp_max(1.0)
     return torch.where(doubt.unsqueeze(-1) <= TOLERANCE, bounds, 1.0)
 
 
-def lewis_weights(rows: Tensor, power: float) -> Lewis:
+def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
     """Lewis weights of rows (B, H, N, D) for a power p > 0 and the bounds of the module's header."""
-    basis = _whitened(rows)
-    rank = (basis != 0).any(-2).sum(-1).double()
-    weights = _leverage(basis)[0]
+    basis, empty = _whitened(rows, totals)
+    rank = (~empty).sum(-1).double()
+    weights = _leverage(basis, empty, None, totals)[0]
     real = weights > 0
     log = torch.where(real, weights, 1.0).log()
     target = rank.clamp_min(1).log() * max(1.0, power / 2)
     steps = 0
     while True:
-        tau, doubt = _leverage(basis, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0))
+        tau, doubt = _leverage(basis, empty, torch.where(real, ((1 - 2 / power) * log).exp(), 0.0), totals)
         sound = doubt <= MAX_DOUBT
         log_tau = torch.where(real, tau.clamp_min(torch.finfo(tau.dtype).tiny), 1.0).log()
         bounds = power / 2 * log_tau
         if power < 2:
-            worst = torch.where(real, bounds - log, -torch.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+            worst = totals.max(_largest(torch.where(real, bounds - log, -torch.inf))).nan_to_num(neginf=0.0)
             following, bounds = bounds, bounds + (2 - power) / power * worst
         else:
-            total = torch.where(real, log, -torch.inf).logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+            total = totals.logsumexp(torch.where(real, log, -torch.inf).logsumexp(-1, keepdim=True))
+            total = total.nan_to_num(neginf=0.0)
             following, bounds = (1 - 2 / power) * log + log_tau, bounds + (power / 2 - 1) * total
-        reached = torch.where(real, bounds, -torch.inf).logsumexp(-1)
+        reached = totals.logsumexp(torch.where(real, bounds, -torch.inf).logsumexp(-1))
         excess = torch.where(rank > 0, (reached - target).expm1(), 0.0)
         excess = torch.where(sound, excess, torch.inf)
         steps += 1
-        if steps == MAX_STEPS or bool(((excess <= TOLERANCE * max(1.0, power / 2)) | ~sound).all()):
+        # One decision for all processes, whatever the last bits of their arithmetic.
+        unfinished = totals.max((~(excess <= TOLERANCE * max(1.0, power / 2)) & sound).any().double())
+        if steps == MAX_STEPS or not bool(unfinished):
             break
         log = torch.where(sound.unsqueeze(-1), following, log)
     # Where M cannot be inverted in float64, 1 is the bound.
@@ -131,23 +141,34 @@ def lewis_weights(rows: Tensor, power: float) -> Lewis:
     return Lewis(torch.where(real, log.exp(), 0.0), torch.where(real, bounds, 0.0), excess, steps)
 
 
-def _whitened(rows: Tensor) -> Tensor:
-    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection; r is the largest rank of a head."""
-    root = root64(gram64(rows), rows.dtype)
+def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
+    """`K W` (B, H, N, r) in float64, whose Gram matrix is a projection; r is the largest rank of a head.
+
+    Also which of the r columns are empty, zero throughout a head: bool (B, H, r).
+    """
+    root = root64(totals.sum(gram64(rows)), rows.dtype)
     kept = (root != 0).flatten(0, -2).any(0)
     if not bool(kept.any()):
         kept[0] = True
-    return rows.double() @ root[..., kept]
+    root = root[..., kept]
+    return rows.double() @ root, (root == 0).all(-2)
 
 
-def _leverage(basis: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _leverage(basis: Tensor, empty: Tensor, weight: Tensor | None, totals: Totals) -> tuple[Tensor, Tensor]:
     """`k^T M^-1 k` (B, H, N) for `M = sum_l weight_l k_l k_l^T`, rounded up, and by how much in relation (B, H).
 
-    Columns that are zero throughout a head have no part in it.
+    The columns `empty` (B, H, D) of zeros have no part in it. No weight: all are one.
     """
-    matrix = (basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis
-    root, doubt = _inverse_root(matrix, (basis == 0).all(-2).double())
+    matrix = totals.sum((basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis)
+    root, doubt = _inverse_root(matrix, empty.double())
     return (basis @ root).square().sum(-1) * (1 + doubt.clamp_max(1.0)).unsqueeze(-1), doubt
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """The largest entry (..., 1) of rows (..., N); minus infinity of none."""
+    if not rows.shape[-1]:
+        return rows.new_full((*rows.shape[:-1], 1), -torch.inf)
+    return rows.amax(-1, keepdim=True)
 
 
 def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,16 @@
+"""Keys split over the ranks of a `torch.distributed` process group (gloo on CPU, nccl on GPU), as torchrun starts them.
+
+    communicator.py   collectives that end in bounded time, and their bytes
+    agreement.py      ranks compare their arguments before they send anything else
+    keys.py           statistics of all keys: summed Gram matrices, leverage scores, universal sets
+    selection.py      two rounds of selection
+    attention.py      local queries attend to the selected keys of all ranks
+
+Importing needs no process group. The functions are collectives: every rank of the group makes the same calls.
+"""
+
+from fewkeys.distributed.attention import attention
+from fewkeys.distributed.communicator import Communicator
+from fewkeys.distributed.keys import leverage_scores, universal_set
+
+__all__ = ["Communicator", "attention", "leverage_scores", "universal_set"]

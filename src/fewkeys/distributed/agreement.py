@@ -1,0 +1,75 @@
+"""Before anything else is sent, ranks compare what they were called with: a small header from each to all.
+
+A collective on tensors of different shapes hangs, or mixes up numbers. Here every rank sees every header and raises
+the same error, also where one rank's own arguments were refused before the others could notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import Tensor
+
+from fewkeys.distributed.communicator import Communicator
+from fewkeys.validation import check_finite, check_tensor
+
+
+@contextmanager
+def checking(comm: Communicator, call: str) -> Iterator[None]:
+    """For the checks of this rank's arguments: what they raise is also told to the other ranks, which wait for it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        # Where the others cannot be told, what is wrong here matters more.
+        with suppress(RuntimeError):
+            comm.exchange({"call": call, "refused": str(error)})
+        raise
+
+
+def agree(comm: Communicator, call: str, same: Mapping[str, Any], own: object = None) -> list[Any]:
+    """What is each rank's `own`, a JSON value, once every rank is in the same call with the same arguments `same`.
+
+    Raises on every rank: `RuntimeError` where they are in different calls, `ValueError` where arguments differ or a
+    rank refused its own.
+    """
+    records = comm.exchange({"call": call, "same": dict(same), "own": own})
+    for rank, record in enumerate(records):
+        if record["call"] != call:
+            raise RuntimeError(
+                f"distributed: expected every rank in the same call, got {call} on rank {comm.rank} and "
+                f"{record['call']} on rank {rank}; all ranks of a group must make the same calls in the same order"
+            )
+    for rank, record in enumerate(records):
+        if "refused" in record:
+            raise ValueError(f"distributed: rank {rank} of {comm.size} refused its arguments: {record['refused']}")
+    for name, value in records[0]["same"].items():
+        for rank, record in enumerate(records):
+            if record["same"][name] != value:
+                raise ValueError(
+                    f"{name}: expected the same on every rank, got {value} on rank 0 and {record['same'][name]} on "
+                    f"rank {rank}"
+                )
+    return [record["own"] for record in records]
+
+
+def check_shard(comm: Communicator, name: str, tensor: Tensor) -> Tensor:
+    """`tensor` as this rank's shard: as `check_tensor` wants it, finite, but the token axis may be empty."""
+    filled = check_tensor(name, occupied(tensor))
+    comm.check_device(name, filled)
+    check_finite(**{name: filled})
+    return tensor
+
+
+def occupied(tensor: object) -> object:
+    """A tensor whose token axis is empty, with one token of zeros instead; anything else as it is."""
+    if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.shape[2] == 0:
+        return tensor.new_zeros((*tensor.shape[:2], 1, tensor.shape[3]))
+    return tensor
+
+
+def check_tokens(tokens: list[int]) -> None:
+    """Raise `ValueError` where all shards are empty."""
+    if not any(tokens):
+        raise ValueError("key: expected at least one token on some rank, got none on any")

@@ -1,0 +1,164 @@
+"""Attention over token shards: local queries, and the keys that matter of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
+from fewkeys.distributed.communicator import Communicator, communicator
+from fewkeys.distributed.keys import described
+from fewkeys.distributed.selection import Kept, check_keep, select
+from fewkeys.execute import linear
+from fewkeys.graph import Columns, Graph
+from fewkeys.inputs import Inputs
+from fewkeys.plan import Plan
+from fewkeys.rest import Drop, Rest
+from fewkeys.select import Selector
+from fewkeys.sketch.gram import working
+from fewkeys.validation import check_inputs
+from fewkeys.weights import Softmax, Weights
+
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    keep: Selector,
+    rest: Rest | None = None,
+    weights: Weights | None = None,
+    scale: float | None = None,
+    group: ProcessGroup | Communicator | None = None,
+) -> Tensor:
+    """`fewkeys.attention(..., impl="torch")` on a sequence whose tokens are split over ranks: this rank's queries.
+
+    Every rank scores its own keys against those of all ranks and offers its best; all ranks cut the union to the
+    budget; the keys and values that are left, and no others, are gathered; local queries attend to them. A collective:
+    every rank of the group calls it, with the same arguments apart from the tensors.
+
+    Args:
+        query: (B, Hq, Nq_local, D), this rank's queries; their number is its own affair and may be 0.
+        key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards standing in rank order; N_local may
+            differ between ranks and be 0 on some. Hq is a multiple of Hkv.
+        value: (B, Hkv, N_local, Dv).
+        keep: `Leverage`, `KeyNorm` or `RandomKeys`. `RandomKeys` draws with seed 0, and for all tokens on every rank.
+        rest: `Drop()`, the default: nothing stands in for the other keys.
+        weights, scale: as in `fewkeys.attention`.
+        group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
+            default group.
+
+    Returns:
+        (B, Hq, Nq_local, Dv) in the input's dtype. The same keys are kept as in one process, unless scores at the cut
+        lie within rounding of each other (`fewkeys.distributed.leverage_scores` says how much that is); then outputs
+        differ by the rounding of sums in another order: at most `(2 D S + |keep|) u max |v|`, S the largest sum of
+        absolute terms of a score, u the unit of the precision, float32 or better.
+
+        Gradients flow to the queries here and to the kept keys and values on the ranks that own them, equal to those
+        of one process on the sum of all ranks' losses up to rounding. So the backward pass is a collective too: all
+        ranks run it, in the same order, or none does.
+
+        Bytes sent by a rank of R, with n tokens in all and `keep=Leverage(c)`: two all-reduces of `8 B Hkv D^2`,
+        `(R - 1) 8 B Hkv c` for the scores and at most `(R - 1) B Hkv c (D + Dv)` numbers for keys and values, about
+        `1 / R` of that where heavy keys are spread evenly; backward `2 (R - 1)` such numbers in float32 or better.
+        Nothing of this grows with n. Cost O(N_local D^2 + Nq_local |keep| (D + Dv)).
+
+    Raises:
+        TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ; a
+            selector or rest that does not work over ranks yet.
+        RuntimeError: no process group; or another rank failed, or did not answer within the timeout.
+
+    Source: LevAttention (arXiv 2410.05462), distributed setting; that scores travel before keys is ours.
+    """
+    comm = communicator(group)
+    call = "attention"
+    with checking(comm, call):
+        plan = Plan(check_keep(keep), rest or Drop(), weights or Softmax())
+        if not isinstance(plan.rest, Drop):
+            raise ValueError(f"rest: expected Drop(), the only one that works over ranks so far, got {plan.rest}")
+        inputs = _check(comm, query, key, value, scale)
+    same = {
+        **described(inputs.key),
+        "query (heads)": inputs.query_heads,
+        "value (dim)": inputs.value_dim,
+        "keep, rest, weights": str((plan.keep, plan.rest, plan.weights)),
+        "scale": inputs.scale,
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+    }
+    wants = torch.is_grad_enabled() and (inputs.key.requires_grad or inputs.value.requires_grad)
+    own = agree(comm, call, same, [inputs.keys, wants])
+    tokens = [count for count, _ in own]
+    check_tokens(tokens)
+    with torch.no_grad():
+        kept = select(check_keep(keep), inputs, tokens, comm)
+    rows = _gather(inputs, kept, comm, any(wants for _, wants in own))
+    return _attend(inputs, rows, kept, plan.weights)
+
+
+def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Inputs:
+    """The checked problem of this rank; its queries, or its keys and values, may have no tokens."""
+    both = isinstance(key, Tensor) and isinstance(value, Tensor) and key.ndim == value.ndim == 4
+    if both and key.shape[2] != value.shape[2]:
+        raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
+    inputs = check_inputs(occupied(query), occupied(key), occupied(value), scale=scale)
+    comm.check_device("key", inputs.key)
+    # Now that they have passed: the tensors themselves, which may be empty, for the gradients' sake.
+    return replace(inputs, query=query, key=key, value=value)
+
+
+def _gather(inputs: Inputs, kept: Kept, comm: Communicator, wanted: bool) -> Tensor:
+    """The kept keys and values of all ranks, (B, Hkv, ranks x width, D + Dv), in working precision.
+
+    Rank r's own come from place r x width on, width being the largest count of a rank; the rest is zero. `wanted`: a
+    rank's keys or values want gradients, which the backward pass of all ranks must bring.
+    """
+    width = max(1, int(kept.counts.max()))
+    own = torch.cat([inputs.key, inputs.value], -1)
+    own = own.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, own.shape[-1]))
+    own = pad(own, (0, 0, 0, width - own.shape[2]))
+    if wanted and not own.requires_grad:
+        own.requires_grad_()
+    gathered: Tensor = _Gather.apply(own, comm)  # type: ignore[no-untyped-call]
+    return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tensor:
+    key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
+    if not inputs.queries:
+        # No output, but a part in the graph: the other ranks' backward pass waits for this one's.
+        query = working(inputs.grouped_query())
+        empty: Tensor = query @ key.mT.unsqueeze(2) @ value.unsqueeze(2)
+        return empty.flatten(1, 2).to(inputs.query.dtype)
+    width = rows.shape[2] // kept.counts.shape[0]
+    used = torch.arange(width, device=rows.device) < kept.counts.movedim(0, -1).unsqueeze(-1)
+    used = used.flatten(2)
+    # In order of position, as one process lists them, and without the places in between.
+    index = used.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    index = index[..., : max(1, int(used.sum(-1).max()))]
+    known = Inputs(inputs.query, key, value, inputs.scale)
+    columns = Columns.shared(index, used.gather(-1, index), inputs.queries)
+    return linear.attend(known, Graph(known, columns=columns), None, weights).to(inputs.query.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """Tensors of all ranks, stacked, in working precision; each rank gets the sum of its tensor's gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm, ctx.dtype = comm, own.dtype
+        return working(torch.stack(comm.all_gather(own)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        agree(ctx.comm, "backward of attention", {"gradient": [*gradient.shape, str(gradient.dtype)]})
+        # An all-reduce and not a reduce-scatter, which would need half the bytes: gloo makes the one of the other.
+        return ctx.comm.all_reduce(gradient)[ctx.comm.rank].to(ctx.dtype), None

@@ -1,0 +1,158 @@
+"""What passes between ranks: collectives that end in bounded time, well or with a clear error, and their bytes."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fewkeys.validation import check_real
+
+if TYPE_CHECKING:  # torch may be built without them
+    from torch.distributed import ProcessGroup, Work
+
+TIMEOUT = 60.0
+"""Seconds that a rank waits for the others, unless told otherwise."""
+
+RECORD = 512
+"""Records are sent in multiples of so many bytes."""
+
+
+class Communicator:
+    """A process group of `torch.distributed` with a timeout and a count of bytes; `group=` of every function here.
+
+    Args:
+        group: the process group (gloo for CPU tensors, nccl for GPU tensors); None: the default group, of all ranks.
+        timeout: seconds to wait for the other ranks in one collective. Ranks may reach a call at different times: it
+            must be longer than the longest such delay.
+
+    Attributes:
+        rank, size: this process's number in the group, and the number of processes in it.
+        bytes_sent: payload bytes that this rank has sent since the communicator was made, as ring algorithms send
+            them: `(size - 1) m` for an all-gather of m bytes a rank, padding included, and `2 m (size - 1) / size`
+            for an all-reduce of m bytes. Everything counts, also the headers in which ranks compare their arguments.
+            Every rank counts its own, and all ranks count alike. Frames and acknowledgements of the network do not
+            count. It grows in the backward pass too.
+
+    Raises:
+        RuntimeError: torch was built without torch.distributed, or no process group was initialised.
+        TypeError, ValueError: `group` is no process group with this process in it; `timeout` is not a positive number.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
+        self.timeout = check_real("timeout", timeout, above=0.0)
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "distributed: expected an initialised process group, got none; start the script with torchrun and call "
+                'torch.distributed.init_process_group("gloo") in it ("nccl" for GPU tensors)'
+            )
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):  # new_group gives a number to processes outside the group
+            raise TypeError(f"group: expected a process group with this process in it, got {group!r}")
+        # torch holds the group until it is destroyed; one that outlived that would abort the process at exit.
+        self._group = weakref.ref(group)
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.bytes_sent = 0
+        # "cpu:gloo,cuda:nccl"
+        self._devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError("distributed: expected a live process group, got one that was destroyed")
+        return group
+
+    def check_device(self, name: str, tensor: Tensor) -> None:
+        """Raise `ValueError` where the group's backend cannot send the tensor."""
+        if tensor.device.type not in self._devices:
+            raise ValueError(
+                f"{name}: expected a tensor on {' or '.join(self._devices)}, where the process group works, got one on "
+                f"{tensor.device.type}; move it, or use gloo for CPU and nccl for GPU tensors"
+            )
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """The entrywise sum or maximum of all ranks' tensors, of the same shape and dtype on each. A new tensor.
+
+        All ranks get the same bits: every entry is reduced in one place.
+        """
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        options.timeout = timedelta(seconds=self.timeout)
+        self._run(lambda: self.group.allreduce([result], options), f"an all-reduce of {_size(result)}")
+        self.bytes_sent += 2 * result.numel() * result.element_size() * (self.size - 1) // self.size
+        return result
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """All ranks' tensors in rank order, of the same shape and dtype on each."""
+        from torch._C._distributed_c10d import AllgatherOptions  # exported nowhere else, and absent from some builds
+
+        own = tensor.detach().contiguous()
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=self.timeout)
+        self._run(lambda: self.group.allgather([found], [own], options), f"an all-gather of {_size(own)}")
+        self.bytes_sent += own.numel() * own.element_size() * (self.size - 1)
+        return found
+
+    def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
+        """All ranks' tensors in rank order, whose first dimensions may differ: their lengths go first, then the rows.
+
+        Rows are padded to the longest part, and the padding counts as sent.
+        """
+        lengths = [int(n) for n in self.all_gather(torch.tensor([tensor.shape[0]], device=tensor.device))]
+        longest = max(lengths)
+        if longest == 0:
+            return [tensor] * self.size
+        own = tensor.new_zeros((longest, *tensor.shape[1:]))
+        own[: tensor.shape[0]] = tensor.detach()
+        return [part[:length] for part, length in zip(self.all_gather(own), lengths, strict=True)]
+
+    def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """All ranks' records, of JSON values, in rank order."""
+        device = torch.device("cpu" if "cpu" in self._devices else self._devices[0])
+        text = json.dumps(record).encode()
+        # Spaces up to a round length: the digits of a token count must not show in the bytes sent.
+        text = text.ljust(-(-len(text) // RECORD) * RECORD)
+        rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+        return [json.loads(bytes(part.tolist())) for part in self.all_gather_rows(rows)]
+
+    def _run(self, launch: Callable[[], Work], what: str) -> None:
+        """Start a collective and wait for it, the timeout at the longest.
+
+        The timeout is the operation's own as well: else it would go on in the background, and with gloo the process
+        could not exit before the backend gave up, after half an hour. The wait needs one because with nccl it would
+        otherwise be the GPU that waits.
+        """
+        start, reason = time.monotonic(), ""
+        try:
+            work = launch()
+            work.wait(timedelta(seconds=self.timeout))
+            if work.is_completed():
+                return
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"distributed: rank {self.rank} of {self.size} waited {time.monotonic() - start:.3g} s for {what} in vain"
+            f"{f' ({reason})' if reason else ''}; a rank has failed or is slower than timeout={self.timeout:g}; find "
+            "it, and initialise a new process group, as this one is broken"
+        )
+
+
+def communicator(group: ProcessGroup | Communicator | None) -> Communicator:
+    """`group` itself if it is a `Communicator`, else one around it."""
+    return group if isinstance(group, Communicator) else Communicator(group)
+
+
+def _size(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

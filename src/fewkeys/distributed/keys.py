@@ -1,0 +1,128 @@
+"""Statistics of keys whose token axis is split over ranks: Gram matrices are summed over ranks, rows scored where
+they are.
+
+A Gram matrix is a sum over keys, and scores need nothing else of the keys of other ranks. So each rank sends d x d
+numbers, however many keys there are (LevAttention, arXiv 2410.05462, distributed setting); for `|s|^p` a d x d matrix
+and a few numbers per head for every step of the Lewis weights.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fewkeys.distributed.agreement import agree, check_shard, check_tokens, checking
+from fewkeys.distributed.communicator import Communicator, communicator
+from fewkeys.sketch.gram import Totals, gram64, score_rows, whitener, working
+from fewkeys.sketch.leverage import ROUNDING
+from fewkeys.sketch.lewis import sensitivity_bounds
+from fewkeys.validation import check_real
+
+if TYPE_CHECKING:  # torch may be built without it
+    from torch.distributed import ProcessGroup
+
+
+class OverRanks(Totals):
+    """Totals over the keys of all ranks; each method is a collective."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def sum(self, part: Tensor) -> Tensor:
+        return self.comm.all_reduce(part)
+
+    def max(self, part: Tensor) -> Tensor:
+        return self.comm.all_reduce(part, "max")
+
+    def logsumexp(self, part: Tensor) -> Tensor:
+        return torch.stack(self.comm.all_gather(part)).logsumexp(0)
+
+
+def leverage_scores(
+    key: Tensor, power: float = 2.0, ridge: float = 0.0, *, group: ProcessGroup | Communicator | None = None
+) -> Tensor:
+    """The scores of this rank's keys against the keys of all ranks: a shard of `fewkeys.leverage_scores`.
+
+    A collective: every rank of the group calls it, with the same arguments apart from `key`.
+
+    Args:
+        key: (B, H, N_local, D), this rank's shard of the token axis, shards standing in rank order. N_local may differ
+            between ranks and be 0 on some; everything else about it is the same on all.
+        power, ridge: as in `fewkeys.leverage_scores`.
+        group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
+            default group.
+
+    Returns:
+        (B, H, N_local), float64 for float64 input and float32 otherwise. Computed in float64 from Gram matrices whose
+        terms are added in another order than by one process. A score of power 2 differs from its float64 by at most a
+        few `D u kappa^2` in relation, u = 1e-16, kappa the condition number of the keys with columns of equal norm;
+        float32 results are that rounded. (One process computes well-conditioned float32 keys in float32; it is the one
+        that differs, by up to a few `D 6e-8 kappa^2`.) Lewis weights magnify the difference by at most `2 / p` for
+        p <= 2 and `p / 2` for p > 2. Tensor powers differ by 1e-6 at most: their bound counts only where its own
+        rounding is below that.
+
+        Bytes sent by a rank do not depend on the number of tokens: a header of about 1 KB, two all-reduces of
+        `8 B H D^2` bytes for power 2 (one with a ridge), one more per step for Lewis weights, `8 B H m^2` for m
+        monomials. Cost O(N_local D^2) and as many steps as in one process.
+
+    Raises:
+        TypeError, ValueError: on every rank, where one rank's arguments are malformed or ranks' arguments differ.
+        RuntimeError: no process group; or another rank failed, or did not answer within the timeout.
+
+    Source: LevAttention (arXiv 2410.05462), distributed setting.
+    """
+    comm = communicator(group)
+    call = "leverage_scores"
+    with checking(comm, call):
+        rows = working(check_shard(comm, "key", key)).detach()
+        power = check_real("power", power, above=0.0)
+        ridge = check_real("ridge", ridge)
+        if ridge < 0 or (ridge > 0 and power != 2):
+            raise ValueError(f"ridge: expected 0, or a positive number with power=2, got {ridge} with power={power}")
+    check_tokens(agree(comm, call, {**described(key), "power": power, "ridge": ridge}, key.shape[2]))
+    if not ridge:
+        return sensitivity_bounds(rows, power, OverRanks(comm)).to(rows.dtype)
+    matrix = comm.all_reduce(gram64(rows))
+    eye = torch.eye(rows.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    return score_rows(rows.double(), whitener(matrix + ridge * eye)).to(rows.dtype)
+
+
+def universal_set(
+    key: Tensor, eps: float, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None
+) -> Tensor:
+    """The keys of this rank that belong to the universal set of all ranks' keys: a shard of `fewkeys.universal_set`.
+
+    Together the ranks mark the keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible
+    query, as one process would on the concatenation. Both compute scores in float64 and count a score from
+    `eps (1 - 1e-9)` on: the sets are the same unless a score is within rounding (see `leverage_scores`) of that very
+    number. A collective.
+
+    Args:
+        key, power, group: as in `leverage_scores` here.
+        eps: the smallest entry that must not be missed, in (0, 1).
+
+    Returns:
+        bool (B, H, N_local). Over all ranks at most `r / eps` keys per head for p <= 2, r = rank, `r^(p/2) / eps` for
+        p > 2. Bytes and cost as `leverage_scores`.
+
+    Raises:
+        As `leverage_scores`.
+
+    Source: LevAttention (arXiv 2410.05462), section 2 and the distributed setting.
+    """
+    comm = communicator(group)
+    call = "universal_set"
+    with checking(comm, call):
+        rows = working(check_shard(comm, "key", key)).detach()
+        eps = check_real("eps", eps, above=0.0, below=1.0)
+        power = check_real("power", power, above=0.0)
+    check_tokens(agree(comm, call, {**described(key), "eps": eps, "power": power}, key.shape[2]))
+    return sensitivity_bounds(rows, power, OverRanks(comm)) >= eps * (1 - ROUNDING)
+
+
+def described(key: Tensor) -> dict[str, object]:
+    """What ranks must agree on about their shards of the keys."""
+    batch, heads, _, size = key.shape
+    return {"key (batch, heads, dim)": [batch, heads, size], "key dtype": str(key.dtype), "key device": key.device.type}

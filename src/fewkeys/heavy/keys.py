@@ -1,0 +1,63 @@
+"""The keys of one head as the search reads them: block by block, in float64, at sizes near one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fewkeys.sketch.gram import power_of_two
+
+BLOCK = 1024
+"""Keys converted at once: a block and its products stay in a core's cache."""
+MODERATE = 60
+"""Columns whose largest numbers to the power p are within 2^+-60 are left as they are."""
+
+
+class ScaledKeys:
+    """Keys (N, D) of any floating dtype, columns of extreme sizes divided by powers of two near their largest number.
+
+    Nothing is rounded by it, and nothing overflows later. Queries are multiplied by the same powers, so that scores
+    do not change, and each by a power of two of its own, which cancels in attention. `largest` (D,), float64: the
+    largest number of each column after the division.
+    """
+
+    def __init__(self, key: Tensor, power: float) -> None:
+        largest = torch.stack([part.abs().amax(0) for part in key.split(BLOCK)]).amax(0).double()
+        scale, most = power_of_two(largest), 2.0 ** (MODERATE / max(power, 2.0))
+        self.key = key
+        self.scale = scale if bool(((scale < 1 / most) | (scale > most)).any()) else None
+        self.largest = largest if self.scale is None else largest / self.scale
+
+    def __len__(self) -> int:
+        return self.key.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.key.shape[1]
+
+    def blocks(self, size: int, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
+        """The keys, `size` at a time."""
+        for part in self.key.split(size):
+            yield self._scaled(part, dtype)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Some of the keys, in float64."""
+        return self._scaled(self.key[index], torch.float64)
+
+    def all(self) -> Tensor:
+        """All keys, in float64."""
+        return self._scaled(self.key, torch.float64)
+
+    def queries(self, query: Tensor) -> Tensor:
+        """Queries (M, D), in float64, that give these keys the attention which `query` gives the given ones."""
+        query = query.double()
+        query = query / power_of_two(query.abs().amax(-1, keepdim=True))
+        if self.scale is None:
+            return query
+        query = query * self.scale
+        return query / power_of_two(query.abs().amax(-1, keepdim=True))
+
+    def _scaled(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        return part.to(dtype) if self.scale is None else (part.double() / self.scale).to(dtype)

@@ -1,0 +1,125 @@
+"""`fewkeys.spot_check`: of one attention call, or of every layer of a model in one exact pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from fewkeys.guard import QUERIES
+from fewkeys.integrations.interface import attention_modules
+from fewkeys.integrations.transformers import Batch, Plans, check_readable, exact_passes, plans_per_layer
+from fewkeys.measure.capture import AttentionInputs
+from fewkeys.measure.spot_check import CallCheck, SpotCheck, check_call, check_options, check_tensors, overall
+from fewkeys.plan import Plan
+from fewkeys.validation import check_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@overload
+def spot_check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan | Sequence[Plan],
+    *,
+    queries: int = ...,
+    confidence: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    lengths: Tensor | None = ...,
+    key_mask: Tensor | None = ...,
+    query_offset: int = ...,
+    generator: torch.Generator | None = ...,
+) -> SpotCheck: ...
+
+
+@overload
+def spot_check(
+    model: PreTrainedModel,
+    batches: Batch | Iterable[Batch],
+    plan: Plans,
+    *,
+    queries: int = ...,
+    confidence: float = ...,
+    generator: torch.Generator | None = ...,
+) -> SpotCheck: ...
+
+
+def spot_check(*args: Any, **options: Any) -> SpotCheck:
+    """Estimate a plan's output error on live input from a few queries answered exactly.
+
+        fk.spot_check(query, key, value, plan, queries=32)      # one attention call
+        fk.spot_check(model, batches, plan, queries=32)         # every layer of a model, in one pass
+
+    What is estimated is the mean of `|o~_i - o_i| / |o_i|` over sequences, heads and real queries, the error that
+    `fewkeys.compare` reports. Of every sequence and head `queries` queries are drawn, one from each of as many equal
+    stretches of positions, and answered exactly; the plan runs on the whole input, as it would without the check, so
+    that its statistics are those of all queries and keys. The estimate is unbiased. The interval is Student's, with
+    variances of groups of stretches and a longer upper arm (`fewkeys.measure.interval`); it holds for the queries of
+    this input and assumes that no single one of them, unseen, carries most of the error (docs/quality-control.md has
+    the coverage measured).
+
+    Args:
+        query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`. The
+            plan is always run, as by `impl="torch"`.
+        model: a transformers model in eval mode. Every layer's plan is judged on the input that the layer has in the
+            exact model, so that errors do not add up over layers. The result has one entry per layer in `per_layer`.
+        batches: input_ids (B, N), or a mapping as a tokenizer returns it, or an iterable of these.
+        plan: with a model also one plan per layer, or per layer and key head, as in `fewkeys.apply`.
+        queries: exact queries per sequence and head, at least 2; sequences that are no longer are computed whole.
+        confidence: of the interval, in (0, 1).
+        generator: source of the sample and, before that, of plans that draw; default: fixed seeds.
+
+    Returns:
+        A `SpotCheck`.
+
+    Raises:
+        TypeError, ValueError: malformed input, and whatever the plan or the model refuse.
+
+    Cost: the plan's own (and the model's pass), plus O(queries n (D + Dv)) per sequence and head. No gradients.
+    """
+    if (args and isinstance(args[0], nn.Module)) or "model" in options:
+        return _check_model(*args, **options)
+    return check_tensors(*args, **options)
+
+
+def _check_model(
+    model: PreTrainedModel,
+    batches: Batch | Iterable[Batch],
+    plan: Plans,
+    *,
+    queries: int = QUERIES,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> SpotCheck:
+    check_options(queries, confidence)
+    check_readable(model)
+    plans = plans_per_layer(plan, len(attention_modules(model)))
+    checks: list[list[CallCheck]] = [[] for _ in plans]
+    # One source for all calls: samples that repeat each other would not be independent.
+    source = torch.Generator().manual_seed(0) if generator is None else generator
+
+    def hear(layer: int, call: AttentionInputs, output: Tensor) -> None:
+        inputs = check_inputs(
+            call.query,
+            call.key,
+            call.value,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            key_mask=call.key_mask,
+            query_offset=call.query_offset,
+            generator=generator,
+        )
+        checks[layer] += check_call(inputs, plans[layer], queries, source)
+
+    count = 0
+    for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, hear):
+        count += 1
+    if count == 0:
+        raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
+    return overall(checks, confidence)

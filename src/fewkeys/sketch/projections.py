@@ -1,0 +1,157 @@
+"""Random projections: few random combinations of many rows that keep the length of vectors.
+
+`S` (m, n) is drawn without looking at the data, and `|S x|^2` is `|x|^2` up to a relative error e in (0, 1), with
+probability 1 - delta: for some given vectors x, or for all x of a subspace of R^n at once. For the rows `K y` of a
+matrix K the subspace has dimension rank(K) <= D, so `S K` (m, D) then answers for every y, also for a y chosen after
+looking at S. The number of rows m that suffices is computed here from proved bounds with all their constants:
+
+- **Gaussian**, independent entries N(0, 1/m). `m |S x|^2 / |x|^2` is chi-squared with m degrees of freedom, so by
+  Chernoff's bound it leaves (1 +- e) m with probability at most `2 exp(-m (e - log(1 + e)) / 2)`. On a subspace of
+  dimension r the singular values of S lie in `1 +- (sqrt(r / m) + t)` with probability `1 - 2 exp(-m t^2 / 2)`
+  (Davidson and Szarek 2001, theorem II.13).
+- **Hadamard**, the fast JL transform: random signs, a Walsh-Hadamard transform over the next power of two N, m of its
+  rows without replacement. A row of `H D U`, U orthonormal (n, r), has a squared length of at most M / N for
+  `M = (sqrt(r) + sqrt(8 log(N / delta)))^2`, for one given vector `2 log(2 N / delta)` (Hoeffding), and then the
+  matrix Chernoff bound gives `2 r exp(-m ((1 + e) log(1 + e) - e) / M)` (Tropp, arXiv 1011.1595, lemmas 3.3, 3.4).
+- **CountSketch**, the sparse embedding: every row joins one random bucket of m, with a random sign. The second moment
+  alone: `E (|S x|^2 - 1)^2 <= 2 / m` for a unit x, and `E |U^T S^T S U - I|_F^2 <= (r^2 + r) / m`, by writing out
+  which pairs of rows share a bucket; Chebyshev's inequality does the rest (Clarkson and Woodruff, arXiv 1207.6365,
+  have the sparse subspace embedding). Hence 1 / delta where the others have its logarithm.
+
+Cost of `S K`: `n m D`, `n D log n` and `n D`. Which of them is fast is another matter: docs/levattention.md.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 1024
+RADIX = 64
+"""Order of the Hadamard matrices that are multiplied with; larger transforms take several rounds."""
+
+
+@dataclass(frozen=True)
+class Projection(ABC):
+    """A family of random matrices S (m, n)."""
+
+    @abstractmethod
+    def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
+        """The m that keeps the squared lengths of `count` given vectors of `total` entries within `1 +- error`."""
+
+    @abstractmethod
+    def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
+        """The m that does so for all vectors of a given subspace of dimension `rank` at once."""
+
+    @abstractmethod
+    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+        """`S K` (rows, D) for a K of `total` rows that comes in blocks, in their dtype; S is drawn here."""
+
+
+@dataclass(frozen=True)
+class Gaussian(Projection):
+    """Independent normal entries: the fewest rows, and a dense product."""
+
+    def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
+        return math.ceil(2 * math.log(2 * count / failure) / (error - math.log1p(error)))
+
+    def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
+        spread = math.sqrt(1 + error) - 1
+        return math.ceil(((math.sqrt(rank) + math.sqrt(2 * math.log(2 / failure))) / spread) ** 2)
+
+    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+        result: Tensor | None = None
+        for block in blocks:
+            part = normal((rows, block.shape[0]), block, generator) @ block
+            result = part if result is None else result + part
+        return _some(result) / math.sqrt(rows)
+
+
+@dataclass(frozen=True)
+class Hadamard(Projection):
+    """Random signs, a Walsh-Hadamard transform, a sample of its rows; holds all of K, padded to a power of two."""
+
+    def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
+        flat = 2 * math.log(4 * _power(total) * count / failure)
+        return math.ceil(flat * math.log(4 * count / failure) / _chernoff(error))
+
+    def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
+        flat = (math.sqrt(rank) + math.sqrt(8 * math.log(2 * _power(total) / failure))) ** 2
+        return math.ceil(flat * math.log(4 * rank / failure) / _chernoff(error))
+
+    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+        matrix = torch.cat([block * signs(block.shape[0], block, generator).unsqueeze(-1) for block in blocks])
+        size = _power(total)
+        matrix = torch.cat([matrix, matrix.new_zeros(size - total, matrix.shape[1])])
+        chosen = torch.randperm(size, generator=generator, device=generator.device)[:rows].to(matrix.device)
+        return hadamard(matrix)[chosen] / math.sqrt(rows)
+
+
+@dataclass(frozen=True)
+class CountSketch(Projection):
+    """One non-zero per column: every key is added to, or taken from, one of m sums."""
+
+    def rows_for_vectors(self, count: int, total: int, error: float, failure: float) -> int:
+        return math.ceil(2 * count / (failure * error**2))
+
+    def rows_for_subspace(self, rank: int, total: int, error: float, failure: float) -> int:
+        return math.ceil((rank**2 + rank) / (failure * error**2))
+
+    def apply(self, blocks: Iterator[Tensor], total: int, rows: int, generator: torch.Generator) -> Tensor:
+        result: Tensor | None = None
+        for block in blocks:
+            if result is None:
+                result = block.new_zeros(rows, block.shape[1])
+            bucket = torch.randint(rows, (block.shape[0],), generator=generator, device=generator.device)
+            sign = signs(block.shape[0], block, generator)
+            result.index_add_(0, bucket.to(block.device), block * sign.unsqueeze(-1))
+        return _some(result)
+
+
+PROJECTIONS: dict[str, Projection] = {
+    "gaussian": Gaussian(),
+    "hadamard": Hadamard(),
+    "countsketch": CountSketch(),
+}
+
+
+def hadamard(matrix: Tensor) -> Tensor:
+    """`H X` for X (N, D), N a power of two and H the symmetric matrix of signs `(-1)^popcount(i & j)`; `H H = N I`."""
+    size, done = matrix.shape[0], 1
+    while done < size:
+        order = min(RADIX, size // done)
+        signs_ = torch.ones(1, 1, dtype=matrix.dtype, device=matrix.device)
+        for _ in range(order.bit_length() - 1):
+            signs_ = torch.cat([torch.cat([signs_, signs_], 1), torch.cat([signs_, -signs_], 1)])
+        matrix = (signs_ @ matrix.reshape(size // (done * order), order, -1)).reshape(size, -1)
+        done *= order
+    return matrix
+
+
+def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers from the generator, in the dtype and on the device of `like`."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+
+
+def signs(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random signs from the generator, in the dtype and on the device of `like`."""
+    return torch.randint(2, (count,), generator=generator, device=generator.device).to(like) * 2 - 1
+
+
+def _power(total: int) -> int:
+    return 1 << max(0, total - 1).bit_length()
+
+
+def _chernoff(error: float) -> float:
+    return (1 + error) * math.log1p(error) - error
+
+
+def _some(result: Tensor | None) -> Tensor:
+    if result is None:
+        raise ValueError("blocks: expected at least one block of rows, got none")
+    return result
