@@ -125,11 +125,11 @@ def test_damaged_files_are_refused(tmp_path, kind):
 
 def test_refusals(tmp_path):
     query, key, value = SHAPE.draw()
-    with pytest.raises(ValueError, match="plan: expected one plan for each of 4 key heads, got 3"):
+    with pytest.raises(ValueError, match=r"plan: expected one plan for each of 4 key heads, got 3"):
         fk.attention(query, key, value, plan=FOUR[:3])
     with pytest.raises(TypeError, match=r"plan: expected a fewkeys.Plan, got str"):
         fk.attention(query, key, value, plan=[*FOUR[:3], "window"])
-    with pytest.raises(ValueError, match="directory: expected a folder with model_plan.json"):
+    with pytest.raises(ValueError, match=r"directory: expected a folder with model_plan\.json"):
         ModelPlan.from_pretrained(tmp_path)
     (tmp_path / FILE).write_text("{")
     with pytest.raises(ValueError, match="directory: expected JSON"):

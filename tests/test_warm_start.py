@@ -118,10 +118,14 @@ def test_an_exception_restores(done):
     model, pixels = vit(), images()
     before = logits(model, pixels)
 
-    with pytest.raises(KeyboardInterrupt), WarmStart(model, PLAN, steps=4, share=0.5) as schedule:
-        for _ in range(done):
-            schedule.step()
-        raise KeyboardInterrupt
+    def interrupted():
+        with WarmStart(model, PLAN, steps=4, share=0.5) as schedule:
+            for _ in range(done):
+                schedule.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert torch.equal(logits(model, pixels), before)
 
 

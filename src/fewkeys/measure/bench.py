@@ -127,7 +127,8 @@ def bench(
 
 def growth(rows: Sequence[Timing], name: str, start: int = 4096) -> float | None:
     """The exponent with which a plan's time per head grows, from `start` tokens (where no two
-    lengths are that long: the first) to the last."""
+    lengths are that long: the first) to the last.
+    """
     own = sorted((row for row in rows if row.name == name), key=lambda row: row.length)
     late = [row for row in own if row.length >= start]
     own = late if len(late) > 1 else own
