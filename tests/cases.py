@@ -30,6 +30,8 @@ KEEPS = {
     "leverage + norm + sinks": fk.Leverage(4) | fk.KeyNorm(4) | fk.Sinks(2),
     "outliers + window": fk.Outliers(5, 8) | fk.Window(9),
     "top-k + window + sinks": fk.TopK(4) | fk.Window(5) | fk.Sinks(2),
+    "recent blocks": fk.RecentBlocks(8),
+    "recent blocks + leverage + sinks": fk.RecentBlocks(16, 3) | fk.Leverage(7, centre=True) | fk.Sinks(2),
 }
 RESTS = {
     "drop": fk.Drop(),
@@ -70,7 +72,16 @@ PLANS = _plans()
 """All plans of the table."""
 
 SOFTMAX_PLANS = {name: plan for name, plan in PLANS.items() if isinstance(plan.weights, fk.Softmax)}
-CAUSAL_PLANS = {name: plan for name, plan in PLANS.items() if plan.rest.causal and plan.keep.causal}
+RUNNING_PLANS = {
+    "recent, running means": Plan(fk.RecentBlocks(8), fk.RunningMeans(6)),
+    "recent + sinks + leverage, running means": Plan(
+        fk.RecentBlocks(16) | fk.Sinks(2) | fk.Leverage(5, centre=True), fk.RunningMeans(7)
+    ),
+    "recent + random, running means": Plan(fk.RecentBlocks(64, 1) | fk.RandomKeys(70), fk.RunningMeans(3)),
+    "recent, running means, power": Plan(fk.RecentBlocks(8, 3), fk.RunningMeans(6), fk.Power(2.0)),
+}
+"""Plans with stand-ins of the past, which exist under causality only."""
+CAUSAL_PLANS = {name: plan for name, plan in PLANS.items() if plan.rest.causal and plan.keep.causal} | RUNNING_PLANS
 SOME_PLANS = {
     name: PLANS[name]
     for name in (

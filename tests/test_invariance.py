@@ -7,7 +7,7 @@ import fewkeys as fk
 from cases import PLANS, SHAPES, SOME_PLANS
 
 DRAWS = ("random", "sample")
-ORDERLESS = {n: p for n, p in PLANS.items() if not any(word in n for word in (*DRAWS, "window", "sinks"))}
+ORDERLESS = {n: p for n, p in PLANS.items() if not any(word in n for word in (*DRAWS, "window", "sinks", "recent"))}
 QUIET = {n: p for n, p in PLANS.items() if not any(word in n for word in DRAWS)}
 
 

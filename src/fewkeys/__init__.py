@@ -26,10 +26,11 @@ from fewkeys.measure.spot_check import SpotCheck
 from fewkeys.measure.tune import tune
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan, budget
-from fewkeys.rest import ClusterMeans, Drop, Moments, UniformSample
-from fewkeys.select import BestColumns, KeyNorm, Leverage, Outliers, RandomKeys, Sinks, TopK, Window
+from fewkeys.rest import ClusterMeans, Drop, Moments, RunningMeans, UniformSample
+from fewkeys.select import BestColumns, KeyNorm, Leverage, Outliers, RandomKeys, RecentBlocks, Sinks, TopK, Window
 from fewkeys.sketch.key_sketch import KeySketch, UniversalKeys
 from fewkeys.sketch.leverage import leverage_scores, universal_set
+from fewkeys.streaming import Stream, stream
 from fewkeys.weights import Elu, Entmax, Power, Relu, Softmax
 
 __version__ = "0.1.0"
@@ -54,12 +55,15 @@ __all__ = [
     "Plan",
     "Power",
     "RandomKeys",
+    "RecentBlocks",
     "Relu",
     "Report",
+    "RunningMeans",
     "Sinks",
     "Sketched",
     "Softmax",
     "SpotCheck",
+    "Stream",
     "TopK",
     "UniformSample",
     "UniversalKeys",
@@ -76,6 +80,7 @@ __all__ = [
     "metrics",
     "oracle",
     "spot_check",
+    "stream",
     "tune",
     "universal_set",
 ]

@@ -112,6 +112,9 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl, guard: Guard | 
         if impl == "reference":
             return reference.attend_exact(inputs, plan.weights)
         return exact.attend(inputs, plan.weights)
+    if plan.rest.needs_causal and inputs.offset:
+        # Stand-ins of the past are made block by block from the first token on.
+        return run(inputs.from_start(), plan, impl, guard)[:, :, inputs.offset :]
     with torch.no_grad():
         graph = plan.keep.select(inputs)
     stand_ins = plan.rest.prepare(inputs, graph, plan.weights)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` to `path` by rename: a reader finds the old file or the new one, never half of it."""
+def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
+    """Write text (UTF-8) or bytes to `path` by rename: a reader finds the old file or the new one, never half."""
     target = Path(path)
     draft = target.parent / f".{target.name}.{os.getpid()}"
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(data.encode() if isinstance(data, str) else data)
         draft.replace(target)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -1,21 +1,23 @@
 """Which keys each query attends to exactly.
 
-A `Graph` is a union of three kinds of edges, each stored in the space its pattern needs, never as n x n:
+A `Graph` is a union of four kinds of edges, each stored in the space its pattern needs, never as n x n:
 
 * a band: every query sees the keys from `left` before to `right` after its own position;
 * columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
-* rows: every query has its own list of keys (only oracles need this).
+* rows: every query has its own list of keys (only oracles need this);
+* groups: every query sees the keys that share one of its groups.
 
 Causality and padding hold for every kind: hidden keys are never edges.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fewkeys.groups import Groups
 from fewkeys.inputs import Inputs
 
 
@@ -24,7 +26,8 @@ class Columns:
     """Key lists shared by blocks of queries.
 
     `index` (B, Hkv, blocks, S) holds key positions and `used` (same shape, bool) tells real entries from filling;
-    no used entry appears twice in a list. Block b serves queries b * size .. (b + 1) * size - 1.
+    no used entry appears twice in a list. A single block serves all queries; several are blocks of absolute positions:
+    block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size.
     """
 
     index: Tensor
@@ -40,6 +43,11 @@ class Columns:
     def blocks(self) -> int:
         return self.index.shape[2]
 
+    def block(self, inputs: Inputs, start: int, stop: int) -> Tensor:
+        """The block that serves each of the queries start .. stop - 1."""
+        position = torch.arange(start, stop, device=self.index.device) + inputs.offset % self.size
+        return position // self.size if self.blocks > 1 else torch.zeros_like(position)
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -50,6 +58,18 @@ class Graph:
     columns: Columns | None = None
     rows: Tensor | None = None  # (B, Hq, Nq, R) key positions, -1 for none
     full: bool = False
+    groups: Groups | None = None
+
+    def __post_init__(self) -> None:
+        x, groups = self.inputs, self.groups
+        if groups is None:
+            return
+        for name, ids, tokens in (("query", groups.query, x.queries), ("key", groups.key, x.keys)):
+            if ids.shape[:3] != (x.batch, x.query_heads, tokens):
+                raise ValueError(
+                    f"groups: expected {name} ids of shape ({x.batch}, {x.query_heads}, {tokens}, any), got "
+                    f"{tuple(ids.shape)}; ids are per batch entry, query head and token"
+                )
 
     def __or__(self, other: Graph) -> Graph:
         if other.inputs is not self.inputs:
@@ -57,9 +77,10 @@ class Graph:
         return Graph(
             self.inputs,
             _join_bands(self.band, other.band),
-            _join_columns(self.columns, other.columns, self.inputs.keys),
+            _join_columns(self.columns, other.columns, self.inputs),
             _join_rows(self.rows, other.rows),
             self.full or other.full,
+            _join_groups(self.groups, other.groups),
         )
 
     def mask(self, start: int, stop: int) -> Tensor:
@@ -78,12 +99,13 @@ class Graph:
             # Fillings may repeat a used key: count hits instead of writing flags, so that order does not matter.
             hits = torch.zeros(lists.shape, dtype=torch.int32, device=device)
             lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
-            block = torch.arange(start, stop, device=device) // columns.size
-            seen |= lists[:, :, block].repeat_interleave(x.groups, 1)
+            seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.groups, 1)
         if self.rows is not None:
             rows = self.rows[:, :, start:stop]
             hits = torch.zeros((x.batch, heads, count, x.keys), dtype=torch.int32, device=device)
             seen |= hits.scatter_add_(-1, rows.clamp_min(0), (rows >= 0).to(torch.int32)) > 0
+        if self.groups is not None:
+            seen |= self.groups.mask(start, stop)
         return seen & visible(x, start, stop)
 
     def to_mask(self) -> Tensor:
@@ -138,13 +160,14 @@ def _join_bands(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[i
     return max(a[0], b[0]), max(a[1], b[1])
 
 
-def _join_columns(a: Columns | None, b: Columns | None, keys: int) -> Columns | None:
+def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Columns | None:
     if a is None or b is None:
         return a or b
-    if a.size != b.size:
-        # At least one is shared by all queries (or by coarser blocks): it is repeated for the finer blocks.
-        a, b = (a, b) if a.size < b.size else (b, a)
-        b = _refine(b, a)
+    # Shared lists, and those of coarser blocks, are repeated for the finer blocks.
+    a, b = sorted((a, b), key=lambda columns: (-columns.blocks, columns.size))
+    if a.blocks > b.blocks or a.size < b.size:
+        b = _refine(b, a, inputs.offset)
+    keys = inputs.keys
     index, used = torch.cat([a.index, b.index], -1), torch.cat([a.used, b.used], -1)
     index = index.masked_fill(~used, keys)  # fillings sort last
     index, order = index.sort(-1)
@@ -153,12 +176,23 @@ def _join_columns(a: Columns | None, b: Columns | None, keys: int) -> Columns | 
     return Columns(index.clamp_max(keys - 1), used, a.size)
 
 
-def _refine(coarse: Columns, fine: Columns) -> Columns:
-    block = torch.arange(fine.blocks, device=fine.index.device) * fine.size // coarse.size
-    return replace(fine, index=coarse.index[:, :, block], used=coarse.used[:, :, block])
+def _refine(coarse: Columns, fine: Columns, offset: int) -> Columns:
+    """The coarse lists, one for each fine block."""
+    if coarse.blocks == 1:
+        block = torch.zeros(fine.blocks, dtype=torch.int64, device=fine.index.device)
+    else:
+        place = (torch.arange(fine.blocks, device=fine.index.device) + offset // fine.size) * fine.size
+        block = place // coarse.size - offset // coarse.size
+    return Columns(coarse.index[:, :, block], coarse.used[:, :, block], fine.size)
 
 
 def _join_rows(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return a if b is None else b
     return torch.cat([a, b], -1)
+
+
+def _join_groups(a: Groups | None, b: Groups | None) -> Groups | None:
+    if a is None or b is None:
+        return a or b
+    return a | b

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 T = TypeVar("T")
 
@@ -23,7 +24,8 @@ class Inputs:
 
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
     `h // groups`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
-    Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset.
+    Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
+    `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more.
     """
 
     query: Tensor
@@ -34,6 +36,7 @@ class Inputs:
     offset: int = 0
     valid: Tensor | None = None
     generator: torch.Generator | None = None
+    filler: int = 0
     _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -88,6 +91,11 @@ class Inputs:
         """The same problem for the key heads `index` (H,) and the query heads that read them, in that order."""
         query = self.grouped_query()[:, index].flatten(1, 2)
         return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], _memory={})
+
+    def from_start(self) -> Inputs:
+        """The same problem with the places of all earlier tokens filled, so that the first query is at position 0."""
+        query = pad(self.query, (0, 0, self.offset, 0))
+        return replace(self, query=query, offset=0, filler=self.offset, _memory={})
 
     def branch(self) -> Inputs:
         """The same problem, remembering what this one does; what it learns from now on goes with it."""

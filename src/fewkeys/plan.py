@@ -9,13 +9,27 @@ from typing import Any
 
 from fewkeys.files import read_json, write_json
 from fewkeys.inputs import Inputs
-from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest
-from fewkeys.select import SELECTORS, Outliers, Selector, Sinks, Union, Window
+from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans
+from fewkeys.select import (
+    SELECTORS,
+    KeyNorm,
+    Leverage,
+    Outliers,
+    RandomKeys,
+    RecentBlocks,
+    Selector,
+    Sinks,
+    Union,
+    Window,
+)
+from fewkeys.select.base import CAUSAL_BLOCK
 from fewkeys.validation import check_count
 from fewkeys.weights import Elu, Entmax, Power, Relu, Softmax, Weights
 
 FORMAT = 1
 FILE = "plan.json"
+ONLINE = (Sinks, Leverage, KeyNorm, RandomKeys)
+"""Rules whose lists a key leaves once and for ever."""
 WEIGHTS: tuple[type[Weights], ...] = (Softmax, Entmax, Power, Elu, Relu)
 
 
@@ -42,14 +56,37 @@ class Plan:
         if self.keep is not None and not isinstance(self.keep, Selector):
             raise TypeError(f"keep: expected a selector or None, got {type(self.keep).__name__}")
         self.rest.check(self.weights)
+        if isinstance(self.rest, RunningMeans) and self.keep is not None:
+            self._check_running(self.keep)
+
+    def _check_running(self, keep: Selector) -> None:
+        parts = keep.parts if isinstance(keep, Union) else (keep,)
+        recent = [part for part in parts if isinstance(part, RecentBlocks)]
+        others = [part for part in parts if not isinstance(part, RecentBlocks)]
+        if len(recent) != 1 or not all(isinstance(part, ONLINE) and part.causal for part in others):
+            raise ValueError(
+                "keep: RunningMeans takes up whole blocks of keys as they leave RecentBlocks; expected one "
+                f"RecentBlocks and, beside it, Sinks, Leverage(count), KeyNorm or RandomKeys, got {keep}"
+            )
+        reach = recent[0].size * recent[0].blocks
+        if reach < CAUSAL_BLOCK and any(not isinstance(part, Sinks) for part in others):
+            raise ValueError(
+                f"keep: keys are chosen every {CAUSAL_BLOCK} positions, so expected RecentBlocks that hold as many, "
+                f"got {recent[0]} with {reach}; give it more blocks"
+            )
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` where the plan cannot run on such inputs."""
+        if self.rest.needs_causal and not inputs.is_causal and self.keep is not None:
+            raise ValueError(
+                f"is_causal: {type(self.rest).__name__} stands for the past of every query; expected is_causal=True, "
+                "got False; use ClusterMeans where queries see the whole sequence"
+            )
         if inputs.is_causal and self.keep is not None:
             if not self.rest.causal:
                 raise ValueError(
-                    f"is_causal: {type(self.rest).__name__} summarises the future too and cannot be causal yet; "
-                    "use rest=Drop(), or budget(slots, is_causal=True)"
+                    f"is_causal: {type(self.rest).__name__} summarises the future too; use rest=RunningMeans(count) "
+                    "beside RecentBlocks, as budget(slots, is_causal=True) does, or Drop()"
                 )
             if not self.keep.causal:
                 raise ValueError(
@@ -125,15 +162,18 @@ def budget(slots: int, *, is_causal: bool = False) -> Plan:
 
     A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
     (one slot a rank), and the others are cluster means; the split was chosen by measurement on all-MiniLM-L6-v2
-    (docs/method.md). Under causality, where means do not exist yet: 4 sinks and a window.
+    (docs/method.md). Under causality, about half of the slots are recent blocks of keys, on average over a block, and
+    the others means of everything before them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """
     check_count("slots", slots)
     if is_causal:
-        sinks = min(4, slots // 4)
-        keep: Selector = Window(slots - sinks)
-        return Plan(Sinks(sinks) | keep if sinks else keep, exact_if_faster=True)
+        if slots < 8:
+            return Plan(Window(slots), exact_if_faster=True)
+        size = 1 << ((slots // 3).bit_length() - 1)
+        recent = size + (size + 1) // 2
+        return Plan(RecentBlocks(size), RunningMeans(slots - recent), exact_if_faster=True)
     if slots < 8:
         return Plan(Window(1), ClusterMeans(slots - 1), exact_if_faster=True) if slots > 1 else Plan(Window(1))
     rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1

@@ -54,7 +54,7 @@ def select(keep: Leverage | KeyNorm | RandomKeys, inputs: Inputs, tokens: list[i
         drawn = uniform(inputs, (inputs.batch, inputs.kv_heads, sum(tokens)))
         score = drawn.split(tokens, -1)[comm.rank]
     else:
-        score = keep.score(inputs)
+        score = working(inputs.key.detach()).square().sum(-1)
     return _best(score, keep.count, comm)
 
 

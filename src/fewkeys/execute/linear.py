@@ -8,30 +8,37 @@ queries at a time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.execute import reference
-from fewkeys.execute.sources import Band, BlockLists, Chunk, Means, SharedList, Source
+from fewkeys.execute.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
-from fewkeys.rest.base import StandIns
+from fewkeys.rest.base import BlockStandIns, StandIns
 from fewkeys.sketch.gram import working
-from fewkeys.weights import Weights, positive
+from fewkeys.weights import Softmax, Weights, positive
 
 CHUNK = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
 
 
-def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: Weights) -> Tensor:
+def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
     x = inputs
-    if graph.rows is not None or graph.full:
+    if graph.rows is not None or graph.full or graph.groups is not None:
         block = max(1, 4 * CHUNK // (x.batch * x.query_heads * x.keys))
         return reference.attend(x, graph, stand_ins, weights, block)
     size = block_size(graph)
-    sources, means = _sources(x, graph, stand_ins, size)
+    lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
+    if lead:
+        # Lists serve blocks of absolute positions: the first block is filled up from the front.
+        whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
+        return attend(whole, replace(graph, inputs=whole), stand_ins, weights)[:, :, lead:]
+    sources, means = _sources(x, graph, stand_ins, weights, size)
     query = x.grouped_query().flatten(0, 1)
     width = sum(source.width for source in sources) * x.groups
     heads = max(1, min(query.shape[0], CHUNK // max(1, width * x.queries)))
@@ -69,14 +76,20 @@ def block_size(graph: Graph) -> int:
     return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 
 
-def _sources(x: Inputs, graph: Graph, stand_ins: StandIns | None, size: int) -> tuple[list[Source], Means | None]:
+def _sources(
+    x: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights, size: int
+) -> tuple[list[Source], Means | BlockMeans | None]:
     sources: list[Source] = []
     if graph.columns is not None:
         sources.append(SharedList(x, graph.columns) if graph.columns.blocks == 1 else BlockLists(x, graph.columns))
     band = None if graph.band is None else Band(x, graph.band, graph.columns, size)
     if band is not None:
         sources.append(band)
-    means = None if stand_ins is None else Means(stand_ins, band)
+    means: Means | BlockMeans | None = None
+    if isinstance(stand_ins, BlockStandIns):
+        means = BlockMeans(stand_ins, isinstance(weights, Softmax))
+    elif stand_ins is not None:
+        means = Means(stand_ins, [source for source in sources if isinstance(source, Band | BlockLists)])
     if means is not None:
         sources.append(means)
     return sources, means
@@ -91,13 +104,13 @@ def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: 
     return Chunk(heads, start, blocks, size, x.groups, x.offset, rows)
 
 
-def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | None, weights: Weights) -> Tensor:
+def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | BlockMeans | None, weights: Weights) -> Tensor:
     """(H, groups, blocks x size, Dv)."""
     parts = [source.scores(chunk) for source in sources]
     multiplicity = None
     if means is not None:
         multiplicity = means.multiplicity(chunk)
-        if means.curvature is not None:
+        if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
             # A stand-in that speaks for nobody must not decide the row's largest score. A mean cannot: it is an average
             # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)

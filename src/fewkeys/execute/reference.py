@@ -6,17 +6,21 @@ stand-in is counted from the mask. float32, or float64 for float64 input, whatev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
-from fewkeys.rest.base import StandIns
+from fewkeys.rest.base import BlockStandIns, StandIns
 from fewkeys.sketch.gram import working
-from fewkeys.weights import Weights, positive
+from fewkeys.weights import Softmax, Weights, positive
 
 
-def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: Weights, block: int = 0) -> Tensor:
+def attend(
+    inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights, block: int = 0
+) -> Tensor:
     """The output (B, Hq, Nq, Dv). `block` > 0 takes so many queries at a time, which bounds the memory."""
     step = block or inputs.queries
     blocks = [
@@ -27,7 +31,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
 
 
 def _attend_block(
-    inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: Weights, start: int, stop: int
+    inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights, start: int, stop: int
 ) -> Tensor:
     def per_query_head(tensor: Tensor) -> Tensor:
         return working(tensor).repeat_interleave(inputs.groups, 1)
@@ -39,6 +43,11 @@ def _attend_block(
     if stand_ins is None:
         (weight,) = weights.kernel([scores])
         return (weight @ value) / positive(weight.sum(-1, keepdim=True))
+    if isinstance(stand_ins, BlockStandIns):
+        first = torch.zeros(stop - start, dtype=torch.int64, device=query.device)
+        block = first if graph.columns is None else graph.columns.block(inputs, start, stop)
+        parts = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.size)
+        return _beside_means(query, scores, value, [per_query_head(part)[:, :, block] for part in parts], weights)
 
     extra = query @ per_query_head(stand_ins.key).mT
     if stand_ins.bias is not None:
@@ -57,6 +66,18 @@ def _attend_block(
             moved = moved @ per_query_head(stand_ins.right)
         output = output + (weight_extra @ per_query_head(stand_ins.factor).unsqueeze(-1)) * moved
     return output / positive(total)
+
+
+def _beside_means(query: Tensor, scores: Tensor, value: Tensor, means: Sequence[Tensor], weights: Weights) -> Tensor:
+    """Kept keys beside each query's own stand-ins of the past: their keys, values, biases and sizes."""
+    key, mean, bias, size = means
+    extra = (query.unsqueeze(-2) @ key.mT).squeeze(-2)
+    tilted = isinstance(weights, Softmax)
+    extra = (extra + bias if tilted else extra).masked_fill(size == 0, -torch.inf)
+    weight, weight_extra = weights.kernel([scores, extra])
+    weight_extra = weight_extra if tilted else weight_extra * size
+    total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
+    return (weight @ value + (weight_extra.unsqueeze(-2) @ mean).squeeze(-2)) / positive(total)
 
 
 def attend_exact(inputs: Inputs, weights: Weights) -> Tensor:

@@ -8,6 +8,7 @@ same positions stand together.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 
 from fewkeys.graph import Columns
 from fewkeys.inputs import Inputs
-from fewkeys.rest.base import StandIns
+from fewkeys.rest.base import BlockStandIns, StandIns
 from fewkeys.sketch.gram import working
 
 
@@ -129,6 +130,11 @@ class BlockLists(Source):
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         return (chunk.by_block(weights) @ self._rows(self.value, chunk)).flatten(1, 2)
 
+    def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
+        """What the block's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's list."""
+        held = self._rows(member, chunk) * self._lists(self.used, chunk).unsqueeze(-1)
+        return held.sum(2).repeat_interleave(chunk.groups * chunk.size, 1)
+
 
 class Band(Source):
     """The keys from `left` before to `right` after every query, except those that its lists hold already."""
@@ -213,7 +219,7 @@ class Band(Source):
 class Means(Source):
     """The stand-ins for the keys that a query does not keep."""
 
-    def __init__(self, stand_ins: StandIns, band: Band | None) -> None:
+    def __init__(self, stand_ins: StandIns, near: Sequence[Band | BlockLists]) -> None:
         def flat(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else working(tensor).flatten(0, 1)
 
@@ -225,7 +231,7 @@ class Means(Source):
             # The factors ride along as one more value column.
             self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
         self.total = self.member.sum(1, keepdim=True)
-        self.band = band
+        self.near = near
 
     @property
     def width(self) -> int:
@@ -245,9 +251,9 @@ class Means(Source):
     def multiplicity(self, chunk: Chunk) -> Tensor:
         """How many keys each stand-in speaks for, per query: (H, M, C), or (H, 1, C) where all queries agree."""
         total = self.total[chunk.heads]
-        if self.band is None:
+        if not self.near:
             return total
-        left = total - self.band.represented(self.member, chunk)
+        left = total - sum(source.represented(self.member, chunk) for source in self.near)
         # A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
         return left.masked_fill_(left <= 1e-5 * total, 0.0)
 
@@ -259,3 +265,37 @@ class Means(Source):
         if self.right is not None:
             moved = moved @ self.right[chunk.heads]
         return mixed[..., :-1] + mixed[..., -1:] * moved
+
+
+class BlockMeans(Source):
+    """The stand-ins that each block of queries has of its past."""
+
+    def __init__(self, stand_ins: BlockStandIns, tilted: bool) -> None:
+        self.key, self.value, self.bias, self.size = (
+            tensor.flatten(0, 1) for tensor in (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.size)
+        )
+        self.tilted = tilted
+
+    @property
+    def width(self) -> int:
+        return self.key.shape[2]
+
+    def _of(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        first = chunk.start // chunk.size if rows.shape[1] > 1 else 0
+        return rows[chunk.heads, first : first + chunk.blocks]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.by_block(chunk.query) @ self._of(self.key, chunk).mT
+        bias = self._of(self.bias, chunk)
+        bias = bias if self.tilted else torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
+        return (scores + bias.unsqueeze(2)).flatten(1, 2)
+
+    def multiplicity(self, chunk: Chunk) -> Tensor | None:
+        """How many keys each stand-in speaks for, (H, M, C); None where the bias has told it."""
+        if self.tilted:
+            return None
+        rows = chunk.groups * chunk.size
+        return self._of(self.size, chunk).unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return (chunk.by_block(weights) @ self._of(self.value, chunk)).flatten(1, 2)

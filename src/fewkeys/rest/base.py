@@ -38,14 +38,32 @@ class StandIns:
     curvature: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class BlockStandIns:
+    """M stand-ins per key head and block of queries: what each block knows of the past.
+
+    Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places that
+    stand for nobody, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
+    graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
+    the bias already tells the mass, `exp(score + bias)`.
+    """
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    size: Tensor
+
+
 class Rest(ABC):
     """A rule that makes the stand-ins for whatever is not kept."""
 
     causal: ClassVar[bool] = False
     """Whether the stand-ins see only the past under `is_causal=True`."""
+    needs_causal: ClassVar[bool] = False
+    """Whether the stand-ins are of the past, and mean nothing without `is_causal=True`."""
 
     @abstractmethod
-    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | None:
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | BlockStandIns | None:
         """The stand-ins for all keys outside the graph's shared columns, or None where nothing stands in."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.validation import check_inputs
 
-CAUSAL_BLOCK = 64
+if TYPE_CHECKING:
+    from fewkeys.select.causal import OnlineScore
+
+CAUSAL_BLOCK = 32
 """Queries that share one list of causally chosen keys: the list is renewed at every such block."""
 
 
@@ -35,6 +38,13 @@ class Selector(ABC):
     def causal(self) -> bool:
         """Whether the rule is defined, and strictly causal, under `is_causal=True`."""
         return True
+
+    def online(self, generator: torch.Generator | None) -> OnlineScore:
+        """The scores by which the rule chooses among keys as they arrive. Only rules that keep the best so far have it.
+
+        `generator` is where rules that draw draw from.
+        """
+        raise ValueError(f"keep: expected a rule that can choose among keys as they arrive, got {self}")
 
     def graph(
         self,

@@ -1,15 +1,16 @@
 """Strictly causal selection of the heaviest keys of the past.
 
-Queries are taken in blocks. A block's list is chosen among the keys that were complete before the block began, by
-scores that saw nothing later: each time a block of keys is complete, the keys kept so far and the new ones are scored
-together and the best `count` stay. While fewer than `count` keys are complete, the free places of the list go to the
-block's own keys in order, under the causal mask; so a budget of all keys is exact attention. Cost O(n (count + block))
-scores, memory independent of n besides the lists.
+Queries are taken in blocks of absolute positions. A block's list is chosen among the keys that were complete before
+the block began, by scores that saw nothing later: each time a block of keys is complete, the keys kept so far and the
+new ones are scored together and the best `count` stay; what is let go never returns. While fewer than `count` keys are
+complete, the free places of the list go to the block's own keys in order, under the causal mask; so a budget of all
+keys is exact attention. Cost O(n (count + block)) scores, memory independent of n besides the lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,56 +19,106 @@ from torch.nn.functional import pad
 from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import CAUSAL_BLOCK
-
-Score = Callable[[Tensor, int], Tensor]
-"""(candidate positions (B, Hkv, M), end of the completed keys) -> scores (B, Hkv, M)."""
+from fewkeys.sketch.gram import working
 
 
-def running_top(inputs: Inputs, score: Score, count: int) -> Graph:
+class OnlineScore(ABC):
+    """Scores of keys that arrive block by block; a selector makes a fresh one for every call and every stream.
+
+    `sums` is all that is remembered of the keys so far: statistics that add up, by name.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+        """Take note of a block of keys (B, Hkv, M, D), of which `real` (B, M) count, and return a number for each of
+        them, (B, Hkv, M), that is remembered with the key.
+        """
+
+    def score(self, key: Tensor, number: Tensor) -> Tensor:
+        """The present scores (B, Hkv, M) of keys offered earlier, with their numbers. Here: the numbers."""
+        return number
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """Take note of further keys by their sums."""
+        self.sums = {name: self.sums[name] + part if self.sums else part for name, part in sums.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The best keys so far: `index` (B, Hkv, K) positions, `used` (same shape), `number` what the score remembers."""
+
+    index: Tensor
+    used: Tensor
+    number: Tensor
+
+    @staticmethod
+    def empty(key: Tensor) -> Held:
+        """Nothing yet, for keys (B, Hkv, N, D)."""
+        index = torch.zeros((*key.shape[:2], 0), dtype=torch.int64, device=key.device)
+        return Held(index, index.bool(), index.to(working(key).dtype))
+
+    def joined(self, index: Tensor, used: Tensor, number: Tensor) -> Held:
+        """With further candidates."""
+        return Held(
+            torch.cat([self.index, index], -1), torch.cat([self.used, used], -1), torch.cat([self.number, number], -1)
+        )
+
+    def best(self, score: Tensor, count: int) -> Tensor:
+        """Places (B, Hkv, count) of the best candidates by `score` (B, Hkv, K), in the order in which they came."""
+        return score.masked_fill(~self.used, -torch.inf).topk(count, -1).indices.sort(-1).values
+
+    def take(self, place: Tensor) -> Held:
+        """The candidates at `place`."""
+        return Held(self.index.gather(-1, place), self.used.gather(-1, place), self.number.gather(-1, place))
+
+
+def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     """The graph in which every block of queries keeps the `count` best keys of its completed past."""
-    x, device, size = inputs, inputs.query.device, CAUSAL_BLOCK
+    x, size = inputs, CAUSAL_BLOCK
     count = min(count, x.keys)
-    kept = torch.zeros((x.batch, x.kv_heads, 0), dtype=torch.int64, device=device)
-    used = torch.zeros(kept.shape, dtype=torch.bool, device=device)
-    lists, flags, done = [], [], 0
-    for start in range(0, x.queries, size):
-        # Everything before the block's first query position is complete; its own key is not.
-        complete = min(start + x.offset, x.keys)
+    keys = working(x.key.detach())
+    held, lists, flags, done = Held.empty(keys), [], [], 0
+    for block in range(x.offset // size, (x.offset + x.queries - 1) // size + 1):
+        complete = min(block * size, x.keys)
         while done < complete:
-            stop = min(done + size, complete)
-            kept, used = _absorb(x, score, kept, used, done, stop, count)
-            done = stop
-        index, flag = _fill(x, kept, used, complete, count)
+            held = _offer(x, keys, score, held, done, count)
+            done = min(done + size, complete)
+        index, flag = _fill(x, held, complete, count)
         lists.append(index)
         flags.append(flag)
     return Graph(x, columns=Columns(torch.stack(lists, 2), torch.stack(flags, 2), size))
 
 
-def _absorb(
-    x: Inputs, score: Score, kept: Tensor, used: Tensor, start: int, stop: int, count: int
-) -> tuple[Tensor, Tensor]:
-    new = torch.arange(start, stop, device=kept.device).expand(x.batch, x.kv_heads, -1)
-    real = torch.ones_like(new, dtype=torch.bool)
-    if x.valid is not None:
-        real = x.valid[:, None, start:stop].expand_as(new)
-    index, used = torch.cat([kept, new], -1), torch.cat([used, real], -1)
-    if index.shape[-1] <= count:
-        return index, used
-    top = score(index, stop).masked_fill(~used, -torch.inf).topk(count, -1).indices.sort(-1).values
-    return index.gather(-1, top), used.gather(-1, top)
+def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: Held, start: int, count: int) -> Held:
+    stop = min(start + CAUSAL_BLOCK, x.keys)
+    new = torch.arange(start, stop, device=keys.device).expand(x.batch, x.kv_heads, -1)
+    real = None if x.valid is None else x.valid[:, start:stop]
+    number = score.offer(keys[:, :, start:stop], real)
+    used = torch.ones_like(new, dtype=torch.bool) if real is None else real[:, None].expand_as(new)
+    held = held.joined(new, used, number)
+    if held.index.shape[-1] <= count:
+        return held
+    rows = keys.gather(-2, held.index.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))
+    return held.take(held.best(score.score(rows, held.number), count))
 
 
-def _fill(x: Inputs, kept: Tensor, used: Tensor, complete: int, count: int) -> tuple[Tensor, Tensor]:
+def _fill(x: Inputs, held: Held, complete: int, count: int) -> tuple[Tensor, Tensor]:
     """The list with its free places given to the block's own real keys, in order; lists are `count` long."""
-    own = torch.arange(complete, complete + CAUSAL_BLOCK, device=kept.device)
+    own = torch.arange(complete, complete + CAUSAL_BLOCK, device=held.index.device)
     real = (own < x.keys).expand(x.batch, -1)
     own = own.clamp_max(x.keys - 1).expand(x.batch, -1)
     if x.valid is not None:
         real = real & x.valid.gather(-1, own)
         order = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         own, real = own.gather(-1, order), real.gather(-1, order)
-    free = count - kept.shape[-1]
+    free = count - held.index.shape[-1]
     missing = max(0, free - CAUSAL_BLOCK)
     own, real = pad(own, (0, missing))[:, :free], pad(real, (0, missing))[:, :free]
     shape = (-1, x.kv_heads, -1)
-    return torch.cat([kept, own[:, None].expand(shape)], -1), torch.cat([used, real[:, None].expand(shape)], -1)
+    return (
+        torch.cat([held.index, own[:, None].expand(shape)], -1),
+        torch.cat([held.used, real[:, None].expand(shape)], -1),
+    )

@@ -10,45 +10,34 @@ from torch import Tensor
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector, shared_top
-from fewkeys.select.causal import running_top
+from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.sketch.gram import working
 from fewkeys.validation import check_count
 
 
-class _ScoreOnce(Selector):
-    """Keys of largest score, where a key's score depends on nothing but the key itself."""
+@dataclass(frozen=True)
+class KeyNorm(Selector):
+    """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
 
     count: int
 
     def __post_init__(self) -> None:
-        check_count(f"{type(self).__name__} count", self.count)
+        check_count("KeyNorm count", self.count)
 
-    def score(self, inputs: Inputs) -> Tensor:
-        """Scores (B, Hkv, Nk)."""
-        raise NotImplementedError
+    def online(self, generator: torch.Generator | None) -> OnlineScore:
+        return _Norms()
 
     def select(self, inputs: Inputs) -> Graph:
-        score = self.score(inputs)
         if inputs.is_causal:
-            return running_top(inputs, lambda index, stop: score.gather(-1, index), self.count)
-        return shared_top(inputs, score, self.count)
+            return running_top(inputs, _Norms(), self.count)
+        return shared_top(inputs, _Norms().offer(working(inputs.key.detach()), None), self.count)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
 
 
 @dataclass(frozen=True)
-class KeyNorm(_ScoreOnce):
-    """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
-
-    count: int
-
-    def score(self, inputs: Inputs) -> Tensor:
-        return working(inputs.key.detach()).square().sum(-1)
-
-
-@dataclass(frozen=True)
-class RandomKeys(_ScoreOnce):
+class RandomKeys(Selector):
     """`count` keys drawn uniformly without replacement, per sequence and head, shared by all queries.
 
     The draw comes from the `generator` of the call (seed 0 if none is given) and does not look at the data.
@@ -56,13 +45,40 @@ class RandomKeys(_ScoreOnce):
 
     count: int
 
-    def score(self, inputs: Inputs) -> Tensor:
-        return uniform(inputs, (inputs.batch, inputs.kv_heads, inputs.keys))
+    def __post_init__(self) -> None:
+        check_count("RandomKeys count", self.count)
+
+    def online(self, generator: torch.Generator | None) -> OnlineScore:
+        return _Draws(generator)
+
+    def select(self, inputs: Inputs) -> Graph:
+        draws = _Draws(inputs.generator)
+        if inputs.is_causal:
+            return running_top(inputs, draws, self.count)
+        return shared_top(inputs, draws.offer(working(inputs.key), None), self.count)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count >= inputs.keys
+
+
+class _Norms(OnlineScore):
+    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+        return key.square().sum(-1)
+
+
+class _Draws(OnlineScore):
+    def __init__(self, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0) if generator is None else generator
+
+    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+        return _uniform(self.generator, tuple(key.shape[:3]), key.device).to(key.dtype)
 
 
 def uniform(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers in [0, 1) from the call's generator, on the problem's device."""
-    generator = inputs.generator
-    if generator is None:
-        generator = torch.Generator().manual_seed(0)
-    return torch.rand(shape, generator=generator, device=generator.device).to(inputs.query.device)
+    return _uniform(inputs.generator or torch.Generator().manual_seed(0), shape, inputs.query.device)
+
+
+def _uniform(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device).to(device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector, shared_top
-from fewkeys.select.causal import running_top
+from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.sketch.clusters import centre
 from fewkeys.sketch.gram import gram, score_rows, whitener, working
 from fewkeys.sketch.leverage import leverage_scores, universal_set
@@ -56,13 +56,16 @@ class Leverage(Selector):
     def causal(self) -> bool:
         return self.eps is None and self.power == 2
 
+    def online(self, generator: torch.Generator | None) -> OnlineScore:
+        return _RunningLeverage(self.centre)
+
     def select(self, inputs: Inputs) -> Graph:
         if self.eps is not None:
             return _marked(inputs, universal_set(inputs.key.detach(), self.eps, self.power))
         count = self.count or 0
         keys = working(inputs.key.detach())
         if inputs.is_causal:
-            return running_top(inputs, _RunningScore(keys, inputs.valid, self.centre), count)
+            return running_top(inputs, _RunningLeverage(self.centre), count)
         if self.centre:
             keys = centre(keys, inputs.valid)
         return shared_top(inputs, leverage_scores(keys, self.power), count)
@@ -80,24 +83,23 @@ def _marked(inputs: Inputs, marked: Tensor) -> Graph:
     return Graph(inputs, columns=Columns.shared(index, marked.gather(-1, index), inputs.queries))
 
 
-class _RunningScore:
-    """Scores against the Gram matrix of the keys completed so far, accumulated as the blocks complete."""
+class _RunningLeverage(OnlineScore):
+    """Scores against the Gram matrix of all keys offered so far."""
 
-    def __init__(self, keys: Tensor, valid: Tensor | None, centre: bool) -> None:
-        self.keys, self.valid, self.centre = keys, valid, centre
-        self.done = 0
-        self.gram = keys.new_zeros((*keys.shape[:2], keys.shape[3], keys.shape[3]))
-        self.total = keys.new_zeros((*keys.shape[:2], 1, keys.shape[3]))
+    def __init__(self, centre: bool) -> None:
+        super().__init__()
+        self.centre = centre
 
-    def __call__(self, index: Tensor, stop: int) -> Tensor:
-        new = self.keys[:, :, self.done : stop]
-        self.gram, self.total, self.done = self.gram + gram(new), self.total + new.sum(-2, keepdim=True), stop
-        rows = self.keys.gather(-2, index.unsqueeze(-1).expand(-1, -1, -1, self.keys.shape[-1]))
+    def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
+        count = key.new_full((key.shape[0], 1), key.shape[2])
+        if real is not None:
+            count = real.sum(-1, keepdim=True).to(key.dtype)
+        self.add({"gram": gram(key), "total": key.sum(-2, keepdim=True), "count": count[:, :, None, None]})
+        return key.new_zeros(key.shape[:3])
+
+    def score(self, key: Tensor, number: Tensor) -> Tensor:
+        total, count = self.sums["total"], self.sums["count"].clamp_min(1)
         if not self.centre:
-            return score_rows(rows, whitener(self.gram))
-        if self.valid is None:
-            size = torch.full((1, 1, 1, 1), stop, dtype=rows.dtype, device=rows.device)
-        else:
-            size = self.valid[:, :stop].sum(-1).clamp_min(1).to(rows.dtype)[:, None, None, None]
-        mean = self.total / size
-        return score_rows(rows - mean, whitener(self.gram - size * mean.mT @ mean))
+            return score_rows(key, whitener(self.sums["gram"]))
+        mean = total / count
+        return score_rows(key - mean, whitener(self.sums["gram"] - count * mean.mT @ mean))

@@ -1,0 +1,51 @@
+"""The query's own block of positions and the blocks beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fewkeys.graph import Columns, Graph
+from fewkeys.inputs import Inputs
+from fewkeys.select.base import Selector
+from fewkeys.validation import check_count
+
+
+@dataclass(frozen=True)
+class RecentBlocks(Selector):
+    """Keys of the query's own block of `size` positions and of `blocks - 1` before it (not causal: and after it).
+
+    Blocks are of absolute positions, 0 .. size - 1 the first: so a whole block of keys leaves the window at once, which
+    `rest=RunningMeans` and streams need. Under causality a query sees its own block up to itself, on average
+    `(blocks - 1/2) size` keys. `size` is a power of two, so that lists of different block sizes can be united.
+    Cost O(n size blocks).
+    """
+
+    size: int
+    blocks: int = 2
+
+    def __post_init__(self) -> None:
+        check_count("RecentBlocks size", self.size)
+        check_count("RecentBlocks blocks", self.blocks)
+        if self.size & (self.size - 1):
+            lower = 1 << (self.size.bit_length() - 1)
+            raise ValueError(
+                f"RecentBlocks size: expected a power of two, got {self.size}; take {lower} or {2 * lower}"
+            )
+
+    def select(self, inputs: Inputs) -> Graph:
+        x, device = inputs, inputs.key.device
+        first, last = x.offset // self.size, (x.offset + x.queries - 1) // self.size
+        after = 0 if x.is_causal else self.blocks - 1
+        start = (torch.arange(first, last + 1, device=device) - (self.blocks - 1)) * self.size
+        index = start[:, None] + torch.arange((self.blocks + after) * self.size, device=device)
+        used = (index >= 0) & (index < x.keys)
+        index = index.clamp(0, x.keys - 1).expand(x.batch, x.kv_heads, -1, -1)
+        used = used.expand_as(index)
+        if x.valid is not None:
+            used = used & x.valid[:, None].expand(-1, x.kv_heads, -1).gather(-1, index.flatten(2)).view_as(index)
+        return Graph(x, columns=Columns(index, used, self.size))
+
+    def covers(self, inputs: Inputs) -> bool:
+        return (self.blocks - 1) * self.size >= max(inputs.keys, inputs.queries + inputs.offset) - 1

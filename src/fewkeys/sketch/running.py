@@ -1,0 +1,98 @@
+"""Moments of the queries and keys seen so far: what a causal plan may know when it decides.
+
+Sums only, so that they grow token by token, merge, and never change what was decided before. Everything is per
+sequence and key head, in float32 (float64 for float64 input), without gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.sketch.clusters import QueryMoments
+
+
+@dataclass(frozen=True, eq=False)
+class RunningQueries:
+    """Sums over scaled queries: `count` (B, 1), `total` (B, Hkv, 1, D), `square` (B, Hkv, D, D), the sum of `q q^T`."""
+
+    count: Tensor
+    total: Tensor
+    square: Tensor
+
+    @staticmethod
+    def empty(key: Tensor) -> RunningQueries:
+        """None yet, for keys (B, Hkv, N, D)."""
+        batch, heads, _, dim = key.shape
+        return RunningQueries(
+            key.new_zeros((batch, 1)), key.new_zeros((batch, heads, 1, dim)), key.new_zeros((batch, heads, dim, dim))
+        )
+
+    def add(self, query: Tensor, real: Tensor | None = None) -> RunningQueries:
+        """With further scaled queries (B, Hkv, groups, N, D), of which `real` (B, N) count."""
+        if real is not None:
+            query = query * real[:, None, None, :, None]
+            count = real.sum(-1, keepdim=True).to(query.dtype)
+        else:
+            count = torch.full_like(self.count, query.shape[3])
+        rows = query.flatten(2, 3)
+        return RunningQueries(
+            self.count + count * query.shape[2],
+            self.total + rows.sum(-2, keepdim=True),
+            self.square + rows.mT @ rows,
+        )
+
+    def __add__(self, other: RunningQueries) -> RunningQueries:
+        return RunningQueries(self.count + other.count, self.total + other.total, self.square + other.square)
+
+    def moments(self) -> QueryMoments:
+        """Mean and covariance, with one imagined query of covariance I / D: defined before the first query too."""
+        dim = self.total.shape[-1]
+        count = (self.count + 1)[:, :, None, None]
+        mean = self.total / count
+        prior = torch.eye(dim, dtype=mean.dtype, device=mean.device) / dim
+        return QueryMoments(mean, (self.square + prior) / count - mean.mT @ mean)
+
+
+@dataclass(frozen=True, eq=False)
+class RunningKeys:
+    """Sums over keys: `count` (B, Hkv), `key` (B, Hkv, 1, D), `value` (B, Hkv, 1, Dv), `square` (B, Hkv): sum |v|^2."""
+
+    count: Tensor
+    key: Tensor
+    value: Tensor
+    square: Tensor
+
+    @staticmethod
+    def empty(key: Tensor, value: Tensor) -> RunningKeys:
+        """None yet, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
+        head = key.shape[:2]
+        return RunningKeys(
+            key.new_zeros(head),
+            key.new_zeros((*head, 1, key.shape[-1])),
+            value.new_zeros((*head, 1, value.shape[-1])),
+            value.new_zeros(head),
+        )
+
+    def add(self, key: Tensor, value: Tensor, real: Tensor) -> RunningKeys:
+        """With further keys (B, Hkv, N, D) and values, of which `real` (B, Hkv, N) count; the others are zero."""
+        return RunningKeys(
+            self.count + real.sum(-1).to(key.dtype),
+            self.key + key.sum(-2, keepdim=True),
+            self.value + value.sum(-2, keepdim=True),
+            self.square + value.square().sum((-2, -1)),
+        )
+
+    def __add__(self, other: RunningKeys) -> RunningKeys:
+        return RunningKeys(
+            self.count + other.count, self.key + other.key, self.value + other.value, self.square + other.square
+        )
+
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean key (B, Hkv, 1, D), mean value (B, Hkv, 1, Dv), and 1 / mean |v - mean|^2 (B, Hkv, 1, 1)."""
+        count = self.count.clamp_min(1)[:, :, None, None]
+        key, value = self.key / count, self.value / count
+        spread = self.square[:, :, None, None] / count - value.square().sum(-1, keepdim=True)
+        return key, value, 1 / spread.clamp_min(torch.finfo(spread.dtype).eps)

@@ -1,0 +1,217 @@
+"""Streams: whole, in pieces or token by token, the same outputs as attention on the whole sequence."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fewkeys as fk
+from cases import CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
+
+NOT_STREAMED = ("top-k", "best", "universal")
+PLANS = {name: plan for name, plan in CAUSAL_PLANS.items() if not any(word in name for word in NOT_STREAMED)}
+SHAPES = [CAUSAL_SHAPES[name] for name in ("causal", "causal grouped", "causal padded")]
+FULL = RUNNING_PLANS["recent + sinks + leverage, running means"]
+
+
+def real(shape):
+    return torch.arange(shape.keys) < torch.tensor(shape.lengths or (shape.keys,) * shape.batch)[:, None]
+
+
+def feed(stream, q, k, v, mask, sizes):
+    """The outputs of a stream that gets the tokens in pieces."""
+    outputs, start = [], 0
+    for size in sizes:
+        part = slice(start, start + size)
+        stream.append(k[:, :, part], v[:, :, part], mask[:, part])
+        outputs.append(stream.attend(q[:, :, part]))
+        start += size
+    return torch.cat(outputs, 2)
+
+
+def pieces(total, cuts):
+    """The sizes of the pieces between the cuts."""
+    edges = [0, *sorted({cut for cut in cuts if 0 < cut < total}), total]
+    return [b - a for a, b in pairwise(edges)]
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@settings(max_examples=5, deadline=None)
+@given(cuts=st.lists(st.integers(1, 149), max_size=8), shape=st.sampled_from(SHAPES))
+def test_pieces_give_what_the_whole_gives(plan, cuts, shape):
+    q, k, v = shape.draw()
+    want = fk.attention(q, k, v, plan=plan, impl="torch", **shape.options)
+    mask = real(shape)
+    for sizes in (pieces(150, cuts), [1] * 150):
+        found = feed(fk.stream(plan), q, k, v, mask, sizes)
+        close = torch.where(mask[:, None, :, None], found, want)
+        torch.testing.assert_close(close, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
+@pytest.mark.parametrize("cut", [64, 75])
+def test_saved_and_restored_it_goes_on_bit_identically(plan, cut, tmp_path):
+    q, k, v = SHAPES[1].draw(dtype=torch.float32)
+    mask = real(SHAPES[1])
+    stream = fk.stream(plan, scale=0.4, generator=torch.Generator().manual_seed(5))
+    before = (slice(None), slice(None), slice(cut))
+    feed(stream, q[before], k[before], v[before], mask[:, :cut], [cut])
+    stream.save(tmp_path / "stream.safetensors")
+    restored = fk.Stream.load(tmp_path / "stream.safetensors")
+    assert (restored.length, restored.plan, restored.memory()) == (cut, plan, stream.memory())
+    after = (slice(None), slice(None), slice(cut, None))
+    sizes = pieces(150 - cut, [20, 21, 50])
+    one, other = (feed(s, q[after], k[after], v[after], mask[:, cut:], sizes) for s in (stream, restored))
+    assert torch.equal(one, other)
+
+
+def test_an_empty_stream_saves_and_restores(tmp_path):
+    fk.stream(FULL).save(tmp_path / "stream.safetensors")
+    assert fk.Stream.load(tmp_path / "stream.safetensors").length == 0
+
+
+def test_files_that_are_no_streams_are_refused(tmp_path):
+    stream = fk.stream(FULL)
+    q, k, v = SHAPES[0].draw()
+    feed(stream, q, k, v, real(SHAPES[0]), [150])
+    path = tmp_path / "stream.safetensors"
+    stream.save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="damaged"):
+        fk.Stream.load(path)
+    from safetensors.torch import save_file
+
+    save_file({"near": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="format"):
+        fk.Stream.load(path)
+    with pytest.raises(FileNotFoundError, match="no file"):
+        fk.Stream.load(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
+def test_memory_does_not_grow(plan):
+    stream, sizes = fk.stream(plan), set()
+    g = torch.Generator().manual_seed(0)
+    for step in range(12):
+        q, k, v = torch.randn(3, 1, 2, 64, 8, generator=g)
+        stream.append(k, v)
+        stream.attend(q)
+        if step > 3:
+            sizes.add(stream.memory())
+    assert len(sizes) == 1
+
+
+def test_sequences_can_be_selected_repeated_and_reordered():
+    q, k, v = SHAPES[2].draw()
+    mask, index = real(SHAPES[2]), torch.tensor([1, 1, 0])
+    one, many = fk.stream(FULL), fk.stream(FULL)
+    feed(many, q[:, :, :75], k[:, :, :75], v[:, :, :75], mask[:, :75], [75])
+    many.select(index)
+    found = feed(many, *(t[index][:, :, 75:] for t in (q, k, v)), mask[index][:, 75:], [30, 45])
+    want = feed(one, q, k, v, mask, [75, 30, 45])[index][:, :, 75:]
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("plan", [p for n, p in PLANS.items() if "random" not in n], ids=str)
+@pytest.mark.parametrize("back", [64, 70, 90])
+def test_cropping_forgets_what_came_later(plan, back):
+    q, k, v = SHAPES[0].draw()
+    mask = real(SHAPES[0])
+    stream, other = fk.stream(plan), fk.stream(plan)
+    feed(stream, q[:, :, :90], k[:, :, :90], v[:, :, :90], mask[:, :90], [70, 20])
+    least = 89 // stream.parts.unit * stream.parts.unit
+    if back < least:
+        with pytest.raises(ValueError, match="length"):
+            stream.crop(back)
+        return
+    stream.crop(back)
+    assert stream.length == back
+    rest = (slice(None), slice(None), slice(back, None))
+    found = feed(stream, q[rest], -k[rest], v[rest], mask[:, back:], [150 - back])
+    k = torch.cat([k[:, :, :back], -k[:, :, back:]], 2)
+    torch.testing.assert_close(found, feed(other, q, k, v, mask, [150])[rest], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if "random" not in name])
+@pytest.mark.parametrize("length", [20, 64, 86])
+def test_merging_counts_every_key_once(name, length):
+    """All scores equal: the output is the mean of all values where stand-ins speak for what is not kept."""
+    plan = PLANS[name]
+    _, k, v = SHAPES[0].draw()
+    k = torch.zeros_like(k)
+    v = v[:, :, : 64 + length]
+    first, second = fk.stream(plan), fk.stream(plan)
+    first.append(k[:, :, :64], v[:, :, :64])
+    second.append(k[:, :, 64 : 64 + length], v[:, :, 64:])
+    first.merge(second)
+    assert first.length == 64 + length
+    if "means" not in name or "power" in name:
+        return
+    one = torch.zeros_like(k[:, :, :1])
+    first.append(one, one)
+    found = first.attend(one)
+    want = v.sum(2, keepdim=True) / (65 + length)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-8)
+
+
+def test_merging_without_forgetting_is_the_stream_itself():
+    plan = fk.Plan(fk.RecentBlocks(64, 3) | fk.Sinks(2), fk.RunningMeans(4))
+    q, k, v = SHAPES[0].draw()
+    whole, first, second = (fk.stream(plan) for _ in range(3))
+    mask = real(SHAPES[0])
+    want = feed(whole, q, k, v, mask, [64, 50, 36])
+    feed(first, q[:, :, :64], k[:, :, :64], v[:, :, :64], mask[:, :64], [64])
+    feed(second, q[:, :, 64:114], k[:, :, 64:114], v[:, :, 64:114], mask[:, 64:114], [50])
+    first.merge(second)
+    found = feed(first, q[:, :, 114:], k[:, :, 114:], v[:, :, 114:], mask[:, 114:], [36])
+    torch.testing.assert_close(found, want[:, :, 114:], rtol=1e-8, atol=1e-9)
+
+
+def test_merging_into_an_empty_stream_copies():
+    q, k, v = SHAPES[0].draw()
+    mask = real(SHAPES[0])
+    first, second, third = (fk.stream(FULL) for _ in range(3))
+    for stream in (second, third):
+        feed(stream, q[:, :, :80], k[:, :, :80], v[:, :, :80], mask[:, :80], [80])
+    first.merge(second)
+    rest = [t[:, :, 80:] for t in (q, k, v)]
+    found = feed(first, *rest, mask[:, 80:], [70])
+    assert torch.equal(found, feed(third, *rest, mask[:, 80:], [70]))
+    assert second.length == 80
+
+
+def test_tokens_without_queries_are_remembered_too():
+    q, k, v = SHAPES[0].draw()
+    stream = fk.stream(FULL)
+    stream.append(k[:, :, :100], v[:, :, :100])
+    stream.append(k[:, :, 100:], v[:, :, 100:])
+    found = stream.attend(q[:, :, -1:])
+    want = fk.attention(q[:, :, -1:], k, v, plan=FULL, is_causal=True, query_offset=149, impl="torch")
+    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+
+
+REFUSED = {
+    "a plan for the whole sequence": lambda s, q, k, v: fk.stream(fk.budget(64)),
+    "exact attention": lambda s, q, k, v: fk.stream(fk.Plan()),
+    "no plan": lambda s, q, k, v: fk.stream(fk.Window(3)),
+    "an oracle": lambda s, q, k, v: fk.stream(fk.Plan(fk.TopK(4))),
+    "queries twice": lambda s, q, k, v: (s.append(k, v), s.attend(q), s.attend(q)),
+    "queries first": lambda s, q, k, v: s.attend(q),
+    "more queries than tokens": lambda s, q, k, v: (s.append(k[:, :, 1:], v[:, :, 1:]), s.attend(q)),
+    "other heads": lambda s, q, k, v: (s.append(k, v), s.append(k[:, :1], v[:, :1])),
+    "values that do not match": lambda s, q, k, v: s.append(k, v[:, :, 1:]),
+    "a mask of numbers": lambda s, q, k, v: s.append(k, v, torch.ones(2, 150)),
+    "not a number": lambda s, q, k, v: s.append(k * float("nan"), v),
+    "another plan": lambda s, q, k, v: (s.append(k, v), s.merge(fk.stream(fk.Plan(fk.Sinks(1) | fk.Window(4))))),
+    "the middle of a block": lambda s, q, k, v: (s.append(k[:, :, :7], v[:, :, :7]), s.merge(fk.stream(FULL))),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_refusals_name_the_argument(case):
+    q, k, v = SHAPES[0].draw()
+    with pytest.raises((TypeError, ValueError), match=r"^\w+: "):
+        case(fk.stream(FULL), q, k, v)
