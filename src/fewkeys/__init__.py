@@ -15,6 +15,7 @@ from fewkeys.attention import attention
 from fewkeys.graph import Graph
 from fewkeys.guard import Fallbacks, Guard
 from fewkeys.heavy import HeavyEntries, Sketched, heavy_entries
+from fewkeys.integrations.cache import cache
 from fewkeys.integrations.spot_check import spot_check
 from fewkeys.integrations.transformers import apply, capture
 from fewkeys.integrations.warm_start import WarmStart
@@ -72,6 +73,7 @@ __all__ = [
     "apply",
     "attention",
     "budget",
+    "cache",
     "capture",
     "compare",
     "distributed",

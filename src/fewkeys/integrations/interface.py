@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fewkeys.integrations import streams
 from fewkeys.integrations.quiet import quiet
 from fewkeys.measure.capture import AttentionInputs
 
@@ -232,7 +233,7 @@ def _key_mask(
             f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
             f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
         )
-    if local_size is not None and kv_length > local_size:
+    if local_size is not None and kv_length > local_size and not isinstance(kv_length, streams.Length):
         raise ValueError(
             f"sliding_window: this model lets a query see {local_size} keys, got {kv_length}; windows of the model "
             f"are not honoured, use sequences of at most {local_size} tokens"
@@ -311,7 +312,7 @@ def _refuse(module: nn.Module, key: Tensor, dropout: float, kwargs: dict[str, An
             f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
         )
     window = kwargs.pop("sliding_window", None)
-    if window is not None and key.shape[2] > window:
+    if window is not None and key.shape[2] > window and not streams.waits(key):
         raise ValueError(
             f"sliding_window: this model lets a query see {window} keys, got {key.shape[2]}; windows of the model are "
             f"not honoured, use sequences of at most {window} tokens"

@@ -134,6 +134,11 @@ class Stream:
             self._memory.merge(other._memory)
         self.length += other.length
 
+    @property
+    def batch(self) -> int | None:
+        """Sequences in the batch; None before the first token."""
+        return self._like()[0].shape[0] if self._like() else None
+
     def memory(self) -> int:
         """Bytes that the stream holds."""
         return 0 if self._memory is None else self._memory.size()

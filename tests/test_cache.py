@@ -1,0 +1,165 @@
+"""The generation cache: where the plan keeps everything, generation is exact; where not, it is the plan's own."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+import fewkeys as fk
+from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
+
+ALL = fk.Plan(fk.RecentBlocks(32, 9), fk.RunningMeans(2))
+"""Keeps every key of the short sequences here."""
+FEW = fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5))
+
+
+def mistral():
+    torch.manual_seed(3)
+    return MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=9)).eval()
+
+
+def gemma():
+    torch.manual_seed(4)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}
+    config = Gemma2Config(**sizes, sliding_window=9, layer_types=kinds, final_logit_softcapping=None)
+    return Gemma2ForCausalLM(config).eval()
+
+
+WAYS = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "several returned": {"num_beams": 2, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma])
+def test_a_plan_that_keeps_everything_generates_exactly(make, side, way):
+    model = make()
+    inputs = padded(side)
+    inputs.pop("position_ids", None)
+    options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **way}
+    if way.get("num_beams") and make is gemma:
+        inputs = {name: t[:1] for name, t in inputs.items()}
+    want = model.generate(**inputs, **options)
+    found = model.generate(**inputs, **options, past_key_values=fk.cache(model, ALL))
+    assert torch.equal(found, want)
+
+
+@torch.no_grad()
+def logits(model, ids, sizes, cache=None):
+    """The logits of all tokens, given to the model in pieces."""
+    found, start = [], 0
+    for size in sizes:
+        out = model(ids[:, start : start + size], past_key_values=cache, use_cache=cache is not None)
+        found.append(out.logits)
+        start += size
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("sizes", [[70], [1] * 70, [9, 40, 21]], ids=["whole", "tokens", "chunks"])
+def test_chunks_and_tokens_give_the_applied_plan(sizes):
+    model, ids = llama(), tokens(2, 70)
+    with fk.apply(model, FEW):
+        want = logits(model, ids, [70])
+    exact = logits(model, ids, [70])
+    found = logits(model, ids, sizes, fk.cache(model, FEW))
+    close(found, want)
+    assert (found - exact).abs().max() > 1e-2
+
+
+def test_memory_is_constant_and_positions_count_all_tokens():
+    model = llama()
+    cache = fk.cache(model, FEW)
+    sizes = set()
+    for step in range(6):
+        logits(model, tokens(2, 32, seed=step), [32], cache)
+        assert cache.get_seq_length() == 32 * (step + 1)
+        sizes.add(cache.memory())
+    assert len(sizes - {min(sizes)}) <= 1
+    cache.reset()
+    assert cache.get_seq_length() == cache.memory() == 0
+
+
+def test_a_plan_for_each_layer():
+    model, ids = llama(), tokens(2, 60)
+    found = logits(model, ids, [60], fk.cache(model, [ALL, FEW, ALL]))
+    assert not torch.allclose(found, logits(model, ids, [60], fk.cache(model, FEW)))
+    close(logits(model, ids, [60], fk.cache(model, [ALL] * 3)), logits(model, ids, [60]))
+
+
+def test_several_turns_from_one_prompt():
+    """A copy of the cache goes its own way."""
+    model, prompt = llama(), tokens(1, 40)
+    cache = fk.cache(model, FEW)
+    logits(model, prompt, [40], cache)
+    turns = []
+    for seed in (1, 2, 1):
+        turns.append(logits(model, tokens(1, 20, seed=seed), [20], copy.deepcopy(cache)))
+    assert torch.equal(turns[0], turns[2])
+    assert not torch.equal(turns[0], turns[1])
+
+
+def test_the_newest_tokens_can_be_taken_back():
+    model, ids = llama(), tokens(2, 45)
+    one, other = fk.cache(model, FEW), fk.cache(model, FEW)
+    logits(model, ids, [45], one)
+    logits(model, ids[:, :42], [42], other)
+    one.crop(-3)
+    assert one.get_seq_length() == 42
+    close(logits(model, ids[:, :9], [9], one), logits(model, ids[:, :9], [9], other))
+    with pytest.raises(ValueError, match="summarised"):
+        one.crop(-20)
+
+
+def test_sequences_are_repeated_and_selected():
+    model, ids = llama(), tokens(2, 30)
+    one, other = fk.cache(model, FEW), fk.cache(model, FEW)
+    logits(model, ids, [30], one)
+    one.batch_repeat_interleave(2)
+    one.batch_select_indices(torch.tensor([3, 0]))
+    logits(model, ids[[1, 0]], [30], other)
+    close(logits(model, ids, [30], one), logits(model, ids, [30], other))
+
+
+def test_the_model_gets_its_attention_back():
+    model = llama()
+    own = model.config._attn_implementation
+    cache, second = fk.cache(model, FEW), fk.cache(model, ALL)
+    ids = tokens(2, 30)
+    assert model.config._attn_implementation != own
+    close(logits(model, ids, [30]), logits(llama(), ids, [30]))
+    cache.close()
+    assert model.config._attn_implementation != own
+    del second
+    gc.collect()
+    assert model.config._attn_implementation == own
+
+
+def test_the_cache_of_another_model_is_refused():
+    model, other = llama(), llama()
+    cache = fk.cache(model, FEW)
+    logits(other, tokens(2, 8), [8], cache)
+    with pytest.raises(ValueError, match=r"^past_key_values: .*another"):
+        logits(other, tokens(2, 8), [8], cache)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (llama, fk.budget(64)),
+        (llama, fk.Plan()),
+        (llama, [FEW]),
+        (llama, fk.Plan(fk.TopK(4))),
+        (lambda: torch.nn.Linear(2, 2), FEW),
+        (bert, FEW),
+    ],
+    ids=["not causal", "exact", "one of three", "oracle", "no transformer", "encoder"],
+)
+def test_what_cannot_be_cached_is_refused(make, plan):
+    with pytest.raises((TypeError, ValueError), match=r"^(plan|model): "):
+        fk.cache(make(), plan)
