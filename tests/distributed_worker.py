@@ -130,6 +130,60 @@ def attention_is_that_of_one_process(rank, world):
                 torch.testing.assert_close(gradient, target, rtol=0, atol=float(limit), msg=told(name, share))
 
 
+CAUSAL = {
+    "budget": fk.budget(24, is_causal=True),
+    "sinks": fk.Plan(fk.RecentBlocks(8) | fk.Sinks(5), fk.RunningMeans(6)),
+    "many sinks": fk.Plan(fk.RecentBlocks(4, 1) | fk.Sinks(30), fk.RunningMeans(3)),
+    "drop": fk.Plan(fk.RecentBlocks(8, 3) | fk.Sinks(2)),
+    "one large block": fk.Plan(fk.RecentBlocks(64, 1), fk.RunningMeans(4)),
+    "power weights": fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5), fk.Power(2.0)),
+}
+
+
+def causal_attention_is_that_of_one_process(rank, world):
+    q, k, v = problem(n=91)
+    g = torch.Generator().manual_seed(5)
+    whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    direction = torch.randn((*q.shape[:3], v.shape[3]), generator=g, dtype=q.dtype)
+    for name, plan in CAUSAL.items():
+        parts = {"keep": plan.keep, "rest": plan.rest, "weights": plan.weights, "scale": 0.7, "is_causal": True}
+        expected = fk.attention(*whole, **parts, impl="torch")
+        gradients = torch.autograd.grad((expected * direction).sum(), whole)
+        for share in ("even", "uneven", "empty"):
+            own = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
+            found = fkd.attention(*own, **parts)
+            wanted = split(expected, world, share)[rank]
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9, msg=told(name, share))
+            got = torch.autograd.grad((found * split(direction, world, share)[rank]).sum(), own)
+            for gradient, full in zip(got, gradients, strict=True):
+                target = split(full, world, share)[rank]
+                torch.testing.assert_close(gradient, target, rtol=1e-7, atol=1e-8, msg=told(name, share))
+
+
+def a_causal_gradient_wanted_by_one_rank_arrives(rank, world):
+    plan = CAUSAL["sinks"]
+    q, k, v = problem(n=91)
+    value = v.clone().requires_grad_()
+    fk.attention(q, k, value, plan=plan, is_causal=True, impl="torch").sum().backward()
+    for who in (0, world - 1):
+        own = [split(tensor, world)[rank].detach() for tensor in (q, k, v)]
+        own[2].requires_grad_(rank == who)
+        fkd.attention(*own, keep=plan.keep, rest=plan.rest, is_causal=True).sum().backward()
+        if rank == who:
+            torch.testing.assert_close(own[2].grad, split(value.grad, world)[rank])
+
+
+def causal_bytes_do_not_grow(rank, world):
+    sent = set()
+    for n in (160, 1600, 6400):
+        own = [split(tensor, world)[rank] for tensor in problem(n=n, dtype=torch.float32)]
+        comm = fkd.Communicator()
+        fkd.attention(*own, keep=CAUSAL["sinks"].keep, rest=fk.RunningMeans(6), is_causal=True, group=comm)
+        sent.add(comm.bytes_sent)
+    assert len(sent) == 1
+    assert rank + 1 < world or sent == {(world - 1) * (8 + RECORD)}
+
+
 def told(*where):
     return lambda text: f"{where}: {text}"
 
@@ -284,6 +338,9 @@ CHECKS = {
         float32_scores_are_the_float64_ones_rounded,
         the_universal_set_is_the_very_same,
         attention_is_that_of_one_process,
+        causal_attention_is_that_of_one_process,
+        a_causal_gradient_wanted_by_one_rank_arrives,
+        causal_bytes_do_not_grow,
         low_precision_is_kept_and_rounded_once,
         a_gradient_wanted_by_one_rank_arrives,
         bytes_are_as_stated_and_do_not_grow,

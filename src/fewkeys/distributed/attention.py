@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from fewkeys.distributed import causal
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.keys import described
@@ -36,6 +37,7 @@ def attention(
     keep: Selector,
     rest: Rest | None = None,
     weights: Weights | None = None,
+    is_causal: bool = False,
     scale: float | None = None,
     group: ProcessGroup | Communicator | None = None,
 ) -> Tensor:
@@ -51,8 +53,12 @@ def attention(
             differ between ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys`. `RandomKeys` draws with seed 0, and for all tokens on every rank.
-        rest: `Drop()`, the default: nothing stands in for the other keys.
+            Causal: `RecentBlocks`, and `Sinks` beside it.
+        rest: `Drop()`, the default: nothing stands in for the other keys. Causal: or `RunningMeans`.
         weights, scale: as in `fewkeys.attention`.
+        is_causal: a query sees the tokens before it on all ranks. Every rank has as many queries as keys. The past goes
+            from rank to rank: the latest keys, the sinks and the summary, of a size that the plan fixes. Making it is
+            sequential, attending to it is not.
         group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
             default group.
 
@@ -81,22 +87,32 @@ def attention(
     comm = communicator(group)
     call = "attention"
     with checking(comm, call):
-        plan = Plan(check_keep(keep), rest or Drop(), weights or Softmax())
-        if not isinstance(plan.rest, Drop):
-            raise ValueError(f"rest: expected Drop(), the only one that works over ranks so far, got {plan.rest}")
+        plan = Plan(keep if is_causal else check_keep(keep), rest or Drop(), weights or Softmax())
+        parts = causal.check_causal(plan) if is_causal else None
+        if parts is None and not isinstance(plan.rest, Drop):
+            raise ValueError(
+                f"rest: expected Drop(), the only one that works over ranks without causality so far, got {plan.rest}"
+            )
         inputs = _check(comm, query, key, value, scale)
+        if is_causal and inputs.queries != inputs.keys:
+            raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
         **described(inputs.key),
         "query (heads)": inputs.query_heads,
         "value (dim)": inputs.value_dim,
         "keep, rest, weights": str((plan.keep, plan.rest, plan.weights)),
         "scale": inputs.scale,
+        "is_causal": is_causal,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
     }
-    wants = torch.is_grad_enabled() and (inputs.key.requires_grad or inputs.value.requires_grad)
+    tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal else ()))
+    wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     own = agree(comm, call, same, [inputs.keys, wants])
     tokens = [count for count, _ in own]
     check_tokens(tokens)
+    if parts is not None:
+        first, wanted = sum(tokens[: comm.rank]), any(wants for _, wants in own)
+        return causal.attend(inputs, plan, parts, first, comm, wanted)
     with torch.no_grad():
         kept = select(check_keep(keep), inputs, tokens, comm)
     rows = _gather(inputs, kept, comm, any(wants for _, wants in own))

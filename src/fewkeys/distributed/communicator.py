@@ -105,6 +105,18 @@ class Communicator:
         self.bytes_sent += own.numel() * own.element_size() * (self.size - 1)
         return found
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to rank `to`, which must be in `receive`."""
+        own = tensor.detach().contiguous()
+        self._run(lambda: self.group.send([own], to, 0), f"rank {to} to take {_size(own)}")
+        self.bytes_sent += own.numel() * own.element_size()
+
+    def receive(self, like: Tensor, sender: int) -> Tensor:
+        """The tensor that rank `sender` sends, in the shape and dtype of `like`."""
+        found = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._run(lambda: self.group.recv([found], sender, 0), f"{_size(found)} from rank {sender}")
+        return found
+
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors in rank order, whose first dimensions may differ: their lengths go first, then the rows.
 

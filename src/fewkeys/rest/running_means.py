@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,12 +62,17 @@ class RunningMeans(Rest):
                     rows = [_rows(tensor, index[:, :, block, : widths[block]], real) for tensor in (key, value)]
                     summary = summary.absorb(rows[0], rows[1], real, queries.moments(), tilted=tilted)
             found.append(summary)
-        return BlockStandIns(
-            torch.stack([one.key for one in found], 2),
-            torch.stack([one.value for one in found], 2),
-            torch.stack([one.excess for one in found], 2),
-            torch.stack([one.size for one in found], 2),
-        )
+        return by_block(found)
+
+
+def by_block(summaries: Sequence[Summary]) -> BlockStandIns:
+    """The stand-ins of consecutive blocks, one summary for each."""
+    return BlockStandIns(
+        torch.stack([one.key for one in summaries], 2),
+        torch.stack([one.value for one in summaries], 2),
+        torch.stack([one.excess for one in summaries], 2),
+        torch.stack([one.size for one in summaries], 2),
+    )
 
 
 def blocks_of(graph: Graph) -> Columns:
