@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(2)
+# Tests are many tiny operations, for which threads would only wait for each other.
+torch.set_num_threads(1)
 # Examples are drawn the same way in every run, so that a red run can be repeated.
 settings.register_profile(
     "fewkeys", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

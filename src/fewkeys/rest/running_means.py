@@ -67,9 +67,10 @@ class RunningMeans(Rest):
 
 def by_block(summaries: Sequence[Summary]) -> BlockStandIns:
     """The stand-ins of consecutive blocks, one summary for each."""
+    rows, dim = torch.stack([one.rows for one in summaries], 2), summaries[0].seen.key.shape[-1]
     return BlockStandIns(
-        torch.stack([one.key for one in summaries], 2),
-        torch.stack([one.value for one in summaries], 2),
+        rows[..., :dim],
+        rows[..., dim:],
         torch.stack([one.excess for one in summaries], 2),
         torch.stack([one.size for one in summaries], 2),
     )

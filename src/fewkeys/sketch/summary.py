@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,13 +37,12 @@ ROUNDS = 2
 class Summary:
     """Stand-ins of the keys let go so far, per sequence and key head.
 
-    key (B, Hkv, M, D), value (B, Hkv, M, Dv); excess (B, Hkv, M), b above, -inf at places that are still free;
-    size (B, Hkv, M): how many keys each speaks for; `seen`: sums over all of these keys. Gradients flow through key and
-    value; what merges, and with which weights, is a choice and carries none.
+    rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at places that are still
+    free; size (B, Hkv, M): how many keys each speaks for; `seen`: sums over all of these keys. Gradients flow through
+    the rows; what merges, and with which weights, is a choice and carries none.
     """
 
-    key: Tensor
-    value: Tensor
+    rows: Tensor
     excess: Tensor
     size: Tensor
     seen: RunningKeys
@@ -54,8 +52,7 @@ class Summary:
         """`count` free places for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) in working precision."""
         head = (*key.shape[:2], count)
         return Summary(
-            key.new_zeros((*head, key.shape[-1])),
-            value.new_zeros((*head, value.shape[-1])),
+            key.new_zeros((*head, key.shape[-1] + value.shape[-1])),
             key.new_full(head, -math.inf),
             key.new_zeros(head),
             RunningKeys.empty(key, value),
@@ -63,7 +60,17 @@ class Summary:
 
     @property
     def count(self) -> int:
-        return self.key.shape[2]
+        return self.rows.shape[2]
+
+    @property
+    def key(self) -> Tensor:
+        """(B, Hkv, M, D)."""
+        return self.rows[..., : self.seen.key.shape[-1]]
+
+    @property
+    def value(self) -> Tensor:
+        """(B, Hkv, M, Dv)."""
+        return self.rows[..., self.seen.key.shape[-1] :]
 
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
         """With the keys (B, Hkv, E, D) and values, of which `real` (B, Hkv, E) are taken up; the others must be zero.
@@ -71,22 +78,18 @@ class Summary:
         `tilted`: weights and masses for softmax as above; otherwise t = 0, plain means of size-weighted keys.
         Cost O((M + E)^2 (D + Dv)) per head.
         """
-        seen = self.seen.add(key.detach(), value.detach(), real)
-        free = torch.zeros_like(real, dtype=key.dtype).masked_fill(~real, -math.inf)
-        grown = Summary(
-            torch.cat([self.key, key], 2),
-            torch.cat([self.value, value], 2),
-            torch.cat([self.excess, free], 2),
-            torch.cat([self.size, real.to(key.dtype)], 2),
-            seen,
+        new = Summary(
+            torch.cat([key, value], -1),
+            torch.zeros_like(real, dtype=key.dtype).masked_fill_(~real, -math.inf),
+            real.to(key.dtype),
+            RunningKeys.empty(key, value).add(key.detach(), value.detach(), real),
         )
-        return grown.reduced(self.count, queries, tilted=tilted)
+        return self.merged(new, queries, tilted=tilted)
 
     def merged(self, other: Summary, queries: QueryMoments, *, tilted: bool) -> Summary:
         """One summary of this count for the keys of both."""
         both = Summary(
-            torch.cat([self.key, other.key], 2),
-            torch.cat([self.value, other.value], 2),
+            torch.cat([self.rows, other.rows], 2),
             torch.cat([self.excess, other.excess], 2),
             torch.cat([self.size, other.size], 2),
             self.seen + other.seen,
@@ -97,79 +100,94 @@ class Summary:
         """With `count` places, of which the stand-ins that remain take the first."""
         surplus = ((self.size > 0).sum(-1) - count).clamp_min(0)
         found = self
-        for left in range(ROUNDS, 0, -1) if bool(surplus.any()) else ():
-            # Every head by its own surplus: what happens in one never depends on another.
-            joining = -(-surplus // left)
-            found, surplus = _merge(found, joining, queries, tilted), surplus - joining
+        if bool(surplus.any()):
+            metric = _Metric(self.seen, queries, tilted)
+            for left in range(ROUNDS, 0, -1):
+                # Every head by its own surplus: what happens in one never depends on another.
+                joining = -(-surplus // left)
+                found, surplus = _merge(found, joining, metric), surplus - joining
         order = (found.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
         return Summary(
-            _take(found.key, order),
-            _take(found.value, order),
-            found.excess.gather(-1, order),
-            found.size.gather(-1, order),
-            found.seen,
+            _take(found.rows, order), found.excess.gather(-1, order), found.size.gather(-1, order), self.seen
         )
 
 
-def _merge(summary: Summary, joining: Tensor, queries: QueryMoments, tilted: bool) -> Summary:
+class _Metric:
+    """How far apart stand-ins are, and how much attention they may expect."""
+
+    def __init__(self, seen: RunningKeys, queries: QueryMoments, tilted: bool) -> None:
+        mean, value_mean, unit = seen.means()
+        self.queries, self.tilted, self.dim = queries, tilted, mean.shape[-1]
+        self.mean = torch.cat([mean, value_mean], -1)
+        second = queries.second
+        # Block diagonal: E[q q^T] for the keys, 1 / var(v) for the values.
+        self.form = torch.zeros((*second.shape[:2], self.mean.shape[-1], self.mean.shape[-1])).to(second)
+        self.form[..., : self.dim, : self.dim] = second
+        self.form.diagonal(dim1=-2, dim2=-1)[..., self.dim :] = unit.squeeze(-1)
+
+    def log_weight(self, rows: Tensor) -> Tensor:
+        """`t g` of stand-ins (B, Hkv, M, D + Dv)."""
+        if not self.tilted:
+            return rows.new_zeros(rows.shape[:-1])
+        return TILT * self.queries.log_mean_exp((rows - self.mean)[..., : self.dim])
+
+    def ward(self, rows: Tensor, log_mass: Tensor) -> Tensor:
+        """The cost (B, Hkv, M, M) of joining row to column."""
+        top = log_mass.amax(-1, keepdim=True).nan_to_num(0.0, neginf=0.0)
+        lightness = (top - log_mass).clamp_max(-LOWEST_LOG_WEIGHT).exp()  # 1 / w
+        right = rows - self.mean
+        left = right @ self.form
+        square = (left * right).sum(-1)
+        size = (rows.shape[0] * rows.shape[1], *rows.shape[2:])
+        cost = torch.baddbmm(square.view(-1, 1, size[1]), left.view(size), right.view(size).mT, alpha=-2)
+        cost = cost.view(*rows.shape[:3], -1).add_(square.unsqueeze(-1)).clamp_min_(0.0)
+        return cost.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
+
+
+def _merge(summary: Summary, joining: Tensor, metric: _Metric) -> Summary:
     """One round: `joining` (B, Hkv) stand-ins join others and leave their places free."""
     with torch.no_grad():
-        mean, value_mean, unit = summary.seen.means()
-        weigh = partial(_log_weight, mean=mean, queries=queries) if tilted else _no_weight
-        log_mass = summary.excess + weigh(summary.key)
-        # Heaviest first, free places last: whoever joins somebody stands after them.
-        order = log_mass.argsort(dim=-1, descending=True, stable=True)
-        log_mass = log_mass.gather(-1, order)
-        key, value = _take(summary.key.detach(), order) - mean, _take(summary.value.detach(), order) - value_mean
-        held = log_mass > -math.inf
-        into = _joins(_ward(key, value, log_mass, queries.second, unit), held, joining)
-        # A free place is nobody, not even for itself.
-        target = (into.unsqueeze(-1) == torch.arange(into.shape[-1], device=into.device)) & held.unsqueeze(-1)
-        part = target * (log_mass - log_mass.gather(-1, into)).exp().nan_to_num(0.0).unsqueeze(-1)
-        total = part.sum(-2)
-        part = part / total.clamp_min(1.0).unsqueeze(-2)
-        size = (target.mT.to(total.dtype) @ summary.size.gather(-1, order).unsqueeze(-1)).squeeze(-1)
-    merged_key, merged_value = part.mT @ _take(summary.key, order), part.mT @ _take(summary.value, order)
+        rows = summary.rows.detach()
+        log_mass = summary.excess + metric.log_weight(rows)
+        gone, valid, leader = _joins(metric.ward(rows, log_mass), log_mass, joining)
+        share = (log_mass.gather(-1, gone) - log_mass.gather(-1, leader)).exp().masked_fill_(~valid, 0.0)
+        places = torch.arange(summary.count, device=gone.device)
+        into = (leader.unsqueeze(-2) == places.unsqueeze(-1)) & valid.unsqueeze(-2)  # (B, Hkv, M, J)
+        part = into * share.unsqueeze(-2)
+        # The heaviest of those that meet has weight one.
+        total = 1 + part.sum(-1)
+        left = torch.zeros_like(summary.size, dtype=torch.bool).scatter(-1, gone, valid)
+        own = (~left).to(rows.dtype) / total
+        size = (summary.size + (into.to(rows.dtype) @ summary.size.gather(-1, gone).unsqueeze(-1)).squeeze(-1)) * ~left
+    moved = (part / total.unsqueeze(-1)) @ _take(summary.rows, gone)
+    merged = summary.rows * own.unsqueeze(-1) + moved
     with torch.no_grad():
-        excess = log_mass + total.log() - weigh(merged_key.detach())
+        excess = log_mass + total.log() - metric.log_weight(merged.detach())
         # Who met nobody keeps the excess to the last bit.
-        excess = torch.where(target.sum(-2) > 1, excess, summary.excess.gather(-1, order))
-    return Summary(merged_key, merged_value, excess.masked_fill(size == 0, -math.inf), size, summary.seen)
+        excess = torch.where(into.any(-1), excess, summary.excess).masked_fill_(left, -math.inf)
+    return Summary(merged, excess, size, summary.seen)
 
 
-def _log_weight(key: Tensor, mean: Tensor, queries: QueryMoments) -> Tensor:
-    return TILT * queries.log_mean_exp(key - mean)
+def _joins(cost: Tensor, log_mass: Tensor, joining: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The `joining` (B, Hkv) stand-ins that join another most cheaply, and whom each ends up with.
 
-
-def _no_weight(key: Tensor) -> Tensor:
-    return key.new_zeros(key.shape[:-1])
+    Returns places (B, Hkv, J), which of them count, and the places of the leaders (B, Hkv, J). Everyone may join one of
+    larger mass, of equal ones the earlier; so there is no circle, and leaders of leaders are found by jumping.
+    """
+    rank = log_mass.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    cost.masked_fill_(rank.unsqueeze(-2) >= rank.unsqueeze(-1), math.inf)
+    least, partner = cost.min(-1)
+    # A free place joins nobody.
+    least = least.masked_fill_(log_mass == -math.inf, math.inf)
+    most = int(joining.max())
+    gone = least.argsort(dim=-1, stable=True)[..., :most]
+    valid = torch.arange(most, device=cost.device) < joining.unsqueeze(-1)
+    own = torch.arange(cost.shape[-1], device=cost.device).expand_as(partner)
+    into = own.scatter(-1, gone, torch.where(valid, partner.gather(-1, gone), gone))
+    for _ in range(most.bit_length()):
+        into = into.gather(-1, into)
+    return gone, valid, into.gather(-1, gone)
 
 
 def _take(rows: Tensor, order: Tensor) -> Tensor:
     return rows.gather(-2, order.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
-
-
-def _ward(key: Tensor, value: Tensor, log_mass: Tensor, metric: Tensor, unit: Tensor) -> Tensor:
-    """Cost (B, Hkv, M, M) of joining row to column: infinite where the column does not stand before the row."""
-    top = log_mass[..., :1].nan_to_num(0.0, neginf=0.0)
-    lightness = (top - log_mass).clamp_max(-LOWEST_LOG_WEIGHT).exp()  # 1 / w
-    left, right = torch.cat([key @ metric, value * unit], -1), torch.cat([key, value], -1)
-    square = (left * right).sum(-1, keepdim=True)
-    one = torch.ones_like(square)
-    # |x|^2 + |y|^2 - 2 x . y, as one product.
-    cost = torch.cat([left * -2, square, one], -1) @ torch.cat([right, one, square], -1).mT
-    cost = cost.clamp_min_(0.0).div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
-    size = cost.shape[-1]
-    return cost.masked_fill_(torch.ones((size, size), dtype=torch.bool, device=cost.device).triu_(), math.inf)
-
-
-def _joins(cost: Tensor, held: Tensor, joining: Tensor) -> Tensor:
-    """Whom everybody ends up with (B, Hkv, M): themselves, except the `joining` (B, Hkv) cheapest of those `held`."""
-    least, partner = cost.min(-1)
-    least = least.masked_fill(~held, math.inf)
-    rank = least.argsort(dim=-1, stable=True).argsort(dim=-1)
-    own = torch.arange(cost.shape[-1], device=cost.device)
-    into = torch.where(rank < joining.unsqueeze(-1), partner, own)
-    for _ in range((cost.shape[-1] - 1).bit_length()):
-        into = into.gather(-1, into)
-    return into

@@ -1,0 +1,87 @@
+"""What a cache of so many slots keeps, by method: fewkeys' plan, its peers and the controls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fewkeys as fk
+from fewkeys.integrations.interface import attach
+from fewkeys.measure.capture import AttentionInputs
+
+SINKS = 4
+PLANS: dict[str, Callable[[int], fk.Plan]] = {
+    "fewkeys": lambda slots: fk.budget(slots, is_causal=True),
+    "fewkeys + sinks": lambda slots: _with_sinks(fk.budget(slots - SINKS, is_causal=True)),
+    "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
+    "leverage": lambda slots: fk.Plan(fk.Leverage(slots // 2, centre=True) | fk.Window(slots // 2)),
+    "key norm": lambda slots: fk.Plan(fk.KeyNorm(slots // 2) | fk.Window(slots // 2)),
+    "random": lambda slots: fk.Plan(fk.RandomKeys(slots // 2) | fk.Window(slots // 2)),
+}
+"""Half of the slots are a window where a method chooses keys of the past: without one, none of them works at all."""
+ACCUMULATED = "accumulated attention"
+METHODS = ("exact", *PLANS, ACCUMULATED)
+
+
+def _with_sinks(plan: fk.Plan) -> fk.Plan:
+    if plan.keep is None:
+        raise ValueError("slots: expected more than the sinks")
+    return fk.Plan(fk.Sinks(SINKS) | plan.keep, plan.rest, plan.weights)
+
+
+@contextmanager
+def replaced(model: Any, method: str, slots: int) -> Iterator[None]:
+    """The model with the attention of every layer replaced."""
+    if method == "exact":
+        yield
+    elif method == ACCUMULATED:
+        detach = attach(model, _Accumulated(slots))
+        try:
+            yield
+        finally:
+            detach()
+    else:
+        with fk.apply(model, PLANS[method](slots), impl="torch"):
+            yield
+
+
+class _Accumulated:
+    """Heavy-hitter eviction: half of the slots are the latest keys, half those of most attention so far.
+
+    Each new token attends to the slots and itself; its weights are added to each slot's account (over the query heads
+    of a key head), and when the slots are full, of the keys that are not among the latest the one of the smallest
+    account is let go for ever (Zhang et al., "H2O", 2023). Played step by step over the whole sequence.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots, self.recent = slots, slots // 2
+
+    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        query, key, value = inputs.query * inputs.scale, inputs.key, inputs.value
+        batch, heads, tokens, _ = key.shape
+        query = query.unflatten(1, (heads, -1))
+        size = min(self.slots, tokens)
+        place = torch.full((batch, heads, size), -1)
+        account = torch.zeros(batch, heads, size)
+        outputs = []
+        for now in range(tokens):
+            if now < size:
+                spot = torch.full((batch, heads, 1), now)
+            else:
+                # The slot to be written: of the old ones, the least attended.
+                old = place <= now - self.recent
+                spot = account.masked_fill(~old, torch.inf).argmin(-1, keepdim=True)
+            place.scatter_(-1, spot, now)
+            account.scatter_(-1, spot, 0.0)
+            index = place.clamp_min(0).unsqueeze(-1)
+            k = key.gather(2, index.expand(-1, -1, -1, key.shape[-1]))
+            v = value.gather(2, index.expand(-1, -1, -1, value.shape[-1]))
+            scores = (query[:, :, :, now] @ k.mT).masked_fill((place < 0).unsqueeze(2), -torch.inf)
+            weights = scores.softmax(-1)
+            account += weights.sum(2)
+            outputs.append(weights @ v)
+        return torch.stack(outputs, 3).flatten(1, 2)
