@@ -47,9 +47,13 @@ def save_figure(results: dict[str, Any], path: Path) -> None:
                 linewidth=2 if ours else 1,
                 label=method,
             )
+        slots = results["settings"]["slots"]
         axes.set_xscale("log", base=2)
+        axes.set_xticks(slots, [str(count) for count in slots])
         if field == "perplexity":
             axes.set_yscale("log")
+            axes.yaxis.set_minor_formatter("{x:.0f}")
+            axes.yaxis.set_major_formatter("{x:.0f}")
         axes.set(xlabel="slots", title=title)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)
