@@ -31,7 +31,17 @@ KEEPS = {
     "outliers + window": fk.Outliers(5, 8) | fk.Window(9),
     "top-k + window + sinks": fk.TopK(4) | fk.Window(5) | fk.Sinks(2),
     "recent blocks": fk.RecentBlocks(8),
+    "recent blocks + window": fk.RecentBlocks(8) | fk.Window(21),
     "recent blocks + leverage + sinks": fk.RecentBlocks(16, 3) | fk.Leverage(7, centre=True) | fk.Sinks(2),
+    "baseline longformer: window + globals": fk.Longformer(5, 2),
+    "baseline bigbird: window + random + globals": fk.BigBird(4, 3, 2, 1),
+    "baseline strided + window": fk.Strided(8),
+    "baseline fixed windows": fk.Fixed(8, 2),
+    "baseline reformer + window": fk.Reformer(8, 2) | fk.Window(1),
+    "baseline sorted hash + window": fk.SortedLSH(9) | fk.Window(1),
+    "baseline routing + window": fk.Routing(7) | fk.Window(1),
+    "baseline low-dimensional entmax": fk.LowRankEntmax(4),
+    "baseline random edges": fk.RandomEdges(6),
 }
 RESTS = {
     "drop": fk.Drop(),
@@ -50,7 +60,7 @@ WEIGHTS = {
 
 
 def _plans() -> dict[str, Plan]:
-    """Every selector alone and under the richest rest; some selectors under every rest and kernel there is.
+    """Every selector alone and (baselines not) under the richest rest; some under every rest and kernel there is.
 
     Combinations that are no plan at all are the business of test_refusals.py.
     """
@@ -59,6 +69,8 @@ def _plans() -> dict[str, Plan]:
         for rest_name, rest in RESTS.items():
             for weights_name, weights in WEIGHTS.items():
                 usual = rest_name in ("drop", "first-order means") and weights_name == "softmax"
+                if keep_name.startswith("baseline"):
+                    usual = rest_name == "drop" and weights_name == "softmax"
                 if not usual and keep_name not in ("leverage + window", "top-k + window + sinks"):
                     continue
                 try:

@@ -130,6 +130,54 @@ def attention_is_that_of_one_process(rank, world):
                 torch.testing.assert_close(gradient, target, rtol=0, atol=float(limit), msg=told(name, share))
 
 
+MEANS = {
+    "budget": (fk.budget(32).keep, fk.budget(32).rest, fk.Softmax()),
+    "narrow window": (fk.Window(1), fk.ClusterMeans(6), fk.Softmax()),
+    "wide window": (fk.Window(60), fk.ClusterMeans(4, rank=2), fk.Softmax()),
+    "no window": (fk.Outliers(7, 5), fk.ClusterMeans(5), fk.Softmax()),
+    "many parts": (
+        fk.Leverage(5, centre=True) | fk.KeyNorm(4) | fk.RandomKeys(6) | fk.Sinks(40) | fk.Window(6),
+        fk.ClusterMeans(5, rank=3),
+        fk.Softmax(),
+    ),
+    "power": (fk.Outliers(4, 6) | fk.Window(9), fk.ClusterMeans(6), fk.Power(2.0)),
+    "drop": (fk.Window(12) | fk.Leverage(6), fk.Drop(), fk.Softmax()),
+    "entmax": (fk.Window(12) | fk.Leverage(6), fk.Drop(), fk.Entmax(1.5)),
+}
+
+
+def windows_and_means_are_those_of_one_process(rank, world):
+    q, k, v = problem(n=91)
+    g = torch.Generator().manual_seed(5)
+    whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    direction = torch.randn((*q.shape[:3], v.shape[3]), generator=g, dtype=q.dtype)
+    for name, (keep, rest, weights) in MEANS.items():
+        parts = {"keep": keep, "rest": rest, "weights": weights, "scale": 0.7}
+        expected = fk.attention(*whole, **parts, impl="torch")
+        gradients = torch.autograd.grad((expected * direction).sum(), whole)
+        for share in ("even", "uneven", "empty"):
+            own = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
+            found = fkd.attention(*own, **parts)
+            wanted = split(expected, world, share)[rank]
+            torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8, msg=told(name, share))
+            got = torch.autograd.grad((found * split(direction, world, share)[rank]).sum(), own)
+            for gradient, full in zip(got, gradients, strict=True):
+                target = split(full, world, share)[rank]
+                torch.testing.assert_close(gradient, target, rtol=1e-6, atol=1e-7, msg=told(name, share))
+
+
+def the_bytes_of_means_do_not_grow(rank, world):
+    keep, rest, weights = MEANS["budget"]
+    sent = []
+    for n in (1600, 6400, 16000):
+        own = [split(tensor, world)[rank] for tensor in problem(n=n, dtype=torch.float32)]
+        comm = fkd.Communicator()
+        fkd.attention(*own, keep=keep, rest=rest, weights=weights, group=comm)
+        sent.append(comm.bytes_sent)
+    # The sample of Lloyd's steps has 16 to 32 keys per cluster.
+    assert max(sent) < 2 * min(sent), sent
+
+
 CAUSAL = {
     "budget": fk.budget(24, is_causal=True),
     "sinks": fk.Plan(fk.RecentBlocks(8) | fk.Sinks(5), fk.RunningMeans(6)),
@@ -297,18 +345,17 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
 
 def what_is_not_supported_is_said(rank, world):
     q, k, v = (split(tensor, world)[rank] for tensor in problem())
-    only = "keep: expected Leverage, KeyNorm or RandomKeys alone"
-    raises(
-        ValueError,
-        f"{only}, the selectors that work over ranks so far, got Window(size=3)",
-        lambda: fkd.attention(q, k, v, keep=fk.Window(3)),
-    )
-    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.Leverage(3) | fk.Window(3)))
+    only = "keep: expected Window, Outliers, Leverage, KeyNorm, RandomKeys or Sinks, the selectors that work over ranks"
+    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.TopK(3)))
+    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.Leverage(3) | fk.RecentBlocks(8)))
+    causal = "keep: expected RecentBlocks, and Sinks beside it, the causal rules that work over ranks so far"
+    raises(ValueError, causal, lambda: fkd.attention(q, k, v, keep=fk.Window(3), is_causal=True))
+    recent = fk.RecentBlocks(8)
+    raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=recent, is_causal=True))
+    raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=fk.Window(3)))
     raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))
-    raises(TypeError, "keep: expected a selector, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
-    raises(
-        ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=fk.KeyNorm(3), rest=fk.ClusterMeans(2))
-    )
+    raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
+    raises(ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=fk.KeyNorm(3), rest=fk.Moments()))
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=fk.KeyNorm(3)))
     raises(ValueError, "ridge: expected 0, or a positive", lambda: fkd.leverage_scores(k, 3.0, 0.1))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
@@ -338,6 +385,8 @@ CHECKS = {
         float32_scores_are_the_float64_ones_rounded,
         the_universal_set_is_the_very_same,
         attention_is_that_of_one_process,
+        windows_and_means_are_those_of_one_process,
+        the_bytes_of_means_do_not_grow,
         causal_attention_is_that_of_one_process,
         a_causal_gradient_wanted_by_one_rank_arrives,
         causal_bytes_do_not_grow,

@@ -1,4 +1,8 @@
-"""Law 4: a causal plan never sees the future: changing token t leaves every earlier output bit-identical."""
+"""Law 4: a causal plan never sees the future: changing token t leaves every earlier output bit-identical.
+
+Groups that later keys join or leave are the exception: the size of a group decides in which order the fast executor
+adds, and so the last bits. The graph, and the reference, are bit-identical there too.
+"""
 
 import pytest
 import torch
@@ -6,12 +10,16 @@ import torch
 import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES
 
+HASHED = ("reformer",)
+"""Plans whose groups depend on the keys."""
+
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize("shape", ["causal", "causal grouped", "causal padded", "causal with offset"])
-@pytest.mark.parametrize("plan", CAUSAL_PLANS.values(), ids=CAUSAL_PLANS)
-def test_future_tokens_do_not_matter(plan, shape, impl):
-    shape = CAUSAL_SHAPES[shape]
+@pytest.mark.parametrize("name", CAUSAL_PLANS)
+def test_future_tokens_do_not_matter(name, shape, impl):
+    plan, shape = CAUSAL_PLANS[name], CAUSAL_SHAPES[shape]
+    last_bits = 1e-6 if impl == "torch" and any(word in name for word in HASHED) else 0.0
     q, k, v = shape.draw(dtype=torch.float32)
     before = fk.attention(q, k, v, plan=plan, impl=impl, **shape.options)
     seen = False
@@ -21,7 +29,8 @@ def test_future_tokens_do_not_matter(plan, shape, impl):
         changed_k[:, :, token:] *= -3
         changed_v[:, :, token:] += 5
         after = fk.attention(q, changed_k, changed_v, plan=plan, impl=impl, **shape.options)
-        assert torch.equal(before[:, :, : max(0, later)], after[:, :, : max(0, later)])
+        earlier = slice(0, max(0, later))
+        torch.testing.assert_close(after[:, :, earlier], before[:, :, earlier], rtol=0, atol=last_bits)
         seen |= not torch.equal(before, after)
     assert seen
 
@@ -32,3 +41,13 @@ def test_graph_has_no_edge_into_the_future(plan):
     mask = plan.keep.graph(q, k, is_causal=True).to_mask()
     assert not mask.triu(1).any()
     assert mask.any(-1).all()
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL_PLANS if any(word in name for word in HASHED)])
+def test_future_keys_change_no_earlier_edge(name):
+    q, k, _ = CAUSAL_SHAPES["causal"].draw()
+    before = CAUSAL_PLANS[name].keep.graph(q, k, is_causal=True).to_mask()
+    k[:, :, 64:] *= -3
+    after = CAUSAL_PLANS[name].keep.graph(q, k, is_causal=True).to_mask()
+    assert torch.equal(before[:, :, :64], after[:, :, :64])
+    assert not torch.equal(before, after)

@@ -13,6 +13,7 @@ run plans in a Hugging Face model, `spot_check` watches them there.
 from fewkeys import distributed, oracle
 from fewkeys.attention import attention
 from fewkeys.graph import Graph
+from fewkeys.groups import Groups
 from fewkeys.guard import Fallbacks, Guard
 from fewkeys.heavy import HeavyEntries, Sketched, heavy_entries
 from fewkeys.integrations.cache import cache
@@ -27,8 +28,37 @@ from fewkeys.measure.spot_check import SpotCheck
 from fewkeys.measure.tune import tune
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan, budget
-from fewkeys.rest import ClusterMeans, Drop, Moments, RunningMeans, UniformSample
-from fewkeys.select import BestColumns, KeyNorm, Leverage, Outliers, RandomKeys, RecentBlocks, Sinks, TopK, Window
+from fewkeys.predict import Sparsefinder
+from fewkeys.rest import ClusterMeans, Drop, GroupMeans, Moments, RunningMeans, UniformSample
+from fewkeys.select import (
+    BestColumns,
+    BigBird,
+    BlockClusters,
+    Buckets,
+    Centroids,
+    Clusters,
+    Distance,
+    EntmaxSupport,
+    Fixed,
+    GlobalTokens,
+    KeyNorm,
+    Leverage,
+    Longformer,
+    LowRankEntmax,
+    Outliers,
+    Predicted,
+    Projection,
+    RandomEdges,
+    RandomKeys,
+    RecentBlocks,
+    Reformer,
+    Routing,
+    Sinks,
+    SortedLSH,
+    Strided,
+    TopK,
+    Window,
+)
 from fewkeys.sketch.key_sketch import KeySketch, UniversalKeys
 from fewkeys.sketch.leverage import leverage_scores, universal_set
 from fewkeys.streaming import Stream, stream
@@ -38,33 +68,54 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BestColumns",
+    "BigBird",
+    "BlockClusters",
+    "Buckets",
     "Capture",
+    "Centroids",
     "ClusterMeans",
+    "Clusters",
+    "Distance",
     "Drop",
     "Elu",
     "Entmax",
+    "EntmaxSupport",
     "Fallbacks",
+    "Fixed",
+    "GlobalTokens",
     "Graph",
+    "GroupMeans",
+    "Groups",
     "Guard",
     "HeavyEntries",
     "KeyNorm",
     "KeySketch",
     "Leverage",
+    "Longformer",
+    "LowRankEntmax",
     "ModelPlan",
     "Moments",
     "Outliers",
     "Plan",
     "Power",
+    "Predicted",
+    "Projection",
+    "RandomEdges",
     "RandomKeys",
     "RecentBlocks",
+    "Reformer",
     "Relu",
     "Report",
+    "Routing",
     "RunningMeans",
     "Sinks",
     "Sketched",
     "Softmax",
+    "SortedLSH",
+    "Sparsefinder",
     "SpotCheck",
     "Stream",
+    "Strided",
     "TopK",
     "UniformSample",
     "UniversalKeys",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from fewkeys.execute.linear import block_size
 from fewkeys.inputs import Inputs
 from fewkeys.plan import Plan
-from fewkeys.rest import ClusterMeans, Moments
+from fewkeys.rest import ClusterMeans, GroupMeans, Moments
 from fewkeys.select import Leverage, Outliers, Selector, TopK, Union, Window
 from fewkeys.select.top_k import BestColumns
 from fewkeys.sketch.clusters import KEYS_PER_CLUSTER, LLOYD_STEPS
@@ -46,6 +46,8 @@ def plan_operations(inputs: Inputs, plan: Plan) -> float:
         prepare += (cluster_operations(x, plan.rest.count) + 2 * x.head_dim * x.value_dim) * share
         banded = any(isinstance(part, Window) for part in parts)
         means += 2 * plan.rest.count * width / _per_key(x) if banded else 0
+    if isinstance(plan.rest, GroupMeans):
+        prepare += 2 * (x.head_dim + x.value_dim) * share
     if isinstance(plan.rest, Moments):
         prepare += 2 * x.head_dim * (x.head_dim + x.value_dim) * share
     return (width + means) * _per_key(x) + prepare
@@ -63,6 +65,9 @@ def _per_key(inputs: Inputs) -> float:
 
 def _width(inputs: Inputs, part: Selector) -> float:
     """Scores per query that a selector's keys cost."""
+    work = part.expected_work(inputs)
+    if work is not None:
+        return work[0]
     if isinstance(part, Window):
         graph = part.select(inputs)
         return block_size(graph) + sum(graph.band or (0, 0))
@@ -73,6 +78,9 @@ def _width(inputs: Inputs, part: Selector) -> float:
 
 def _select_operations(inputs: Inputs, part: Selector) -> float:
     """Operations per key of choosing. The clusters of `Outliers` are those of the rest, counted there."""
+    work = part.expected_work(inputs)
+    if work is not None:
+        return work[1]
     if isinstance(part, TopK | BestColumns):
         return 2.0 * inputs.head_dim * inputs.queries * inputs.groups
     if isinstance(part, Leverage | Outliers):

@@ -1,82 +1,130 @@
-"""alpha-entmax of full rows, with its exact gradient.
+"""alpha-entmax with its exact gradient, of whole rows or of rows that are split over several tensors.
 
-`p_j = max(0, z_j - tau)^(1 / (alpha - 1))` with `z = (alpha - 1) s` and tau such that the row sums to one (Peters,
-Niculae, Martins, "Sparse Sequence-to-Sequence Models", ACL 2019). alpha = 2 and alpha = 1.5 are solved exactly by
-sorting; other alphas by bisection on tau, which is monotone. Hidden entries carry -inf; a row without visible entries
-gives zeros.
+`p_j = max(0, z_j - tau)^r` with `z = (alpha - 1) s`, `r = 1 / (alpha - 1)` and tau such that the row sums to one
+(Peters, Niculae, Martins, "Sparse Sequence-to-Sequence Models", ACL 2019). With the largest z moved to 0, tau lies in
+[-1, 0).
+
+For alpha <= 2 the sum is convex in tau, so Newton's steps from tau = -1 climb to the root and never pass it. For
+alpha = 2 a step solves for tau on the entries above the last one, and the last step is exact (Michelot, 1986); for
+alpha = 1.5 and all others convergence is quadratic, and stops at rounding. For alpha > 2 tau is found by bisection. A
+step costs one pass over the entries; nothing is sorted. Hidden entries carry -inf; a row without visible entries gives
+zeros.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BISECTIONS = 60
+NEWTON_STEPS = 100
+"""A bound that is never reached: about log(row length) + 6 steps are."""
+
+Lines = Sequence[Tensor]
+"""Tensors (lines, columns): every line is a piece of a row."""
 
 
-def _threshold_sparsemax(z: Tensor) -> Tensor:
-    ordered = z.sort(-1, descending=True).values
-    count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-    # No entry below -1 is ever in the support; cutting the rest at -2 keeps the running sums exact and finite.
-    total = ordered.clamp_min(-2.0).cumsum(-1)
-    size = (1 + count * ordered > total).sum(-1, keepdim=True).clamp_min(1)
-    return (total.gather(-1, size - 1) - 1) / size
+def entmax(scores: Tensor, alpha: float) -> Tensor:
+    """alpha-entmax along the last dimension of `scores` (..., N), alpha > 1. Cost O(N) per row and step."""
+    lines = scores.double() if scores.dtype == torch.float64 else scores.float()
+    lines = lines.reshape(-1, scores.shape[-1])
+    row = torch.arange(lines.shape[0], device=scores.device)
+    (result,) = entmax_of_split_rows([lines], [row], lines.shape[0], alpha)
+    return result.view(scores.shape).to(scores.dtype)
 
 
-def _threshold_15(z: Tensor) -> Tensor:
-    ordered = z.sort(-1, descending=True).values.clamp_min(-2.0)
-    count = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
-    mean = ordered.cumsum(-1) / count
-    spread = (ordered * ordered).cumsum(-1) - count * mean * mean
-    tau = mean - ((1 - spread) / count).clamp_min(0).sqrt()
-    size = (tau <= ordered).sum(-1, keepdim=True).clamp_min(1)
-    return tau.gather(-1, size - 1)
+def entmax_of_split_rows(parts: Lines, rows: Sequence[Tensor], count: int, alpha: float) -> list[Tensor]:
+    """alpha-entmax of `count` rows whose entries stand in several tensors.
+
+    Line l of `parts[p]` (L, W), float64 or float32, belongs to row `rows[p][l]`. Returns the weights in their places.
+    """
+    return list(_Entmax.apply(alpha, count, rows, *parts))  # type: ignore[no-untyped-call]
 
 
-def _threshold_bisection(z: Tensor, power: float) -> Tensor:
-    # With the largest z at 0, tau = -1 gives a sum of at least one and tau = 0 a sum of zero.
-    low, step = torch.full_like(z[..., :1], -1.0), torch.ones_like(z[..., :1])
+def largest(parts: Lines, rows: Sequence[Tensor], count: int) -> Tensor:
+    """The largest entry of every row (count,), 0 where it has none but -inf; no gradient."""
+    top = parts[0].new_full((count,), -math.inf)
+    for part, row in zip(parts, rows, strict=True):
+        if part.shape[-1]:
+            top.scatter_reduce_(0, row, part.detach().amax(-1), "amax")
+    return top.masked_fill_(top == -math.inf, 0.0)
+
+
+def _newton(z: Lines, rows: Sequence[Tensor], count: int, power: float) -> Tensor:
+    tau = z[0].new_full((count,), -1.0)
+    tiny, close = torch.finfo(tau.dtype).tiny, 16 * torch.finfo(tau.dtype).eps
+    for _ in range(NEWTON_STEPS):
+        total, slope = torch.zeros_like(tau), torch.zeros_like(tau)
+        for part, row in zip(z, rows, strict=True):
+            above = (part - tau[row].unsqueeze(-1)).clamp_min_(0.0)
+            if power == 1:
+                total.index_add_(0, row, above.sum(-1))
+                slope.index_add_(0, row, above.sign_().sum(-1))
+            elif power == 2:
+                total.index_add_(0, row, torch.linalg.vector_norm(above, dim=-1).square_())
+                slope.index_add_(0, row, above.sum(-1), alpha=2)
+            else:
+                raised = above.pow(power - 1)
+                total.index_add_(0, row, (raised * above).sum(-1))
+                slope.index_add_(0, row, raised.sum(-1), alpha=power)
+        # The slope is at least 1 near the root; a row without entries has none, and stays where it is.
+        step = ((total - 1) / slope.clamp_min(tiny)).masked_fill_(slope == 0, 0.0)
+        tau += step
+        if float(step.abs().max()) <= close:
+            break
+    return tau
+
+
+def _bisection(z: Lines, rows: Sequence[Tensor], count: int, power: float) -> Tensor:
+    low, step = z[0].new_full((count,), -1.0), 1.0
     for _ in range(BISECTIONS):
-        step = step / 2
-        total = (z - (low + step)).clamp_min(0).pow(power).sum(-1, keepdim=True)
+        step /= 2
+        total = torch.zeros_like(low)
+        for part, row in zip(z, rows, strict=True):
+            above = (part - (low + step)[row].unsqueeze(-1)).clamp_min_(0.0)
+            total.index_add_(0, row, above.pow_(power).sum(-1))
         low = torch.where(total >= 1, low + step, low)
     return low
 
 
 class _Entmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, alpha: float) -> Tensor:
-        work = scores.double() if scores.dtype == torch.float64 else scores.float()
-        top = work.amax(-1, keepdim=True)
-        empty = top == -math.inf
-        z = (alpha - 1) * (work - top.masked_fill(empty, 0.0))
+    def forward(ctx: Any, alpha: float, count: int, rows: Sequence[Tensor], *parts: Tensor) -> tuple[Tensor, ...]:
+        top = largest(parts, rows, count)
+        z = [(part - top[row].unsqueeze(-1)).mul_(alpha - 1) for part, row in zip(parts, rows, strict=True)]
         power = 1 / (alpha - 1)
-        if alpha == 2.0:
-            tau = _threshold_sparsemax(z)
-        elif alpha == 1.5:
-            tau = _threshold_15(z)
-        else:
-            tau = _threshold_bisection(z, power)
-        p = (z - tau).clamp_min(0).pow(power)
-        p = (p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)).masked_fill(empty, 0.0)
-        ctx.save_for_backward(p)
-        ctx.alpha = alpha
-        return p.to(scores.dtype)
+        tau = (_newton if power >= 1 else _bisection)(z, rows, count, power)
+        total = torch.zeros_like(tau)
+        for part, row in zip(z, rows, strict=True):
+            part.sub_(tau[row].unsqueeze(-1)).clamp_min_(0.0)
+            if power != 1:
+                part.pow_(power)
+            total.index_add_(0, row, part.sum(-1))
+        # What rounding left of the sum; rows without entries stay zero.
+        total = total.clamp_min_(torch.finfo(total.dtype).tiny).reciprocal_()
+        weights = tuple(part.mul_(total[row].unsqueeze(-1)) for part, row in zip(z, rows, strict=True))
+        ctx.save_for_backward(*weights)
+        ctx.rows, ctx.alpha, ctx.count = rows, alpha, count
+        return weights
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (p,) = ctx.saved_tensors
-        grad = grads[0].to(p.dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # dp/ds = diag(u) - u u^T / sum(u) with u = p^(2 - alpha) on the support.
-        u = torch.where(p > 0, p.clamp_min(torch.finfo(p.dtype).tiny).pow(2 - ctx.alpha), 0.0)
-        mean = (u * grad).sum(-1, keepdim=True) / u.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
-        return (u * (grad - mean)).to(grads[0].dtype), None
-
-
-def entmax(scores: Tensor, alpha: float) -> Tensor:
-    """alpha-entmax along the last dimension of `scores` (..., N), alpha > 1. Cost O(N log N) per row."""
-    result: Tensor = _Entmax.apply(scores, alpha)  # type: ignore[no-untyped-call]
-    return result
+        found = []
+        mass, along = grads[0].new_zeros(ctx.count), grads[0].new_zeros(ctx.count)
+        for weight, row, grad in zip(ctx.saved_tensors, ctx.rows, grads, strict=True):
+            u = weight.sign()
+            if ctx.alpha < 2:
+                u = weight.pow(2 - ctx.alpha)
+            elif ctx.alpha > 2:
+                u = u.mul_(weight.clamp_min(torch.finfo(weight.dtype).tiny).pow(2 - ctx.alpha))
+            mass.index_add_(0, row, u.sum(-1))
+            along.index_add_(0, row, (u * grad).sum(-1))
+            found.append(u)
+        mean = along / mass.clamp_min_(torch.finfo(mass.dtype).tiny)
+        scores = [u.mul_(g - mean[row].unsqueeze(-1)) for u, row, g in zip(found, ctx.rows, grads, strict=True)]
+        return None, None, None, *scores

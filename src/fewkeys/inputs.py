@@ -15,7 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.totals import WHOLE, Totals
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Where a part of a longer sequence stands in it, and how totals over the whole are had."""
+
+    totals: Totals
+    first_key: int
+    keys: int  # of all parts
+    first_query: int
+    queries: int  # of all parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +50,13 @@ class Inputs:
     valid: Tensor | None = None
     generator: torch.Generator | None = None
     filler: int = 0
+    shard: Shard | None = None
     _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def whole(self) -> Shard:
+        """The sequence that the statistics are of: the keys and queries here, or those of all shards."""
+        return Shard(WHOLE, 0, self.keys, 0, self.queries) if self.shard is None else self.shard
 
     @property
     def batch(self) -> int:

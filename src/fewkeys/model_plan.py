@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fewkeys.files import read_json, write_json
+from fewkeys.learned import Learned, load_learned, save_learned
 from fewkeys.plan import Plan
+from fewkeys.select import PARTS
 
 FORMAT = 1
 FILE = "model_plan.json"
@@ -61,13 +63,13 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         return {"format": FORMAT, "plans": plans, "layers": layers, "record": dict(self.record)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ModelPlan:
-        """The plans that `to_dict` described."""
+    def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> ModelPlan:
+        """The plans that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or "layers" not in data:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {found!r}")
         try:
-            plans = [Plan.from_dict(plan) for plan in data["plans"]]
+            plans = [Plan.from_dict(plan, learned) for plan in data["plans"]]
             if any(number not in range(len(plans)) for layer in data["layers"] for number in layer):
                 raise ValueError(f"plan numbers beyond the {len(plans)} plans")
             layers = tuple(tuple(plans[number] for number in layer) for layer in data["layers"])
@@ -78,10 +80,15 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `model_plan.json` into `directory` (made if missing); never a half-written file."""
-        write_json(directory, FILE, self.to_dict())
+        """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; never a half-written
+        file.
+        """
+        data = self.to_dict()
+        save_learned(directory, self.layers)
+        write_json(directory, FILE, data)
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
-        """The plans saved in `directory`."""
-        return cls.from_dict(read_json(directory, FILE))
+        """The plans saved in `directory`. Raises `ValueError` for files that are missing or damaged."""
+        data = read_json(directory, FILE)
+        return cls.from_dict(data, load_learned(directory, data, PARTS))

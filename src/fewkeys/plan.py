@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fewkeys.files import read_json, write_json
 from fewkeys.inputs import Inputs
+from fewkeys.learned import Learned, load_learned, pack, save_learned, unpack
 from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans
 from fewkeys.select import (
+    PARTS,
     SELECTORS,
     KeyNorm,
     Leverage,
@@ -105,25 +107,30 @@ class Plan:
         return text if isinstance(self.weights, Softmax) else f"{text}, {self.weights}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON-able values; `Plan.from_dict` is its inverse."""
+        """The plan as JSON-able values; `Plan.from_dict` is its inverse.
+
+        Learned tensors (projections, centroids) are named by their fingerprint: `save_pretrained` keeps them.
+        """
         parts = self.keep.parts if isinstance(self.keep, Union) else () if self.keep is None else (self.keep,)
         return {
             "format": FORMAT,
-            "keep": None if self.keep is None else [_pack(part) for part in parts],
-            "rest": _pack(self.rest),
-            "weights": _pack(self.weights),
+            "keep": None if self.keep is None else [pack(part) for part in parts],
+            "rest": pack(self.rest),
+            "weights": pack(self.weights),
             "exact_if_faster": self.exact_if_faster,
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` described."""
+    def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
+        """The plan that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {found!r}")
         try:
-            keep = None if data["keep"] is None else [_unpack("keep", part, SELECTORS) for part in data["keep"]]
-            rest, weights = _unpack("rest", data["rest"], RESTS), _unpack("weights", data["weights"], WEIGHTS)
+            keep = data["keep"]
+            if keep is not None:
+                keep = [unpack("keep", part, SELECTORS, PARTS, learned) for part in keep]
+            rest, weights = unpack("rest", data["rest"], RESTS), unpack("weights", data["weights"], WEIGHTS)
             exact_if_faster = bool(data["exact_if_faster"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -135,26 +142,16 @@ class Plan:
         return cls(selector, rest, weights, exact_if_faster)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `plan.json` into `directory` (made if missing); never a half-written file."""
-        write_json(directory, FILE, self.to_dict())
+        """Write `plan.json` into `directory` (made if missing), learned tensors beside it, no file by halves."""
+        data = self.to_dict()
+        save_learned(directory, self)
+        write_json(directory, FILE, data)
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
-        """The plan saved in `directory`."""
-        return cls.from_dict(read_json(directory, FILE))
-
-
-def _pack(part: object) -> dict[str, Any]:
-    if not is_dataclass(part):
-        raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {type(part).__name__}")
-    return {"type": type(part).__name__, **{f.name: getattr(part, f.name) for f in fields(part)}}
-
-
-def _unpack(name: str, data: Mapping[str, Any], catalogue: Iterable[type[Any]]) -> Any:
-    known = {kind.__name__: kind for kind in catalogue}
-    if data["type"] not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(sorted(known))}, got {data['type']!r}")
-    return known[data["type"]](**{key: value for key, value in data.items() if key != "type"})
+        """The plan saved in `directory`. Raises `ValueError` for files that are missing or damaged."""
+        data = read_json(directory, FILE)
+        return cls.from_dict(data, load_learned(directory, data, PARTS))
 
 
 def budget(slots: int, *, is_causal: bool = False) -> Plan:

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.entmax import entmax
+from fewkeys.entmax import entmax, entmax_of_split_rows, largest
 from fewkeys.validation import check_real
 
 
@@ -34,6 +34,10 @@ class Weights(ABC):
     @abstractmethod
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Unnormalised weights of the row whose scores are split over `parts`, each (..., columns)."""
+
+    @abstractmethod
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        """`kernel` where line l of `parts[p]` (lines, columns) is a piece of row `rows[p][l]`, of `count` rows."""
 
     def normalised(self, scores: Tensor) -> Tensor:
         """The weights of full rows of scores (..., N): each row sums to one, or is zero where f vanishes."""
@@ -60,6 +64,13 @@ class Softmax(Weights):
             return [(part - top).exp() for part in parts]
         return [part.sub_(top).exp_() for part in parts]
 
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        top = largest(parts, rows, count)
+        shifts = [top[row].unsqueeze(-1) for row in rows]
+        if any(part.requires_grad for part in parts):
+            return [(part - shift).exp() for part, shift in zip(parts, shifts, strict=True)]
+        return [part.sub_(shift).exp_() for part, shift in zip(parts, shifts, strict=True)]
+
 
 class _Elementwise(Weights):
     """Kernels that need no shift: f is applied entry by entry, hidden entries give zero."""
@@ -75,6 +86,9 @@ class _Elementwise(Weights):
             # Filling before f keeps the gradient of hidden entries zero instead of NaN.
             result.append(self.f(part.masked_fill(hidden, 1.0)).masked_fill(hidden, 0.0))
         return result
+
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        return self.kernel(parts)
 
 
 @dataclass(frozen=True)
@@ -130,3 +144,6 @@ class Entmax(Weights):
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
         rows = entmax(torch.cat(list(parts), -1), self.alpha)
         return list(rows.split([part.shape[-1] for part in parts], -1))
+
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        return entmax_of_split_rows(parts, rows, count, self.alpha)

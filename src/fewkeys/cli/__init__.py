@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fewkeys.cli import bench, capture, compare, tune
+from fewkeys.cli import bench, capture, compare, fit, tune
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="fewkeys", description="Attention with few keys: what each approximation costs on your model."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (compare, tune, bench, capture):
+    for command in (compare, tune, fit, bench, capture):
         command.add_to(commands)
     return parser

@@ -17,17 +17,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Options that name the model."""
-    which = parser.add_mutually_exclusive_group(required=True)
+def add_model(parser: argparse.ArgumentParser, group: Any = None) -> None:
+    """Options that name the model; in `group`, where something else may take its place."""
+    which = parser.add_mutually_exclusive_group(required=True) if group is None else group
     which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
     which.add_argument("--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo]")
 
 
-def add_text(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
+def add_text(parser: argparse.ArgumentParser, sequences: int = 8, *, required: bool = True) -> None:
     """Options that name the text and how much of it is read."""
     parser.add_argument(
-        "--text", action="append", required=True, type=Path, metavar="FILE", help="UTF-8 text; repeat it to join files"
+        "--text",
+        action="append",
+        required=required,
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text; repeat it to join files",
     )
     parser.add_argument(
         "--sequences", type=positive, default=sequences, metavar="N", help=f"sequences to read (default {sequences})"

@@ -36,6 +36,26 @@ def share(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    return _real(text, 0)
+
+
+def above_one(text: str) -> float:
+    """A finite number above 1."""
+    return _real(text, 1)
+
+
+def _real(text: str, above: int) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not above < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number > {above}, got {text!r}")
+    return value
+
+
 def budgets(text: str) -> list[int]:
     """Whole numbers of at least 1, with commas, sorted."""
     try:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
-from fewkeys.distributed import causal
+from fewkeys.distributed import causal, means
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
+from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
-from fewkeys.distributed.selection import Kept, check_keep, select
+from fewkeys.distributed.selection import ALONE, Kept, select
 from fewkeys.execute import linear
 from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
@@ -87,14 +86,12 @@ def attention(
     comm = communicator(group)
     call = "attention"
     with checking(comm, call):
-        plan = Plan(keep if is_causal else check_keep(keep), rest or Drop(), weights or Softmax())
+        plan = Plan(keep, rest or Drop(), weights or Softmax())
         parts = causal.check_causal(plan) if is_causal else None
-        if parts is None and not isinstance(plan.rest, Drop):
-            raise ValueError(
-                f"rest: expected Drop(), the only one that works over ranks without causality so far, got {plan.rest}"
-            )
+        if parts is None:
+            means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)
-        if is_causal and inputs.queries != inputs.keys:
+        if (is_causal or "Window" in str(plan.keep)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
         **described(inputs.key),
@@ -107,15 +104,16 @@ def attention(
     }
     tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal else ()))
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    own = agree(comm, call, same, [inputs.keys, wants])
-    tokens = [count for count, _ in own]
+    own = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
+    tokens, wanted = [count for count, _, _ in own], any(wants for _, _, wants in own)
     check_tokens(tokens)
     if parts is not None:
-        first, wanted = sum(tokens[: comm.rank]), any(wants for _, wants in own)
-        return causal.attend(inputs, plan, parts, first, comm, wanted)
+        return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
+    if not isinstance(plan.keep, ALONE) or not isinstance(plan.rest, Drop):
+        return means.attend(inputs, plan, tokens, [count for _, count, _ in own], comm, wanted)
     with torch.no_grad():
-        kept = select(check_keep(keep), inputs, tokens, comm)
-    rows = _gather(inputs, kept, comm, any(wants for _, wants in own))
+        kept = select(plan.keep, inputs, tokens, comm)
+    rows = _gather(inputs, kept, comm, wanted)
     return _attend(inputs, rows, kept, plan.weights)
 
 
@@ -136,14 +134,11 @@ def _gather(inputs: Inputs, kept: Kept, comm: Communicator, wanted: bool) -> Ten
     Rank r's own come from place r x width on, width being the largest count of a rank; the rest is zero. `wanted`: a
     rank's keys or values want gradients, which the backward pass of all ranks must bring.
     """
-    width = max(1, int(kept.counts.max()))
     own = torch.cat([inputs.key, inputs.value], -1)
     own = own.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, own.shape[-1]))
-    own = pad(own, (0, 0, 0, width - own.shape[2]))
     if wanted and not own.requires_grad:
         own.requires_grad_()
-    gathered: Tensor = _Gather.apply(own, comm)  # type: ignore[no-untyped-call]
-    return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return gather(own, kept.counts, comm)
 
 
 def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tensor:
@@ -162,19 +157,3 @@ def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tenso
     known = Inputs(inputs.query, key, value, inputs.scale)
     columns = Columns.shared(index, used.gather(-1, index), inputs.queries)
     return linear.attend(known, Graph(known, columns=columns), None, weights).to(inputs.query.dtype)
-
-
-class _Gather(torch.autograd.Function):
-    """Tensors of all ranks, stacked, in working precision; each rank gets the sum of its tensor's gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm, ctx.dtype = comm, own.dtype
-        return working(torch.stack(comm.all_gather(own)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        agree(ctx.comm, "backward of attention", {"gradient": [*gradient.shape, str(gradient.dtype)]})
-        # An all-reduce and not a reduce-scatter, which would need half the bytes: gloo makes the one of the other.
-        return ctx.comm.all_reduce(gradient)[ctx.comm.rank].to(ctx.dtype), None

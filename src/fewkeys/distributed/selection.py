@@ -10,7 +10,7 @@ from torch import Tensor
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.keys import OverRanks
 from fewkeys.inputs import Inputs
-from fewkeys.select import KeyNorm, Leverage, RandomKeys, Selector
+from fewkeys.select import KeyNorm, Leverage, RandomKeys
 from fewkeys.select.controls import uniform
 from fewkeys.sketch.gram import working
 from fewkeys.sketch.leverage import ROUNDING
@@ -29,16 +29,8 @@ class Kept:
     counts: Tensor
 
 
-def check_keep(keep: object) -> Leverage | KeyNorm | RandomKeys:
-    """`keep` as a selector that works over ranks."""
-    if isinstance(keep, Leverage | KeyNorm | RandomKeys):
-        return keep
-    if keep is not None and not isinstance(keep, Selector):
-        raise TypeError(f"keep: expected a selector, got {type(keep).__name__}")
-    raise ValueError(
-        "keep: expected Leverage, KeyNorm or RandomKeys alone, the selectors that work over ranks so far, got "
-        f"{'None (exact attention)' if keep is None else keep}"
-    )
+ALONE = (Leverage, KeyNorm, RandomKeys)
+"""Rules that need nothing but scores of single keys."""
 
 
 def select(keep: Leverage | KeyNorm | RandomKeys, inputs: Inputs, tokens: list[int], comm: Communicator) -> Kept:
@@ -47,15 +39,15 @@ def select(keep: Leverage | KeyNorm | RandomKeys, inputs: Inputs, tokens: list[i
         score = _leverage(keep, inputs, tokens, comm)
         if keep.eps is not None:
             marked = score >= keep.eps * (1 - ROUNDING)
-            return Kept(_listed(marked), torch.stack(comm.all_gather(marked.sum(-1))))
-        return _best(score, keep.count or 0, comm)
+            return kept_of(marked, comm)
+        return best(score, keep.count or 0, comm)
     if isinstance(keep, RandomKeys):
         # Every rank draws the numbers of all tokens: as many as one process would, hence the same keys.
         drawn = uniform(inputs, (inputs.batch, inputs.kv_heads, sum(tokens)))
         score = drawn.split(tokens, -1)[comm.rank]
     else:
         score = working(inputs.key.detach()).square().sum(-1)
-    return _best(score, keep.count, comm)
+    return best(score, keep.count, comm)
 
 
 def _leverage(keep: Leverage, inputs: Inputs, tokens: list[int], comm: Communicator) -> Tensor:
@@ -67,7 +59,7 @@ def _leverage(keep: Leverage, inputs: Inputs, tokens: list[int], comm: Communica
     return sensitivity_bounds(rows, keep.power, OverRanks(comm))
 
 
-def _best(score: Tensor, count: int, comm: Communicator) -> Kept:
+def best(score: Tensor, count: int, comm: Communicator) -> Kept:
     """The `count` keys of largest score (B, Hkv, N_local) of all ranks.
 
     Round 1: the best `count` of each rank, of which only the scores are sent. Round 2: the best of these. So keys and
@@ -82,6 +74,11 @@ def _best(score: Tensor, count: int, comm: Communicator) -> Kept:
     parts = won.split([part.shape[0] for part in gathered], -1)
     order = _listed(parts[comm.rank])
     return Kept(local.gather(-1, order), torch.stack([part.sum(-1) for part in parts]))
+
+
+def kept_of(marked: Tensor, comm: Communicator) -> Kept:
+    """The keys that the ranks mark, (B, Hkv, N_local) bool on each."""
+    return Kept(_listed(marked), torch.stack(comm.all_gather(marked.sum(-1))))
 
 
 def _listed(marked: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
 product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
-copies. Blocks are grouped into chunks that fit the cache. Graphs with rows (oracles) run through the reference, some
-queries at a time.
+copies. Blocks are grouped into chunks that fit the cache. Groups have an executor of their own (`grouped`), to which
+the others are joined. Graphs with rows (oracles) run through the reference, some queries at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.execute import reference
+from fewkeys.execute import grouped, reference
 from fewkeys.execute.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
@@ -29,7 +29,7 @@ CHUNK = 2**20
 def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
     x = inputs
-    if graph.rows is not None or graph.full or graph.groups is not None:
+    if graph.rows is not None or graph.full:
         block = max(1, 4 * CHUNK // (x.batch * x.query_heads * x.keys))
         return reference.attend(x, graph, stand_ins, weights, block)
     size = block_size(graph)
@@ -37,24 +37,31 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
     if lead:
         # Lists serve blocks of absolute positions: the first block is filled up from the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
-        return attend(whole, replace(graph, inputs=whole), stand_ins, weights)[:, :, lead:]
+        return attend(whole, _led(graph, whole, lead), stand_ins, weights)[:, :, lead:]
     sources, means = _sources(x, graph, stand_ins, weights, size)
     query = x.grouped_query().flatten(0, 1)
-    width = sum(source.width for source in sources) * x.groups
-    heads = max(1, min(query.shape[0], CHUNK // max(1, width * x.queries)))
-    span = max(1, CHUNK // (heads * width * size)) * size
+    width, limit = sum(source.width for source in sources) * x.groups, CHUNK
+    if graph.groups is not None:
+        width, limit = width + grouped.mean_width(x, graph.groups), grouped.CHUNK
+    heads = max(1, min(query.shape[0], limit // max(1, width * x.queries)))
+    span = max(1, limit // (heads * width * size)) * size
     output = x.value.new_empty((*query.shape[:3], x.value_dim))
     rows = []
     for h in range(0, query.shape[0], heads):
-        row = []
+        row, part = [], slice(h, h + heads)
+        keys = None if graph.groups is None else grouped.GroupedKeys(x, graph.groups, part)
         for start in range(0, x.queries, span):
             stop = min(start + span, x.queries)
-            chunk = _chunk(x, query, slice(h, h + heads), start, stop, size)
-            attended = _attend_chunk(chunk, sources, means, weights)[:, :, : stop - start]
+            chunk = _chunk(x, query, part, start, stop, size)
+            if keys is None:
+                attended = _attend_chunk(chunk, sources, means, weights)
+            else:
+                attended = grouped.attend_chunk(keys, chunk, sources, means, weights)
+            attended = chunk.by_query(attended)[:, :, : stop - start]
             if attended.requires_grad:
                 row.append(attended.to(x.query.dtype))
             else:
-                output[h : h + heads, :, start:stop] = attended
+                output[part, :, start:stop] = attended
         if row:
             rows.append(torch.cat(row, 2))
     # Written in place without gradients; with them, in-place writes would copy the whole gradient once per chunk.
@@ -89,7 +96,9 @@ def _sources(
     if isinstance(stand_ins, BlockStandIns):
         means = BlockMeans(stand_ins, isinstance(weights, Softmax))
     elif stand_ins is not None:
-        means = Means(stand_ins, [source for source in sources if isinstance(source, Band | BlockLists)])
+        # Beside groups, what a query keeps is counted entry by entry.
+        near = [source for source in sources if isinstance(source, Band | BlockLists)]
+        means = Means(stand_ins, near if graph.groups is None else [])
     if means is not None:
         sources.append(means)
     return sources, means
@@ -105,7 +114,7 @@ def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: 
 
 
 def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | BlockMeans | None, weights: Weights) -> Tensor:
-    """(H, groups, blocks x size, Dv)."""
+    """The output of a chunk's queries, (H, M, Dv)."""
     parts = [source.scores(chunk) for source in sources]
     multiplicity = None
     if means is not None:
@@ -122,6 +131,13 @@ def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | BlockMeans
     for source, part in zip(sources[1:], found[1:], strict=True):
         total += part.sum(-1, keepdim=True)
         mixed += source.mix(part, chunk)
-    output = mixed / positive(total)
-    grouped: Tensor = output.unflatten(1, (chunk.blocks, chunk.groups, chunk.size))
-    return grouped.transpose(1, 2).flatten(2, 3)
+    output: Tensor = mixed / positive(total)
+    return output
+
+
+def _led(graph: Graph, inputs: Inputs, lead: int) -> Graph:
+    """The graph for inputs whose first `lead` queries are filling."""
+    groups = graph.groups
+    if groups is not None:
+        groups = replace(groups, query=pad(groups.query, (0, 0, lead, 0), value=-1))
+    return replace(graph, inputs=inputs, groups=groups)

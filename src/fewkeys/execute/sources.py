@@ -48,6 +48,11 @@ class Chunk:
         by_block: Tensor = rows.unflatten(1, (self.blocks, self.groups * self.size))
         return by_block
 
+    def by_query(self, rows: Tensor) -> Tensor:
+        """(H, M, X) -> (H, groups, blocks x size, X)."""
+        grouped: Tensor = rows.unflatten(1, (self.blocks, self.groups, self.size))
+        return grouped.transpose(1, 2).flatten(2, 3)
+
 
 class Source(ABC):
     """Some of the entries of every row."""
@@ -66,12 +71,20 @@ class Source(ABC):
         """The weighted sum of the source's values (H, M, Dv)."""
 
 
+class KeySource(Source):
+    """Keys that queries attend to exactly."""
+
+    @abstractmethod
+    def place(self, chunk: Chunk) -> Tensor:
+        """The key of every column, (H or 1, blocks or 1, width); any key where the column is hidden."""
+
+
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
     """Rows (H, N, D) at index (H, S) -> (H, S, D) in working precision."""
     return working(rows.gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1])))
 
 
-class SharedList(Source):
+class SharedList(KeySource):
     """One list of keys that all queries of a head attend to."""
 
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
@@ -97,8 +110,11 @@ class SharedList(Source):
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         return weights @ self.value[chunk.heads]
 
+    def place(self, chunk: Chunk) -> Tensor:
+        return self.index[chunk.heads].unsqueeze(1)
 
-class BlockLists(Source):
+
+class BlockLists(KeySource):
     """A list of keys for every block of queries."""
 
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
@@ -128,7 +144,14 @@ class BlockLists(Source):
         return scores.masked_fill_(hidden, -torch.inf).flatten(1, 2)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        return (chunk.by_block(weights) @ self._rows(self.value, chunk)).flatten(1, 2)
+        return self.collect(weights, self.value, chunk)
+
+    def place(self, chunk: Chunk) -> Tensor:
+        return self._lists(self.index, chunk)
+
+    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
+        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
+        return (chunk.by_block(weights) @ self._rows(rows, chunk)).flatten(1, 2)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
         """What the block's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's list."""
@@ -136,7 +159,7 @@ class BlockLists(Source):
         return held.sum(2).repeat_interleave(chunk.groups * chunk.size, 1)
 
 
-class Band(Source):
+class Band(KeySource):
     """The keys from `left` before to `right` after every query, except those that its lists hold already."""
 
     def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
@@ -148,8 +171,6 @@ class Band(Source):
         step = torch.arange(self.width, device=device) - torch.arange(size, device=device)[:, None]
         self.inside = (step >= 0) & (step <= self.left + self.right)
         self.columns = columns
-        self.lists = None if columns is None else columns.index.flatten(0, 1)
-        self.used = None if columns is None else columns.used.flatten(0, 1)
         self.hidden_keys = None
         if inputs.valid is not None:
             self.hidden_keys = (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
@@ -178,19 +199,32 @@ class Band(Source):
         return scores.flatten(1, 2)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        return (chunk.by_block(weights) @ working(self.stretch(self.value, chunk)).mT).flatten(1, 2)
+        return self.collect(weights, self.value, chunk)
+
+    def place(self, chunk: Chunk) -> Tensor:
+        return self._stretch_places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
+
+    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
+        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
+        return (chunk.by_block(weights) @ working(self.stretch(rows, chunk)).mT).flatten(1, 2)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
         """What the band's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's band."""
-        inside = self.inside.to(member.dtype)
-        held = inside @ self.stretch(member, chunk).mT
+        inside = self.inside
+        if self.columns is not None and self.columns.blocks > 1:
+            # What a block's list holds, the list counts; no stand-in speaks for shared lists.
+            inside = inside & ~self._listed(self.columns, chunk).unsqueeze(2)
+        held = inside.to(member.dtype) @ self.stretch(member, chunk).mT
         return held.unsqueeze(2).expand(-1, -1, chunk.groups, -1, -1).flatten(1, 3)
+
+    def _stretch_places(self, chunk: Chunk) -> Tensor:
+        """(blocks, width), also outside the sequence."""
+        first = torch.arange(chunk.blocks, device=self.key.device)[:, None] * chunk.size + chunk.first_key - self.left
+        return first + torch.arange(self.width, device=self.key.device)
 
     def _hidden(self, chunk: Chunk) -> Tensor | None:
         """(H, blocks, width): keys outside the sequence, padding, and keys that the block's lists hold."""
-        first = chunk.first_key - self.left
-        place = first + torch.arange(chunk.blocks, device=self.key.device)[:, None] * chunk.size
-        place = place + torch.arange(self.width, device=self.key.device)
+        first, place = chunk.first_key - self.left, self._stretch_places(chunk)
         outside = (place < 0) | (place >= self.keys)
         heads = self.key[chunk.heads].shape[0]
         hidden = None
@@ -199,17 +233,18 @@ class Band(Source):
         if self.hidden_keys is not None:
             padding = self.hidden_keys[chunk.heads][:, place.clamp(0, self.keys - 1)]
             hidden = padding if hidden is None else hidden | padding
-        if self.lists is not None and self.used is not None and self.columns is not None:
-            listed = self._listed(self.lists, self.used, self.columns, chunk, place[:, :1])
+        if self.columns is not None:
+            listed = self._listed(self.columns, chunk)
             hidden = listed if hidden is None else hidden | listed
         return hidden
 
-    def _listed(self, lists: Tensor, used: Tensor, columns: Columns, chunk: Chunk, first: Tensor) -> Tensor:
-        lists, used = lists[chunk.heads], used[chunk.heads]
+    def _listed(self, columns: Columns, chunk: Chunk) -> Tensor:
+        """(H, blocks, width): keys that the block's list holds."""
+        lists, used = (part.flatten(0, 1)[chunk.heads] for part in (columns.index, columns.used))
         if columns.blocks > 1:
             block = chunk.start // chunk.size
             lists, used = lists[:, block : block + chunk.blocks], used[:, block : block + chunk.blocks]
-        place = lists - first
+        place = lists - self._stretch_places(chunk)[:, :1]
         inside = used & (place >= 0) & (place < self.width)
         flags = torch.zeros((*place.shape[:2], self.width + 1), dtype=torch.bool, device=lists.device)
         # Whatever is not in the stretch is written to a last column that is cut off.
@@ -248,12 +283,16 @@ class Means(Source):
             scores = scores + 0.5 * (curved * chunk.query).sum(-1, keepdim=True)
         return scores
 
-    def multiplicity(self, chunk: Chunk) -> Tensor:
-        """How many keys each stand-in speaks for, per query: (H, M, C), or (H, 1, C) where all queries agree."""
+    def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor:
+        """How many keys each stand-in speaks for, per query: (H, M, C), or (H, 1, C) where all queries agree.
+
+        `held` (H, M, C): what queries keep of every stand-in besides the keys of `near`.
+        """
         total = self.total[chunk.heads]
-        if not self.near:
+        kept = [source.represented(self.member, chunk) for source in self.near] + ([] if held is None else [held])
+        if not kept:
             return total
-        left = total - sum(source.represented(self.member, chunk) for source in self.near)
+        left = total - sum(kept)
         # A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
         return left.masked_fill_(left <= 1e-5 * total, 0.0)
 
@@ -290,7 +329,7 @@ class BlockMeans(Source):
         bias = bias if self.tilted else torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
         return (scores + bias.unsqueeze(2)).flatten(1, 2)
 
-    def multiplicity(self, chunk: Chunk) -> Tensor | None:
+    def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor | None:
         """How many keys each stand-in speaks for, (H, M, C); None where the bias has told it."""
         if self.tilted:
             return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.projections import ProjectionFinder
 from fewkeys.measure.capture import AttentionInputs, Capture, CaptureWriter
 from fewkeys.plan import Plan
+from fewkeys.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +33,7 @@ __all__ = ["Applied", "apply", "capture", "load_model"]
 LayerPlan = Plan | Sequence[Plan]
 Plans = Plan | Mapping[int, LayerPlan] | Sequence[LayerPlan]
 Batch = Tensor | Mapping[str, Any]
+Part = Literal["encoder", "decoder", "cross"]
 
 
 def apply(
@@ -120,7 +123,12 @@ class Applied:
 
 
 def capture(
-    model: PreTrainedModel, batches: Iterable[Batch], directory: str | os.PathLike[str] | None = None
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    weights: Weights | None = None,
+    part: Part | None = None,
 ) -> Capture:
     """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
     output projections.
@@ -132,22 +140,48 @@ def capture(
     attention (SDPA), even inside `apply`; afterwards it is as it was. Memory: the model's own on one batch. Disk:
     layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers.
 
-    Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder, for no
-    batches and for a `directory` that holds something else. Nothing is left behind after an error.
+    weights: what the model's own attention is made of, where it was trained with another kernel than softmax:
+    `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
+
+    part: of an encoder-decoder, whose batches also hold `decoder_input_ids`: "encoder", "decoder" (the self-attention
+    of its decoder) or "cross"; what is captured has the layers of this part alone. Padding by `decoder_attention_mask`
+    marks the queries of cross-attention.
+
+    Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
+    for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
     """
-    check_readable(model)
+    check_readable(model, part)
     if isinstance(batches, Tensor | Mapping):
         raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
+    own: list[int] = []
+    modules = attention_modules(model)
+    encoder = () if part is None else tuple(model.get_encoder().modules())
+    targets: Tensor | None = None
+
+    def noted() -> Iterator[Batch]:
+        nonlocal targets
+        for batch in batches:
+            given = batch.get("decoder_attention_mask") if isinstance(batch, Mapping) else None
+            targets = given.bool() if isinstance(given, Tensor) and not bool(given.all()) else None
+            yield batch
 
     def hear(layer: int, inputs: AttentionInputs, output: Tensor) -> None:
+        if part is not None:
+            inside = any(modules[layer] is module for module in encoder)
+            if part != ("encoder" if inside else "decoder" if inputs.is_causal else "cross"):
+                return
+        if part == "cross":
+            inputs = replace(inputs, query_mask=targets)
+        if layer not in own:
+            own.append(layer)
         writer.write(inputs)
-        projections.attended(layer, output)
+        projections.attended(own.index(layer), output)
 
     try:
         with projections:
-            for _ in exact_passes(model, batches, hear):
+            for _ in exact_passes(model, noted(), hear, weights):
                 writer.end_batch()
         writer.write_projections(projections.found)
         return writer.finish()
@@ -156,27 +190,37 @@ def capture(
         raise
 
 
-def check_readable(model: PreTrainedModel) -> None:
+def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
     """Raise for a model that `exact_passes` cannot run."""
     attention_modules(model)
-    if model.config.is_encoder_decoder:
+    if part is not None and (part not in get_args(Part) or not model.config.is_encoder_decoder):
         raise ValueError(
-            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured; pass its encoder"
+            "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
+            f"{part!r} for a {type(model).__name__}"
+        )
+    if model.config.is_encoder_decoder and part is None:
+        raise ValueError(
+            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured whole; say which part="
+            "'encoder', 'decoder' or 'cross', or pass its encoder"
         )
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
 
 
 def exact_passes(
-    model: PreTrainedModel, batches: Iterable[Batch], hear: Callable[[int, AttentionInputs, Tensor], None]
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    hear: Callable[[int, AttentionInputs, Tensor], None],
+    weights: Weights | None = None,
 ) -> Iterator[None]:
     """Run the base model on each batch, with exact attention and without gradients; yield after each.
 
-    `hear(layer, inputs, output)` is told of every attention call. Afterwards the model is as it was.
+    `hear(layer, inputs, output)` is told of every attention call. `weights`: the model's own kernel, where it is not
+    softmax. Afterwards the model is as it was.
     """
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        output = _exact(module, inputs)
+        output = _exact(module, inputs) if weights is None else _exact_by(weights, inputs)
         hear(layer, inputs, output)
         return output
 
@@ -258,6 +302,22 @@ def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
 
 def _came(given: object) -> str:
     return f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+
+
+def _exact_by(weights: Weights, inputs: AttentionInputs) -> Tensor:
+    """The call by exact attention of another kernel than softmax."""
+    output = attention(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        weights=weights,
+        is_causal=inputs.is_causal,
+        scale=inputs.scale,
+        key_mask=inputs.key_mask,
+        query_offset=inputs.query_offset,
+    )
+    # The layout in which it goes on, so that this very memory can be found again at the output projection.
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:

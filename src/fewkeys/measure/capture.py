@@ -15,7 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class AttentionInputs:
     """One attention call of one layer on one batch: what `fewkeys.attention` needs to answer it.
 
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk) with True
-    for the real keys, None when all are. `query_offset` is the position of query 0 among the keys (causal calls).
+    for the real keys, None when all are; `query_mask` bool (B, Nq) likewise where the queries are other tokens than
+    the keys. `query_offset` is the position of query 0 among the keys (causal calls).
     """
 
     query: Tensor
@@ -44,6 +45,14 @@ class AttentionInputs:
     is_causal: bool
     key_mask: Tensor | None = None
     query_offset: int = 0
+    query_mask: Tensor | None = None
+
+    def rows(self, own: slice) -> AttentionInputs:
+        """The sequences `own` alone: views."""
+        masks = (None if mask is None else mask[own] for mask in (self.key_mask, self.query_mask))
+        key_mask, query_mask = masks
+        query, key, value = self.query[own], self.key[own], self.value[own]
+        return replace(self, query=query, key=key, value=value, key_mask=key_mask, query_mask=query_mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +77,7 @@ class Capture:
     tokens: int
     dtype: str
     _guard: object = field(default=None, repr=False)
+    _part: tuple[tuple[int, slice], ...] | None = field(default=None, repr=False)
 
     def calls(self, layer: int) -> Iterator[AttentionInputs]:
         """The calls of one layer, batch by batch. Tensors are read lazily from the mapped files: O(1 batch) memory.
@@ -79,14 +89,34 @@ class Capture:
         return self._calls(layer)
 
     def _calls(self, layer: int) -> Iterator[AttentionInputs]:
-        for batch in range(self.batches):
-            path = self.directory / _file_name(layer, batch)
-            tensors = _read(path)
+        every = [(batch, slice(None)) for batch in range(self.batches)]
+        for batch, own in every if self._part is None else self._part:
+            tensors = _read(self.directory / _file_name(layer, batch))
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
-            yield AttentionInputs(
-                query, key, value, self.scales[layer], self.is_causal, tensors.get("key_mask"), offset
+            masks = tensors.get("key_mask"), tensors.get("query_mask")
+            call = AttentionInputs(query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1])
+            yield call if self._part is None else call.rows(own)
+
+    def part(self, start: int, stop: int) -> Capture:
+        """The capture of sequences start .. stop - 1 alone, in the same files: to hold some out."""
+        if not 0 <= start < stop <= self.sequences:
+            raise ValueError(
+                f"start, stop: expected a range of the {self.sequences} captured sequences, got {start} .. {stop}"
             )
+        own: list[tuple[int, slice]] = []
+        first = tokens = 0
+        ranges = self._part or tuple((batch, slice(None)) for batch in range(self.batches))
+        for (batch, rows), call in zip(ranges, self.calls(0), strict=True):
+            count = len(call.query)
+            here = range(count)[max(0, start - first) : max(0, stop - first)]
+            if here:
+                shift = rows.start or 0
+                own.append((batch, slice(shift + here.start, shift + here.stop)))
+                mask = None if call.key_mask is None else call.key_mask[here.start : here.stop]
+                tokens += len(here) * call.query.shape[2] if mask is None else int(mask.sum())
+            first += count
+        return replace(self, batches=len(own), sequences=stop - start, tokens=tokens, _part=tuple(own))
 
     def projection(self, layer: int) -> Tensor | None:
         """The weights (out, Hq, Dv) of the linear map that reads the layer's attention output, None if unknown.
@@ -181,8 +211,8 @@ class CaptureWriter:
         elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
             raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
         tensors = {"query": query, "key": key, "value": value}
-        if inputs.key_mask is not None:
-            tensors["key_mask"] = inputs.key_mask
+        masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
+        tensors |= {name: mask for name, mask in masks.items() if mask is not None}
         path = self.directory / _file_name(self._layer, self._batches)
         self._written.append(path)
         # Copies: views into one projection, or one tensor as key and value, may not share memory in a file.
@@ -288,12 +318,12 @@ def _read(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"capture: {path} cannot be read ({error}); capture again") from None
     if not {"query", "key", "value"} <= tensors.keys() or any(
-        tensor.ndim != 4 for name, tensor in tensors.items() if name != "key_mask"
+        tensor.ndim != 4 for name, tensor in tensors.items() if name in ("query", "key", "value")
     ):
         raise ValueError(f"capture: {path} does not hold query, key and value; capture again")
-    mask = tensors.get("key_mask")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"capture: {path} holds a key_mask of {mask.dtype}, expected bool; capture again")
+    for name in ("key_mask", "query_mask"):
+        if name in tensors and tensors[name].dtype != torch.bool:
+            raise ValueError(f"capture: {path} holds a {name} of {tensors[name].dtype}, expected bool; capture again")
     return tensors
 
 

@@ -52,7 +52,7 @@ def score_layer(
     queries = 0.0
     order = sorted(range(len(candidates)), key=lambda i: candidates[i].clusters)
     for call in capture.calls(layer):
-        common = _problem(call)
+        common = problem_of(call)
         truth = exact.attend(common, Softmax()).float()
         real = _real(common)
         size = torch.linalg.vector_norm(_project(truth, projection, together=True), dim=-1)
@@ -73,7 +73,7 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
     projection = capture.projection(layer)
     heads = whole = queries = 0.0
     for call in capture.calls(layer):
-        problem = _problem(call, seed)
+        problem = problem_of(call, seed)
         truth = exact.attend(problem, Softmax()).float()
         output = run(problem, plans, "torch").float()
         real = _real(problem)
@@ -88,7 +88,7 @@ def digest(capture: Capture, layer: int) -> str:
     """A fingerprint of everything that scores of a layer depend on in the capture."""
     found = hashlib.sha256(f"{layer} {capture.scales[layer]} {capture.is_causal}".encode())
     for call in capture.calls(layer):
-        for tensor in (call.query, call.key, call.value, call.key_mask):
+        for tensor in (call.query, call.key, call.value, call.key_mask, call.query_mask):
             if tensor is not None:
                 found.update(str(tuple(tensor.shape)).encode())
                 found.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -98,7 +98,8 @@ def digest(capture: Capture, layer: int) -> str:
     return found.hexdigest()
 
 
-def _problem(call: AttentionInputs, seed: int = 0) -> Inputs:
+def problem_of(call: AttentionInputs, seed: int = 0) -> Inputs:
+    """The problem that a captured call poses, with a generator of its own."""
     return check_inputs(
         call.query,
         call.key,

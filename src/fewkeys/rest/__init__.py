@@ -2,11 +2,12 @@
 
 from fewkeys.rest.base import BlockStandIns, Drop, Rest, StandIns
 from fewkeys.rest.cluster_means import ClusterMeans
+from fewkeys.rest.group_means import GroupMeans
 from fewkeys.rest.moments import Moments
 from fewkeys.rest.running_means import RunningMeans
 from fewkeys.rest.uniform_sample import UniformSample
 
-RESTS: tuple[type[Rest], ...] = (Drop, ClusterMeans, Moments, RunningMeans, UniformSample)
+RESTS: tuple[type[Rest], ...] = (Drop, ClusterMeans, GroupMeans, Moments, RunningMeans, UniformSample)
 """The catalogue: rests that plans can save and load by name."""
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "BlockStandIns",
     "ClusterMeans",
     "Drop",
+    "GroupMeans",
     "Moments",
     "Rest",
     "RunningMeans",

@@ -64,45 +64,55 @@ class ClusterMeans(Rest):
         return self.count + self.rank + self.count / (head_dim + value_dim)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
-        key, value = working(inputs.key), working(inputs.value)
-        found, free = clusters(inputs, self.count), unkept(inputs, graph)
-        member, g_mean = found.member, found.importance
-        if not isinstance(weights, Softmax):
-            member = member * free.unsqueeze(-1)
-            mass = _at_least_tiny(member.sum(-2)).unsqueeze(-1)
-            return StandIns(member.mT @ key / mass, member.mT @ value / mass, member)
-        known, moments = key_statistics(inputs), query_moments(inputs)
-        with torch.no_grad():
-            log_e = TILT * (known.importance - (member @ g_mean.unsqueeze(-1)).squeeze(-1))
-            member = member * (log_e.clamp(-LARGEST_TILT, LARGEST_TILT).exp() * free).unsqueeze(-1)
-            mass = _at_least_tiny(member.sum(-2)).unsqueeze(-1)
-        mean_key, mean_value = member.mT @ key / mass, member.mT @ value / mass
-        with torch.no_grad():
-            offset = mean_key - known.mean
-            bias = (TILT * (g_mean - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
-        if not self.rank:
-            return StandIns(mean_key, mean_value, member, bias)
+        found = clusters(inputs, self.count)
+        return represent(inputs, graph, weights, found.member, found.importance, self.rank)
 
-        picked = sample(inputs, self.count)
-        some = picked.take(member)
-        weight = some.sum(-1, keepdim=True)
-        # A row of `some` holds its key's weight in its cluster's column: divided by the weight it points to the mean.
-        own = some / _at_least_tiny(weight)
-        off_key, off_value = picked.take(key) - own @ mean_key, picked.take(value) - own @ mean_value
-        pooled = (off_key * weight).mT @ off_value / _at_least_tiny(weight.sum(-2, keepdim=True))
-        with torch.no_grad():
-            second = moments.second
-            right = top_subspace(pooled.mT @ second @ pooled, min(self.rank, *pooled.shape[-2:])).mT
-            here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
-            energy = (member.mT @ known.spread.unsqueeze(-1)) / mass
-            # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
-            spread = torch.where(energy - here > 64 * torch.finfo(here.dtype).eps * energy, energy - here, 0.0)
-            relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
-            factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
-            reference = TILT * (moments.mean + offset @ moments.covariance)
-        left = pooled @ right.mT
-        moved = mean_value - factor.unsqueeze(-1) * (reference @ left @ right)
-        return StandIns(mean_key, moved, member, bias, left, right, factor)
+
+def represent(
+    inputs: Inputs, graph: Graph, weights: Weights, member: Tensor, importance: Tensor, rank: int
+) -> StandIns:
+    """Stand-ins as `ClusterMeans` says, for any partition of the keys.
+
+    `member` (B, Hkv, Nk, C) tells the cluster of every real key, `importance` (B, Hkv, C) the mean importance g_c.
+    """
+    key, value, totals = working(inputs.key), working(inputs.value), inputs.whole.totals
+    free = unkept(inputs, graph)
+    if not isinstance(weights, Softmax):
+        member = member * free.unsqueeze(-1)
+        mass = _at_least_tiny(totals.sum(member.sum(-2))).unsqueeze(-1)
+        return StandIns(totals.sum(member.mT @ key) / mass, totals.sum(member.mT @ value) / mass, member)
+    known, moments = key_statistics(inputs), query_moments(inputs)
+    with torch.no_grad():
+        log_e = TILT * (known.importance - (member @ importance.unsqueeze(-1)).squeeze(-1))
+        member = member * (log_e.clamp(-LARGEST_TILT, LARGEST_TILT).exp() * free).unsqueeze(-1)
+        mass = _at_least_tiny(totals.sum(member.sum(-2))).unsqueeze(-1)
+    mean_key, mean_value = totals.sum(member.mT @ key) / mass, totals.sum(member.mT @ value) / mass
+    with torch.no_grad():
+        offset = mean_key - known.mean
+        bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
+    if not rank:
+        return StandIns(mean_key, mean_value, member, bias)
+
+    picked = sample(inputs, member.shape[-1])
+    some = picked.take(member)
+    weight = some.sum(-1, keepdim=True)
+    # A row of `some` holds its key's weight in its cluster's column: divided by the weight it points to the mean.
+    own = some / _at_least_tiny(weight)
+    off_key, off_value = picked.take(key) - own @ mean_key, picked.take(value) - own @ mean_value
+    pooled = totals.sum((off_key * weight).mT @ off_value) / _at_least_tiny(totals.sum(weight.sum(-2, keepdim=True)))
+    with torch.no_grad():
+        second = moments.second
+        right = top_subspace(pooled.mT @ second @ pooled, min(rank, *pooled.shape[-2:])).mT
+        here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
+        energy = totals.sum(member.mT @ known.spread.unsqueeze(-1)) / mass
+        # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+        spread = torch.where(energy - here > 64 * torch.finfo(here.dtype).eps * energy, energy - here, 0.0)
+        relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
+        factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
+        reference = TILT * (moments.mean + offset @ moments.covariance)
+    left = pooled @ right.mT
+    moved = mean_value - factor.unsqueeze(-1) * (reference @ left @ right)
+    return StandIns(mean_key, moved, member, bias, left, right, factor)
 
 
 def _at_least_tiny(total: Tensor) -> Tensor:

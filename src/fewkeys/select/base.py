@@ -39,6 +39,14 @@ class Selector(ABC):
         """Whether the rule is defined, and strictly causal, under `is_causal=True`."""
         return True
 
+    def expected_work(self, inputs: Inputs) -> tuple[float, float] | None:
+        """Scores that a query's kept keys cost, and operations per key of choosing them, before the data is read.
+
+        Rules whose `count` is no number of keys (clusters, buckets) must say so here; None leaves it to
+        `fewkeys.crossover`, which knows the others.
+        """
+        return None
+
     def online(self, generator: torch.Generator | None) -> OnlineScore:
         """The scores by which the rule chooses among keys as they arrive. Only rules that keep the best so far have it.
 

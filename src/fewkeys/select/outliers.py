@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
@@ -33,10 +34,18 @@ class Outliers(Selector):
     def causal(self) -> bool:
         return False
 
-    def select(self, inputs: Inputs) -> Graph:
+    def scores(self, inputs: Inputs) -> Tensor:
+        """(B, Hkv, Nk): twice the expression above.
+
+        The two keys of a cluster of two have the very same score; the thousandth lets the more important one win,
+        whatever the rounding.
+        """
         distance = clusters(inputs, self.clusters).distance
         tiny = torch.finfo(distance.dtype).tiny
-        return shared_top(inputs, key_statistics(inputs).importance + distance.clamp_min(tiny).log(), self.count)
+        return 1.001 * key_statistics(inputs).importance + distance.clamp_min(tiny).log()
+
+    def select(self, inputs: Inputs) -> Graph:
+        return shared_top(inputs, self.scores(inputs), self.count)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys

@@ -96,13 +96,14 @@ class Sample:
     """
 
     stride: int
+    start: int = 0
     index: Tensor | None = None  # (B, M)
     real: Tensor | None = None  # (B, M)
 
     def take(self, rows: Tensor) -> Tensor:
         """The sampled rows (B, H, M, ...) of (B, H, N, ...), zero where they are not real."""
         if self.index is None or self.real is None:
-            return rows[:, :, :: self.stride]
+            return rows[:, :, self.start :: self.stride]
         shape = (self.index.shape[0], 1, self.index.shape[1], *[1] * (rows.ndim - 3))
         index = self.index.view(shape).expand(-1, rows.shape[1], -1, *rows.shape[3:])
         return rows.gather(2, index).masked_fill(~self.real.view(shape), 0.0)
@@ -112,11 +113,12 @@ def sample(inputs: Inputs, count: int) -> Sample:
     """About `KEYS_PER_CLUSTER * count` keys of every sequence, evenly spread over its real ones."""
     most = KEYS_PER_CLUSTER * count
     if inputs.valid is None:
-        return Sample(max(1, inputs.keys // most))
+        stride = max(1, inputs.whole.keys // most)
+        return Sample(stride, -inputs.whole.first_key % stride)
     chosen = _thinned(inputs.valid, most)
     longest = max(1, int(chosen.sum(-1).max()))
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
-    return Sample(1, index, chosen.gather(-1, index))
+    return Sample(1, 0, index, chosen.gather(-1, index))
 
 
 def _thinned(real: Tensor, most: int) -> Tensor:
@@ -147,11 +149,13 @@ def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
 def _query_moments(inputs: Inputs) -> QueryMoments:
     real = inputs.valid_queries
     if real is None:
-        stride = max(1, inputs.queries // QUERY_SAMPLE)
-        query = working(inputs.grouped_query()[..., ::stride, :].detach()) * inputs.scale
-        rows = query.flatten(2, 3)
-        middle = rows.mean(-2, keepdim=True)
-        return QueryMoments(middle, _covariance(rows - middle, rows.shape[-2]))
+        whole = inputs.whole
+        stride = max(1, whole.queries // QUERY_SAMPLE)
+        start = -whole.first_query % stride
+        query = working(inputs.grouped_query()[..., start::stride, :].detach()) * inputs.scale
+        rows, count = query.flatten(2, 3), -(-whole.queries // stride) * inputs.groups
+        middle = whole.totals.sum(rows.sum(-2, keepdim=True)) / count
+        return QueryMoments(middle, whole.totals.sum(_covariance(rows - middle, count)))
     query = working(inputs.grouped_query().detach()) * inputs.scale
     flag = _thinned(real, QUERY_SAMPLE)[:, None, None, :, None]
     size = (flag.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(query.dtype)
@@ -170,9 +174,11 @@ def _key_statistics(inputs: Inputs) -> KeyStatistics:
     ridge = 1e-6 * second.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(second.dtype).tiny
     eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
     root = torch.linalg.cholesky(second + ridge[..., None, None] * eye)
-    key_mean, value_mean = mean(key, inputs.valid), mean(value, inputs.valid)
-    count = key.new_full((1,), inputs.keys) if inputs.valid is None else inputs.valid.sum(-1)[:, None, None]
-    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square() / count.clamp_min(1)
+    totals, count = inputs.whole.totals, key.new_full((1, 1, 1), inputs.whole.keys)
+    if inputs.valid is not None:
+        count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)
+    key_mean, value_mean = (totals.sum(rows.sum(-2, keepdim=True)) / count.unsqueeze(-1) for rows in (key, value))
+    square = totals.sum(torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square()) / count
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
     spread = torch.linalg.vector_norm((key @ root).sub_(key_mean @ root), dim=-1).square()
@@ -212,11 +218,15 @@ def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, cou
     if some.real is not None:
         hidden = ~some.real[:, None].expand(-1, key.shape[1], -1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
+    top = inputs.whole.totals.max(_largest(scores))
     weight = (TILT * (scores - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     if hidden is not None:
         weight, rows = weight.masked_fill(hidden, 0.0), rows.masked_fill(hidden.unsqueeze(-1), 0.0)
     own = torch.cat([rows, importance.unsqueeze(-1)], -1)
+    if inputs.shard is not None:
+        # The sample is small: every process takes the same steps on all of it.
+        own, weight, scores = (inputs.shard.totals.rows(part) for part in (own, weight, scores))
+        rows = own[..., :-1]
     centres = _seeds(own, scores, count)
     weighted = torch.cat([own, torch.ones_like(own[..., :1])], -1) * weight.unsqueeze(-1)
     flat = rows.flatten(0, 1)
@@ -228,6 +238,13 @@ def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, cou
         mass = total[..., -1:]
         centres = torch.where(mass > 0, total[..., :-1] / mass.clamp_min(torch.finfo(mass.dtype).tiny), centres)
     return centres[..., :-1], centres[..., -1]
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The largest of each row (..., 1); -inf of none."""
+    if not scores.shape[-1]:
+        return scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    return scores.amax(-1, keepdim=True)
 
 
 def _seeds(rows: Tensor, scores: Tensor, count: int) -> Tensor:

@@ -7,45 +7,11 @@ cost no accuracy, and the scaling itself rounds nothing.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
 BLOCK = 4096
 """Rows that are converted to float64 and summed at once."""
-
-
-class Totals(ABC):
-    """Totals over all keys of a head, of which this process may hold a part: each method takes the part's total."""
-
-    @abstractmethod
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of all parts."""
-
-    @abstractmethod
-    def max(self, part: Tensor) -> Tensor:
-        """The entrywise largest of all parts."""
-
-    @abstractmethod
-    def logsumexp(self, part: Tensor) -> Tensor:
-        """The logarithm of the sum of exponentials, where each part is one."""
-
-
-class Whole(Totals):
-    """This process holds all keys: its totals are the totals."""
-
-    def sum(self, part: Tensor) -> Tensor:
-        return part
-
-    def max(self, part: Tensor) -> Tensor:
-        return part
-
-    def logsumexp(self, part: Tensor) -> Tensor:
-        return part
-
-
-WHOLE = Whole()
 
 
 def working(tensor: Tensor) -> Tensor:

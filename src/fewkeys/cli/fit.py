@@ -1,0 +1,191 @@
+"""`fewkeys fit`: learn to predict the graph of a model's entmax attention, and judge it on text it has not seen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewkeys.cli import inputs
+from fewkeys.cli.files import check_folder, staging
+from fewkeys.cli.options import above_one, above_zero, positive, share, whole
+from fewkeys.cli.progress import Step, progress
+
+if TYPE_CHECKING:
+    from fewkeys.measure.capture import Capture
+    from fewkeys.predict.judge import Found
+
+WORK = ".fitting"
+"""Folder inside --out for the state of the fit, gone at the end."""
+WINDOW = 3
+"""Keys of the window beside every grouping of the table."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "fit",
+        help="learn to predict the graph of entmax attention",
+        description="Fit fewkeys.Sparsefinder to a model whose attention is alpha-entmax: projections of queries and "
+        "keys in which those that attend to each other are near. The last part of the sequences is held out: the table "
+        "printed shows how much of their gold graph several groupings find there, beside a window and random edges "
+        "that keep as many keys. Writes the predictor (fewkeys.Sparsefinder.from_pretrained) and results.json. An "
+        "interrupted fit goes on where it stopped.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--capture", type=Path, metavar="DIR", help="folder with captured queries and keys")
+    inputs.add_model(parser, source)
+    inputs.add_text(parser, sequences=64, required=False)
+    parser.add_argument("--rank", type=positive, default=4, metavar="R", help="dimensions of the space (default 4)")
+    parser.add_argument("--alpha", type=above_one, default=1.5, help="of the model's entmax (default 1.5)")
+    parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the text (default 3)")
+    parser.add_argument("--margin", type=above_zero, default=1.0, metavar="M", help="of the hinge loss (default 1)")
+    parser.add_argument("--lr", type=above_zero, default=1e-3, metavar="LR", help="of Adam (default 0.001)")
+    parser.add_argument("--batch", type=positive, default=32, metavar="N", help="sequences per step (default 32)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--shared", action="store_true", default=True, help="one projection for queries and keys (the default)"
+    )
+    kind.add_argument("--separate", dest="shared", action="store_false", help="one projection for each")
+    parser.add_argument(
+        "--held-out", type=share, default=0.2, metavar="SHARE", help="share of the sequences held out (default 0.2)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the predictor")
+    parser.add_argument("--seed", type=whole, default=0, help="of everything random (default 0)")
+    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    parser.set_defaults(run=run, left="finished epochs are kept, the same command goes on from there")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Fit on one part of the text, judge on the other, print, and write the predictor."""
+    check_folder(arguments.out)
+    inputs.need("sklearn", "train")
+    if not arguments.json:
+        inputs.need("rich", "report")
+    with progress() as step:
+        captured = _captured(arguments, step)
+
+        from fewkeys.predict import Sparsefinder
+        from fewkeys.predict.judge import judge
+        from fewkeys.select import Window
+
+        held_out = max(1, round(arguments.held_out * captured.sequences))
+        if captured.sequences - held_out < 2:
+            raise ValueError(
+                f"--held-out: expected at least 2 sequences left to fit on, got {captured.sequences} in all and "
+                f"{held_out} held out; give more text"
+            )
+        seen = captured.part(0, captured.sequences - held_out)
+        unseen = captured.part(captured.sequences - held_out, captured.sequences)
+        work = arguments.out / WORK
+        finder = Sparsefinder.fit(
+            seen,
+            rank=arguments.rank,
+            alpha=arguments.alpha,
+            shared=arguments.shared,
+            margin=arguments.margin,
+            lr=arguments.lr,
+            epochs=arguments.epochs,
+            batch=arguments.batch,
+            directory=work,
+            progress=step,
+            seed=arguments.seed,
+        )
+        raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
+        found = judge(
+            {"projected": finder, "raw": raw},
+            unseen,
+            _groupings(unseen),
+            keep=Window(WINDOW),
+            done=lambda done, total: step(done, total, "held-out sequences"),
+        )
+    report = {
+        "model": captured.model_name,
+        "shape": asdict(finder.shape),
+        "settings": asdict(finder.settings),
+        "sequences": {"seen": seen.sequences, "held_out": unseen.sequences},
+        "window": WINDOW,
+        "rows": [asdict(row) for row in found],
+    }
+    with staging(arguments.out) as staged:
+        finder.save_pretrained(staged)
+        (staged / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        # The description goes last: it names the tensors.
+        for path in sorted(staged.iterdir(), key=lambda path: path.name == "sparsefinder.json"):
+            path.replace(arguments.out / path.name)
+    shutil.rmtree(work, ignore_errors=True)
+    if arguments.json:
+        print(json.dumps(report, indent=1))
+        return
+    _print_table(found, seen, unseen)
+    print(f"Written: {arguments.out / 'sparsefinder.json'}, its tensors and results.json")
+
+
+def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
+    """The capture named, or that of the model on the text."""
+    if arguments.capture is not None:
+        if arguments.text:
+            raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
+        from fewkeys.measure.capture import Capture
+
+        try:
+            return Capture.load(arguments.capture)
+        except ValueError as error:
+            raise ValueError(str(error).replace("directory:", "--capture:", 1)) from error
+    if not arguments.text:
+        raise ValueError("--text: expected a text file for the model to read, got none; name one, or a --capture")
+    texts = inputs.read_texts(arguments.text)
+    model, batches, _ = inputs.open_model(arguments, texts, step)
+
+    from fewkeys.integrations.transformers import capture
+    from fewkeys.weights import Entmax
+
+    step(0, 1, "entmax attention of every layer")
+    return capture(model, batches, weights=Entmax(arguments.alpha))
+
+
+def _groupings(capture: Capture) -> list[Any]:
+    """Some of each kind; clusters around the square root of the length."""
+    from fewkeys.select import Buckets, Clusters, Distance
+
+    root = max(2, round(math.sqrt(max(call.key.shape[2] for call in capture.calls(0)))))
+    counts = sorted({max(2, root // 2), root})
+    return [
+        *(Clusters(count) for count in counts),
+        Clusters(root, top=2),
+        Clusters(root, rounds=2),
+        Buckets(root),
+        Buckets(root, "uniform"),
+        Distance(1.0),
+    ]
+
+
+def _print_table(rows: Sequence[Found], seen: Capture, unseen: Capture) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=116)
+    title = f"{unseen.sequences} held-out sequences, fitted on {seen.sequences}"
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column(f"grouping + window {WINDOW}", no_wrap=True)
+    for name in ("space", "recall", "window", "random", "sparsity", "exact", "computation", "entropy"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = (row.recall, row.window, row.random, row.sparsity, row.exact, row.computation, row.entropy)
+        table.add_row(row.name, row.space, *("-" if number is None else f"{number:.3f}" for number in numbers))
+    console.print(table)
+    for line in (
+        "recall: share of the gold edges found; window, random: the same by a window and by random edges that keep as",
+        "many keys. sparsity: share of visible pairs left out; exact: queries with all their gold edges. computation:",
+        "share of scores saved when groups are run whole; entropy: 1 when all groups are equally full.",
+    ):
+        console.print(line, style="dim", markup=False)

@@ -1,0 +1,164 @@
+"""Windows and cluster means over token shards.
+
+    moments, means, clusters    sums over ranks (`fewkeys.totals`), and Lloyd's steps on the sample of all ranks
+    kept keys                   chosen in two rounds, gathered
+    window                      the last and first keys of the neighbouring shards, gathered
+
+Each rank then attends as one process does, to its own keys, the edges beside them and the kept keys of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.distributed.communicator import Communicator
+from fewkeys.distributed.gather import gather
+from fewkeys.distributed.keys import OverRanks
+from fewkeys.distributed.selection import Kept, best, kept_of, select
+from fewkeys.execute import linear
+from fewkeys.graph import Columns, Graph
+from fewkeys.inputs import Inputs, Shard
+from fewkeys.plan import Plan
+from fewkeys.rest import ClusterMeans, Drop, StandIns
+from fewkeys.select import KeyNorm, Leverage, Outliers, RandomKeys, Selector, Sinks, Union, Window
+from fewkeys.sketch.gram import working
+
+CHOSEN = (Leverage, KeyNorm, RandomKeys, Outliers, Sinks)
+
+
+def check_parts(plan: Plan) -> None:
+    """Raise `ValueError` for a plan whose parts do not work over ranks without causality."""
+    parts = _parts(plan.keep)
+    if plan.keep is None or not all(isinstance(part, (*CHOSEN, Window)) for part in parts):
+        raise ValueError(
+            "keep: expected Window, Outliers, Leverage, KeyNorm, RandomKeys or Sinks, the selectors that work over "
+            f"ranks without causality, got {'None (exact attention)' if plan.keep is None else plan.keep}"
+        )
+    if not isinstance(plan.rest, Drop | ClusterMeans):
+        raise ValueError(f"rest: expected Drop() or ClusterMeans, which work over ranks, got {plan.rest}")
+
+
+def attend(
+    inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool
+) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries; `tokens` and `asked` are all ranks' numbers of keys and queries.
+
+    `wanted`: some rank wants gradients, so that all ranks pass them on.
+    """
+    first = sum(tokens[: comm.rank])
+    shard = Shard(OverRanks(comm), first, sum(tokens), sum(asked[: comm.rank]), sum(asked))
+    own = replace(inputs, key=inputs.key, value=inputs.value, shard=shard, _memory={})
+    if wanted and not own.key.requires_grad:
+        own = replace(own, key=own.key.detach().requires_grad_())
+    with torch.no_grad():
+        kept = _kept(own, plan, tokens, comm)
+    listed = kept.index.shape[-1]
+    used = torch.arange(listed, device=own.key.device) < kept.counts[comm.rank].unsqueeze(-1)
+    graph = Graph(own, columns=Columns.shared(kept.index, used, max(1, own.queries)))
+    stand_ins = plan.rest.prepare(own, graph, plan.weights)
+    if stand_ins is not None and not isinstance(stand_ins, StandIns):
+        raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
+    reach = max((part.size for part in _parts(plan.keep) if isinstance(part, Window)), default=0)
+    left, right = (reach // 2, (reach - 1) // 2) if reach else (0, 0)
+    rows = torch.cat([working(own.key), working(own.value)], -1)
+    edges = _edges(rows, tokens, left, right, comm)
+    heavy = gather(rows.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1])), kept.counts, comm)
+    near = torch.cat([edges[0], rows, edges[1]], 2)
+    start, base = first - edges[0].shape[2], near.shape[2] + right + 1
+    index, used = _columns(kept, tokens, range(start, start + near.shape[2]), base, comm)
+    if stand_ins is not None:
+        # What is far away is one row that no window reaches: every stand-in keeps its total.
+        member = _members(stand_ins.member, tokens, left, right, comm)
+        stand_ins = replace(stand_ins, member=pad(member, (0, 0, 0, heavy.shape[2])))
+    # All ranks have said what they had to say.
+    if not own.queries:
+        return _nothing(own, [*edges, heavy], stand_ins)
+    key, value = torch.cat([pad(near, (0, 0, 0, right + 1)), heavy], 2).split([own.head_dim, own.value_dim], -1)
+    place = torch.arange(key.shape[2], device=key.device)
+    real = ((place < near.shape[2]) | (place >= base)).expand(own.batch, -1)
+    local = Inputs(working(own.query), key, value, own.scale, offset=edges[0].shape[2], valid=real)
+    columns = Columns.shared(index, used, own.queries) if index.shape[-1] else None
+    joined = Graph(local, (left, right) if reach else None, columns)
+    return linear.attend(local, joined, stand_ins, plan.weights).to(inputs.query.dtype)
+
+
+@torch.no_grad()
+def _members(member: Tensor, tokens: list[int], left: int, right: int, comm: Communicator) -> Tensor:
+    """Whom this rank's and the neighbouring keys belong to, (B, H, ., C); `right` free rows; and what is missing."""
+    before, after = _edges(member, tokens, left, right, comm)
+    total = comm.all_reduce(member.sum(2, keepdim=True))
+    near = torch.cat([before, member, after], 2)
+    return torch.cat([pad(near, (0, 0, 0, right)), total - near.sum(2, keepdim=True)], 2)
+
+
+def _parts(keep: Selector | None) -> tuple[Selector, ...]:
+    return keep.parts if isinstance(keep, Union) else () if keep is None else (keep,)
+
+
+def _kept(own: Inputs, plan: Plan, tokens: list[int], comm: Communicator) -> Kept:
+    """The keys that any part but the window keeps."""
+    marked = torch.zeros(own.key.shape[:3], dtype=torch.bool, device=own.key.device)
+    for part in _parts(plan.keep):
+        if isinstance(part, Sinks):
+            place = torch.arange(own.keys, device=marked.device) + own.whole.first_key
+            marked = marked | (place < part.count)
+        elif isinstance(part, Outliers):
+            marked = marked | _marks(best(part.scores(own), part.count, comm), marked, comm)
+        elif isinstance(part, Leverage | KeyNorm | RandomKeys):
+            marked = marked | _marks(select(part, replace(own, shard=None), tokens, comm), marked, comm)
+    return kept_of(marked, comm)
+
+
+def _marks(kept: Kept, like: Tensor, comm: Communicator) -> Tensor:
+    used = torch.arange(kept.index.shape[-1], device=like.device) < kept.counts[comm.rank].unsqueeze(-1)
+    hits = torch.zeros(like.shape, dtype=torch.int32, device=like.device)
+    return hits.scatter_add_(-1, kept.index, used.to(torch.int32)) > 0
+
+
+def _edges(rows: Tensor, tokens: list[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The rows (B, H, ., F) that stand up to `left` before and `right` after this rank's own."""
+    found = []
+    for count, before in ((left, True), (right, False)):
+        counts = [min(count, n) for n in tokens]
+        mine = counts[comm.rank]
+        part = rows[:, :, rows.shape[2] - mine :] if before else rows[:, :, :mine]
+        if not count:
+            found.append(part)
+            continue
+        every = torch.tensor(counts, device=rows.device).view(-1, 1, 1).expand(-1, *rows.shape[:2])
+        stacked = gather(part, every, comm).unflatten(2, (comm.size, -1))
+        # Where this rank needs none of them, gradients must pass all the same: the others wait.
+        unused = stacked[:, :, :, :0].sum() if stacked.requires_grad else 0.0
+        ranks = range(comm.rank) if before else range(comm.rank + 1, comm.size)
+        beside = torch.cat([rows[:, :, :0], *(stacked[:, :, rank, : counts[rank]] for rank in ranks)], 2)
+        found.append((beside[:, :, max(0, beside.shape[2] - count) :] if before else beside[:, :, :count]) + unused)
+    return found[0], found[1]
+
+
+def _columns(kept: Kept, tokens: list[int], near: range, base: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Where the kept keys of all ranks stand among this rank's rows: beside the window where it holds them already."""
+    width = max(1, int(kept.counts.max()))
+    places = torch.stack(comm.all_gather(pad(kept.index, (0, width - kept.index.shape[-1]))))
+    firsts = torch.tensor([sum(tokens[:rank]) for rank in range(comm.size)], device=places.device).view(-1, 1, 1, 1)
+    used = torch.arange(width, device=places.device) < kept.counts.unsqueeze(-1)
+    position = (places + firsts).permute(1, 2, 0, 3).flatten(2)
+    used = used.permute(1, 2, 0, 3).flatten(2)
+    inside = (position >= near.start) & (position < near.stop)
+    index = torch.where(inside, position - near.start, base + torch.arange(position.shape[-1], device=position.device))
+    order = used.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    order = order[..., : int(used.sum(-1).max())]
+    return index.gather(-1, order), used.gather(-1, order)
+
+
+def _nothing(own: Inputs, rows: list[Tensor], stand_ins: StandIns | None) -> Tensor:
+    """No output, but a part in the graph: the other ranks' backward pass waits for this one's."""
+    parts = [*rows]
+    if stand_ins is not None:
+        parts += [stand_ins.key, stand_ins.value]
+        parts += [part for part in (stand_ins.left, stand_ins.right) if part is not None]
+    tie = sum((part.sum() for part in parts), working(own.key).new_zeros(()))
+    return own.query[..., :1].expand(-1, -1, -1, own.value_dim) * tie.to(own.query.dtype)

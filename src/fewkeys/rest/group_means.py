@@ -1,0 +1,62 @@
+"""Group means: the groups by which queries find their keys stand in for the keys they do not find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+from fewkeys.rest.base import Rest, StandIns
+from fewkeys.rest.cluster_means import represent
+from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, key_statistics
+from fewkeys.validation import check_count
+from fewkeys.weights import Softmax, Weights
+
+
+@dataclass(frozen=True)
+class GroupMeans(Rest):
+    """The keys of other groups by the means of their groups: no clusters but those that selected the keys.
+
+    Beside a selector of groups (a query attends to the keys of its own groups exactly). A key belongs to its first
+    group, one of `count`, or to a stand-in for the keys of no group. Keys, values and masses of the stand-ins are those
+    of `ClusterMeans`; a query's own groups are kept, so their stand-ins speak for nobody. Where query heads share their
+    keys, the first of them says which groups the shared keys belong to.
+
+    Slots: count + 1. Cost O(n (D + Dv) + edges) beyond the attention. Gradients as `ClusterMeans`. Not causal.
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        check_count("GroupMeans count", self.count)
+
+    def slots(self, head_dim: int, value_dim: int) -> float:
+        return self.count + 1.0
+
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
+        if graph.groups is None:
+            raise ValueError("rest: GroupMeans needs a selector that keeps groups, got none; use ClusterMeans(count)")
+        group = graph.groups.key[:, :: inputs.groups, :, 0]
+        most = int(group.max())
+        if most >= self.count:
+            raise ValueError(f"GroupMeans count: expected at least {most + 1} groups, got {self.count}; raise it")
+        member = torch.nn.functional.one_hot(group.masked_fill(group < 0, self.count), self.count + 1)
+        member = member.to(key_statistics(inputs).importance.dtype)
+        importance = _importance(inputs, member) if isinstance(weights, Softmax) else member.new_zeros(())
+        return represent(inputs, graph, weights, member, importance, 0)
+
+
+def _importance(inputs: Inputs, member: Tensor) -> Tensor:
+    """The mean importance of every group's keys (B, Hkv, C), weighted as in Lloyd's steps."""
+    known = key_statistics(inputs).importance
+    if inputs.valid is not None:
+        known = known.masked_fill(~inputs.valid[:, None], -torch.inf)
+    top = known.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weight = (TILT * (known - top)).clamp_min(LOWEST_LOG_WEIGHT).exp().masked_fill(known == -torch.inf, 0.0)
+    mass = (member.mT @ weight.unsqueeze(-1)).squeeze(-1)
+    along = member.mT @ (weight * known.masked_fill(known == -torch.inf, 0.0)).unsqueeze(-1)
+    return along.squeeze(-1) / mass.clamp_min(torch.finfo(mass.dtype).tiny)

@@ -1,0 +1,203 @@
+"""How queries and keys in one space find each other: by distance, by shared buckets, by shared clusters.
+
+Every rule is a frozen value and takes queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) of the same space; `fitted` is
+what it must have learned of the space before. Source: Sparsefinder (arXiv 2109.12188), section 3.3.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fewkeys.graph import Graph, visible
+from fewkeys.groups import Groups
+from fewkeys.inputs import Inputs
+from fewkeys.learned import Learned
+from fewkeys.select.projection import Centroids
+from fewkeys.select.rows import listed, query_blocks
+from fewkeys.validation import check_count, check_real
+
+Metric = Literal["l2", "cosine"]
+Kind = Literal["equal_size", "uniform"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Edges(Learned):
+    """Where the buckets of every query head and dimension begin: `query` and `key`, both (Hq, r, beta - 1), rising."""
+
+    query: Tensor
+    key: Tensor
+
+
+Fitted = Centroids | Edges | None
+
+
+class Grouping(ABC):
+    """A rule that joins queries and keys of one space."""
+
+    @abstractmethod
+    def graph(self, inputs: Inputs, query: Tensor, key: Tensor, fitted: Fitted) -> Graph:
+        """The edges between projected queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r)."""
+
+    @abstractmethod
+    def work(self, inputs: Inputs, rank: int) -> tuple[float, float]:
+        """Keys that a query is expected to find, and operations per key and query head of finding them."""
+
+    @property
+    def joins_all(self) -> bool:
+        """Whether every query finds every key whatever the data."""
+        return False
+
+
+@dataclass(frozen=True)
+class Distance(Grouping):
+    """(i, j) is an edge when `|q'_i - k'_j| <= t` (l2), or `1 - cos(q'_i, k'_j) <= t` (cosine).
+
+    Compares every pair, in r dimensions instead of D: O(n^2 r), and the graph has a list per query. It shows what the
+    space could give, and saves no time.
+    """
+
+    t: float
+    metric: Metric = "l2"
+
+    def __post_init__(self) -> None:
+        check_real("Distance t", self.t, above=0.0)
+        if self.metric not in get_args(Metric):
+            raise ValueError(f"Distance metric: expected 'l2' or 'cosine', got {self.metric!r}")
+
+    def graph(self, inputs: Inputs, query: Tensor, key: Tensor, fitted: Fitted) -> Graph:
+        return listed(inputs, self._masks(inputs, query, key))
+
+    def _masks(self, inputs: Inputs, query: Tensor, key: Tensor) -> Iterator[Tensor]:
+        if self.metric == "cosine":
+            query, key = normalize(query, dim=-1), normalize(key, dim=-1)
+        size = key.square().sum(-1).unsqueeze(-2)
+        for start, stop in query_blocks(inputs):
+            rows = query[:, :, start:stop]
+            if self.metric == "cosine":
+                near = rows @ key.mT >= 1 - self.t
+            else:
+                near = rows.square().sum(-1, keepdim=True) + size - 2 * (rows @ key.mT) <= self.t**2
+            yield near & visible(inputs, start, stop)
+
+    def work(self, inputs: Inputs, rank: int) -> tuple[float, float]:
+        return float(inputs.keys), 2.0 * rank * inputs.queries
+
+
+@dataclass(frozen=True)
+class Buckets(Grouping):
+    """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
+
+    kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
+    do the keys; the first bucket of queries meets the first of keys. A place among the others is known only at the end
+    of the sequence: where queries come one after another (causal and cross-attention) the buckets begin at quantiles
+    that were fitted before (`Edges`). kind "uniform": `floor(beta (tanh(x) + 1) / 2)`, which looks at no other token.
+
+    Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
+    """
+
+    beta: int
+    kind: Kind = "equal_size"
+
+    def __post_init__(self) -> None:
+        check_count("Buckets beta", self.beta)
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"Buckets kind: expected 'equal_size' or 'uniform', got {self.kind!r}")
+
+    def graph(self, inputs: Inputs, query: Tensor, key: Tensor, fitted: Fitted) -> Graph:
+        x = inputs
+        if self.kind == "uniform":
+            bins = [((rows.tanh() + 1) * (self.beta / 2)).long().clamp_max(self.beta - 1) for rows in (query, key)]
+        elif isinstance(fitted, Edges):
+            bins = [_between(rows, edges) for rows, edges in ((query, fitted.query), (key, fitted.key))]
+        else:
+            bins = [_by_rank(rows, real, self.beta) for rows, real in ((query, x.valid_queries), (key, x.valid))]
+        first = torch.arange(query.shape[-1], device=query.device) * self.beta
+        ids = [_real(bin_ + first, real) for bin_, real in zip(bins, (x.valid_queries, x.valid), strict=True)]
+        return Graph(x, groups=Groups(ids[0], ids[1], query.shape[-1] * self.beta))
+
+    @property
+    def joins_all(self) -> bool:
+        return self.beta == 1
+
+    def work(self, inputs: Inputs, rank: int) -> tuple[float, float]:
+        share = 1 - (1 - 1 / self.beta) ** rank
+        return inputs.keys * share, 20.0 * rank
+
+
+@dataclass(frozen=True)
+class Clusters(Grouping):
+    """(i, j) is an edge when one of the `top` centroids nearest to q'_i is one of the `top` nearest to k'_j.
+
+    `count` centroids per head were found before by k-means on queries and keys together; with `rounds` > 1 there are
+    so many such sets, from different seeds, and an edge in any of them is one. Cost O(n count r rounds) to choose; of
+    the pairs a share of about `rounds top^2 / count` are edges: with count = sqrt(n), O(n sqrt n) in all.
+    """
+
+    count: int
+    top: int = 1
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("Clusters count", self.count)
+        check_count("Clusters top", self.top)
+        check_count("Clusters rounds", self.rounds)
+        if self.top > self.count:
+            raise ValueError(f"Clusters top: expected at most the count, {self.count}, got {self.top}")
+
+    def graph(self, inputs: Inputs, query: Tensor, key: Tensor, fitted: Fitted) -> Graph:
+        if not isinstance(fitted, Centroids):
+            raise ValueError("fitted: expected the Centroids of Clusters, got none; use Sparsefinder.selector")
+        place = fitted.for_rows(query)
+        reals = (inputs.valid_queries, inputs.valid)
+        ids = [_real(self._nearest(rows, place), real) for rows, real in zip((query, key), reals, strict=True)]
+        return Graph(inputs, groups=Groups(ids[0], ids[1], self.count * self.rounds))
+
+    def _nearest(self, rows: Tensor, place: Tensor) -> Tensor:
+        """Ids (B, H, N, rounds top)."""
+        ids = []
+        for number, centroids in enumerate(place.split(self.count, 1)):
+            closeness = rows @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)
+            ids.append(closeness.topk(self.top, -1).indices + number * self.count)
+        return torch.cat(ids, -1)
+
+    @property
+    def joins_all(self) -> bool:
+        return self.top == self.count
+
+    def work(self, inputs: Inputs, rank: int) -> tuple[float, float]:
+        share = min(1.0, self.rounds * self.top**2 / self.count)
+        return inputs.keys * share, 4.0 * rank * self.count * self.rounds
+
+
+GROUPINGS: tuple[type[Grouping], ...] = (Distance, Buckets, Clusters)
+
+
+def _real(ids: Tensor, real: Tensor | None) -> Tensor:
+    """Padded tokens are in no group."""
+    return ids if real is None else ids.masked_fill(~real[:, None, :, None], -1)
+
+
+def _between(rows: Tensor, edges: Tensor) -> Tensor:
+    """The bucket of each entry of rows (B, H, N, r): how many of the edges (H, r, beta - 1) lie below it."""
+    values = rows.permute(1, 3, 0, 2)
+    found = torch.searchsorted(edges.to(rows), values.flatten(2).contiguous())
+    return found.view(values.shape).permute(2, 0, 3, 1)
+
+
+def _by_rank(rows: Tensor, real: Tensor | None, beta: int) -> Tensor:
+    """The bucket of each entry of rows (B, H, N, r) by its rank among the real ones of its dimension."""
+    count: int | Tensor = rows.shape[2]
+    if real is not None:
+        rows = rows.masked_fill(~real[:, None, :, None], torch.inf)
+        count = real.sum(-1)[:, None, None, None]
+    rank = rows.argsort(dim=2, stable=True).argsort(dim=2)
+    size = (count + beta - 1) // beta
+    bucket = rank // (size.clamp_min(1) if isinstance(size, Tensor) else size)
+    return bucket.clamp_max(beta - 1)
