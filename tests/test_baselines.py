@@ -339,6 +339,11 @@ def test_spherical_means_find_clusters_and_never_do_worse():
     assert ((noise @ after.mT).amax(-1).mean(-1) > (noise @ seeds.mT).amax(-1).mean(-1)).all()
 
 
+def test_a_centroid_without_rows_stays_where_it_is():
+    row = unit(torch.ones(1, 1, 8, 3, dtype=torch.float64))
+    torch.testing.assert_close(spherical_means(row, row, None, None, 4), row[:, :, :4])
+
+
 def test_routing_by_given_nearest_centroids_is_causal():
     form, keep = FORMS["causal"], fk.Routing(4, False, centroids())
     assert keep.causal

@@ -44,11 +44,15 @@ def test_distance(t, seed):
     selector = predicted(fk.Distance(t / 3, "cosine"), 4, 5)
     near = naive(selector, q, k, lambda a, b, _: 1 - torch.cosine_similarity(a, b, 0) <= t / 3)
     assert torch.equal(selector.graph(q, k).to_mask(), near)
+    # Lists are as long as the longest list of visible keys, and no longer.
+    graph = selector.graph(q, k, is_causal=True)
+    assert graph.rows.shape[-1] == graph.to_mask().sum(-1).max()
 
 
 @given(beta=st.integers(1, 20), seed=st.integers(0, 99))
 def test_uniform_buckets(beta, seed):
     q, k, _ = SMALL.draw(seed)
+    q[:, :, ::3], k[:, :, ::4] = 1e3 * q[:, :, ::3], 1e3 * k[:, :, ::4]  # tanh rounds to -1 and 1
     selector = predicted(fk.Buckets(beta, "uniform"), 4, 5)
 
     def bins(row):
@@ -177,7 +181,11 @@ def test_masked_is_deleted(name, shape):
     if queries == n:
         q[1, :, n:] = 1e4
     keep = for_shape(name, shape)
-    padded = keep.graph(q, k, lengths=torch.tensor(shape.lengths), is_causal=shape.is_causal).to_mask()
+    graph = keep.graph(q, k, lengths=torch.tensor(shape.lengths), is_causal=shape.is_causal)
+    padded = graph.to_mask()
+    if graph.groups is not None:  # the padding is in no group, so that nobody runs it
+        assert (graph.groups.key[1, :, n:] == -1).all()
+        assert (graph.groups.query[1, :, queries:] == -1).all()
     alone = keep.graph(q[1:, :, :queries], k[1:, :, :n], is_causal=shape.is_causal).to_mask()
     assert torch.equal(padded[1:, :, :queries, :n], alone)
     assert not padded[1, :, :, n:].any()

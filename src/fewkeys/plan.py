@@ -169,7 +169,7 @@ def budget(slots: int, *, is_causal: bool = False) -> Plan:
         if slots < 8:
             return Plan(Window(slots), exact_if_faster=True)
         size = 1 << ((slots // 3).bit_length() - 1)
-        recent = size + (size + 1) // 2
+        recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 of the own one
         return Plan(RecentBlocks(size), RunningMeans(slots - recent), exact_if_faster=True)
     if slots < 8:
         return Plan(Window(1), ClusterMeans(slots - 1), exact_if_faster=True) if slots > 1 else Plan(Window(1))
