@@ -42,6 +42,7 @@ KEEPS = {
     "baseline routing + window": fk.Routing(7) | fk.Window(1),
     "baseline low-dimensional entmax": fk.LowRankEntmax(4),
     "baseline random edges": fk.RandomEdges(6),
+    "entmax support (oracle)": fk.EntmaxSupport(1.5),
 }
 RESTS = {
     "drop": fk.Drop(),

@@ -1,8 +1,10 @@
 """Learning to predict graphs: the loss is the paper's, a fit finds what was planted, and goes on bit for bit."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -551,3 +553,15 @@ def test_a_predictor_says_what_it_is():
     assert str(fk.Sparsefinder.raw(capture)) == "Sparsefinder of 2 layers of 4 heads (causal), as they are"
     keep = fit(capture, epochs=1).selector(0, fk.Clusters(8)) | fk.Window(3)
     assert str(keep) == "Clusters(count=8, top=1, rounds=1) in 4 dimensions | Window(size=3)"
+
+
+def test_the_page_tells_the_truth(tmp_path, monkeypatch, capsys):
+    """The example of docs/sparsefinder.md runs, and its predictor is there afterwards."""
+    page = Path(__file__).parents[1] / "docs" / "sparsefinder.md"
+    code = re.search(r"```python\n(.*?)```", page.read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        exec(code[1], {})
+    recall, sparsity = re.fullmatch(r"recall (\S+) at sparsity (\S+)\n", capsys.readouterr().out).groups()
+    assert float(recall) > 1.5 * (1 - float(sparsity))
+    assert fk.Sparsefinder.from_pretrained("finder").shape.layers == 2

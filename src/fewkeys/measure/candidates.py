@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from fewkeys.plan import Plan, budget
-from fewkeys.rest import ClusterMeans
-from fewkeys.select import KeyNorm, Leverage, Outliers, Selector, Sinks, Union, Window
+from fewkeys.rest import ClusterMeans, RunningMeans
+from fewkeys.select import KeyNorm, Leverage, Outliers, RecentBlocks, Selector, Sinks, Union, Window
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
@@ -17,13 +17,15 @@ HEAVY, WINDOW, RANK = (0.0, 1 / 16, 3 / 16, 5 / 16), (0.0, 1 / 4, 5 / 8), (0.0, 
 STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
 STEP_SLOTS = 1 / 8
 """How far the neighbours of a split are."""
+CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 SINKS = 4
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and the slots that a query pays for it: the most that it can keep, plus its stand-ins.
+    """A plan and the slots that a query pays for it: the most that it can keep (of recent blocks: on average over a
+    block), plus its stand-ins.
 
     `split` are the shares of heavy keys, window and rank that it was made from; None where it was not.
     """
@@ -43,8 +45,8 @@ def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candid
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
-    Not causal: outliers, window, rank of the first-order term and cluster means. Causal, where there are no means yet:
-    sinks, leverage (centred) and window.
+    Not causal: outliers, window, rank of the first-order term and cluster means. Causal: recent blocks and running
+    means, with and without sinks; and sinks, leverage (centred) and window.
     """
     found = [Candidate(budget(slots, is_causal=is_causal), slots)]
     for level in LEVELS:
@@ -103,6 +105,12 @@ def _split(slots: int, width: int, heavy: float, window: float, rank: float) -> 
 
 def _causal_splits(slots: int) -> list[Candidate]:
     found = []
+    for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
+        means = slots - (block + block // 2 + 1) - sinks
+        if means > 0:
+            recent: Selector = RecentBlocks(block)
+            plan = Plan(Sinks(sinks) | recent if sinks else recent, RunningMeans(means), exact_if_faster=True)
+            found.append(Candidate(plan, slots))
     for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
         heavy = int(slots * share)
         if slots - heavy - sinks < 1:
