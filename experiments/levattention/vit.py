@@ -54,7 +54,7 @@ class Setting:
 
 
 SETTINGS = {
-    "mnist": Setting(Recipe(6), (16, 32, 64, 128), 32, {**SIZES, "image_size": 28, "patch_size": 2}),
+    "mnist": Setting(Recipe(6), (16, 32, 64, 128), 32, {**SIZES, "image_size": 28, "patch_size": 2}, 3, 3),
     "digits": Setting(Recipe(12, batch=32), (8, 16, 32), 16, {**SIZES, "image_size": 8, "patch_size": 1}, 3, 3),
     "imagefolder": Setting(Recipe(90, batch=128, rate=1e-3), (16, 32, 64, 128), 32, {}),
 }
