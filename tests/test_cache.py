@@ -97,9 +97,7 @@ def test_several_turns_from_one_prompt():
     model, prompt = llama(), tokens(1, 40)
     cache = fk.cache(model, FEW)
     logits(model, prompt, [40], cache)
-    turns = []
-    for seed in (1, 2, 1):
-        turns.append(logits(model, tokens(1, 20, seed=seed), [20], copy.deepcopy(cache)))
+    turns = [logits(model, tokens(1, 20, seed=seed), [20], copy.deepcopy(cache)) for seed in (1, 2, 1)]
     assert torch.equal(turns[0], turns[2])
     assert not torch.equal(turns[0], turns[1])
 

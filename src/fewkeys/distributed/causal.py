@@ -146,10 +146,8 @@ def _beside_sinks(means: BlockStandIns, past: Carry, parts: Parts, blocks: range
     for old, new in ((past.sink_key, local.key), (past.sink_value, local.value)):
         sinks.append(_sunk(old, new[:, :, local.offset :], past.place, max(0, parts.sinks - past.place)))
     reach = torch.tensor([parts.near_from(block * size) for block in blocks], device=means.key.device)
-    known = past.place + local.queries
     place = torch.arange(parts.sinks, device=means.key.device)
-    shown = (place < reach[:, None]) & (place < known)
-    shown = shown.expand(*means.key.shape[:2], -1, -1)
+    shown = (place < reach[:, None]).expand(*means.key.shape[:2], -1, -1)
     rows = [sink.unsqueeze(2).expand(-1, -1, len(blocks), -1, -1) for sink in sinks]
     bias = torch.zeros_like(shown, dtype=means.bias.dtype).masked_fill(~shown, -torch.inf)
     return BlockStandIns(

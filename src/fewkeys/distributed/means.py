@@ -42,10 +42,8 @@ def check_parts(plan: Plan) -> None:
         raise ValueError(f"rest: expected Drop() or ClusterMeans, which work over ranks, got {plan.rest}")
 
 
-def attend(
-    inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool
-) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `tokens` and `asked` are all ranks' numbers of keys and queries.
+def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries; `tokens`, `asked`: all ranks' numbers of keys and queries.
 
     `wanted`: some rank wants gradients, so that all ranks pass them on.
     """
