@@ -4,7 +4,7 @@ import torch
 
 import fewkeys as fk
 from fewkeys.measure.capture import AttentionInputs, CaptureWriter
-from fewkeys.select import Edges
+from fewkeys.select import Edges, Joined
 
 GROUPINGS = {
     "distance": fk.Distance(2.5),
@@ -14,6 +14,7 @@ GROUPINGS = {
     "clusters": fk.Clusters(6),
     "nearest two clusters": fk.Clusters(6, top=2),
     "rounds of clusters": fk.Clusters(7, rounds=2),
+    "pairs of clusters": fk.ClusterPairs(5, 0.3),
 }
 
 
@@ -28,6 +29,10 @@ def predicted(grouping, heads, dim, *, rank=3, edges=False, raw=False, seed=0):
     fitted = None
     if isinstance(grouping, fk.Clusters):
         fitted = fk.Centroids(torch.randn(heads, grouping.count * grouping.rounds, rank, generator=g))
+    elif isinstance(grouping, fk.ClusterPairs):
+        own, theirs = (torch.randn(heads, grouping.count, rank, generator=g) for _ in range(2))
+        pairs = torch.rand(heads, grouping.count, grouping.count, generator=g) < grouping.share
+        fitted = Joined(own, theirs, pairs)
     elif edges and isinstance(grouping, fk.Buckets) and grouping.kind == "equal_size":
         fitted = Edges(*(torch.randn(heads, rank, grouping.beta - 1, generator=g).sort(-1).values for _ in range(2)))
     return fk.Predicted(grouping, project, fitted)

@@ -19,6 +19,7 @@ from fewkeys.measure.capture import AttentionInputs, CaptureWriter
 from fewkeys.measure.graphs import score_graphs
 from fewkeys.predict import train
 from fewkeys.predict.loss import hinge, signs
+from fewkeys.predict.space import gold_edges, joined
 from predictors import GROUPINGS, planted
 from tiny_models import MODELS, bert, close, far, padded, run, tokens
 
@@ -147,16 +148,20 @@ def test_an_interrupted_fit_goes_on_bit_for_bit(tmp_path, after, shared):
 
 def test_more_epochs_go_on_and_finished_ones_are_not_done_again(tmp_path, monkeypatch):
     capture = captured()
-    straight = fit(capture, epochs=5)
+    straight = fit(capture, epochs=5, patience=9)
     fit(capture, epochs=2, directory=tmp_path)
-    longer = fit(capture, epochs=5, directory=tmp_path)
+    longer = fit(capture, epochs=5, directory=tmp_path, patience=9)
     assert longer.tensors.keys() == straight.tensors.keys()
     assert all(torch.equal(longer.tensors[name], straight.tensors[name]) for name in straight.tensors)
+    epoch, passed = train._epoch, []
+    monkeypatch.setattr(train, "_epoch", lambda *given: (epoch(*given), passed.append(given[2])))
+    assert fit(capture, epochs=6, directory=tmp_path, patience=9).record == fit(capture, epochs=6, patience=9).record
+    assert passed[:2] == [0, 1]
     monkeypatch.setattr(train, "_epoch", None)
-    assert fit(capture, epochs=5, directory=tmp_path) == straight
+    assert fit(capture, epochs=6, directory=tmp_path, patience=9).shape == straight.shape
     monkeypatch.undo()
     # Another text, another setting: nothing of it is taken over.
-    for changed, options in ((captured(seed=1), {}), (capture, {"rank": 3}), (capture, {"alpha": 2.0})):
+    for changed, options in ((capture, {"alpha": 2.0}), (captured(seed=1), {}), (capture, {"rank": 3})):
         assert fit(changed, directory=tmp_path, **options) == fit(changed, **options)
 
 
@@ -180,6 +185,93 @@ def test_the_best_epoch_is_kept_and_a_stalled_layer_stops():
     whole = fit(capture.part(0, 8), validation=capture.part(8, 12), epochs=30, lr=0.3, patience=2)
     assert torch.equal(whole.tensors["maps.0"], finder.tensors["maps.0"])
     assert fit(capture, validation=0).record["layers"][0]["validation"] == []
+
+
+def test_learning_is_adam_on_the_mean_loss():
+    """The same steps by one optimiser that is never taken apart, on graphs found another way."""
+    capture = captured(layers=1, batches=3, lengths=(40, 22, 7))
+    found = fit(capture, validation=0, epochs=3, rank=2).tensors["maps.0"]
+    maps = (torch.rand(1, 4, 8, 2, generator=train.generator(0, 0, "start")) * 2 - 1) * 8**-0.5
+    adam, calls = torch.optim.Adam([maps.requires_grad_()], lr=0.02), list(capture.calls(0))
+    for epoch in range(3):
+        draw = train.generator(0, 0, "epoch", epoch)
+        for index in torch.randperm(3, generator=draw).tolist():
+            call = calls[index]
+            key, real = call.key.repeat_interleave(2, 1), call.key_mask[:, None]
+            gold = fk.EntmaxSupport(1.5).graph(call.query, call.key, scale=call.scale, key_mask=call.key_mask)
+            sign = signs(gold.to_mask() & real.unsqueeze(-1), real.unsqueeze(-2), draw)
+            loss = hinge(call.query @ maps[0], key @ maps[0], sign, 1.0)
+            adam.zero_grad()
+            (loss.sum() / sign.any(-1).sum()).backward()
+            adam.step()
+    torch.testing.assert_close(found, maps.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["padded", "cross"])
+def test_gold_edges_are_a_sample_of_the_gold_graph(kind):
+    mask = torch.arange(9) < torch.tensor([9, 4, 2])[:, None]
+    capture = cross(mask) if kind == "cross" else planted(batches=3, lengths=(24, 9, 17, 5), kv_heads=1)
+    ends = gold_edges(capture, 0, 1.5, 60, 0)
+    counts = gold_edges(capture, 0, 1.5, 10**6, 0)[0].shape[1]
+    rows = [[], []]
+    for call in capture.calls(0):
+        mask = fk.EntmaxSupport(1.5).graph(call.query, call.key, scale=1.0, key_mask=call.key_mask).to_mask()
+        mask &= (call.key_mask if kind == "padded" else call.query_mask)[:, None, :, None]
+        for head in range(2):
+            b, i, j = mask[:, head].nonzero(as_tuple=True)
+            rows[head].append(torch.cat([call.query[b, head, i], call.key[b, head % call.key.shape[1], j]], -1))
+    assert counts == min(len(torch.cat(own)) for own in rows)
+    for head in range(2):
+        own, found = torch.cat(rows[head]), torch.cat([end[head] for end in ends], -1)
+        same = (found[:, None] == own).all(-1)
+        assert (same.sum(1) == 1).all()
+        assert (same.sum(0) <= 1).all()
+        assert len(found) == 60
+    assert not torch.equal(ends[0], gold_edges(capture, 0, 1.5, 60, 1)[0])
+
+
+@given(seed=st.integers(0, 999), share=st.floats(0.02, 0.9))
+def test_the_densest_clusters_are_joined(seed, share):
+    g = torch.Generator().manual_seed(seed)
+    query, key, *edges = (torch.randn(2, n, 3, generator=g) for n in (30, 40, 50, 50))
+    own, theirs = (torch.randn(2, 4, 3, generator=g) for _ in range(2))
+    pairs = joined(query, key, tuple(edges), (own, theirs), share).pairs
+    for head in range(2):
+        sides = ((query, own), (key, theirs), (edges[0], own), (edges[1], theirs))
+        place = [torch.cdist(rows[head], centroids[head]).argmin(-1) for rows, centroids in sides]
+        part, dense = {}, {}
+        for a, b in torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist():
+            part[a, b] = (place[0] == a).double().mean().item() * (place[1] == b).double().mean().item()
+            dense[a, b] = ((place[2] == a) & (place[3] == b)).sum().item() / max(part[a, b], 1e-12)
+        kept = [cell for cell in part if pairs[head][cell]]
+        left = [cell for cell in part if cell not in kept]
+        assert kept
+        assert sum(part[cell] for cell in kept) <= share + 1e-9 or len(kept) == 1
+        assert min(dense[cell] for cell in kept) >= max([dense[cell] for cell in left], default=0)
+        if left:
+            best = max(dense[cell] for cell in left)
+            more = max(part[cell] for cell in left if dense[cell] == best)
+            assert sum(part[cell] for cell in kept) + more > share - 1e-9
+
+
+def test_pairs_of_clusters_find_keys_that_everybody_needs_however_far():
+    """Queries stand at (3, noise), the keys they all attend to at (1.5, noise), the others at (-1.5, noise)."""
+    g, writer = torch.Generator().manual_seed(0), CaptureWriter(None, "hubs")
+    for _ in range(6):
+        query, key = (0.2 * torch.randn(2, 2, 30, 2, generator=g) for _ in range(2))
+        query[..., 0] += 3
+        key[..., 0] += torch.where(torch.rand(2, 2, 30, generator=g) < 0.3, 1.5, -1.5)
+        writer.write(AttentionInputs(query, key, key, 1.0, False))
+        writer.end_batch()
+    capture = writer.finish()
+    seen, unseen = capture.part(0, 8), capture.part(8, 12)
+    raw = fk.Sparsefinder.raw(seen)
+    found = {str(g): raw.selector(0, g) for g in (fk.ClusterPairs(2, 0.5), fk.Clusters(3), fk.Clusters(3, top=2))}
+    pairs, near, two = (row.means() for row in score_graphs(unseen, 0, found).values())
+    assert pairs["recall"] == 1
+    assert pairs["sparsity"] > 0.6
+    assert near["recall"] < 0.1
+    assert two["sparsity"] < 0.5
 
 
 def test_progress_counts_to_its_end():
@@ -426,6 +518,26 @@ def test_mismatched_files_are_refused(finder, kind, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["query.1", "gold-key.0", "centroids.1.3.2", "query-centroids.0.4.1", "maps.7", "other"]
+)
+def test_tensors_of_the_wrong_shape_are_refused(finder, name, tmp_path):
+    for wrong in (torch.zeros(4, 6, 5), torch.zeros(2, 6, 4)):
+        replace(finder, tensors={**finder.tensors, name: wrong}).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=rf"^directory: .*{name}"):
+            fk.Sparsefinder.from_pretrained(tmp_path)
+    replace(finder, tensors={name: x.double() for name, x in finder.tensors.items()}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^directory: expected float32 tensors"):
+        fk.Sparsefinder.from_pretrained(tmp_path)
+
+
+def test_rounds_of_clusters_are_different_ones(finder):
+    place = finder.centroids(0, 4, rounds=3).place
+    assert place.shape[1] == 12
+    assert len({place[:, own : own + 4].sort(1).values.flatten().sum().item() for own in (0, 4, 8)}) == 3
+    assert torch.equal(place[:, :4], finder.centroids(0, 4).place)
+
+
 @pytest.mark.parametrize("kind", ["truncated", "one bit", "missing", "exchanged", "empty"])
 def test_damaged_tensors_are_refused(finder, kind, tmp_path):
     finder.save_pretrained(tmp_path)
@@ -528,7 +640,10 @@ def test_refused_arguments():
         (lambda: fk.Sparsefinder.fit([capture]), "capture: expected a Capture, got list"),
         (lambda: fk.Sparsefinder.raw(None), "capture: expected a Capture, got NoneType"),
         (lambda: fit(capture, shared=1), "shared: expected True or False, got 1"),
-        (lambda: fit(capture, epochs=1).selector(0, fk.Window(3)), "grouping: expected Distance, Buckets or Clusters"),
+        (
+            lambda: fit(capture, epochs=1).selector(0, fk.Window(3)),
+            "grouping: expected Distance, Buckets, Clusters or ClusterPairs",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             make()
@@ -539,7 +654,7 @@ def test_refused_arguments():
         (lambda: finder.selector(0, fk.Distance(1.0), head=2), "head: expected an integer from 0 to 1, got 2"),
         (
             lambda: finder.selector(0, fk.Clusters(11)),
-            "Clusters count: expected at most 10, the tokens sampled, got 11",
+            "count: expected at most 10 clusters, the tokens sampled, got 11",
         ),
         (lambda: fk.apply(bert(), finder.plan(fk.Distance(1.0))), "expected one plan for each of 3 attention layers"),
     ):

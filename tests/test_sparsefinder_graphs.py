@@ -11,6 +11,7 @@ import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, Shape
 from fewkeys.groups import Groups
 from fewkeys.measure.graphs import score_graphs
+from fewkeys.select import Joined
 from fewkeys.validation import check_inputs
 from predictors import GROUPINGS, for_shape, planted, predicted
 
@@ -115,6 +116,19 @@ def test_clusters(count, data, rounds, seed):
 
     def joined(a, b, h):
         return any(one & two for one, two in zip(nearest(a, h), nearest(b, h), strict=True))
+
+    assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
+
+
+@given(count=st.integers(1, 8), share=st.floats(0.05, 0.95), seed=st.integers(0, 99))
+def test_pairs_of_clusters(count, share, seed):
+    q, k, _ = SMALL.draw(seed)
+    selector = predicted(fk.ClusterPairs(count, share), 4, 5, seed=seed)
+    fitted = selector.fitted
+
+    def joined(a, b, h):
+        own, theirs = ((row - place[h]).norm(dim=-1).argmin() for row, place in ((a, fitted.query), (b, fitted.key)))
+        return fitted.pairs[h, own, theirs]
 
     assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
 
@@ -278,6 +292,15 @@ def test_refusals(name):
         keep.graph(q, k)
     with pytest.raises(ValueError, match=r"expected .* 2 query heads of dimension 8"):
         predicted(GROUPINGS[name], 2, 5).graph(q, k)
+    raw = predicted(GROUPINGS[name], 3, 8, edges=True, raw=True)
+    if raw.fitted is not None:
+        with pytest.raises(ValueError, match=r"expected .* 2 query heads"):
+            raw.graph(q, k)
+
+
+def predicted_pairs(clusters):
+    places = torch.randn(2, clusters, 8)
+    return fk.Predicted(fk.ClusterPairs(3, 0.5), fitted=Joined(places, places, torch.ones(2, 4, 4).bool()))
 
 
 def test_refused_arguments():
@@ -288,6 +311,8 @@ def test_refused_arguments():
         (lambda: fk.Buckets(3, "sorted"), "Buckets kind: expected 'equal_size' or 'uniform', got 'sorted'"),
         (lambda: fk.Clusters(3, top=4), "Clusters top: expected at most the count, 3, got 4"),
         (lambda: fk.Clusters(3, rounds=0), "Clusters rounds: expected at least 1"),
+        (lambda: fk.ClusterPairs(3, 1.0), "ClusterPairs share: expected a finite number"),
+        (lambda: predicted_pairs(4), "fitted: expected 3 clusters of queries and of keys"),
         (lambda: fk.EntmaxSupport(1.0), "EntmaxSupport alpha: expected a finite number in"),
         (
             lambda: fk.Predicted(fk.Clusters(3), fitted=fk.Centroids(torch.randn(2, 4, 8))),
@@ -297,9 +322,15 @@ def test_refused_arguments():
         with pytest.raises(ValueError, match=message):
             make()
     for make, message in (
-        (lambda: fk.Predicted(fk.Clusters(3)), "fitted: expected the Centroids of Clusters"),
-        (lambda: fk.Predicted(fk.Window(3)), "grouping: expected Distance, Buckets or Clusters, got Window"),
-        (lambda: fk.Predicted(fk.Distance(1.0), fitted=fk.Centroids(torch.randn(2, 4, 8))), "fitted: expected nothing"),
+        (lambda: fk.Predicted(fk.Clusters(3)), "fitted: expected Centroids for Clusters"),
+        (
+            lambda: fk.Predicted(fk.Window(3)),
+            "grouping: expected Distance, Buckets, Clusters or ClusterPairs, got Window",
+        ),
+        (
+            lambda: fk.Predicted(fk.Distance(1.0), fitted=fk.Centroids(torch.randn(2, 4, 8))),
+            "fitted: expected NoneType for Distance",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             make()

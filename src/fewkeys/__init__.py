@@ -7,7 +7,8 @@
     slots    what a query pays                               kept keys plus stand-ins, in units of one key
 
 `attention` runs a plan, `budget` recommends one, `tune` fits one to a model. `capture`, `compare` and `apply` judge and
-run plans in a Hugging Face model, `spot_check` watches them there.
+run plans in a Hugging Face model, `spot_check` watches them there. `Sparsefinder` learns to predict which keys entmax
+heads will use.
 """
 
 from fewkeys import distributed, oracle
@@ -36,6 +37,7 @@ from fewkeys.select import (
     BlockClusters,
     Buckets,
     Centroids,
+    ClusterPairs,
     Clusters,
     Distance,
     EntmaxSupport,
@@ -74,6 +76,7 @@ __all__ = [
     "Capture",
     "Centroids",
     "ClusterMeans",
+    "ClusterPairs",
     "Clusters",
     "Distance",
     "Drop",

@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
         found = judge(
             {"projected": finder, "raw": raw},
             unseen,
-            _groupings(unseen),
+            _groupings(unseen, arguments.margin),
             keep=Window(WINDOW),
             done=lambda done, total: step(done, total, "held-out sequences"),
         )
@@ -150,9 +150,9 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
     return capture(model, batches, weights=Entmax(arguments.alpha))
 
 
-def _groupings(capture: Capture) -> list[Any]:
-    """Some of each kind; clusters around the square root of the length."""
-    from fewkeys.select import Buckets, Clusters, Distance
+def _groupings(capture: Capture, margin: float) -> list[Any]:
+    """Some of each kind; clusters around the square root of the length, a distance at the scale of the margin."""
+    from fewkeys.select import Buckets, ClusterPairs, Clusters, Distance
 
     root = max(2, round(math.sqrt(max(call.key.shape[2] for call in capture.calls(0)))))
     counts = sorted({max(2, root // 2), root})
@@ -160,9 +160,10 @@ def _groupings(capture: Capture) -> list[Any]:
         *(Clusters(count) for count in counts),
         Clusters(root, top=2),
         Clusters(root, rounds=2),
+        *(ClusterPairs(root, part) for part in (0.1, 0.2)),
         Buckets(root),
         Buckets(root, "uniform"),
-        Distance(1.0),
+        Distance(round(margin**0.5, 3)),
     ]
 
 

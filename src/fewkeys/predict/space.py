@@ -7,11 +7,12 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fewkeys.measure.capture import AttentionInputs, Capture
 from fewkeys.measure.score import problem_of
-from fewkeys.predict.train import generator
-from fewkeys.select.groupings import Edges
+from fewkeys.predict.train import generator, gold_graph, pieces
+from fewkeys.select.groupings import Edges, Joined, nearest
 from fewkeys.select.projection import Centroids
 
 
@@ -54,8 +55,57 @@ def _real(call: AttentionInputs) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def centroids(query: Tensor, key: Tensor, count: int, rounds: int, seed: int) -> Centroids:
-    """k-means of queries and keys (H, S, r) together, head by head; round after round from other seeds.
+def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The queries (Hq, S, D) and the keys (Hq, S, D) of at most `count` gold edges of every head, at random, float32.
+
+    As many for all heads. Cost O(n^2 D), memory 2^24 pairs.
+    """
+    draw, rank = generator(seed, layer, "edges"), torch.empty(capture.query_heads, 0)
+    found = [torch.empty(capture.query_heads, 0, capture.head_dim) for _ in range(2)]
+    for call in capture.calls(layer):
+        for piece in pieces(call, slice(None)):
+            query, key, gold, _ = gold_graph(piece, alpha)
+            # The edges of the largest random numbers, so far, are a uniform sample without replacement.
+            number = torch.rand(gold.shape, generator=draw).masked_fill_(~gold, -1.0).transpose(0, 1).flatten(1)
+            top = number.topk(min(count, number.shape[1]), -1)
+            rest, at_key = top.indices // gold.shape[3], top.indices % gold.shape[3]
+            own, at_query = rest // gold.shape[2], rest % gold.shape[2]
+            head = torch.arange(gold.shape[1])[:, None]
+            ends = query[own, head, at_query], key[own, head, at_key]
+            found = [torch.cat([old, new], 1) for old, new in zip(found, ends, strict=True)]
+            rank = torch.cat([rank, top.values], 1)
+            rank, order = rank.sort(dim=-1, descending=True, stable=True)
+            rank = rank[:, :count]
+            found = [rows.gather(1, order[:, :count, None].expand(-1, -1, rows.shape[2])) for rows in found]
+    least = int((rank >= 0).sum(-1).min())
+    return found[0][:, :least], found[1][:, :least]
+
+
+def joined(
+    query: Tensor, key: Tensor, edges: tuple[Tensor, Tensor], clusters: tuple[Tensor, Tensor], share: float
+) -> Joined:
+    """Which of the clusters (H, C, r) to join, given samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
+    own, theirs = clusters
+    heads, count, _ = own.shape
+
+    def table(first: Tensor, second: Tensor) -> Tensor:
+        cells = torch.zeros(heads, count * count, dtype=torch.float64)
+        return cells.scatter_add_(1, first * count + second, torch.ones_like(first, dtype=torch.float64))
+
+    def sizes(rows: Tensor, places: Tensor) -> Tensor:
+        return one_hot(nearest(rows[None], places)[0], count).double().mean(1)
+
+    gold = table(nearest(edges[0][None], own)[0], nearest(edges[1][None], theirs)[0])
+    part = (sizes(query, own).unsqueeze(2) * sizes(key, theirs).unsqueeze(1)).flatten(1)
+    order = (gold / part.clamp_min(1e-12)).argsort(dim=-1, descending=True, stable=True)
+    fits = part.gather(1, order).cumsum(1) <= share
+    fits[:, 0] = True  # the densest, whatever its size
+    pairs = torch.zeros(heads, count * count, dtype=torch.bool).scatter_(1, order, fits)
+    return Joined(own, theirs, pairs.view(heads, count, count))
+
+
+def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Centroids:
+    """k-means of rows (H, S, r), head by head; round after round from other seeds.
 
     One thread, so that the same rows give the same bits on a machine.
     """
@@ -68,10 +118,10 @@ def centroids(query: Tensor, key: Tensor, count: int, rounds: int, seed: int) ->
     heads = []
     with threadpool_limits(limits=1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: some coincide
-        for rows in torch.cat([query, key], 1).double().numpy():
-            if len(rows) < count:
-                raise ValueError(f"Clusters count: expected at most {len(rows)}, the tokens sampled, got {count}")
-            fits = [KMeans(count, n_init=1, random_state=(seed + number) % 2**32).fit(rows) for number in range(rounds)]
+        for own in rows.double().numpy():
+            if len(own) < count:
+                raise ValueError(f"count: expected at most {len(own)} clusters, the tokens sampled, got {count}")
+            fits = [KMeans(count, n_init=1, random_state=(seed + number) % 2**32).fit(own) for number in range(rounds)]
             heads.append(torch.cat([torch.from_numpy(fit.cluster_centers_) for fit in fits]))
     return Centroids(torch.stack(heads).float())
 

@@ -16,10 +16,22 @@ from fewkeys.learned import fingerprint, read_tensors, write_tensors
 from fewkeys.measure.capture import Capture
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
+from fewkeys.predict.checks import Shape, check_capture, check_same, check_shape, check_tensors, shape_of
 from fewkeys.predict.settings import Settings
-from fewkeys.predict.space import centroids, edges, kind_of, sample
+from fewkeys.predict.space import centroids, edges, gold_edges, joined, sample
 from fewkeys.predict.train import learn
-from fewkeys.select import Buckets, Centroids, Clusters, Edges, Grouping, Predicted, Projection, Selector
+from fewkeys.select import (
+    Buckets,
+    Centroids,
+    ClusterPairs,
+    Clusters,
+    Edges,
+    Grouping,
+    Joined,
+    Predicted,
+    Projection,
+    Selector,
+)
 from fewkeys.validation import check_count
 from fewkeys.weights import Entmax, Weights
 
@@ -28,18 +40,6 @@ FILE = "sparsefinder.json"
 NAME = "Sparsefinder"
 
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The model a predictor was fitted on: what its attention must look like. `kind` is that of its queries."""
-
-    model: str
-    kind: str
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +60,9 @@ class Sparsefinder:
         shape: the model it was fitted on.
         settings: how it was fitted.
         tensors: per layer l, "maps.l" (1 or 2, Hq, D, r), one projection for queries and keys or one for each (absent
-            in the raw space), and a sample of projected queries "query.l" (Hq, S, r) and keys "key.l"; and the
-            centroids that were asked for so far, "centroids.l.count.rounds" (Hq, rounds count, r).
+            in the raw space); a sample of projected queries "query.l" (Hq, S, r) and keys "key.l", and of the two ends
+            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids that were asked for so far,
+            "centroids.l.count.rounds" (Hq, rounds count, r), "query-centroids.l.count.1" and "key-centroids.l.count.1".
         record: the losses of the fit, as JSON values.
 
     Source: Treviso, Gois, Fernandes, Fonseca, Martins, "Predicting Attention Sparsity in Transformers" (arXiv
@@ -105,7 +106,8 @@ class Sparsefinder:
             validation: the share of the sequences, the last ones, that are only used to stop early: the maps kept are
                 those of the epoch whose loss on them is least. Another capture instead, or 0 for none.
             patience: epochs without a smaller validation loss after which a layer stops.
-            sample: queries, and as many keys, of each head that are remembered for fitting clusters and buckets.
+            sample: queries, and as many keys, of each head that are remembered for fitting clusters and buckets, and
+                four times as many gold edges.
             directory: where the state after each epoch is kept, so that an interrupted fit goes on as if it had not
                 been; None: nowhere.
             progress: called as `progress(done, total, what)`.
@@ -118,10 +120,10 @@ class Sparsefinder:
         """
         share = 0.0 if isinstance(validation, Capture) else validation
         settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, share, patience, sample, seed)
-        _check_capture(capture)
+        check_capture(capture)
         fitted_on, held_out = capture, validation if isinstance(validation, Capture) else None
         if held_out is not None:
-            _check_same(capture, held_out)
+            check_same(capture, held_out)
         elif share:
             count = max(1, round(share * capture.sequences))
             if count >= capture.sequences:
@@ -149,7 +151,7 @@ class Sparsefinder:
             _sample_into(tensors, fitted_on, layer, settings)
         if progress is not None:
             progress(total, total, "done")
-        return cls(_shape(capture), settings, tensors, {"layers": losses})
+        return cls(shape_of(capture), settings, tensors, {"layers": losses})
 
     @classmethod
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
@@ -157,12 +159,12 @@ class Sparsefinder:
 
         Clusters and bucket edges are still fitted, on the `sample`.
         """
-        _check_capture(capture)
+        check_capture(capture)
         settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
         tensors: dict[str, Tensor] = {}
         for layer in range(capture.layers):
             _sample_into(tensors, capture, layer, settings)
-        return cls(_shape(capture), settings, tensors)
+        return cls(shape_of(capture), settings, tensors)
 
     @property
     def is_raw(self) -> bool:
@@ -180,14 +182,24 @@ class Sparsefinder:
     def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
         """Centroids of a layer by k-means (scikit-learn) on the sample, `count` for each head and round.
 
-        Found at the first call and kept, also by `save_pretrained`.
+        Of queries and keys together. Found at the first call and kept, also by `save_pretrained`.
         """
+        return Centroids(self._centroids("centroids", layer, ("query", "key"), count, rounds))
+
+    def joined(self, layer: int, count: int, share: float) -> Joined:
+        """Clusters of the queries and of the keys of a layer, `count` of each for every head, and which are joined."""
+        clusters = [self._centroids(f"{side}-centroids", layer, (side,), count, 1) for side in ("query", "key")]
+        names = ("query", "key", "gold-query", "gold-key")
+        rows = [self.tensors[f"{name}.{layer}"] for name in names]
+        return joined(rows[0], rows[1], (rows[2], rows[3]), (clusters[0], clusters[1]), share)
+
+    def _centroids(self, name: str, layer: int, sides: tuple[str, ...], count: int, rounds: int) -> Tensor:
         self._check_layer(layer)
-        name = f"centroids.{layer}.{check_count('count', count)}.{check_count('rounds', rounds)}"
+        name = f"{name}.{layer}.{check_count('count', count)}.{check_count('rounds', rounds)}"
         if name not in self.tensors:
-            rows = self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"]
-            self.tensors[name] = centroids(*rows, count, rounds, self.settings.seed).place
-        return Centroids(self.tensors[name])
+            rows = torch.cat([self.tensors[f"{side}.{layer}"] for side in sides], 1)
+            self.tensors[name] = centroids(rows, count, rounds, self.settings.seed).place
+        return self.tensors[name]
 
     def edges(self, layer: int, beta: int) -> Edges:
         """Where `beta` buckets of equal size begin in the sample of a layer, for every head and dimension."""
@@ -200,7 +212,9 @@ class Sparsefinder:
         head: the key head it is for, where heads have plans of their own; None: all.
         """
         if not isinstance(grouping, Grouping):
-            raise TypeError(f"grouping: expected Distance, Buckets or Clusters, got {type(grouping).__name__}")
+            raise TypeError(
+                f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
+            )
         own, groups = slice(None), self.shape.query_heads // self.shape.kv_heads
         if head is not None:
             if isinstance(head, bool) or head not in range(self.shape.kv_heads):
@@ -211,6 +225,9 @@ class Sparsefinder:
             project = Projection(project.query[own], project.key[own])
         if isinstance(grouping, Clusters):
             fitted = Centroids(self.centroids(layer, grouping.count, grouping.rounds).place[own])
+        elif isinstance(grouping, ClusterPairs):
+            found = self.joined(layer, grouping.count, grouping.share)
+            return Predicted(grouping, project, Joined(found.query[own], found.key[own], found.pairs[own]))
         elif isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
             both = self.edges(layer, grouping.beta)
             return Predicted(grouping, project, Edges(both.query[own], both.key[own]))
@@ -258,11 +275,11 @@ class Sparsefinder:
         try:
             shape, settings = Shape(**data["shape"]), Settings(**data["settings"])
             mark, raw, record = data["tensors"], data["raw"], dict(data["record"])
-            _check_shape(shape)
+            check_shape(shape)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"directory: expected a whole description in {where}, got {error}; fit again") from None
         tensors = read_tensors(directory, NAME, mark)
-        _check_tensors(tensors, shape, settings, bool(raw), where)
+        check_tensors(tensors, shape, settings, bool(raw), where)
         return cls(shape, settings, tensors, record)
 
     def __eq__(self, other: object) -> bool:
@@ -274,72 +291,12 @@ class Sparsefinder:
     __hash__ = None  # type: ignore[assignment]  # it learns centroids on demand
 
 
-def _shape(capture: Capture) -> Shape:
-    return Shape(
-        capture.model_name,
-        kind_of(capture),
-        capture.layers,
-        capture.query_heads,
-        capture.kv_heads,
-        capture.head_dim,
-    )
-
-
 def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:
-    query, key = sample(capture, layer, settings.sample, settings.seed)
-    if f"maps.{layer}" in tensors:
-        maps = tensors[f"maps.{layer}"]
-        query, key = query @ maps[0], key @ maps[-1]
-    tensors[f"query.{layer}"], tensors[f"key.{layer}"] = query.contiguous(), key.contiguous()
-
-
-def _check_capture(capture: object) -> None:
-    if not isinstance(capture, Capture):
-        raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
-
-
-def _check_same(capture: Capture, other: Capture) -> None:
-    names = ("layers", "query_heads", "kv_heads", "head_dim", "is_causal", "scales")
-    for name in names:
-        if getattr(capture, name) != getattr(other, name):
-            raise ValueError(
-                f"validation: expected a capture of the same model, got {name} {getattr(other, name)} against "
-                f"{getattr(capture, name)}"
-            )
-
-
-def _check_shape(shape: Shape) -> None:
-    for name in ("layers", "query_heads", "kv_heads", "head_dim"):
-        check_count(name, getattr(shape, name))
-    if shape.kind not in ("bidirectional", "causal", "cross"):
-        raise ValueError(f"kind {shape.kind!r}")
-
-
-def _check_tensors(tensors: Mapping[str, Tensor], shape: Shape, settings: Settings, raw: bool, where: Path) -> None:
-    """Raise `ValueError` where the tensors are not those of such a model and fit."""
-    heads, rank = shape.query_heads, shape.head_dim if raw else settings.rank
-    wanted: dict[str, tuple[int, ...]] = {}
-    for layer in range(shape.layers):
-        if not raw:
-            wanted[f"maps.{layer}"] = (1 if settings.shared else 2, heads, shape.head_dim, rank)
-        for side in ("query", "key"):
-            found = tensors.get(f"{side}.{layer}")
-            wanted[f"{side}.{layer}"] = (heads, found.shape[1] if found is not None and found.ndim == 3 else 0, rank)
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "centroids":
-            layer, count, rounds = (int(part) for part in rest.split("."))
-            if layer < shape.layers:
-                wanted[name] = (heads, count * rounds, rank)
-        elif name not in wanted:
-            continue
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"directory: expected float32 tensors beside {where}, got {tensor.dtype} in {name}")
-    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if got != wanted:
-        name = next(name for name in sorted({*got, *wanted}) if got.get(name) != wanted.get(name))
-        raise ValueError(
-            f"directory: {where} says {shape.layers} layers of {heads} heads of dimension {shape.head_dim}, rank "
-            f"{rank}, so expected {name} of shape {wanted.get(name)}, got {got.get(name)}; the files do not belong "
-            "together, fit or save again"
-        )
+    found = {
+        "": sample(capture, layer, settings.sample, settings.seed),
+        "gold-": gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed),
+    }
+    maps = tensors.get(f"maps.{layer}")
+    for name, (query, key) in found.items():
+        tensors[f"{name}query.{layer}"] = (query if maps is None else query @ maps[0]).contiguous()
+        tensors[f"{name}key.{layer}"] = (key if maps is None else key @ maps[-1]).contiguous()

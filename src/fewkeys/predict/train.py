@@ -116,7 +116,7 @@ def _epoch(
     for index in torch.randperm(len(batches), generator=draw).tolist():
         call, own = batches[index]
         loss, count = 0.0, 0
-        for piece in _pieces(call, own):
+        for piece in pieces(call, own):
             sums, told_apart = _loss(maps, piece, settings, draw)
             if told_apart:
                 sums.backward()
@@ -138,13 +138,13 @@ def _validation_loss(maps: Tensor, calls: Sequence[AttentionInputs], layer: int,
     """The mean loss, with the same random keys after every epoch."""
     draw, total, queries = generator(settings.seed, layer, "validation"), 0.0, 0
     for call in calls:
-        for piece in _pieces(call, slice(None)):
+        for piece in pieces(call, slice(None)):
             loss, count = _loss(maps, piece, settings, draw)
             total, queries = total + float(loss), queries + count
     return total / max(1, queries)
 
 
-def _pieces(call: AttentionInputs, own: slice) -> Iterator[AttentionInputs]:
+def pieces(call: AttentionInputs, own: slice) -> Iterator[AttentionInputs]:
     """The sequences `own` of a call, as many at a time as memory should hold."""
     _, heads, queries, _ = call.query.shape
     step = max(1, PAIRS // (heads * queries * call.key.shape[2]))
@@ -155,17 +155,25 @@ def _pieces(call: AttentionInputs, own: slice) -> Iterator[AttentionInputs]:
 
 def _loss(maps: Tensor, call: AttentionInputs, settings: Settings, draw: torch.Generator) -> tuple[Tensor, int]:
     """The sum of the losses of all queries and heads, and how many of them have keys to tell apart."""
-    x = problem_of(call)
-    query, key = x.query.float(), x.key.float().repeat_interleave(x.groups, 1)
-    with torch.no_grad():
-        seen = visible(x, 0, x.queries)
-        gold = entmax((query * x.scale @ key.mT).masked_fill_(~seen, -torch.inf), settings.alpha) > 0
-        sign = signs(gold, seen, draw)
-        real = x.valid_queries if call.query_mask is None else call.query_mask
-        if real is not None:
-            sign.masked_fill_(~real[:, None, :, None], 0.0)
+    query, key, gold, seen = gold_graph(call, settings.alpha)
+    sign = signs(gold, seen, draw)
     loss = hinge(query @ maps[0], key @ maps[-1], sign, settings.margin)
     return loss.sum(), int(told(sign).sum())
+
+
+def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries and keys (B, Hq, N, D) float32, a row of keys for every query head; the gold edges and the visible pairs.
+
+    Padded queries have no gold edges.
+    """
+    x = problem_of(call)
+    query, key = x.query.float(), x.key.float().repeat_interleave(x.groups, 1)
+    seen = visible(x, 0, x.queries)
+    gold = entmax((query * x.scale @ key.mT).masked_fill_(~seen, -torch.inf), alpha) > 0
+    real = x.valid_queries if call.query_mask is None else call.query_mask
+    if real is not None:
+        gold &= real[:, None, :, None]
+    return query, key, gold, seen
 
 
 # --- the state as a file -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fewkeys.select.block_clusters import BlockClusters
 from fewkeys.select.controls import KeyNorm, RandomKeys
 from fewkeys.select.entmax_support import EntmaxSupport
 from fewkeys.select.global_tokens import GlobalTokens
-from fewkeys.select.groupings import GROUPINGS, Buckets, Clusters, Distance, Edges, Grouping
+from fewkeys.select.groupings import GROUPINGS, Buckets, ClusterPairs, Clusters, Distance, Edges, Grouping, Joined
 from fewkeys.select.leverage import Leverage
 from fewkeys.select.outliers import Outliers
 from fewkeys.select.predicted import Predicted
@@ -52,7 +52,7 @@ SELECTORS: tuple[type[Selector], ...] = (
     BlockClusters,
 )
 """The catalogue: selectors that plans can save and load by name."""
-PARTS: tuple[type[Any], ...] = (*GROUPINGS, Projection, Centroids, Edges)
+PARTS: tuple[type[Any], ...] = (*GROUPINGS, Projection, Centroids, Edges, Joined)
 """What those selectors may hold."""
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "BlockClusters",
     "Buckets",
     "Centroids",
+    "ClusterPairs",
     "Clusters",
     "Distance",
     "Edges",
@@ -71,6 +72,7 @@ __all__ = [
     "Fixed",
     "GlobalTokens",
     "Grouping",
+    "Joined",
     "KeyNorm",
     "Leverage",
     "Longformer",

@@ -35,7 +35,20 @@ class Edges(Learned):
     key: Tensor
 
 
-Fitted = Centroids | Edges | None
+@dataclass(frozen=True, eq=False, repr=False)
+class Joined(Learned):
+    """Clusters of queries and clusters of keys of every head, and which of them are joined.
+
+    `query` and `key` (Hq, C, r): the centroids. `pairs` bool (Hq, C, C): whether cluster a of the queries is joined to
+    cluster b of the keys.
+    """
+
+    query: Tensor
+    key: Tensor
+    pairs: Tensor
+
+
+Fitted = Centroids | Edges | Joined | None
 
 
 class Grouping(ABC):
@@ -176,7 +189,50 @@ class Clusters(Grouping):
         return inputs.keys * share, 4.0 * rank * self.count * self.rounds
 
 
-GROUPINGS: tuple[type[Grouping], ...] = (Distance, Buckets, Clusters)
+@dataclass(frozen=True)
+class ClusterPairs(Grouping):
+    """(i, j) is an edge when the cluster of q'_i is joined to the cluster of k'_j.
+
+    Queries have `count` clusters of their own, and so have keys. On the captured text it was counted which share of
+    the pairs between two clusters were gold: joined are the densest, as many as hold at most the share `share` of all
+    pairs. So gold edges need not be near, as long as they are regular: keys that everybody attends to are joined to all
+    clusters of queries. Cost O(n count r) to choose; about `share n` keys a query.
+
+    Ours, not the paper's: there a query finds the keys of its own cluster.
+    """
+
+    count: int
+    share: float
+
+    def __post_init__(self) -> None:
+        check_count("ClusterPairs count", self.count)
+        check_real("ClusterPairs share", self.share, above=0.0, below=1.0)
+
+    def graph(self, inputs: Inputs, query: Tensor, key: Tensor, fitted: Fitted) -> Graph:
+        if not isinstance(fitted, Joined):
+            raise ValueError(
+                "fitted: expected the Joined clusters of ClusterPairs, got none; use Sparsefinder.selector"
+            )
+        theirs = nearest(key, fitted.key.to(key))
+        # A group is a cluster of keys; a query is in those that its own cluster is joined to.
+        pairs = fitted.pairs.to(query.device)
+        lists = torch.where(pairs, torch.arange(self.count, device=query.device), -1)
+        lists = lists.topk(int(pairs.sum(-1).max()), -1).values.expand(len(query), -1, -1, -1)
+        own = nearest(query, fitted.query.to(query))
+        ids = lists.gather(2, own.unsqueeze(-1).expand(-1, -1, -1, lists.shape[-1]))
+        groups = Groups(_real(ids, inputs.valid_queries), _real(theirs.unsqueeze(-1), inputs.valid), self.count)
+        return Graph(inputs, groups=groups)
+
+    def work(self, inputs: Inputs, rank: int) -> tuple[float, float]:
+        return inputs.keys * self.share, 4.0 * rank * self.count
+
+
+GROUPINGS: tuple[type[Grouping], ...] = (Distance, Buckets, Clusters, ClusterPairs)
+
+
+def nearest(rows: Tensor, centroids: Tensor) -> Tensor:
+    """The nearest of centroids (H, C, r) to each of rows (B, H, N, r): (B, H, N)."""
+    return (rows @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)).argmax(-1)
 
 
 def _real(ids: Tensor, real: Tensor | None) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.select.base import Selector
-from fewkeys.select.groupings import Buckets, Clusters, Distance, Edges, Fitted, Grouping
+from fewkeys.select.groupings import Buckets, ClusterPairs, Clusters, Distance, Edges, Fitted, Grouping, Joined
 from fewkeys.select.projection import Centroids, Projection, check_space, projected
 
 
@@ -19,10 +21,10 @@ class Predicted(Selector):
     keys as they are need nothing: `Predicted(Buckets(8))`.
 
     Args:
-        grouping: `Distance`, `Buckets` or `Clusters`.
+        grouping: `Distance`, `Buckets`, `Clusters` or `ClusterPairs`.
         project: the space, of as many query heads as the layer has; None: q and k as they are.
         fitted: what the grouping learned of the space: `Centroids` (Hq, rounds count, r) for `Clusters`, `Edges` for
-            `Buckets` of equal size where queries must not look at each other.
+            `Buckets` of equal size where queries must not look at each other, `Joined` for `ClusterPairs`.
 
     Compared by content, saved with plans. No randomness, no gradient. Cost O(n D r) for the space, then the grouping's.
 
@@ -35,22 +37,32 @@ class Predicted(Selector):
 
     def __post_init__(self) -> None:
         if not isinstance(self.grouping, Grouping):
-            raise TypeError(f"grouping: expected Distance, Buckets or Clusters, got {type(self.grouping).__name__}")
-        if isinstance(self.grouping, Clusters):
-            if not isinstance(self.fitted, Centroids):
-                raise TypeError(
-                    f"fitted: expected the Centroids of {self.grouping}, got {type(self.fitted).__name__}; use "
-                    "Sparsefinder.selector"
-                )
-            check_space(self.project, self.fitted)
-            if self.fitted.count != self.grouping.count * self.grouping.rounds:
-                raise ValueError(f"fitted: expected count x rounds centroids for {self.grouping}, got {self.fitted}")
-        else:
-            check_space(self.project)
-            if isinstance(self.fitted, Centroids) or (self.fitted is not None and not self._sorts):
-                raise TypeError(f"fitted: expected nothing that {self.grouping} does not use, got {self.fitted}")
+            raise TypeError(
+                f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(self.grouping).__name__}"
+            )
+        check_space(self.project, self.fitted if isinstance(self.fitted, Centroids) else None)
+        wanted = self._wanted
+        if not isinstance(self.fitted, wanted):
+            raise TypeError(
+                f"fitted: expected {wanted[0].__name__} for {self.grouping}, got {type(self.fitted).__name__}; use "
+                "Sparsefinder.selector"
+            )
+        many = self.grouping.count * self.grouping.rounds if isinstance(self.grouping, Clusters) else 0
+        if isinstance(self.fitted, Centroids) and self.fitted.count != many:
+            raise ValueError(f"fitted: expected count x rounds centroids for {self.grouping}, got {self.fitted}")
         if isinstance(self.fitted, Edges):
             self._check_edges(self.fitted)
+        if isinstance(self.fitted, Joined):
+            self._check_joined(self.fitted)
+
+    @property
+    def _wanted(self) -> tuple[type, ...]:
+        """The classes that `fitted` may have."""
+        if isinstance(self.grouping, Clusters):
+            return (Centroids,)
+        if isinstance(self.grouping, ClusterPairs):
+            return (Joined,)
+        return (Edges, type(None)) if self._sorts else (type(None),)
 
     def _check_edges(self, edges: Edges) -> None:
         beta = self.grouping.beta if isinstance(self.grouping, Buckets) else 0
@@ -58,15 +70,25 @@ class Predicted(Selector):
             if tensor.ndim != 3 or tensor.shape[2] != beta - 1 or tensor.shape != edges.query.shape:
                 raise ValueError(f"fitted: expected edges (query heads, r, {beta - 1}), got {edges}")
 
+    def _check_joined(self, joined: Joined) -> None:
+        count = self.grouping.count if isinstance(self.grouping, ClusterPairs) else 0
+        heads, clusters, _ = shape = joined.query.shape
+        good = clusters == count and joined.key.shape == shape and joined.pairs.shape == (heads, count, count)
+        if not good or joined.pairs.dtype != torch.bool:
+            raise ValueError(f"fitted: expected {count} clusters of queries and of keys, and bool pairs, got {joined}")
+
     @property
     def _sorts(self) -> bool:
         return isinstance(self.grouping, Buckets) and self.grouping.kind == "equal_size"
 
     def select(self, inputs: Inputs) -> Graph:
         query, key = projected(inputs, self.project)
-        if isinstance(self.fitted, Edges) and self.fitted.query.shape[:2] != (query.shape[1], query.shape[3]):
+        heads, rank = query.shape[1], query.shape[3]
+        if (isinstance(self.fitted, Edges) and self.fitted.query.shape[:2] != (heads, rank)) or (
+            isinstance(self.fitted, Joined) and self.fitted.query.shape[::2] != (heads, rank)
+        ):
             raise ValueError(
-                f"fitted: expected edges of {query.shape[1]} query heads in {query.shape[3]} dimensions, got "
+                f"fitted: expected values of {heads} query heads in {rank} dimensions, got "
                 f"{self.fitted}; use the selector of the layer and model it was fitted on"
             )
         return self.grouping.graph(inputs, query, key, self.fitted)
