@@ -14,7 +14,7 @@ GROUPINGS = {
     "clusters": fk.Clusters(6),
     "nearest two clusters": fk.Clusters(6, top=2),
     "rounds of clusters": fk.Clusters(7, rounds=2),
-    "pairs of clusters": fk.ClusterPairs(5, 0.3),
+    "pairs of clusters": fk.ClusterPairs(5, 1.0),
 }
 
 
@@ -31,7 +31,7 @@ def predicted(grouping, heads, dim, *, rank=3, edges=False, raw=False, seed=0):
         fitted = fk.Centroids(torch.randn(heads, grouping.count * grouping.rounds, rank, generator=g))
     elif isinstance(grouping, fk.ClusterPairs):
         own, theirs = (torch.randn(heads, grouping.count, rank, generator=g) for _ in range(2))
-        pairs = torch.rand(heads, grouping.count, grouping.count, generator=g) < grouping.share
+        pairs = torch.rand(heads, grouping.count, grouping.count, generator=g) < 0.3
         fitted = Joined(own, theirs, pairs)
     elif edges and isinstance(grouping, fk.Buckets) and grouping.kind == "equal_size":
         fitted = Edges(*(torch.randn(heads, rank, grouping.beta - 1, generator=g).sort(-1).values for _ in range(2)))

@@ -230,28 +230,22 @@ def test_gold_edges_are_a_sample_of_the_gold_graph(kind):
     assert not torch.equal(ends[0], gold_edges(capture, 0, 1.5, 60, 1)[0])
 
 
-@given(seed=st.integers(0, 999), share=st.floats(0.02, 0.9))
-def test_the_densest_clusters_are_joined(seed, share):
+@given(seed=st.integers(0, 999), lift=st.floats(0.02, 20.0))
+def test_clusters_are_joined_where_gold_edges_are_frequent(seed, lift):
     g = torch.Generator().manual_seed(seed)
     query, key, *edges = (torch.randn(2, n, 3, generator=g) for n in (30, 40, 50, 50))
     own, theirs = (torch.randn(2, 4, 3, generator=g) for _ in range(2))
-    pairs = joined(query, key, tuple(edges), (own, theirs), share).pairs
+    pairs = joined(query, key, tuple(edges), (own, theirs), lift).pairs
     for head in range(2):
         sides = ((query, own), (key, theirs), (edges[0], own), (edges[1], theirs))
         place = [torch.cdist(rows[head], centroids[head]).argmin(-1) for rows, centroids in sides]
-        part, dense = {}, {}
+        found = {}
         for a, b in torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist():
-            part[a, b] = (place[0] == a).double().mean().item() * (place[1] == b).double().mean().item()
-            dense[a, b] = ((place[2] == a) & (place[3] == b)).sum().item() / max(part[a, b], 1e-12)
-        kept = [cell for cell in part if pairs[head][cell]]
-        left = [cell for cell in part if cell not in kept]
-        assert kept
-        assert sum(part[cell] for cell in kept) <= share + 1e-9 or len(kept) == 1
-        assert min(dense[cell] for cell in kept) >= max([dense[cell] for cell in left], default=0)
-        if left:
-            best = max(dense[cell] for cell in left)
-            more = max(part[cell] for cell in left if dense[cell] == best)
-            assert sum(part[cell] for cell in kept) + more > share - 1e-9
+            part = (place[0] == a).double().mean().item() * (place[1] == b).double().mean().item()
+            found[a, b] = ((place[2] == a) & (place[3] == b)).double().mean().item() / max(part, 1e-12)
+        for cell, own_lift in found.items():
+            if abs(own_lift - lift) > 1e-9:
+                assert pairs[head][cell] == (own_lift > lift or own_lift == max(found.values()))
 
 
 def test_pairs_of_clusters_find_keys_that_everybody_needs_however_far():
@@ -266,7 +260,7 @@ def test_pairs_of_clusters_find_keys_that_everybody_needs_however_far():
     capture = writer.finish()
     seen, unseen = capture.part(0, 8), capture.part(8, 12)
     raw = fk.Sparsefinder.raw(seen)
-    found = {str(g): raw.selector(0, g) for g in (fk.ClusterPairs(2, 0.5), fk.Clusters(3), fk.Clusters(3, top=2))}
+    found = {str(g): raw.selector(0, g) for g in (fk.ClusterPairs(2, 1.0), fk.Clusters(3), fk.Clusters(3, top=2))}
     pairs, near, two = (row.means() for row in score_graphs(unseen, 0, found).values())
     assert pairs["recall"] == 1
     assert pairs["sparsity"] > 0.6

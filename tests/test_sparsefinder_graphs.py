@@ -120,10 +120,10 @@ def test_clusters(count, data, rounds, seed):
     assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
 
 
-@given(count=st.integers(1, 8), share=st.floats(0.05, 0.95), seed=st.integers(0, 99))
-def test_pairs_of_clusters(count, share, seed):
+@given(count=st.integers(1, 8), seed=st.integers(0, 99))
+def test_pairs_of_clusters(count, seed):
     q, k, _ = SMALL.draw(seed)
-    selector = predicted(fk.ClusterPairs(count, share), 4, 5, seed=seed)
+    selector = predicted(fk.ClusterPairs(count, 1.0), 4, 5, seed=seed)
     fitted = selector.fitted
 
     def joined(a, b, h):
@@ -311,7 +311,7 @@ def test_refused_arguments():
         (lambda: fk.Buckets(3, "sorted"), "Buckets kind: expected 'equal_size' or 'uniform', got 'sorted'"),
         (lambda: fk.Clusters(3, top=4), "Clusters top: expected at most the count, 3, got 4"),
         (lambda: fk.Clusters(3, rounds=0), "Clusters rounds: expected at least 1"),
-        (lambda: fk.ClusterPairs(3, 1.0), "ClusterPairs share: expected a finite number"),
+        (lambda: fk.ClusterPairs(3, 0.0), "ClusterPairs lift: expected a finite number"),
         (lambda: predicted_pairs(4), "fitted: expected 3 clusters of queries and of keys"),
         (lambda: fk.EntmaxSupport(1.0), "EntmaxSupport alpha: expected a finite number in"),
         (

@@ -75,9 +75,17 @@ def attention(
         TypeError, ValueError: malformed input, naming the argument, what was expected, what came, and the fix.
 
     Gradients flow through the kept keys and values and through the stand-ins; the selection carries none.
+    `torch.compile` takes the call as one operator, without a graph break (with `generator`, `max_error` or a selector
+    of your own: it breaks the graph, and runs as without it); its gradient computes the output a second time.
     Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
     """
     chosen = _plan(plan, keep, rest, weights)
+    if torch.compiler.is_compiling():
+        from fewkeys import operator  # loads torch's compiler
+
+        return operator.compiled(
+            query, key, value, chosen, lengths, key_mask, is_causal, scale, query_offset, impl, generator, max_error
+        )
     inputs = check_inputs(
         query,
         key,

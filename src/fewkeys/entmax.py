@@ -93,7 +93,7 @@ def _bisection(z: Lines, rows: Sequence[Tensor], count: int, power: float) -> Te
 
 class _Entmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, alpha: float, count: int, rows: Sequence[Tensor], *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(alpha: float, count: int, rows: Sequence[Tensor], *parts: Tensor) -> tuple[Tensor, ...]:
         top = largest(parts, rows, count)
         z = [(part - top[row].unsqueeze(-1)).mul_(alpha - 1) for part, row in zip(parts, rows, strict=True)]
         power = 1 / (alpha - 1)
@@ -106,10 +106,12 @@ class _Entmax(torch.autograd.Function):
             total.index_add_(0, row, part.sum(-1))
         # What rounding left of the sum; rows without entries stay zero.
         total = total.clamp_min_(torch.finfo(total.dtype).tiny).reciprocal_()
-        weights = tuple(part.mul_(total[row].unsqueeze(-1)) for part, row in zip(z, rows, strict=True))
-        ctx.save_for_backward(*weights)
-        ctx.rows, ctx.alpha, ctx.count = rows, alpha, count
-        return weights
+        return tuple(part.mul_(total[row].unsqueeze(-1)) for part, row in zip(z, rows, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.alpha, ctx.count, ctx.rows = inputs[:3]
+        ctx.save_for_backward(*output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -160,7 +160,7 @@ def _groupings(capture: Capture, margin: float) -> list[Any]:
         *(Clusters(count) for count in counts),
         Clusters(root, top=2),
         Clusters(root, rounds=2),
-        *(ClusterPairs(root, part) for part in (0.1, 0.2)),
+        *(ClusterPairs(root, lift) for lift in (2.0, 1.0)),
         Buckets(root),
         Buckets(root, "uniform"),
         Distance(round(margin**0.5, 3)),

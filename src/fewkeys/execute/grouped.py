@@ -257,10 +257,13 @@ class _Scores(torch.autograd.Function):
     """The scores of all tiles, (G x Tq, Tk) each; gathers again in the backward pass instead of remembering."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, tiles: list[Tiles]) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(query, key)
-        ctx.tiles = tiles
+    def forward(query: Tensor, key: Tensor, tiles: list[Tiles]) -> tuple[Tensor, ...]:
         return tuple(batch.scores(query, key).flatten(0, 1) for batch in tiles)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.tiles = inputs[2]
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     @once_differentiable
@@ -281,14 +284,17 @@ class _Mix(torch.autograd.Function):
     """Every row's values, weighted and summed over all tiles: (rows, Dv)."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, tiles: list[Tiles], rows: int, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(value, *weights)
-        ctx.tiles = tiles
+    def forward(value: Tensor, tiles: list[Tiles], rows: int, *weights: Tensor) -> Tensor:
         mixed = weights[0].new_zeros((rows, value.shape[1]))
         for batch, flat in zip(tiles, weights, strict=True):
             add = flat.unflatten(0, batch.row.shape) @ _rows(value, batch.key)
             mixed.index_add_(0, batch.row.flatten(), add.flatten(0, 1))
         return mixed
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        value, ctx.tiles, _, *weights = inputs
+        ctx.save_for_backward(value, *weights)
 
     @staticmethod
     @once_differentiable

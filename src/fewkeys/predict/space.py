@@ -82,25 +82,21 @@ def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int
 
 
 def joined(
-    query: Tensor, key: Tensor, edges: tuple[Tensor, Tensor], clusters: tuple[Tensor, Tensor], share: float
+    query: Tensor, key: Tensor, edges: tuple[Tensor, Tensor], clusters: tuple[Tensor, Tensor], lift: float
 ) -> Joined:
     """Which of the clusters (H, C, r) to join, given samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
     own, theirs = clusters
     heads, count, _ = own.shape
 
-    def table(first: Tensor, second: Tensor) -> Tensor:
-        cells = torch.zeros(heads, count * count, dtype=torch.float64)
-        return cells.scatter_add_(1, first * count + second, torch.ones_like(first, dtype=torch.float64))
-
     def sizes(rows: Tensor, places: Tensor) -> Tensor:
         return one_hot(nearest(rows[None], places)[0], count).double().mean(1)
 
-    gold = table(nearest(edges[0][None], own)[0], nearest(edges[1][None], theirs)[0])
+    cell = nearest(edges[0][None], own)[0] * count + nearest(edges[1][None], theirs)[0]
+    gold = torch.zeros(heads, count * count, dtype=torch.float64)
+    gold.scatter_add_(1, cell, torch.full_like(cell, 1.0, dtype=torch.float64) / max(1, cell.shape[1]))
     part = (sizes(query, own).unsqueeze(2) * sizes(key, theirs).unsqueeze(1)).flatten(1)
-    order = (gold / part.clamp_min(1e-12)).argsort(dim=-1, descending=True, stable=True)
-    fits = part.gather(1, order).cumsum(1) <= share
-    fits[:, 0] = True  # the densest, whatever its size
-    pairs = torch.zeros(heads, count * count, dtype=torch.bool).scatter_(1, order, fits)
+    found = gold / part.clamp_min(1e-12)
+    pairs = (found >= lift) | (found == found.amax(1, keepdim=True))
     return Joined(own, theirs, pairs.view(heads, count, count))
 
 

@@ -186,12 +186,12 @@ class Sparsefinder:
         """
         return Centroids(self._centroids("centroids", layer, ("query", "key"), count, rounds))
 
-    def joined(self, layer: int, count: int, share: float) -> Joined:
+    def joined(self, layer: int, count: int, lift: float) -> Joined:
         """Clusters of the queries and of the keys of a layer, `count` of each for every head, and which are joined."""
         clusters = [self._centroids(f"{side}-centroids", layer, (side,), count, 1) for side in ("query", "key")]
         names = ("query", "key", "gold-query", "gold-key")
         rows = [self.tensors[f"{name}.{layer}"] for name in names]
-        return joined(rows[0], rows[1], (rows[2], rows[3]), (clusters[0], clusters[1]), share)
+        return joined(rows[0], rows[1], (rows[2], rows[3]), (clusters[0], clusters[1]), lift)
 
     def _centroids(self, name: str, layer: int, sides: tuple[str, ...], count: int, rounds: int) -> Tensor:
         self._check_layer(layer)
@@ -226,7 +226,7 @@ class Sparsefinder:
         if isinstance(grouping, Clusters):
             fitted = Centroids(self.centroids(layer, grouping.count, grouping.rounds).place[own])
         elif isinstance(grouping, ClusterPairs):
-            found = self.joined(layer, grouping.count, grouping.share)
+            found = self.joined(layer, grouping.count, grouping.lift)
             return Predicted(grouping, project, Joined(found.query[own], found.key[own], found.pairs[own]))
         elif isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
             both = self.edges(layer, grouping.beta)

@@ -106,7 +106,7 @@ class Predicted(Selector):
 
     def expected_work(self, inputs: Inputs) -> tuple[float, float]:
         rank = inputs.head_dim if self.project is None else self.project.rank
-        found, choose = self.grouping.work(inputs, rank)
+        found, choose = self.grouping.work(inputs, rank, self.fitted)
         return found, (choose + (0.0 if self.project is None else 4.0 * rank * inputs.head_dim)) * inputs.groups
 
     def __str__(self) -> str:

@@ -1,0 +1,182 @@
+"""A look inside one layer of the trained translation model: graphs of one sentence, parts of speech of its clusters.
+
+    python experiments/sparsefinder/analysis.py --work out/sparsefinder/en-de --data multi30k --out DIR
+
+Takes what `mt.py` left in --work. Writes graphs.png, for one head and sentence the gold graph, the predicted one and
+what entmax leaves of it; clusters.json and clusters.png, for every head which parts of speech its clusters hold and how
+full they are. `--tagger MODULE:FUNCTION` plugs in a tagger, a function of the words of a sentence that returns as many
+tags; the one built in knows English closed classes only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
+
+from experiments.sparsefinder import mt_data
+from experiments.sparsefinder.study import ALPHA
+from experiments.sparsefinder.tags import Occupancy, Tagger, closed_class, occupancy, tag_tokens
+from torch import Tensor
+
+import fewkeys as fk
+from fewkeys.entmax import entmax
+from fewkeys.files import read_json, write_json
+from fewkeys.integrations.quiet import quiet
+from fewkeys.measure.score import problem_of
+from fewkeys.select import Selector
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder of one language pair that mt.py filled")
+    parser.add_argument("--data", type=Path, required=True, help="folder of line-aligned text files")
+    parser.add_argument("--part", choices=("encoder", "decoder", "cross"), default="encoder")
+    parser.add_argument("--sentence", type=int, default=0, help="number of the test sentence to draw")
+    parser.add_argument("--layer", type=int, default=0)
+    parser.add_argument("--head", type=int, default=0, help="head to draw")
+    parser.add_argument("--clusters", type=int, default=8)
+    parser.add_argument("--window", type=int, default=3, help="drawn beside the predicted edges; 0 for none")
+    parser.add_argument("--sentences", type=int, default=300, help="test sentences to count parts of speech in")
+    parser.add_argument("--tagger", help="MODULE:FUNCTION")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    try:
+        _run(given)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(given: argparse.Namespace) -> None:
+    if not (given.work / "run.json").is_file():
+        raise ValueError(f"--work: expected a folder that mt.py has filled, got {given.work}")
+    run = read_json(given.work, "run.json")
+    splits = mt_data.read_folder(given.data, *run["pair"].split("-"))
+    tokenizer = mt_data.train_tokenizer(splits["train"], run["settings"]["vocabulary"])
+    from transformers import MarianMTModel
+
+    with quiet():
+        model = MarianMTModel.from_pretrained(given.work / "model").eval()
+    finder = fk.Sparsefinder.from_pretrained(given.work / given.part / "finder")
+    if given.head not in range(finder.shape.query_heads) or given.layer not in range(finder.shape.layers):
+        raise ValueError(f"--layer, --head: expected those of {finder}, got {given.layer} and {given.head}")
+    test = splits["test"].first(max(given.sentences, given.sentence + 1))
+    if given.sentence >= len(test.source):
+        raise ValueError(f"--sentence: expected one of {len(test.source)}, got {given.sentence}")
+    rows = [mt_data.encode(tokenizer, side) for side in (test.source, test.target)]
+    batches = [mt_data.Batch(*(torch.tensor([own[i]]) for own in rows)) for i in range(len(test.source))]
+    capture = fk.capture(model, [batch.inputs for batch in batches], weights=fk.Entmax(ALPHA), part=given.part)
+    calls = list(capture.calls(given.layer))
+    selector = finder.selector(given.layer, fk.Clusters(given.clusters))
+    sides = [_tokens(tokenizer, rows, given.part, i) for i in range(len(calls))]
+    keep = selector if given.window == 0 else selector | fk.Window(given.window)
+    graphs = _graphs(calls[given.sentence], keep, given.head)
+    given.out.mkdir(parents=True, exist_ok=True)
+    _draw_graphs(graphs, *sides[given.sentence], given.out / "graphs.png")
+    groups = [selector.select(problem_of(call)).groups for call in calls]
+    tagger = closed_class if given.tagger is None else _tagger(given.tagger)
+    tags = [tag_tokens(keys, tagger) for _, keys in sides]
+    found = occupancy([own.key[0, :, :, 0] for own in groups if own is not None], tags, given.clusters)
+    write_json(given.out, "clusters.json", {"part": given.part, "clusters": [asdict(one) for one in found]})
+    _draw_clusters(found, finder.shape.query_heads, given.out / "clusters.png")
+    print(f"wrote graphs.png, clusters.json and clusters.png into {given.out}")
+
+
+def _tagger(name: str) -> Tagger:
+    module, _, function = name.partition(":")
+    try:
+        found: Tagger = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--tagger: expected MODULE:FUNCTION that can be imported, got {name} ({error})") from None
+    return found
+
+
+def _tokens(tokenizer: Any, rows: list[list[list[int]]], part: str, number: int) -> tuple[list[str], list[str]]:
+    """The tokens of the queries and of the keys: the decoder sees the target one step late."""
+    source, target = (tokenizer.convert_ids_to_tokens(own[number]) for own in rows)
+    late = ["<s>", *target[:-1]]
+    queries = source if part == "encoder" else late
+    return queries, late if part == "decoder" else source
+
+
+def _graphs(call: Any, keep: Selector, head: int) -> dict[str, Tensor]:
+    x = problem_of(call)
+    gold = fk.EntmaxSupport(ALPHA).select(x).to_mask()[0, head]
+    mask = keep.select(x).to_mask()[0, head]
+    scores = (x.query[0, head] @ x.key[0, head].mT * x.scale).masked_fill(~mask, -torch.inf)
+    left = torch.zeros_like(mask)
+    some = mask.any(-1)  # a query without edges has no weights
+    left[some] = entmax(scores[some], ALPHA) > 0
+    return {"gold": gold, "predicted": mask, "after entmax": left}
+
+
+def _draw_graphs(graphs: dict[str, Tensor], queries: list[str], keys: list[str], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    size = 0.22 * max(len(queries), len(keys)) + 1.6
+    figure = Figure(figsize=(3 * size, size), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    gold = graphs["gold"]
+    # 0 no edge, 1 an edge that is not gold, 2 a gold edge, 3 a gold edge that is missing.
+    colours = ListedColormap(["#ffffff", "#c6dbef", "#08519c", "#e69f00"])
+    for axes, (name, mask) in zip(figure.subplots(1, 3), graphs.items(), strict=True):
+        image = mask.int() + (mask & gold).int() + 3 * (gold & ~mask).int()
+        axes.imshow(image.numpy(), cmap=colours, vmin=0, vmax=3, aspect="equal")
+        kept = int((mask & gold).sum()) / max(1, int(gold.sum()))
+        axes.set_title(f"{name}: {int(mask.sum())} edges, {100 * kept:.0f} % of gold", fontsize=10, loc="left")
+        axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
+        axes.set_yticks(range(len(queries)), queries, fontsize=7)
+        axes.set_xticks([i - 0.5 for i in range(1, len(keys))], minor=True)
+        axes.set_yticks([i - 0.5 for i in range(1, len(queries))], minor=True)
+        axes.grid(which="minor", color="#eeeeee", linewidth=0.6)
+        axes.tick_params(which="both", length=0)
+    figure.supxlabel("dark: gold edges found, orange: gold edges missed, light: others", fontsize=8)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _draw_clusters(found: list[Occupancy], heads: int, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * heads, 3.6), dpi=120, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    tags = sorted({tag for one in found for tag in one.tags})
+    palette = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7400", "#767676", "#000000"]
+    every = figure.subplots(1, heads, sharey=True, squeeze=False)[0]
+    for head, axes in enumerate(every):
+        _bars(axes, [one for one in found if one.head == head], tags, palette)
+        axes.set_title(f"head {head}", fontsize=10, loc="left")
+    every[0].set_ylabel("keys in the cluster", fontsize=9)
+    every[-1].legend(fontsize=7, frameon=False)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _bars(axes: Axes, clusters: list[Occupancy], tags: list[str], palette: list[str]) -> None:
+    bottom = [0.0] * len(clusters)
+    for number, tag in enumerate(tags):
+        height = [one.count * one.tags.get(tag, 0.0) for one in clusters]
+        places = [one.cluster for one in clusters]
+        axes.bar(places, height, bottom=bottom, color=palette[number % len(palette)], label=tag)
+        bottom = [low + more for low, more in zip(bottom, height, strict=True)]
+    axes.set_xlabel("cluster", fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

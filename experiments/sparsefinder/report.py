@@ -1,0 +1,187 @@
+"""The results as tables and one picture: recall and the score of the task against sparsity, all methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.sparsefinder.score import Point, front, sparsest
+
+from fewkeys.files import write_whole
+from fewkeys.report.figure import Look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RECALLS = (0.8, 0.85, 0.9, 0.95, 0.98)
+PAPER = ("buckets", "uniform buckets", "clusters", "clusters, top 2", "clusters, 2 rounds")
+"""Sparsefinder's groupings that save work; `distance` scores every pair. Each also as ", raw"."""
+# Blue and green: Sparsefinder. Orange and red: published methods. Black: what scores every pair. Grey: controls.
+LOOKS = {
+    "cluster pairs": Look("#009e73", "-", 2.6, "o"),
+    "clusters": Look("#0072b2", "-", 2.2, "o"),
+    "clusters, top 2": Look("#0072b2", (0, (4, 2)), 1.6, "s"),
+    "buckets": Look("#56b4e9", "-", 1.6, "^"),
+    "uniform buckets": Look("#56b4e9", (0, (4, 2)), 1.6, "v"),
+    "cluster pairs, raw": Look("#009e73", (0, (1, 1.5)), 1.6, "."),
+    "clusters, raw": Look("#0072b2", (0, (1, 1.5)), 1.6, "."),
+    "block clusters v1": Look("#6a3d9a", "-", 1.6, "o"),
+    "block clusters v2": Look("#6a3d9a", (0, (4, 2)), 1.6, "o"),
+    "distance": Look("#000000", "-", 1.4, "d"),
+    "low-dimensional entmax": Look("#000000", (0, (4, 2)), 1.4, "d"),
+    "window": Look("#d55e00", "-", 1.8, "s"),
+    "Longformer": Look("#e69f00", "-", 1.4, "^"),
+    "BigBird": Look("#e69f00", (0, (4, 2)), 1.4, "v"),
+    "BigBird, blocks": Look("#e69f00", (0, (1, 1.5)), 1.4, "v"),
+    "Reformer": Look("#cc79a7", "-", 1.4, "x"),
+    "Routing": Look("#cc79a7", (0, (4, 2)), 1.4, "x"),
+    "strided": Look("#8a7400", "-", 1.2, "+"),
+    "fixed": Look("#8a7400", (0, (4, 2)), 1.2, "+"),
+    "sorted LSH": Look("#b15928", "-", 1.2, "+"),
+    "random edges": Look("#767676", "-", 1.2, "x"),
+    "key norm": Look("#a3a3a3", "-", 1.2, "+"),
+}
+"""What the picture shows; results.json and the tables have every family."""
+
+
+def write(results: Mapping[str, Any], out: Path) -> None:
+    """table.md and figure.png beside results.json."""
+    write_whole(out / "table.md", table(results))
+    save_figure(results, out / "figure.png")
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Markdown: for every part, the greatest sparsity at a recall, by family and for the best of each kind."""
+    blocks = []
+    for part, rows in results["points"].items():
+        points = [Point(**row) for row in rows]
+        lines = [
+            f"**{part}**: sparsity at a recall of at least",
+            "",
+            "| method | " + " | ".join(f"{recall:g}" for recall in RECALLS) + " | at 0.9: value, window |",
+            "|---|" + "---|" * (len(RECALLS) + 1),
+        ]
+        groups = _groups(points)
+        lines += [_line(f"**{name}**", group) for name, group in groups.items()]
+        lines += [_line(name, [p for p in points if p.family == name]) for name in dict.fromkeys(_names(points))]
+        blocks.append("\n".join(lines))
+    task = results["task"]
+    blocks.append(_task_table(task))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _names(points: Sequence[Point]) -> list[str]:
+    return [point.family for point in points]
+
+
+def _groups(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The rivals: Sparsefinder as published, with cluster pairs, and what needs no learning."""
+    published = {name + space for name in PAPER for space in ("", ", raw")}
+    return {
+        "best of Sparsefinder, cluster pairs among them": [
+            p for p in points if p.family in published or p.family.startswith("cluster pairs")
+        ],
+        "best of Sparsefinder as published": [p for p in points if p.family in published],
+        "best that needs no learning": [p for p in points if p.kind == "not learned"],
+        "best of the controls": [p for p in points if p.kind == "control"],
+    }
+
+
+def _line(name: str, points: Sequence[Point]) -> str:
+    found = [sparsest(list(points), recall) for recall in RECALLS]
+    at = found[RECALLS.index(0.9)]
+    value = "" if at is None else f"{at.family} {at.value}, {at.window}" if "**" in name else f"{at.value}, {at.window}"
+    cells = ["" if point is None else f"{point.sparsity:.3f}" for point in found]
+    return f"| {name} | {' | '.join(cells)} | {value} |"
+
+
+def _task_table(task: Mapping[str, Any]) -> str:
+    """For every side, the greatest sparsity at a score near that of full attention."""
+    name, full = task["measure"], task["exact"]
+    lost = task["losses"]
+    lines = [
+        f"**{name}**, full entmax attention: {full:.2f}; greatest sparsity that loses at most",
+        "",
+        "| replaced, method | " + " | ".join(f"{loss:g}" for loss in lost) + " | best at the least loss |",
+        "|---|" + "---|" * (len(lost) + 1),
+    ]
+    for side in dict.fromkeys(row["replaced"] for row in task["rows"]):
+        mine = [row for row in task["rows"] if row["replaced"] == side]
+        for family in dict.fromkeys(row["family"] for row in mine):
+            rows = [row for row in mine if row["family"] == family]
+            best = [
+                max((row for row in rows if row["score"] >= full - loss), key=lambda row: row["sparsity"], default=None)
+                for loss in lost
+            ]
+            cells = ["" if row is None else f"{row['sparsity']:.3f}" for row in best]
+            note = next((f"{row['score']:.2f} at {row['value']}, {row['window']}" for row in best if row), "")
+            lines.append(f"| {side}, {family} | {' | '.join(cells)} | {note} |")
+    return "\n".join(lines)
+
+
+def save_figure(results: Mapping[str, Any], path: Path) -> None:
+    """Above, recall against sparsity for every part; below, the score for what is replaced."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    parts, task = results["points"], results["task"]
+    sides = list(dict.fromkeys(row["replaced"] for row in task["rows"]))
+    columns = max(len(parts), len(sides) + 1)
+    figure = Figure(figsize=(5.0 * columns, 8.4), dpi=120, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, columns, squeeze=False)
+    for own, (part, rows) in zip(axes[0], parts.items(), strict=False):
+        points = [Point(**row) for row in rows]
+        for name in LOOKS:
+            kept = front([point for point in points if point.family == name])
+            _draw(own, name, [p.sparsity for p in kept], [p.recall for p in kept])
+        _frame(own, f"{part}: recall of gold edges", (0.5, 1.005))
+    exact = task["exact"]
+    worst = [row["score"] for row in task["rows"] if row["sparsity"] <= 0.8]
+    low = min([*worst, exact]) if worst else 0.0
+    for own, side in zip(axes[1], sides, strict=False):
+        for name in LOOKS:
+            kept = _upper([row for row in task["rows"] if row["family"] == name and row["replaced"] == side])
+            _draw(own, name, [row["sparsity"] for row in kept], [row["score"] for row in kept])
+        own.axhline(exact, color="#000000", linewidth=0.8)
+        _frame(own, f"{side} replaced: {task['measure']}", (max(low, 0.6 * exact), max(exact * 1.02, 0.01)))
+    for own in [*axes[0][len(parts) :], *axes[1][len(sides) :]]:
+        own.set_axis_off()
+    handles = {line.get_label(): line for own in axes.flat for line in own.get_lines() if line.get_label() in LOOKS}
+    axes[1][-1].legend(handles.values(), handles.keys(), loc="center", frameon=False, fontsize=9, ncols=2)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _upper(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that no other beats in both sparsity and score."""
+    kept: list[dict[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (-row["sparsity"], -row["score"])):
+        if not kept or row["score"] > kept[-1]["score"]:
+            kept.append(row)
+    return kept
+
+
+def _draw(axes: Axes, name: str, x: Sequence[float], y: Sequence[float]) -> None:
+    look = LOOKS[name]
+    if x:
+        axes.plot(
+            x,
+            y,
+            color=look.color,
+            linestyle=look.dash,
+            linewidth=look.width,
+            marker=look.marker,
+            markersize=4,
+            label=name,
+        )
+
+
+def _frame(axes: Axes, title: str, limits: tuple[float, float]) -> None:
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_xlabel("sparsity: share of visible pairs not attended", fontsize=9)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(*limits)
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,215 @@
+"""Attention with few keys as one operator of torch, so that compiled and exported graphs hold it whole.
+
+Inside `torch.compile` a call of `fewkeys.attention` becomes `torch.ops.fewkeys.attention`: no graph break, whatever the
+plan and the data decide, and no recompilation beyond that of its shapes. Plans travel by their description, as
+`Plan.to_dict` writes it; plans with learned tensors are known by it to the process that compiled them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from fewkeys.learned import Learned, pack
+from fewkeys.plan import FORMAT, Plan
+from fewkeys.select import SELECTORS, Selector, Union
+
+if TYPE_CHECKING:
+    from fewkeys.attention import Impl
+    from fewkeys.guard import Guard
+
+_known: dict[str, Learned] = {}
+"""By fingerprint, the learned values of the plans that were compiled here."""
+
+
+def compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan | Sequence[Plan],
+    lengths: Tensor | None,
+    key_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    query_offset: int,
+    impl: Impl,
+    generator: torch.Generator | None,
+    max_error: float | Guard | None,
+) -> Tensor:
+    """What `fewkeys.attention` does while it is compiled: the operator, or where that cannot be a break of the graph."""
+    output: Tensor
+    if generator is None and max_error is None and holds(plan):
+        name = name_of(plan)
+        output = attend(query, key, value, lengths, key_mask, name, is_causal, scale, query_offset, impl)
+    else:
+        output = _outside(
+            query,
+            key,
+            value,
+            plan=plan,
+            is_causal=is_causal,
+            scale=scale,
+            lengths=lengths,
+            key_mask=key_mask,
+            query_offset=query_offset,
+            generator=generator,
+            impl=impl,
+            max_error=max_error,
+        )
+    return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    from fewkeys.attention import attention
+
+    return attention(query, key, value, **options)
+
+
+def holds(plan: Plan | Sequence[Plan]) -> bool:
+    """Whether the operator can hold such a plan: all selectors are of the catalogue."""
+    plans = (plan,) if isinstance(plan, Plan) else plan
+    return all(type(part) in SELECTORS for own in plans for part in _parts(own))
+
+
+def name_of(plan: Plan | Sequence[Plan]) -> str:
+    """What the operator finds a plan by: its `to_dict` as JSON; of one for each key head, those of all, line by line.
+
+    Written so that `torch.compile` follows it, also for plans that the compiled code makes itself.
+    """
+    if isinstance(plan, Plan):
+        return _line(plan)
+    return "".join([_line(own) + "\n" for own in plan])
+
+
+def _parts(plan: Plan) -> tuple[Selector, ...]:
+    if plan.keep is None:
+        return ()
+    return plan.keep.parts if isinstance(plan.keep, Union) else (plan.keep,)
+
+
+def _line(plan: Plan) -> str:
+    keep = "null" if plan.keep is None else _text(_parts(plan))
+    rest, weights, exact = _text(plan.rest), _text(plan.weights), _text(plan.exact_if_faster)
+    return f'{{"format": {FORMAT}, "keep": {keep}, "rest": {rest}, "weights": {weights}, "exact_if_faster": {exact}}}'
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Learned):
+        return _learned(value)
+    if value is None or value is True or value is False:
+        return "null" if value is None else "true" if value else "false"
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, int | float):
+        return f"{value}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join([_text(part) for part in value]) + "]"
+    own = [f', "{name}": {_text(getattr(value, name))}' for name in type(value).__match_args__]
+    return f'{{"type": "{type(value).__name__}"' + "".join(own) + "}"
+
+
+def _remembered(value: Learned) -> str:
+    _known[value.fingerprint] = value
+    return json.dumps(pack(value))
+
+
+_learned = cast("Callable[[Learned], str]", torch.compiler.assume_constant_result(_remembered))
+
+
+@lru_cache
+def plan_of(name: str) -> Plan | tuple[Plan, ...]:
+    """The plan of such a name, `ValueError` where it has learned tensors that this process has not seen."""
+    found = tuple(Plan.from_dict(json.loads(line), _known) for line in name.splitlines())
+    return found if name.endswith("\n") else found[0]
+
+
+def _attention(
+    lengths: Tensor | None,
+    key_mask: Tensor | None,
+    plan: str,
+    is_causal: bool,
+    scale: float | None,
+    query_offset: int,
+    impl: str,
+) -> Callable[..., Tensor]:
+    from fewkeys.attention import attention  # which calls this operator where it is compiled
+
+    return partial(
+        attention,
+        lengths=lengths,
+        key_mask=key_mask,
+        plan=plan_of(plan),
+        is_causal=is_causal,
+        scale=scale,
+        query_offset=query_offset,
+        impl=cast("Impl", impl),
+    )
+
+
+@torch.library.custom_op("fewkeys::attention", mutates_args=())
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    key_mask: Tensor | None,
+    plan: str,
+    is_causal: bool,
+    scale: float | None,
+    query_offset: int,
+    impl: str,
+) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of `fewkeys.attention`."""
+    output = _attention(lengths, key_mask, plan, is_causal, scale, query_offset, impl)(query, key, value)
+    return output.clone(memory_format=torch.contiguous_format)  # an operator's output must be no view of its inputs
+
+
+@attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
+    return query.new_empty((*query.shape[:3], value.shape[3]))
+
+
+@torch.library.custom_op("fewkeys::attention_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    key_mask: Tensor | None,
+    plan: str,
+    is_causal: bool,
+    scale: float | None,
+    query_offset: int,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value. Computes the output again: it keeps nothing but the inputs."""
+    output = _attention(lengths, key_mask, plan, is_causal, scale, query_offset, impl)
+    # Inside an operator autograd is switched off; a vector-Jacobian product brings its own.
+    pull = torch.func.vjp(output, query, key, value)[1]
+    found: list[Tensor] = [part.clone(memory_format=torch.contiguous_format) for part in pull(grad)]
+    return found[0], found[1], found[2]
+
+
+@attend_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.rest = inputs[5:]
+
+
+def _pull(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    found = attend_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return (*found, *[None] * 7)
+
+
+attend.register_autograd(_pull, setup_context=_keep)

@@ -1,0 +1,131 @@
+"""Compiled attention: one operator, the same bits and gradients as without compiling, whatever the plan."""
+
+import json
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, PLANS, SHAPES, SOME_PLANS
+from fewkeys import operator
+from fewkeys.select import Selector
+from predictors import predicted
+from tiny_models import llama, tokens
+
+SHAPE = SHAPES["grouped"]
+MIXED = [fk.budget(16), fk.Plan(fk.Leverage(8) | fk.Window(5))]
+
+
+def inputs(shape, requires_grad=True):
+    return [x.requires_grad_(requires_grad) for x in shape.draw()]
+
+
+def compiled(**options):
+    torch._dynamo.reset()
+    return torch.compile(lambda q, k, v: fk.attention(q, k, v, **options), fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("plan", [*SOME_PLANS.values(), fk.Plan(), fk.Plan(fk.TopK(5))], ids=str)
+def test_every_plan_compiles_whole(plan):
+    tensors = inputs(SHAPES["plain"])
+    want = fk.attention(*tensors, plan=plan, impl="torch")
+    found = compiled(plan=plan, impl="torch")(*tensors)
+    assert torch.equal(found, want)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (found, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "name", ["grouped", "padded", "cross padded", "one query", "causal grouped", "causal with offset"]
+)
+def test_every_shape_compiles_whole(name):
+    shape = (SHAPES | CAUSAL_SHAPES)[name]
+    plan = fk.budget(16, is_causal=shape.is_causal)
+    options = {"plan": plan, **shape.options}
+    tensors = inputs(shape)
+    found, want = compiled(**options)(*tensors), fk.attention(*tensors, **options)
+    assert torch.equal(found, want)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (found, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_plan_for_each_head_and_learned_plans_compile():
+    tensors = inputs(SHAPE)
+    learned = fk.Plan(predicted(fk.Clusters(3), SHAPE.query_heads, SHAPE.head_dim), weights=fk.Entmax(1.5))
+    for plan in ([*MIXED, MIXED[0]][: SHAPE.kv_heads], learned):
+        assert torch.equal(compiled(plan=plan)(*tensors), fk.attention(*tensors, plan=plan))
+
+
+def test_selector_arguments_compile_too():
+    tensors = inputs(SHAPE)
+    options = {"keep": fk.KeyNorm(3), "rest": fk.ClusterMeans(4)}
+    assert torch.equal(compiled(**options)(*tensors), fk.attention(*tensors, **options))
+
+
+class Mine(Selector):
+    def select(self, inputs):
+        return fk.KeyNorm(3).select(inputs)
+
+    def covers(self, inputs):
+        return False
+
+
+def test_selectors_of_others_run_outside_the_graph():
+    q, k, v = inputs(SHAPE, requires_grad=False)
+    torch._dynamo.reset()
+    found = torch.compile(lambda q: fk.attention(q, k, v, keep=Mine()), backend="eager")(q)
+    assert torch.equal(found, fk.attention(q, k, v, keep=fk.KeyNorm(3)))
+
+
+def test_generators_and_guards_run_outside_the_graph():
+    q, k, v = inputs(SHAPE, requires_grad=False)
+    plan, guard = fk.Plan(fk.RandomKeys(4)), fk.Guard(1e-6)
+    torch._dynamo.reset()
+    draw = torch.Generator().manual_seed(3)
+    call = torch.compile(lambda q: fk.attention(q + 1, k, v, plan=plan, generator=draw) * 2, backend="eager")
+    assert torch.equal(call(q), fk.attention(q + 1, k, v, plan=plan, generator=draw.manual_seed(3)) * 2)
+    torch._dynamo.reset()
+    torch.compile(lambda q: fk.attention(q, k, v, plan=plan, max_error=guard), backend="eager")(q)
+    assert guard.fallbacks.calls == 1
+
+
+def test_the_operator_obeys_torch():
+    q, k, v = inputs(SHAPE)
+    names = [operator.name_of(plan) for plan in (fk.budget(16), MIXED[: SHAPE.kv_heads], fk.Plan(fk.TopK(4)))]
+    lengths = torch.full((SHAPE.batch,), SHAPE.keys - 2)
+    for name in names:
+        for given in (None, lengths):
+            torch.library.opcheck(operator.attend, (q, k, v, given, None, name, False, None, 0, "torch"))
+
+
+def test_plans_are_found_by_their_names():
+    for plan in (*PLANS.values(), tuple(MIXED), (fk.budget(16),)):
+        name = operator.name_of(plan)
+        assert operator.plan_of(name) == plan
+        assert [json.loads(line) for line in name.splitlines()] == [
+            own.to_dict() for own in ((plan,) if isinstance(plan, fk.Plan) else plan)
+        ]
+    name = operator.name_of(fk.Plan(predicted(fk.Clusters(3), 2, 4)))
+    assert isinstance(operator.plan_of(name).keep, fk.Predicted)
+    operator._known.clear()  # as in another process
+    operator.plan_of.cache_clear()
+    with pytest.raises(ValueError, match="learned"):
+        operator.plan_of(name)
+
+
+def test_bad_input_is_refused_as_without_compiling():
+    q, k, v = inputs(SHAPE, requires_grad=False)
+    with pytest.raises(ValueError, match="impl: expected"):
+        compiled(plan=fk.budget(16), impl="fast")(q, k, v)
+
+
+@torch.no_grad()
+def test_a_model_with_a_plan_compiles():
+    model, ids = llama(), tokens(2, 24)
+    plan = fk.Plan(fk.Window(5) | fk.Sinks(2))
+    with fk.apply(model, plan):
+        want = model(ids).logits
+        torch._dynamo.reset()
+        found = torch.compile(model, backend="eager")(ids).logits
+    torch.testing.assert_close(found, want)
+    assert not torch.allclose(want, model(ids).logits)
