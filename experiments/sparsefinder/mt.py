@@ -46,7 +46,7 @@ class Settings:
     fit_pairs: int = 3000
     test_pairs: int = 1000
     graph_pairs: int = 300  # of the test split, for recall and sparsity
-    every: int = 2  # BLEU for every so many values of a sweep
+    every: int = 3  # BLEU for every so many values of a sweep
 
 
 QUICK = Settings(600, 2, 2, 16, 2e-3, study.Fit(epochs=1, sample=256), 60, 20, 20, 10)

@@ -13,6 +13,7 @@ heads will use.
 
 from fewkeys import distributed, oracle
 from fewkeys.attention import attention
+from fewkeys.explain import Explanation, explain
 from fewkeys.graph import Graph
 from fewkeys.groups import Groups
 from fewkeys.guard import Fallbacks, Guard
@@ -83,6 +84,7 @@ __all__ = [
     "Elu",
     "Entmax",
     "EntmaxSupport",
+    "Explanation",
     "Fallbacks",
     "Fixed",
     "GlobalTokens",
@@ -131,6 +133,7 @@ __all__ = [
     "capture",
     "compare",
     "distributed",
+    "explain",
     "heavy_entries",
     "leverage_scores",
     "metrics",

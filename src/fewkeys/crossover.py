@@ -1,88 +1,158 @@
-"""When exact attention takes less arithmetic than a plan.
+"""Which of a plan and exact attention is the faster here: two straight lines, measured on this machine.
 
-A model, not a measurement: operations per query of exact attention against those of the plan, whose overhead (more
-and smaller tensor operations) counts as `OVERHEAD` times its arithmetic. Deterministic, free, the same on every
-machine. It is optimistic for the plan at small sizes: on a two-core CPU the measured crossover lies at about twice
-the length that the model says (`python benchmarks/attention.py` prints both).
+Exact attention takes `a + b` times the pairs of queries and keys; a plan takes `c + d` times the keys to prepare and
+`e + f` times the queries to attend. Each line goes through two short runs on random inputs, made when `impl="auto"`
+first asks about a plan: some tenths of a second, once for every plan, device, dtype, head size and number of threads of
+a process. The plan is taken where its line is clearly below.
 """
 
 from __future__ import annotations
 
-from fewkeys.execute.linear import block_size
-from fewkeys.inputs import Inputs
-from fewkeys.plan import Plan
-from fewkeys.rest import ClusterMeans, GroupMeans, Moments
-from fewkeys.select import Leverage, Outliers, Selector, TopK, Union, Window
-from fewkeys.select.top_k import BestColumns
-from fewkeys.sketch.clusters import KEYS_PER_CLUSTER, LLOYD_STEPS
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from time import perf_counter
 
-OVERHEAD = 1.5
-PER_SCORE = 20
-"""Operations that turn one score into a weight, counted like multiplications and additions."""
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from fewkeys.execute import linear
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+from fewkeys.learned import learned_parts
+from fewkeys.operations import exact_operations, plan_operations
+from fewkeys.plan import Plan
+from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.select.base import Selector
+from fewkeys.validation import check_inputs
+
+ADVANTAGE = 0.85
+"""The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact."""
+EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (512, 2048)
+HEADS, TURNS = 2, 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """Milliseconds: `fixed + slope` times the number of units."""
+
+    fixed: float
+    slope: float
+
+    def at(self, units: float) -> float:
+        return self.fixed + self.slope * units
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the lines depend on, beside the plan."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    is_causal: bool
+    heads: int
+    groups: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Milliseconds that exact attention and the plan are expected to take."""
+
+    exact: float
+    plan: float
+
+    @property
+    def exact_is_faster(self) -> bool:
+        return self.plan > ADVANTAGE * self.exact
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
-    """Whether the model says so. Costs nothing and reads no data."""
-    return exact_operations(inputs) <= OVERHEAD * plan_operations(inputs, plan)
+    """Whether exact attention is not clearly slower than the plan. Reads no data."""
+    # Where the plan has more arithmetic there is nothing to measure.
+    if plan_operations(inputs, plan) >= exact_operations(inputs):
+        return True
+    return expected(inputs, plan).exact_is_faster
 
 
-def exact_operations(inputs: Inputs) -> float:
-    """Operations per query of exact attention."""
-    seen = inputs.keys * (0.5 if inputs.is_causal and not inputs.offset else 1.0)
-    return seen * _per_key(inputs)
-
-
-def plan_operations(inputs: Inputs, plan: Plan) -> float:
-    """Operations per query of selecting, summarising and attending."""
+def expected(inputs: Inputs, plan: Plan) -> Expected:
+    """The time that both would take on inputs of this size, by the lines of this machine."""
     x = inputs
-    if plan.keep is None:
-        return exact_operations(x)
-    parts = plan.keep.parts if isinstance(plan.keep, Union) else (plan.keep,)
-    width, means = sum(_width(x, part) for part in parts), plan.rest.slots(x.head_dim, x.value_dim)
-    # Preparing costs per key; there are so many keys per query of one key head's group.
-    share = x.keys / (x.queries * x.groups)
-    prepare = sum(_select_operations(x, part) for part in parts) * share
-    if isinstance(plan.rest, ClusterMeans):
-        prepare += (cluster_operations(x, plan.rest.count) + 2 * x.head_dim * x.value_dim) * share
-        banded = any(isinstance(part, Window) for part in parts)
-        means += 2 * plan.rest.count * width / _per_key(x) if banded else 0
-    if isinstance(plan.rest, GroupMeans):
-        prepare += 2 * (x.head_dim + x.value_dim) * share
-    if isinstance(plan.rest, Moments):
-        prepare += 2 * x.head_dim * (x.head_dim + x.value_dim) * share
-    return (width + means) * _per_key(x) + prepare
+    # Learned plans are of all heads of a layer; of others some heads tell as much.
+    heads = x.kv_heads if any(learned_parts(plan)) else min(HEADS, x.kv_heads)
+    groups = x.groups if any(learned_parts(plan)) else 1
+    setting = Setting(
+        x.query.device, x.query.dtype, x.head_dim, x.value_dim, x.is_causal, heads, groups, torch.get_num_threads()
+    )
+    exact, (prepare, attend) = _exact_line(setting), _plan_lines(setting, plan)
+    rows = x.batch * x.query_heads * x.queries
+    seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
+    return Expected(exact.at(rows * seen), prepare.at(x.batch * x.kv_heads * x.keys) + attend.at(rows))
 
 
-def cluster_operations(inputs: Inputs, count: int) -> float:
-    """Operations per key of clustering: Lloyd's steps on a sample, one assignment and the sums over all keys."""
-    used = min(1.0, KEYS_PER_CLUSTER * count / inputs.keys)
-    return (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
+@lru_cache
+def _exact_line(setting: Setting) -> Line:
+    points = []
+    for length in EXACT_LENGTHS:
+        x = _inputs(setting, length)
+        key, value = (rows.repeat_interleave(x.groups, 1) for rows in (x.key, x.value))
+
+        def call(x: Inputs = x, key: torch.Tensor = key, value: torch.Tensor = value) -> None:
+            scaled_dot_product_attention(x.query, key, value, is_causal=x.is_causal)
+
+        pairs = x.query_heads * length**2 * (0.5 if x.is_causal else 1.0)
+        points.append((pairs, _best(call, x.query.device)))
+    return _through(points)
 
 
-def _per_key(inputs: Inputs) -> float:
-    return 2 * (inputs.head_dim + inputs.value_dim) + PER_SCORE
+@lru_cache
+def _plan_lines(setting: Setting, plan: Plan) -> tuple[Line, Line]:
+    prepare, attend = [], []
+    for length in PLAN_LENGTHS:
+        x = _inputs(setting, length)
+        keep = plan.keep
+        if keep is None:
+            raise ValueError("plan: expected one that chooses keys, got exact attention")
+
+        def ready(x: Inputs = x, keep: Selector = keep) -> tuple[Graph, StandIns | BlockStandIns | None]:
+            own = x.branch()  # which remembers nothing yet
+            graph = keep.select(own)
+            return graph, plan.rest.prepare(own, graph, plan.weights)
+
+        graph, stand_ins = ready()
+
+        def answer(x: Inputs = x, graph: Graph = graph, stand_ins: StandIns | BlockStandIns | None = stand_ins) -> None:
+            linear.attend(x, graph, stand_ins, plan.weights)
+
+        prepare.append((float(x.kv_heads * length), _best(ready, x.query.device)))
+        attend.append((float(x.query_heads * length), _best(answer, x.query.device)))
+    return _through(prepare), _through(attend)
 
 
-def _width(inputs: Inputs, part: Selector) -> float:
-    """Scores per query that a selector's keys cost."""
-    work = part.expected_work(inputs)
-    if work is not None:
-        return work[0]
-    if isinstance(part, Window):
-        graph = part.select(inputs)
-        return block_size(graph) + sum(graph.band or (0, 0))
-    if isinstance(part, Leverage) and part.eps is not None:
-        return inputs.head_dim / part.eps
-    return float(getattr(part, "count", 0))
+def _inputs(setting: Setting, length: int) -> Inputs:
+    s, draw = setting, torch.Generator().manual_seed(0)
+    shapes = ((s.heads * s.groups, s.head_dim), (s.heads, s.head_dim), (s.heads, s.value_dim))
+    tensors = [torch.randn(1, heads, length, dim, generator=draw).to(s.device, s.dtype) for heads, dim in shapes]
+    return check_inputs(tensors[0], tensors[1], tensors[2], is_causal=s.is_causal)
 
 
-def _select_operations(inputs: Inputs, part: Selector) -> float:
-    """Operations per key of choosing. The clusters of `Outliers` are those of the rest, counted there."""
-    work = part.expected_work(inputs)
-    if work is not None:
-        return work[1]
-    if isinstance(part, TopK | BestColumns):
-        return 2.0 * inputs.head_dim * inputs.queries * inputs.groups
-    if isinstance(part, Leverage | Outliers):
-        return 4.0 * inputs.head_dim**2
-    return 0.0
+def _through(points: list[tuple[float, float]]) -> Line:
+    """The line through two points, with nothing negative."""
+    (x, first), (y, second) = points
+    slope = max(0.0, (second - first) / (y - x))
+    return Line(max(0.0, first - slope * x), slope)
+
+
+@torch.no_grad()
+def _best(call: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of the fastest of some calls, after one that does not count."""
+    times = []
+    for _ in range(TURNS + 1):
+        start = perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (perf_counter() - start))
+    return min(times[1:])

@@ -41,7 +41,7 @@ def compiled(
     generator: torch.Generator | None,
     max_error: float | Guard | None,
 ) -> Tensor:
-    """What `fewkeys.attention` does while it is compiled: the operator, or where that cannot be a break of the graph."""
+    """What `fewkeys.attention` does where it is compiled: the operator, or else a break of the graph."""
     output: Tensor
     if generator is None and max_error is None and holds(plan):
         name = name_of(plan)

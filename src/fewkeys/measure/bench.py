@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.attention import run
-from fewkeys.crossover import exact_is_faster, plan_operations
+from fewkeys.crossover import exact_is_faster
 from fewkeys.execute import linear
 from fewkeys.inputs import Inputs
 from fewkeys.measure.metrics import output_error
 from fewkeys.measure.peak import PeakMemory
+from fewkeys.operations import plan_operations
 from fewkeys.plan import Plan
 from fewkeys.validation import check_inputs
 

@@ -43,7 +43,7 @@ class Selector(ABC):
         """Scores that a query's kept keys cost, and operations per key of choosing them, before the data is read.
 
         Rules whose `count` is no number of keys (clusters, buckets) must say so here; None leaves it to
-        `fewkeys.crossover`, which knows the others.
+        `fewkeys.operations`, which knows the others.
         """
         return None
 
