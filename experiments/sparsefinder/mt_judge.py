@@ -9,6 +9,7 @@ from typing import Any
 from experiments.sparsefinder.methods import Family
 from experiments.sparsefinder.mt_data import Pairs
 from experiments.sparsefinder.mt_model import bleu, translate
+from experiments.sparsefinder.report import LOOKS
 from experiments.sparsefinder.score import Point
 from experiments.sparsefinder.study import ALPHA, Say
 
@@ -33,12 +34,14 @@ class Judge:
         self.done: dict[str, float] = read_json(work, "bleu.json") if (work / "bleu.json").is_file() else {}
 
     def sweep(self, points: Mapping[str, list[Point]], every: int) -> dict[str, Any]:
-        """Of every family, every `every`-th value: BLEU, and the mean recall and sparsity of what was replaced."""
+        """Of every family that is drawn, every `every`-th value: BLEU, and the mean recall and sparsity of what was
+        replaced.
+        """
         rows = []
         for side, parts in REPLACED.items():
             at = {(p.family, str(p.value), p.window, part): p for part in parts for p in points[part]}
             for name in self.own[parts[0]]:
-                if any(name not in self.own[part] for part in parts):
+                if name not in LOOKS or any(name not in self.own[part] for part in parts):
                     continue
                 for value, window in self._values(name, parts[0], every, points):
                     graphs = [at[name, str(value), window, part] for part in parts]

@@ -201,7 +201,7 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     if member.sum() != nearest.numel():
         member = member / member.sum(-1, keepdim=True)
     middle = known.value_mean
-    square = torch.linalg.vector_norm(value, dim=-1, keepdim=True).square() - 2 * value @ middle.mT
+    square = torch.linalg.vector_norm(value, dim=-1, keepdim=True).square() - value @ (2 * middle).mT
     square = square + middle.square().sum(-1, keepdim=True)
     size = known.spread + (square * known.unit.square()).squeeze(-1)
     return Clusters(member, (size - 2 * nearest).clamp_min(0.0), importance)
