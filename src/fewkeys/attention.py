@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from fewkeys.crossover import exact_is_faster
-from fewkeys.execute import exact, linear, reference
+from fewkeys.execute import exact, fused, linear, reference
 from fewkeys.guard import Guard
 from fewkeys.inputs import Inputs
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
+from fewkeys.rest.base import StandIns
 from fewkeys.select import Selector
 from fewkeys.validation import check_inputs
 from fewkeys.weights import Softmax, Weights
 
-Impl = Literal["auto", "torch", "reference"]
+Impl = Literal["auto", "torch", "triton", "reference"]
 
 
 def attention(
@@ -62,6 +63,7 @@ def attention(
             for decoding with a cache).
         generator: source of randomness for plans that draw; default: seed 0 at every call.
         impl: "reference": dense, the definition itself. "torch": linear time and memory (oracle selectors excepted).
+            "triton": one kernel for softmax over a window, a shared list and cluster means, on CUDA.
             "auto": "torch", except that exact attention answers where the plan keeps every key, and, for plans with
             `exact_if_faster` (those of `budget`), where it would be faster than the plan.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
@@ -97,8 +99,8 @@ def attention(
         query_offset=query_offset,
         generator=generator,
     )
-    if impl not in ("auto", "torch", "reference"):
-        raise ValueError(f"impl: expected 'auto', 'torch' or 'reference', got {impl!r}")
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
     if max_error is None:
         return run(inputs, chosen, impl)
     guard = max_error if isinstance(max_error, Guard) else Guard(max_error)
@@ -126,8 +128,14 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl, guard: Guard | 
     with torch.no_grad():
         graph = plan.keep.select(inputs)
     stand_ins = plan.rest.prepare(inputs, graph, plan.weights)
-    execute = reference.attend if impl == "reference" else linear.attend
-    output = execute(inputs, graph, stand_ins, plan.weights)
+    if impl == "triton":
+        reason = fused.unsupported(inputs, graph, stand_ins, plan.weights)
+        if reason is not None:
+            raise ValueError(f"impl='triton': {reason}; use impl='torch'")
+        output = fused.attend(inputs, graph, cast("StandIns | None", stand_ins), plan.weights)
+    else:
+        execute = reference.attend if impl == "reference" else linear.attend
+        output = execute(inputs, graph, stand_ins, plan.weights)
     return output if guard is None else guard.correct(inputs, plan.weights, output)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fewkeys.measure.bench import Problem
     from fewkeys.plan import Plan
 
-METHODS = ("budget", "window", "sinks", "leverage", "norm", "random", "sample", "top-k")
+METHODS = ("budget", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -162,8 +162,8 @@ def _plan(name: str, is_causal: bool) -> Plan:
     half = max(1, slots // 2)
     if method == "budget":
         return fk.budget(slots, is_causal=is_causal)
-    if method == "sample":
-        return fk.Plan(fk.Window(half | 1), fk.UniformSample(half))
+    if method in ("sample", "hyper"):
+        return fk.Plan(fk.Window(half | 1) if method == "sample" else fk.SortedLSH(half), fk.UniformSample(half))
     keeps = {
         "window": fk.Window(slots),
         "sinks": fk.Sinks(min(4, half)) | fk.Window(slots - min(4, half)) if slots > 1 else fk.Window(1),

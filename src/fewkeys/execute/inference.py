@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.execute.sources import Band, Chunk, Means, SharedList, Source
-from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.sketch.gram import working
 from fewkeys.weights import Softmax, Weights
