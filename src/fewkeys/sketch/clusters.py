@@ -11,6 +11,7 @@ Lloyd's steps with weight `exp(g_j / 2)`: what is attended to is described in mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ TILT = 0.5
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
 QUERY_SAMPLE = 4096
+PIECE = 2**18
+"""Numbers held at a time where keys are taken piece by piece: about half the cache next to a core."""
 KEYS_PER_CLUSTER = 16
 """Lloyd's steps use at most so many keys per cluster (every s-th key); all keys are assigned at the end."""
 
@@ -74,6 +77,15 @@ class Clusters:
     member: Tensor
     distance: Tensor
     importance: Tensor
+
+
+def pieces(heads: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Some heads, or some rows of one, at a time: as many as keep `width` numbers per row near the processor."""
+    some = max(1, PIECE // max(1, rows * width))
+    step = max(1, PIECE // width if some == 1 else rows)
+    for head in range(0, heads, some):
+        for start in range(0, rows, step):
+            yield slice(head, head + some), slice(start, start + step)
 
 
 def query_moments(inputs: Inputs) -> QueryMoments:
@@ -181,7 +193,11 @@ def _key_statistics(inputs: Inputs) -> KeyStatistics:
     square = totals.sum(torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square()) / count
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
-    spread = torch.linalg.vector_norm((key @ root).sub_(key_mean @ root), dim=-1).square()
+    spread = key.new_empty(key.shape[:3])
+    flat = [rows.flatten(0, 1) for rows in (key, root, key_mean @ root, spread)]
+    for own, rows in pieces(flat[0].shape[0], flat[0].shape[1], root.shape[-1]):
+        flat[3][own, rows] = torch.linalg.vector_norm((flat[0][own, rows] @ flat[1][own]).sub_(flat[2][own]), dim=-1)
+    spread.square_()
     along = (key @ moments.mean.mT - key_mean @ moments.mean.mT).squeeze(-1)
     # k^T C k = E (q . k)^2 - (m . k)^2, so the importance needs no second pass over the keys.
     return KeyStatistics(key_mean, value_mean, root, unit, spread, along + 0.5 * (spread - along.square()))
@@ -195,16 +211,20 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     on_key = known.root @ centres[..., : key.shape[-1]].mT
     on_value = known.unit * centres[..., key.shape[-1] :].mT
     constant = -0.5 * centres.square().sum(-1).unsqueeze(-2) - known.mean @ on_key - known.value_mean @ on_value
-    closeness = torch.baddbmm(constant.flatten(0, 1), key.flatten(0, 1), on_key.flatten(0, 1))
-    closeness = closeness.baddbmm_(value.flatten(0, 1), on_value.flatten(0, 1)).unflatten(0, key.shape[:2])
-    member, nearest = _nearest(closeness)
+    size = (key.shape[0] * key.shape[1], key.shape[2])
+    member, nearest = key.new_empty((*size, count)), key.new_empty(size)
+    flat = [rows.flatten(0, 1) for rows in (key, value, on_key, on_value, constant)]
+    for own, rows in pieces(size[0], size[1], count):
+        closeness = torch.bmm(flat[0][own, rows], flat[2][own]).baddbmm_(flat[1][own, rows], flat[3][own])
+        member[own, rows], nearest[own, rows] = _nearest(closeness.add_(flat[4][own]))
+    member, nearest = (found.unflatten(0, key.shape[:2]) for found in (member, nearest))
     if member.sum() != nearest.numel():
         member = member / member.sum(-1, keepdim=True)
     middle = known.value_mean
     square = torch.linalg.vector_norm(value, dim=-1, keepdim=True).square() - value @ (2 * middle).mT
     square = square + middle.square().sum(-1, keepdim=True)
-    size = known.spread + (square * known.unit.square()).squeeze(-1)
-    return Clusters(member, (size - 2 * nearest).clamp_min(0.0), importance)
+    energy = known.spread + (square * known.unit.square()).squeeze(-1)
+    return Clusters(member, (energy - 2 * nearest).clamp_min(0.0), importance)
 
 
 def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
