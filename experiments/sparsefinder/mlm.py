@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 from experiments.sparsefinder import report, study
 from experiments.sparsefinder.dense import dense_entmax
 from experiments.sparsefinder.methods import Family
-from experiments.sparsefinder.score import Point
+from experiments.sparsefinder.score import Point, fronts
 from experiments.value_aware.data import Batch, masked, read, token_ids, windows
 from experiments.value_aware.models import judge, load_encoder, logits
 from torch import Tensor
@@ -104,7 +104,7 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
     batch = masked(test[: settings.test_windows], tokenizer, settings.mask_share, torch.Generator().manual_seed(7))
     results = {
         **stated,
-        "points": {"encoder": [asdict(point) for point in points]},
+        "points": {"encoder": [asdict(point) for point in fronts(points)]},
         "task": _task(model, batch, own, points, settings, work),
         "versions": versions(with_transformers=True),
         "machine": machine(),
@@ -174,7 +174,7 @@ def _task(
         if label not in done:
             plan = fk.ModelPlan(tuple((fk.Plan(own, weights=fk.Entmax(study.ALPHA)),) * heads for own in keep))
             sums = torch.zeros(3, dtype=torch.float64)
-            with fk.apply(model, plan):
+            with fk.apply(model, plan, impl="reference"):
                 for ids, labels in zip(batch.ids.split(16), batch.labels.split(16), strict=True):
                     found = judge(model, Batch(ids, labels))
                     sums += torch.tensor([sum(found[name]) for name in ("count", "right", "loss")])

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 from experiments.sparsefinder import mt_data, mt_model, report, study
 from experiments.sparsefinder.mt_data import Pairs
 from experiments.sparsefinder.mt_judge import Judge
+from experiments.sparsefinder.score import fronts
 
 from fewkeys.files import read_json, write_json
 from fewkeys.integrations.quiet import quiet
@@ -104,7 +105,7 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
     judge = Judge(model, tokenizer, test, own, work, _say)
     results = {
         **stated,
-        "points": {part: [asdict(point) for point in points] for part, points in found.items()},
+        "points": {part: [asdict(point) for point in fronts(points)] for part, points in found.items()},
         "task": judge.sweep(found, settings.every),
         "versions": versions(with_transformers=True),
         "machine": machine(),

@@ -91,6 +91,12 @@ def front(points: list[Point]) -> list[Point]:
     return kept
 
 
+def fronts(points: list[Point]) -> list[Point]:
+    """The front of every family."""
+    names = dict.fromkeys(point.family for point in points)
+    return [point for name in names for point in front([own for own in points if own.family == name])]
+
+
 def sparsest(points: list[Point], recall: float) -> Point | None:
     """The sparsest of at least such a recall, None where there is none."""
     return max((point for point in points if point.recall >= recall), key=lambda point: point.sparsity, default=None)

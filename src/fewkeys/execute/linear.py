@@ -25,6 +25,7 @@ from fewkeys.weights import Softmax, Weights, positive
 CHUNK = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
 INFERENCE_CHUNK = 2**19
+"""The same without gradients, for each thread."""
 
 
 def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> Tensor:
@@ -75,7 +76,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
 
 def _infer(x: Inputs, query: Tensor, plan: inference.Inference, size: int, width: int) -> Tensor:
     """`attend` without gradients, head by head."""
-    span = max(1, INFERENCE_CHUNK // (width * x.groups * size)) * size
+    span = max(1, INFERENCE_CHUNK * torch.get_num_threads() // (width * x.groups * size)) * size
     output = x.value.new_empty((*query.shape[:3], x.value_dim))
     for head in range(query.shape[0]):
         for start in range(0, x.queries, span):

@@ -26,7 +26,7 @@ LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
 QUERY_SAMPLE = 4096
 PIECE = 2**18
-"""Numbers held at a time where keys are taken piece by piece: about half the cache next to a core."""
+"""Numbers held per thread where keys are taken piece by piece: about half the cache next to a core."""
 KEYS_PER_CLUSTER = 16
 """Lloyd's steps use at most so many keys per cluster (every s-th key); all keys are assigned at the end."""
 
@@ -81,8 +81,9 @@ class Clusters:
 
 def pieces(heads: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
     """Some heads, or some rows of one, at a time: as many as keep `width` numbers per row near the processor."""
-    some = max(1, PIECE // max(1, rows * width))
-    step = max(1, PIECE // width if some == 1 else rows)
+    most = PIECE * torch.get_num_threads()
+    some = max(1, most // max(1, rows * width))
+    step = max(1, most // width if some == 1 else rows)
     for head in range(0, heads, some):
         for start in range(0, rows, step):
             yield slice(head, head + some), slice(start, start + step)
