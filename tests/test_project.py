@@ -58,12 +58,13 @@ def run(*code: str) -> str:
 
 
 LAZY = {
+    "operator.py",
     "integrations/stream_cache.py",
     "execute/triton/op.py",
     "execute/triton/forward.py",
     "execute/triton/backward.py",
 }
-"""Subclasses of transformers' own classes, and Triton's kernels: imported inside the functions that need them."""
+"""torch's compiler, subclasses of transformers' own classes, Triton's kernels: imported by functions that need them."""
 
 
 def test_importing_any_module_loads_no_optional_dependency():
