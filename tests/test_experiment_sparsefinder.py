@@ -163,7 +163,7 @@ def test_the_command_runs_resumes_and_is_looked_into(folder, tmp_path, monkeypat
     monkeypatch.setattr(methods, "COUNTS", (2, 4))
     monkeypatch.setattr(methods, "DISTANCES", (1.0,))
     monkeypatch.setattr(methods, "LIFTS", (0.5,))
-    monkeypatch.setattr(score, "WINDOWS", (0, 3))
+    monkeypatch.setattr(score, "WINDOWS", (0, 1, 3))
     fit = mt.study.Fit(epochs=1, sample=128)
     monkeypatch.setattr(mt, "QUICK", mt.Settings(60, 1, 2, 16, 2e-3, fit, 40, 6, 6, 2))
     command = ["--data", str(folder), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--quick"]

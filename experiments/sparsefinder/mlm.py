@@ -56,8 +56,8 @@ class Settings:
     fit: study.Fit = field(default_factory=study.Fit)
     fit_windows: int = 320
     graph_windows: int = 16
-    test_windows: int = 64
-    every: int = 3
+    test_windows: int = 48
+    every: int = 4
 
 
 QUICK = Settings(32, 2, 2, 5e-4, 0.15, study.Fit(epochs=1, sample=256), 40, 2, 2, 10)
