@@ -28,7 +28,7 @@ from fewkeys.validation import check_inputs
 
 ADVANTAGE = 0.85
 """The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact."""
-EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (512, 2048)
+EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS, TURNS = 2, 3
 
 

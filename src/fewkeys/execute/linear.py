@@ -26,6 +26,8 @@ CHUNK = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
 INFERENCE_CHUNK = 2**19
 """The same without gradients, for each thread."""
+INFERENCE_LEAST = 2**16
+"""Scores of a head from which on it is worth being taken alone, as `inference` does."""
 
 
 def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> Tensor:
@@ -42,9 +44,10 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
         return attend(whole, _led(graph, whole, lead), stand_ins, weights)[:, :, lead:]
     sources, means = _sources(x, graph, stand_ins, weights, size)
     query = x.grouped_query().flatten(0, 1)
-    if graph.groups is None and inference.supports(x, sources, weights):
-        return _infer(x, query, inference.Inference(x, sources), size, sum(source.width for source in sources))
     width, limit = sum(source.width for source in sources) * x.groups, CHUNK
+    long = width * x.queries >= INFERENCE_LEAST or query.shape[0] == 1
+    if long and graph.groups is None and inference.supports(x, sources, weights):
+        return _infer(x, query, inference.Inference(x, sources), size, width)
     if graph.groups is not None:
         width, limit = width + grouped.mean_width(x, graph.groups), grouped.CHUNK
     heads = max(1, min(query.shape[0], limit // max(1, width * x.queries)))
@@ -76,7 +79,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
 
 def _infer(x: Inputs, query: Tensor, plan: inference.Inference, size: int, width: int) -> Tensor:
     """`attend` without gradients, head by head."""
-    span = max(1, INFERENCE_CHUNK * torch.get_num_threads() // (width * x.groups * size)) * size
+    span = max(1, INFERENCE_CHUNK * torch.get_num_threads() // (width * size)) * size
     output = x.value.new_empty((*query.shape[:3], x.value_dim))
     for head in range(query.shape[0]):
         for start in range(0, x.queries, span):
