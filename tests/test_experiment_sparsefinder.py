@@ -57,6 +57,9 @@ def test_training_attention_is_exact_entmax(model, tokenizer, pairs):
     batch = next(mt_data.stream(tokenizer, pairs, 8, torch.Generator().manual_seed(0)))
     assert (batch.source == mt_data.PAD).any()
     assert (batch.target == mt_data.PAD).any()
+    late = batch.inputs["decoder_input_ids"]
+    assert (late[:, 0] == mt_data.PAD).all()
+    assert torch.equal(late[:, 1:], batch.target[:, :-1])
     with dense_entmax(model):
         found = model(**batch.inputs).logits
     with fk.apply(model, fk.Plan(weights=fk.Entmax(1.5)), impl="reference"):

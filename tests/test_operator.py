@@ -1,6 +1,7 @@
 """Compiled attention: one operator, the same output and gradients as without compiling, whatever the plan."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -67,9 +68,12 @@ def test_selector_arguments_compile_too():
     same(compiled(**options)(*tensors), fk.attention(*tensors, **options))
 
 
+@dataclass(frozen=True)
 class Mine(Selector):
+    count: int
+
     def select(self, inputs):
-        return fk.KeyNorm(3).select(inputs)
+        return fk.KeyNorm(self.count).select(inputs)
 
     def covers(self, inputs):
         return False
@@ -78,7 +82,7 @@ class Mine(Selector):
 def test_selectors_of_others_run_outside_the_graph():
     q, k, v = inputs(SHAPE, requires_grad=False)
     torch._dynamo.reset()
-    found = torch.compile(lambda q: fk.attention(q, k, v, keep=Mine()), backend="eager")(q)
+    found = torch.compile(lambda q: fk.attention(q, k, v, keep=Mine(3)), backend="eager")(q)
     assert torch.equal(found, fk.attention(q, k, v, keep=fk.KeyNorm(3)))
 
 
