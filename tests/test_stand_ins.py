@@ -21,7 +21,7 @@ def test_cluster_means_follow_their_equations(shape):
     inputs = check_inputs(q, k, v, **shape.options)
     graph = fk.Leverage(6).select(inputs)
     found = fk.ClusterMeans(5, rank=8).prepare(inputs, graph, fk.Softmax())
-    member = clusters(inputs, 5).member
+    label = clusters(inputs, 5).label
     lengths = shape.lengths or (shape.keys,) * shape.batch
     for b, n in enumerate(lengths):
         for h in range(shape.kv_heads):
@@ -33,7 +33,7 @@ def test_cluster_means_follow_their_equations(shape):
             keys, values = k[b, h, :n], v[b, h, :n]
             centred = keys - keys.mean(0)
             g = centred @ m + 0.5 * ((centred @ covariance) * centred).sum(-1)
-            own = member[b, h, :n].argmax(-1)
+            own = label[b, h, :n]
             kept = graph.to_mask()[b, h * group, 0, :n]
             pooled, mass, spreads, means = torch.zeros(8, shape.value_dim).double(), {}, {}, {}
             for c in range(5):

@@ -45,16 +45,14 @@ def made_list(x, count=7):
     return Columns.shared(index, used, x.queries)
 
 
-def made_means(x, columns, count=21, rank=0, several=False):
+def made_means(x, columns, count=21, rank=0):
     """Stand-ins with every part free, and the parts that have gradients."""
     g = torch.Generator().manual_seed(6)
 
     def normal(*size):
         return torch.randn(x.batch, x.kv_heads, *size, generator=g).to(DEVICE)
 
-    member = torch.nn.functional.one_hot(normal(x.keys, count).argmax(-1), count) * normal(x.keys, 1).exp()
-    if several:
-        member = member + torch.nn.functional.one_hot(normal(x.keys, count).argmax(-1), count) * 0.3
+    label, share = normal(x.keys, count).argmax(-1), normal(x.keys).exp()
     free = torch.ones(x.batch, x.kv_heads, x.keys, device=DEVICE)
     if x.valid is not None:
         free = free * x.valid[:, None]
@@ -65,7 +63,7 @@ def made_means(x, columns, count=21, rank=0, several=False):
     if rank:
         parts |= {"left": normal(x.head_dim, rank) * 0.3, "right": normal(rank, x.value_dim), "factor": normal(count)}
     parts = {name: part.requires_grad_() for name, part in parts.items()}
-    return StandIns(member=member * free.unsqueeze(-1), **parts), parts
+    return StandIns(label=label, share=share * free, **parts), parts
 
 
 def cast(x, dtype):
@@ -111,14 +109,14 @@ def test_head_sizes_and_dtypes(size, dtype):
 
 
 @pytest.mark.parametrize("shape", [SMALL, CAUSAL], ids=["cross", "causal padded"])
-@pytest.mark.parametrize("rest", ["", "means of several", "first-order means"])
+@pytest.mark.parametrize("rest", ["", "means", "first-order means"])
 @pytest.mark.parametrize(
     ("band", "listed"),
     [(None, 0), (None, 40), ((1, 0), 0), ((1, 0), 40), ((20, 33), 40), ((500, 400), 0)],
     ids=str,
 )
 def test_every_part_alone_and_together(band, listed, rest, shape):
-    """Parts are nothing, less than a tile and more than one; keys are hidden, listed, counted in one way or other."""
+    """Parts are nothing, less than a tile and more than one; keys are hidden and listed."""
     x = made_inputs(replace(shape, queries=40, keys=61, value_dim=6))
     columns = made_list(x, listed) if listed else None
     if band is not None and x.is_causal:
@@ -126,7 +124,7 @@ def test_every_part_alone_and_together(band, listed, rest, shape):
     stand_ins, parts = None, {}
     if rest:
         rank = 2 if rest == "first-order means" else 0
-        stand_ins, parts = made_means(x, columns, 5 if listed else 37, rank, rest == "means of several")
+        stand_ins, parts = made_means(x, columns, 5 if listed else 37, rank)
     if not (band or listed or rest):
         output = fused.attend(x, Graph(x), None, fk.Softmax())
         assert torch.equal(output, torch.zeros_like(output))
@@ -152,34 +150,30 @@ def test_causal_plans_of_the_table(shape):
 
 
 def test_a_stand_in_whose_keys_are_all_kept_vanishes():
-    """However large its score is, whatever its members weigh, and however they are stored."""
+    """However large its score is, and whatever its members weigh."""
     x = made_inputs(SMALL)
     g = torch.Generator().manual_seed(0)
-    share = torch.rand(x.keys, generator=g).to(DEVICE) * 300 + 1e-3
-    for several in (False, True):
-        member = torch.zeros(1, 1, x.keys, 3, device=DEVICE)
-        member[..., 40:55, 0] = share[40:55] / 1e7
-        member[..., 55:, 1] = share[55:]
-        member[..., :40, 2] = share[:40]
-        if several:
-            member[..., 45:50, 1] = 0.1
-        key = 30 * x.query[:, :1, 40:43].detach()
-        value = torch.tensor([1e4, 0.0, 0.0], device=DEVICE)[:, None].expand(1, 1, -1, x.value_dim)
-        means = StandIns(key, value, member, torch.tensor([[[80.0, 0.0, 0.0]]], device=DEVICE))
-        graph = Graph(x, (9, 9))
-        fast, slow = (run.attend(x, graph, means, fk.Softmax()) for run in (fused, reference))
-        whole = slice(46 - x.offset, 49 - x.offset)  # the queries whose band holds keys 40 .. 54, and no others
-        assert fast[:, :, whole].abs().max() < 100
-        assert fast.abs().amax(-1).gt(100).sum() > 10
-        torch.testing.assert_close(fast[:, :, whole], slow[:, :, whole], rtol=1e-4, atol=1e-4)
+    share = torch.rand(1, 1, x.keys, generator=g).to(DEVICE) * 300 + 1e-3
+    share[..., 40:55] /= 1e7
+    label = torch.full((1, 1, x.keys), 2, device=DEVICE)
+    label[..., 40:55], label[..., 55:] = 0, 1
+    key = 30 * x.query[:, :1, 40:43].detach()
+    value = torch.tensor([1e4, 0.0, 0.0], device=DEVICE)[:, None].expand(1, 1, -1, x.value_dim)
+    means = StandIns(key, value, label, share, torch.tensor([[[80.0, 0.0, 0.0]]], device=DEVICE))
+    graph = Graph(x, (9, 9))
+    fast, slow = (run.attend(x, graph, means, fk.Softmax()) for run in (fused, reference))
+    whole = slice(46 - x.offset, 49 - x.offset)  # the queries whose band holds keys 40 .. 54, and no others
+    assert fast[:, :, whole].abs().max() < 100
+    assert fast.abs().amax(-1).gt(100).sum() > 10
+    torch.testing.assert_close(fast[:, :, whole], slow[:, :, whole], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_the_unit_of_members_does_not_matter(size):
-    """Counts are taken in float16, which neither tiny nor huge members may overflow."""
+    """Counts are taken in float16, which neither tiny nor huge shares may overflow."""
     x = made_inputs(SMALL)
     stand_ins, _ = made_means(x, None, rank=2)
-    scaled = replace(stand_ins, member=stand_ins.member * size, bias=stand_ins.bias - torch.tensor(size).log())
+    scaled = replace(stand_ins, share=stand_ins.share * size, bias=stand_ins.bias - torch.tensor(size).log())
     usual, other = (fused.attend(x, Graph(x, (9, 6)), means, fk.Softmax()) for means in (stand_ins, scaled))
     torch.testing.assert_close(other, usual, rtol=1e-4, atol=1e-5)
 
@@ -281,7 +275,6 @@ def test_what_the_kernels_cannot_do_is_told():
     blocks = Columns(columns.index.expand(-1, -1, 5, -1), columns.used.expand(-1, -1, 5, -1), 16)
     rows = torch.zeros((2, 2, 70, 1), dtype=torch.int64)
     moments = fk.Moments().prepare(x, band, fk.Softmax())
-    free = replace(stand_ins, member=stand_ins.member.detach().requires_grad_())
     wide = made_inputs(replace(SMALL, value_dim=257))
     for reason, inputs, graph, means, weights in (
         ("Softmax", x, band, None, fk.Power(2.0)),
@@ -289,7 +282,6 @@ def test_what_the_kernels_cannot_do_is_told():
         ("list of keys for every query", x, Graph(x, full=True), None, fk.Softmax()),
         ("every block", x, Graph(x, columns=blocks), None, fk.Softmax()),
         ("curvature", x, band, moments, fk.Softmax()),
-        ("membership", x, band, free, fk.Softmax()),
         ("low rank", x, band, replace(stand_ins, right=None), fk.Softmax()),
         ("rank 64", x, band, replace(stand_ins, left=torch.ones(2, 2, 8, 65)), fk.Softmax()),
         ("float64", cast(x, torch.float64), band, None, fk.Softmax()),

@@ -66,16 +66,17 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
     edges = _edges(rows, tokens, left, right, comm)
     heavy = gather(rows.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1])), kept.counts, comm)
     near = torch.cat([edges[0], rows, edges[1]], 2)
-    start, base = first - edges[0].shape[2], near.shape[2] + right + 1
+    # What is far away stands on rows that no window reaches, one for each stand-in, which thus keeps its total.
+    far = right + (0 if stand_ins is None else stand_ins.count)
+    start, base = first - edges[0].shape[2], near.shape[2] + far
     index, used = _columns(kept, tokens, range(start, start + near.shape[2]), base, comm)
     if stand_ins is not None:
-        # What is far away is one row that no window reaches: every stand-in keeps its total.
-        member = _members(stand_ins.member, tokens, left, right, comm)
-        stand_ins = replace(stand_ins, member=pad(member, (0, 0, 0, heavy.shape[2])))
+        label, share = _shares(stand_ins, tokens, left, right, comm)
+        stand_ins = replace(stand_ins, label=pad(label, (0, heavy.shape[2])), share=pad(share, (0, heavy.shape[2])))
     # All ranks have said what they had to say.
     if not own.queries:
         return _nothing(own, [*edges, heavy], stand_ins)
-    key, value = torch.cat([pad(near, (0, 0, 0, right + 1)), heavy], 2).split([own.head_dim, own.value_dim], -1)
+    key, value = torch.cat([pad(near, (0, 0, 0, far)), heavy], 2).split([own.head_dim, own.value_dim], -1)
     place = torch.arange(key.shape[2], device=key.device)
     real = ((place < near.shape[2]) | (place >= base)).expand(own.batch, -1)
     local = Inputs(working(own.query), key, value, own.scale, offset=edges[0].shape[2], valid=real)
@@ -85,12 +86,18 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
 
 
 @torch.no_grad()
-def _members(member: Tensor, tokens: list[int], left: int, right: int, comm: Communicator) -> Tensor:
-    """Whom this rank's and the neighbouring keys belong to, (B, H, ., C); `right` free rows; and what is missing."""
-    before, after = _edges(member, tokens, left, right, comm)
-    total = comm.all_reduce(member.sum(2, keepdim=True))
-    near = torch.cat([before, member, after], 2)
-    return torch.cat([pad(near, (0, 0, 0, right)), total - near.sum(2, keepdim=True)], 2)
+def _shares(stand_ins: StandIns, tokens: list[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Labels and shares (B, H, .) of this rank's and the neighbouring keys; `right` free rows; and what is missing."""
+    share = stand_ins.share
+    # Labels are small: every floating dtype holds them exactly.
+    own = torch.stack([stand_ins.label.to(share.dtype), share], -1)
+    before, after = _edges(own, tokens, left, right, comm)
+    label, share = torch.cat([before, own, after], 2).unbind(-1)
+    label = label.long()
+    near = share.new_zeros(stand_ins.total.shape).scatter_add_(-1, label, share)
+    missing = comm.all_reduce(stand_ins.total) - near
+    each = torch.arange(stand_ins.count, device=label.device).expand(*label.shape[:2], -1)
+    return torch.cat([pad(label, (0, right)), each], 2), torch.cat([pad(share, (0, right)), missing], 2)
 
 
 def _parts(keep: Selector | None) -> tuple[Selector, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import BlockStandIns, StandIns
@@ -39,8 +40,6 @@ def unsupported(
 def _odd(stand_ins: StandIns) -> str | None:
     if stand_ins.curvature is not None:
         return "expected stand-ins without curvature, got Moments()"
-    if stand_ins.member.requires_grad:
-        return "expected stand-ins whose membership carries no gradient, got one that does"
     if stand_ins.left is not None and (stand_ins.right is None or stand_ins.factor is None):
         return "expected a first-order term of low rank, got a full one"
     if stand_ins.left is not None and stand_ins.left.shape[-1] > LARGEST_RANK:
@@ -74,7 +73,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
         x.query,
         x.key,
         x.value,
-        None if graph.band is None else _hidden(x, graph),
+        None if graph.band is None else band_hidden(x, graph),
         *_listed(x, graph),
         *_means(x, stand_ins),
         x.scale,
@@ -86,32 +85,17 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
     return output
 
 
-def _hidden(x: Inputs, graph: Graph) -> Tensor | None:
-    """(B, Hkv, Nk), ones for keys that the band does not reach: padding and what the list holds."""
-    if x.valid is None and graph.columns is None:
-        return None
-    hidden = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=torch.uint8, device=x.key.device)
-    if x.valid is not None:
-        hidden += (~x.valid).unsqueeze(1)
-    if graph.columns is not None:
-        index, used = graph.columns.index.squeeze(2), graph.columns.used.squeeze(2)
-        hidden.scatter_reduce_(-1, index, used.to(torch.uint8), "amax")
-    return hidden
-
-
 def _listed(x: Inputs, graph: Graph) -> tuple[Tensor | None, ...]:
-    """Keys, values and places of the shared list."""
     if graph.columns is None:
         return None, None, None
-    index, used = graph.columns.index.squeeze(2), graph.columns.used.squeeze(2)
-    key, value = (rows.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1])) for rows in (x.key, x.value))
-    return key, value, index.masked_fill(~used, x.keys).to(torch.int32)
+    key, value, place = listed(x, graph)
+    return key, value, place.to(torch.int32)
 
 
 def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
-    """Key, value, bias, total, member, label, left, right and factor of the stand-ins.
+    """Key, value, bias, total, label, share, left, right and factor of the stand-ins.
 
-    Every stand-in's members are divided by their largest, which goes to the bias: the kernel counts in float16.
+    The shares of every stand-in are divided by their largest, which goes to the bias: the kernel counts in float16.
     """
     if stand_ins is None:
         return (None,) * 9
@@ -120,20 +104,11 @@ def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
     def cast(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(dtype)
 
-    with torch.no_grad():
-        member = stand_ins.member.float()
-        peak = member.amax(2)
-        peak = torch.where(peak > 0, peak, 1.0)
-        largest = member.max(-1)
-        total = member.sum(2) / peak
-        label = None
-        if bool((largest.values == member.sum(-1)).all()):
-            # Each key belongs to one stand-in at most: two numbers tell its row.
-            label = largest.indices.to(torch.int32)
-            member = largest.values / peak.gather(-1, largest.indices)
-        else:
-            member = member / peak.unsqueeze(2)
+    label, share = stand_ins.label, stand_ins.share.float()
+    peak = share.new_zeros(stand_ins.total.shape).scatter_reduce_(-1, label, share, "amax")
+    peak = torch.where(peak > 0, peak, 1.0)
     bias = peak.log() if stand_ins.bias is None else stand_ins.bias.float() + peak.log()
     factor = None if stand_ins.factor is None else stand_ins.factor.float()
     first_order = (cast(stand_ins.left), cast(stand_ins.right), factor)
-    return cast(stand_ins.key), cast(stand_ins.value), bias, total, member, label, *first_order
+    counts = (stand_ins.total.float() / peak, label.to(torch.int32), share / peak.gather(-1, label))
+    return cast(stand_ins.key), cast(stand_ins.value), bias, *counts, *first_order

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.execute import grouped, inference, reference
+from fewkeys.execute import compiled, grouped, reference
 from fewkeys.execute.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
@@ -24,10 +24,6 @@ from fewkeys.weights import Softmax, Weights, positive
 
 CHUNK = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
-INFERENCE_CHUNK = 2**19
-"""The same without gradients, for each thread."""
-INFERENCE_LEAST = 2**16
-"""Scores of a head from which on it is worth being taken alone, as `inference` does."""
 
 
 def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> Tensor:
@@ -36,6 +32,8 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
     if graph.rows is not None or graph.full:
         block = max(1, 4 * CHUNK // (x.batch * x.query_heads * x.keys))
         return reference.attend(x, graph, stand_ins, weights, block)
+    if not isinstance(stand_ins, BlockStandIns) and compiled.supports(x, graph, stand_ins, weights):
+        return compiled.attend(x, graph, stand_ins)
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
     if lead:
@@ -45,9 +43,6 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
     sources, means = _sources(x, graph, stand_ins, weights, size)
     query = x.grouped_query().flatten(0, 1)
     width, limit = sum(source.width for source in sources) * x.groups, CHUNK
-    long = width * x.queries >= INFERENCE_LEAST or query.shape[0] == 1
-    if long and graph.groups is None and inference.supports(x, sources, weights):
-        return _infer(x, query, inference.Inference(x, sources), size, width)
     if graph.groups is not None:
         width, limit = width + grouped.mean_width(x, graph.groups), grouped.CHUNK
     heads = max(1, min(query.shape[0], limit // max(1, width * x.queries)))
@@ -59,7 +54,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
         keys = None if graph.groups is None else grouped.GroupedKeys(x, graph.groups, part)
         for start in range(0, x.queries, span):
             stop = min(start + span, x.queries)
-            chunk = _chunk(x, query, part, start, stop, size, x.scale)
+            chunk = _chunk(x, query, part, start, stop, size)
             if keys is None:
                 attended = _attend_chunk(chunk, sources, means, weights)
             else:
@@ -73,24 +68,6 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
             rows.append(torch.cat(row, 2))
     # Written in place without gradients; with them, in-place writes would copy the whole gradient once per chunk.
     output = torch.cat(rows) if rows else output
-    by_head: Tensor = output.unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
-    return by_head
-
-
-def _infer(x: Inputs, query: Tensor, plan: inference.Inference, size: int, width: int) -> Tensor:
-    """`attend` without gradients, head by head."""
-    span = max(1, INFERENCE_CHUNK * torch.get_num_threads() // (width * size)) * size
-    output = x.value.new_empty((*query.shape[:3], x.value_dim))
-    for head in range(query.shape[0]):
-        for start in range(0, x.queries, span):
-            stop = min(start + span, x.queries)
-            chunk = _chunk(x, query, slice(head, head + 1), start, stop, size, 1.0)
-            mixed, total = plan.attend(head, chunk)
-            into = output[head : head + 1, :, start:stop]
-            if x.groups == 1 and mixed.dtype == output.dtype:
-                torch.div(mixed[:, : stop - start], total[:, : stop - start], out=into[:, 0])
-            else:
-                into.copy_(chunk.by_query(mixed / total)[:, :, : stop - start])
     by_head: Tensor = output.unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
     return by_head
 
@@ -129,9 +106,8 @@ def _sources(
     return sources, means
 
 
-def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: int, scale: float) -> Chunk:
-    rows = working(query[heads, :, start:stop])
-    rows = rows if scale == 1.0 else rows * scale
+def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: int) -> Chunk:
+    rows = working(query[heads, :, start:stop]) * x.scale
     blocks = -(-(stop - start) // size)
     if blocks * size > stop - start:
         rows = pad(rows, (0, 0, 0, blocks * size - (stop - start)))

@@ -259,18 +259,22 @@ class Means(Source):
             return None if tensor is None else working(tensor).flatten(0, 1)
 
         self.key, self.value = working(stand_ins.key).flatten(0, 1), working(stand_ins.value).flatten(0, 1)
-        self.member = working(stand_ins.member).flatten(0, 1)
         self.bias, self.left, self.right = flat(stand_ins.bias), flat(stand_ins.left), flat(stand_ins.right)
         self.curvature, factor = flat(stand_ins.curvature), flat(stand_ins.factor)
         if factor is not None:
             # The factors ride along as one more value column.
             self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
-        self.total = self.member.sum(1, keepdim=True)
-        self.near = near
+        self.total = stand_ins.total.flatten(0, 1).unsqueeze(1)
+        self.stand_ins, self.near = stand_ins, near
 
     @property
     def width(self) -> int:
         return self.key.shape[1]
+
+    @property
+    def member(self) -> Tensor:
+        """(H, Nk, C): what every key counts for in every stand-in."""
+        return self.stand_ins.member.flatten(0, 1)
 
     def scores(self, chunk: Chunk) -> Tensor:
         key = self.key[chunk.heads].mT

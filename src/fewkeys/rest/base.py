@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.sketch.gram import working
+from fewkeys.sketch.sums import members
 from fewkeys.weights import Weights
 
 
@@ -19,23 +21,39 @@ class StandIns:
     """C stand-ins per key head that speak for the keys a query does not keep.
 
     Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
-    `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_j member_jc` runs over the keys j that query i does not keep: so
-    no key counts twice. Its value is `value_c`, plus the first-order term `factor_c (q_i left) right`.
+    `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_{j: label_j = c} share_j` runs over the keys j that query i does
+    not keep: so no key counts twice. Its value is `value_c`, plus the first-order term `factor_c (q_i left) right`.
 
-    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv), member (B, Hkv, Nk, C), bias (B, Hkv, C) or None;
-    left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all three act on the scaled
-    query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score. `member` is zero for keys
-    that all queries keep and for padding.
+    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that speaks for a key,
+    0 .. C - 1; share (B, Hkv, Nk): what the key counts for there, zero for keys that all queries keep and for padding;
+    bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
+    three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
+    Labels and shares carry no gradient.
     """
 
     key: Tensor
     value: Tensor
-    member: Tensor
+    label: Tensor
+    share: Tensor
     bias: Tensor | None = None
     left: Tensor | None = None
     right: Tensor | None = None
     factor: Tensor | None = None
     curvature: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.key.shape[2]
+
+    @cached_property
+    def member(self) -> Tensor:
+        """(B, Hkv, Nk, C): the shares, each in the column of its label. As large as C numbers for every key."""
+        return members(self.label, self.share, self.count)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """(B, Hkv, C): the sum of the shares of each stand-in."""
+        return self.share.new_zeros(self.key.shape[:3]).scatter_add_(-1, self.label, self.share)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.sketch.clusters import TILT, clusters, key_statistics, query_moments, sample
 from fewkeys.sketch.gram import working
+from fewkeys.sketch.sums import label_sums, members
 from fewkeys.validation import check_count
 from fewkeys.weights import Softmax, Weights
 
@@ -65,46 +66,50 @@ class ClusterMeans(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         found = clusters(inputs, self.count)
-        return represent(inputs, graph, weights, found.member, found.importance, self.rank)
+        return represent(inputs, graph, weights, found.label, self.count, found.importance, self.rank)
 
 
 def represent(
-    inputs: Inputs, graph: Graph, weights: Weights, member: Tensor, importance: Tensor, rank: int
+    inputs: Inputs,
+    graph: Graph,
+    weights: Weights,
+    label: Tensor,
+    count: int,
+    importance: Tensor | None = None,
+    rank: int = 0,
 ) -> StandIns:
     """Stand-ins as `ClusterMeans` says, for any partition of the keys.
 
-    `member` (B, Hkv, Nk, C) tells the cluster of every real key, `importance` (B, Hkv, C) the mean importance g_c.
+    `label` (B, Hkv, Nk) tells the cluster of every real key, 0 .. count - 1; `importance` (B, Hkv, count) the mean
+    importance g_c, which `Softmax` needs.
     """
-    key, value, totals = working(inputs.key), working(inputs.value), inputs.whole.totals
-    free = unkept(inputs, graph)
-    if not isinstance(weights, Softmax):
-        member = member * free.unsqueeze(-1)
-        mass = _at_least_tiny(totals.sum(member.sum(-2))).unsqueeze(-1)
-        return StandIns(totals.sum(member.mT @ key) / mass, totals.sum(member.mT @ value) / mass, member)
+    totals, share = inputs.whole.totals, unkept(inputs, graph)
+    if not isinstance(weights, Softmax) or importance is None:
+        return StandIns(*_means(inputs, label, share, count)[:2], label, share)
     known, moments = key_statistics(inputs), query_moments(inputs)
     with torch.no_grad():
-        log_e = TILT * (known.importance - (member @ importance.unsqueeze(-1)).squeeze(-1))
-        member = member * (log_e.clamp(-LARGEST_TILT, LARGEST_TILT).exp() * free).unsqueeze(-1)
-        mass = _at_least_tiny(totals.sum(member.sum(-2))).unsqueeze(-1)
-    mean_key, mean_value = totals.sum(member.mT @ key) / mass, totals.sum(member.mT @ value) / mass
+        log_e = TILT * (known.importance - importance.gather(-1, label))
+        share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    mean_key, mean_value, mass = _means(inputs, label, share, count)
     with torch.no_grad():
         offset = mean_key - known.mean
         bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
     if not rank:
-        return StandIns(mean_key, mean_value, member, bias)
+        return StandIns(mean_key, mean_value, label, share, bias)
 
-    picked = sample(inputs, member.shape[-1])
-    some = picked.take(member)
-    weight = some.sum(-1, keepdim=True)
+    picked = sample(inputs, count)
+    key, value, weight = (working(picked.take(x)) for x in (inputs.key, inputs.value, share.unsqueeze(-1)))
+    some = members(picked.take(label), weight.squeeze(-1), count)
     # A row of `some` holds its key's weight in its cluster's column: divided by the weight it points to the mean.
     own = some / _at_least_tiny(weight)
-    off_key, off_value = picked.take(key) - own @ mean_key, picked.take(value) - own @ mean_value
+    off_key, off_value = key - own @ mean_key, value - own @ mean_value
     pooled = totals.sum((off_key * weight).mT @ off_value) / _at_least_tiny(totals.sum(weight.sum(-2, keepdim=True)))
     with torch.no_grad():
         second = moments.second
         right = top_subspace(pooled.mT @ second @ pooled, min(rank, *pooled.shape[-2:])).mT
         here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
-        energy = totals.sum(member.mT @ known.spread.unsqueeze(-1)) / mass
+        energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * known.spread)
+        energy = totals.sum(energy.unsqueeze(-1)) / mass
         # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
         spread = torch.where(energy - here > 64 * torch.finfo(here.dtype).eps * energy, energy - here, 0.0)
         relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
@@ -112,7 +117,17 @@ def represent(
         reference = TILT * (moments.mean + offset @ moments.covariance)
     left = pooled @ right.mT
     moved = mean_value - factor.unsqueeze(-1) * (reference @ left @ right)
-    return StandIns(mean_key, moved, member, bias, left, right, factor)
+    return StandIns(mean_key, moved, label, share, bias, left, right, factor)
+
+
+def _means(inputs: Inputs, label: Tensor, share: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every cluster's weighted mean key (B, Hkv, C, D) and value (B, Hkv, C, Dv), and its weight (B, Hkv, C, 1)."""
+    totals = inputs.whole.totals
+    with torch.no_grad():
+        mass = share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share)
+        mass = _at_least_tiny(totals.sum(mass)).unsqueeze(-1)
+    key, value = (totals.sum(part) / mass for part in label_sums(inputs.key, inputs.value, label, share, count))
+    return key, value, mass
 
 
 def _at_least_tiny(total: Tensor) -> Tensor:

@@ -43,13 +43,12 @@ class GroupMeans(Rest):
         most = int(group.max())
         if most >= self.count:
             raise ValueError(f"GroupMeans count: expected at least {most + 1} groups, got {self.count}; raise it")
-        member = torch.nn.functional.one_hot(group.masked_fill(group < 0, self.count), self.count + 1)
-        member = member.to(key_statistics(inputs).importance.dtype)
-        importance = _importance(inputs, member) if isinstance(weights, Softmax) else member.new_zeros(())
-        return represent(inputs, graph, weights, member, importance, 0)
+        label = group.masked_fill(group < 0, self.count)
+        importance = _importance(inputs, label, self.count + 1) if isinstance(weights, Softmax) else None
+        return represent(inputs, graph, weights, label, self.count + 1, importance)
 
 
-def _importance(inputs: Inputs, member: Tensor) -> Tensor:
+def _importance(inputs: Inputs, label: Tensor, count: int) -> Tensor:
     """The mean importance of every group's keys (B, Hkv, C), weighted as in Lloyd's steps."""
     known = key_statistics(inputs).importance
     if inputs.valid is not None:
@@ -57,6 +56,7 @@ def _importance(inputs: Inputs, member: Tensor) -> Tensor:
     top = known.amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0.0)
     weight = (TILT * (known - top)).clamp_min(LOWEST_LOG_WEIGHT).exp().masked_fill(known == -torch.inf, 0.0)
-    mass = (member.mT @ weight.unsqueeze(-1)).squeeze(-1)
-    along = member.mT @ (weight * known.masked_fill(known == -torch.inf, 0.0)).unsqueeze(-1)
-    return along.squeeze(-1) / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+    mass, along = known.new_zeros((2, *known.shape[:2], count)).unbind()
+    mass = mass.scatter_add(-1, label, weight)
+    along = along.scatter_add(-1, label, weight * known.masked_fill(known == -torch.inf, 0.0))
+    return along / mass.clamp_min(torch.finfo(mass.dtype).tiny)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
@@ -32,14 +34,16 @@ class Moments(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         key, value = working(inputs.key), working(inputs.value)
-        member = unkept(inputs, graph).unsqueeze(-1)
+        free = unkept(inputs, graph)
+        member = free.unsqueeze(-1)
         count = member.sum(-2, keepdim=True).clamp_min(1)
         mean_key, mean_value = member.mT @ key / count, member.mT @ value / count
         spread = (key - mean_key) * member
         return StandIns(
             key=mean_key,
             value=mean_value,
-            member=member,
+            label=torch.zeros_like(free, dtype=torch.int64),
+            share=free,
             left=spread.mT @ (value - mean_value) / count,
             factor=member.new_ones((inputs.batch, inputs.kv_heads, 1)),
             curvature=spread.mT @ spread / count,

@@ -45,13 +45,12 @@ class UniformSample(Rest):
         share = (rank * count // available.clamp_min(1)).clamp_max(count - 1)
         # With fewer free keys than shares every key is its own share.
         share = torch.where(available < count, rank.clamp_max(count - 1), share)
-        member = torch.zeros((*free.shape, count), dtype=free.dtype, device=free.device)
-        member = member.scatter_(-1, share.unsqueeze(-1), free.unsqueeze(-1))
         first = torch.arange(count, device=free.device) * available
         first = torch.where(available < count, torch.arange(count, device=free.device) * count, first)
         index = order.gather(-1, ((first + count - 1) // count).clamp_max(inputs.keys - 1)).unsqueeze(-1)
         return StandIns(
             key=inputs.key.gather(-2, index.expand(-1, -1, -1, inputs.head_dim)),
             value=inputs.value.gather(-2, index.expand(-1, -1, -1, inputs.value_dim)),
-            member=member,
+            label=share,
+            share=free,
         )

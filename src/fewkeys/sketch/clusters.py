@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys import native
 from fewkeys.inputs import Inputs
 from fewkeys.sketch.gram import working
+from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
 """Keys are weighted by `exp(TILT * g)`: halfway, on the log scale, between all alike and as the queries see them."""
@@ -69,12 +71,12 @@ class KeyStatistics:
 class Clusters:
     """A partition of the real keys of every head.
 
-    `member` (B, Hkv, Nk, C) tells the cluster of every key: 1 in one column, or equal shares where centres coincide;
-    rows of padding mean nothing. `distance` (B, Hkv, Nk): squared distance to the own centre. `importance`
-    (B, Hkv, C): weighted mean importance of a cluster's keys.
+    `label` (B, Hkv, Nk), int64: the cluster of every key, the first of those whose centres coincide; padding's mean
+    nothing. `distance` (B, Hkv, Nk): squared distance to the own centre. `importance` (B, Hkv, C): weighted mean
+    importance of a cluster's keys.
     """
 
-    member: Tensor
+    label: Tensor
     distance: Tensor
     importance: Tensor
 
@@ -194,14 +196,23 @@ def _key_statistics(inputs: Inputs) -> KeyStatistics:
     square = totals.sum(torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square()) / count
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
+    seen = _seen(inputs.key.detach(), root, moments.mean, key_mean)
+    return KeyStatistics(key_mean, value_mean, root, unit, *seen)
+
+
+def _seen(key: Tensor, root: Tensor, mean_query: Tensor, mean_key: Tensor) -> tuple[Tensor, Tensor]:
+    """Spread and importance of every key."""
+    if native.suits(key, root):
+        return native.statistics(key, root, mean_query, mean_key)
+    key = working(key)
     spread = key.new_empty(key.shape[:3])
-    flat = [rows.flatten(0, 1) for rows in (key, root, key_mean @ root, spread)]
+    flat = [rows.flatten(0, 1) for rows in (key, root, mean_key @ root, spread)]
     for own, rows in pieces(flat[0].shape[0], flat[0].shape[1], root.shape[-1]):
         flat[3][own, rows] = torch.linalg.vector_norm((flat[0][own, rows] @ flat[1][own]).sub_(flat[2][own]), dim=-1)
     spread.square_()
-    along = (key @ moments.mean.mT - key_mean @ moments.mean.mT).squeeze(-1)
+    along = (key @ mean_query.mT - mean_key @ mean_query.mT).squeeze(-1)
     # k^T C k = E (q . k)^2 - (m . k)^2, so the importance needs no second pass over the keys.
-    return KeyStatistics(key_mean, value_mean, root, unit, spread, along + 0.5 * (spread - along.square()))
+    return spread, along + 0.5 * (spread - along.square())
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
@@ -209,23 +220,36 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     key, value = working(inputs.key.detach()), working(inputs.value.detach())
     centres, importance = _lloyd(inputs, known, key, value, count)
     # x . c - |c|^2 / 2 for features x, straight from keys and values: the features of all keys are never written down.
-    on_key = known.root @ centres[..., : key.shape[-1]].mT
-    on_value = known.unit * centres[..., key.shape[-1] :].mT
-    constant = -0.5 * centres.square().sum(-1).unsqueeze(-2) - known.mean @ on_key - known.value_mean @ on_value
-    size = (key.shape[0] * key.shape[1], key.shape[2])
-    member, nearest = key.new_empty((*size, count)), key.new_empty(size)
-    flat = [rows.flatten(0, 1) for rows in (key, value, on_key, on_value, constant)]
-    for own, rows in pieces(size[0], size[1], count):
-        closeness = torch.bmm(flat[0][own, rows], flat[2][own]).baddbmm_(flat[1][own, rows], flat[3][own])
-        member[own, rows], nearest[own, rows] = _nearest(closeness.add_(flat[4][own]))
-    member, nearest = (found.unflatten(0, key.shape[:2]) for found in (member, nearest))
-    if member.sum() != nearest.numel():
-        member = member / member.sum(-1, keepdim=True)
+    on_key = centres[..., : key.shape[-1]] @ known.root.mT
+    on_value = known.unit * centres[..., key.shape[-1] :]
+    constant = -0.5 * centres.square().sum(-1, keepdim=True)
+    constant = constant - on_key @ known.mean.mT - on_value @ known.value_mean.mT
+    both = torch.cat([on_key, on_value], -1)
+    nearest, label = _nearest(inputs.key.detach(), inputs.value.detach(), both, constant)
     middle = known.value_mean
     square = torch.linalg.vector_norm(value, dim=-1, keepdim=True).square() - value @ (2 * middle).mT
     square = square + middle.square().sum(-1, keepdim=True)
     energy = known.spread + (square * known.unit.square()).squeeze(-1)
-    return Clusters(member, (energy - 2 * nearest).clamp_min(0.0), importance)
+    return Clusters(label, (energy - 2 * nearest).clamp_min(0.0), importance)
+
+
+def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c.
+
+    centre (B, H, C, D + Dv), constant (B, H, C, 1).
+    """
+    if native.suits(key, value, centre):
+        return native.assign(key, value, centre, constant)
+    key, value = working(key), working(value)
+    nearest = key.new_empty(key.shape[:3]).flatten(0, 1)
+    label = torch.empty_like(nearest, dtype=torch.int64)
+    centre, constant = centre.flatten(0, 1).mT, constant.flatten(0, 1).mT
+    on_key, on_value = centre.split([key.shape[-1], value.shape[-1]], 1)
+    for own, rows in pieces(nearest.shape[0], nearest.shape[1], centre.shape[-1]):
+        closeness = torch.baddbmm(constant[own], key.flatten(0, 1)[own, rows], on_key[own])
+        closeness.baddbmm_(value.flatten(0, 1)[own, rows], on_value[own])
+        nearest[own, rows], label[own, rows] = closeness.max(-1)
+    return nearest.unflatten(0, key.shape[:2]), label.unflatten(0, key.shape[:2])
 
 
 def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -249,15 +273,13 @@ def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, cou
         own, weight, scores = (inputs.shard.totals.rows(part) for part in (own, weight, scores))
         rows = own[..., :-1]
     centres = _seeds(own, scores, count)
-    weighted = torch.cat([own, torch.ones_like(own[..., :1])], -1) * weight.unsqueeze(-1)
-    flat = rows.flatten(0, 1)
+    none = rows[..., :0]
     for _ in range(LLOYD_STEPS):
-        middle = centres[..., :-1].flatten(0, 1)
-        half = -0.5 * middle.square().sum(-1).unsqueeze(-2)
-        member = _nearest(torch.baddbmm(half, flat, middle.mT))[0].unflatten(0, key.shape[:2])
-        total = member.mT @ weighted
-        mass = total[..., -1:]
-        centres = torch.where(mass > 0, total[..., :-1] / mass.clamp_min(torch.finfo(mass.dtype).tiny), centres)
+        half = -0.5 * centres[..., :-1].square().sum(-1, keepdim=True)
+        _, label = _nearest(rows, none, centres[..., :-1], half)
+        total = label_sums(own, none, label, weight, count)[0]
+        mass = weight.new_zeros(half.shape[:3]).scatter_add_(-1, label, weight).unsqueeze(-1)
+        centres = torch.where(mass > 0, total / mass.clamp_min(torch.finfo(mass.dtype).tiny), centres)
     return centres[..., :-1], centres[..., -1]
 
 
@@ -281,12 +303,3 @@ def _seeds(rows: Tensor, scores: Tensor, count: int) -> Tensor:
     rank = torch.cat([torch.arange(head, device=scores.device).expand(*last.shape[:-1], -1), tail], -1)
     index = order.gather(-1, rank.minimum(last))
     return rows.gather(-2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
-
-
-def _nearest(closeness: Tensor) -> tuple[Tensor, Tensor]:
-    """Ones where (..., N, C) attains the row's maximum (several where centres coincide), and the maximum (..., N).
-
-    Written over `closeness`: a tensor of this size is not worth a second one.
-    """
-    nearest = closeness.amax(-1, keepdim=True)
-    return closeness.eq_(nearest), nearest.squeeze(-1)

@@ -102,14 +102,10 @@ def unkept(position, entry, first, last, shared, means, sizes, BLOCK_M: tl.const
     held = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, last, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
-        if means.label is not None:
-            at = shared * sizes.keys + place
-            owner = tl.load(means.label + at, mask=place < sizes.keys, other=-1)
-            share = tl.load(means.member + at, mask=place < sizes.keys, other=0.0)
-            shares = tl.where(owner[:, None] == entry[None, :], share[:, None], 0.0)
-        else:
-            base = means.member + shared * sizes.keys * sizes.means
-            shares = load_rows(base, place, sizes.keys, sizes.means, entry, sizes.means)
+        at = shared * sizes.keys + place
+        owner = tl.load(means.label + at, mask=place < sizes.keys, other=-1)
+        share = tl.load(means.share + at, mask=place < sizes.keys, other=0.0)
+        shares = tl.where(owner[:, None] == entry[None, :], share[:, None], 0.0)
         inside = in_band(position, place, sizes).to(tl.float16)
         upper = shares.to(tl.float16)
         lower = (shares - upper.to(tl.float32)).to(tl.float16)

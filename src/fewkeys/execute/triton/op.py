@@ -16,7 +16,7 @@ PROGRAMS = 512
 
 _ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? hidden,
     Tensor? list_key, Tensor? list_value, Tensor? list_place,
-    Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias, Tensor? mean_total, Tensor? member, Tensor? label,
+    Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias, Tensor? mean_total, Tensor? label, Tensor? share,
     Tensor? left, Tensor? right, Tensor? factor,
     float scale, int band_left, int band_right, int offset, bool is_causal"""
 DIFFERENTIABLE = (0, 1, 2, 4, 5, 7, 8, 9, 13, 14, 15)
@@ -46,14 +46,14 @@ class Listed(NamedTuple):
 
 
 class Means(NamedTuple):
-    """Stand-ins; `member` is (B, Hkv, Nk) where `label` tells each key's only stand-in, else (B, Hkv, Nk, C)."""
+    """Stand-ins; `label` (B, Hkv, Nk), int32, tells each key's, `share` what the key counts for there."""
 
     key: Tensor | None
     value: Tensor | None
     bias: Tensor | None
     total: Tensor | None
-    member: Tensor | None
     label: Tensor | None
+    share: Tensor | None
     left: Tensor | None
     right: Tensor | None
     factor: Tensor | None
@@ -242,7 +242,7 @@ near_heavy_means = torch.library.custom_op(
 )
 """The softmax of the band, the shared list and the stand-ins: outputs, log2 of the rows' sums, slopes of the rows.
 
-Only the outputs have gradients, and these have none. `mean_total` (B, Hkv, C) and `member` count keys; counts carry no
+Only the outputs have gradients, and these have none. `mean_total` (B, Hkv, C) and `share` count keys; counts carry no
 gradient.
 """
 near_heavy_means_backward = torch.library.custom_op(

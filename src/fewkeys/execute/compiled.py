@@ -1,0 +1,104 @@
+"""Softmax over a shared list, a band and stand-ins, in one pass over the queries (`native/attend.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.execute.operands import band_hidden, listed
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+from fewkeys.native.build import library
+from fewkeys.native.tensors import Rows, dense, filled, pointer, suits
+from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.weights import Softmax, Weights
+
+_POINTERS = ("shared_key", "shared_value", "place", "bias", "total", "factor", "label", "share", "hidden")
+_SIZES = ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim", "entries", "means", "rank", "offset")
+
+
+class _Attend(ctypes.Structure):
+    _fields_ = (
+        *((name, Rows) for name in ("query", "key", "value", "out")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in (*_SIZES, "left", "right", "causal")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
+    """Whether `attend` answers such a problem."""
+    if not isinstance(weights, Softmax) or isinstance(stand_ins, BlockStandIns):
+        return False
+    if graph.rows is not None or graph.full or graph.groups is not None:
+        return False
+    if graph.columns is not None and graph.columns.blocks > 1:
+        return False
+    means: tuple[Tensor | None, ...] = ()
+    if stand_ins is not None:
+        if stand_ins.curvature is not None or (stand_ins.left is not None and stand_ins.right is None):
+            return False
+        means = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.left, stand_ins.right)
+    return suits(inputs.query, inputs.key, inputs.value, *means)
+
+
+def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, for what `supports` lets pass.
+
+    Computed in float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is stored.
+    """
+    x = inputs
+    query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
+    output = value.new_empty((*query.shape[:3], x.value_dim))
+    list_key, list_value, place = listed(x, graph)
+    keys, values = [list_key], [list_value]
+    bias = total = factor = label = share = None
+    means = rank = 0
+    if stand_ins is not None:
+        s, means = stand_ins, stand_ins.count
+        keys.append(s.key)
+        values.append(s.value)
+        bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
+        total, label, share = s.total, s.label, s.share
+        if s.left is not None and s.right is not None:
+            rank, factor = s.left.shape[-1], s.factor
+            keys.append(s.left.mT)
+            values.append(s.right)
+    shared_key = torch.cat([rows.float() for rows in keys], 2)
+    shared_value = pad(torch.cat([rows.float() for rows in values], 2), (0, filled(x.value_dim) - x.value_dim))
+    numbers = [None if part is None else part.float().contiguous() for part in (bias, total, factor, share)]
+    bias, total, factor, share = numbers
+    label = None if label is None else label.contiguous()
+    hidden = None if graph.band is None else band_hidden(x, graph)
+    # An empty band ends before it begins, for every query.
+    left, right = (0, -(x.queries + x.offset + x.keys)) if graph.band is None else graph.band
+    held = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
+    sizes = (
+        x.batch,
+        x.query_heads,
+        x.groups,
+        x.queries,
+        x.keys,
+        x.head_dim,
+        x.value_dim,
+        list_key.shape[2],
+        means,
+        rank,
+        x.offset,
+    )
+    reach = x.keys + x.queries + x.offset
+    problem = _Attend(
+        *(Rows.of(rows) for rows in (query, key, value, output)),
+        *(pointer(part) for part in held),
+        *sizes,
+        min(left, reach),
+        min(right, reach),
+        int(x.is_causal),
+        x.scale,
+    )
+    is_bf16 = ctypes.c_int(query.dtype == torch.bfloat16)
+    library().fewkeys_attend(ctypes.byref(problem), is_bf16, ctypes.c_int(torch.get_num_threads()))
+    return output

@@ -1,0 +1,33 @@
+"""What kernels read of a graph of a band and one shared list."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewkeys.graph import Graph
+from fewkeys.inputs import Inputs
+
+
+def band_hidden(inputs: Inputs, graph: Graph) -> Tensor | None:
+    """(B, Hkv, Nk), uint8, ones for keys that the band does not reach: padding and what the list holds. None: none."""
+    x = inputs
+    if x.valid is None and graph.columns is None:
+        return None
+    hidden = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=torch.uint8, device=x.key.device)
+    if x.valid is not None:
+        hidden += (~x.valid).unsqueeze(1)
+    if graph.columns is not None:
+        index, used = graph.columns.index.squeeze(2), graph.columns.used.squeeze(2)
+        hidden.scatter_reduce_(-1, index, used.to(torch.uint8), "amax")
+    return hidden
+
+
+def listed(inputs: Inputs, graph: Graph) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys (B, Hkv, S, D), values and places (B, Hkv, S) of the shared list; fillings stand after the last key."""
+    x = inputs
+    if graph.columns is None:
+        return x.key[:, :, :0], x.value[:, :, :0], torch.zeros((), dtype=torch.int64).expand(x.batch, x.kv_heads, 0)
+    index, used = graph.columns.index.squeeze(2), graph.columns.used.squeeze(2)
+    key, value = (rows.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1])) for rows in (x.key, x.value))
+    return key, value, index.masked_fill(~used, x.keys)

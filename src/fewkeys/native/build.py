@@ -1,0 +1,113 @@
+"""Compiles the kernels with the machine's C++ compiler, and keeps them for the next process."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+SOURCES = ("lanes.h", "attend.cpp", "keys.cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+COMPILERS = ("g++", "clang++", "c++")
+SWITCH, CACHE, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_CACHE", "CXX"
+PATIENCE = 300.0
+"""Seconds that a compiler may take."""
+
+
+def missing() -> str | None:
+    """Why there are no compiled kernels, None where there are; compiles them if they never were."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return f"{SWITCH}=0 turns them off"
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels, where `missing()` is None."""
+    found = _load()
+    if isinstance(found, str):
+        raise RuntimeError(f"compiled kernels: expected a C++ compiler, got none that works: {found}")
+    return found
+
+
+@lru_cache
+def _load() -> ctypes.CDLL | str:
+    compiler = _compiler()
+    if compiler is None:
+        return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; set {COMPILER} to one"
+    here = Path(__file__).parent
+    try:
+        name = f"kernels-{_fingerprint(compiler, here)}.so"
+        for folder in _folders():
+            path = folder / name
+            if not path.is_file():
+                _compile(compiler, here, path)
+            return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        return f"{shlex.join(compiler)} failed: {told.strip().splitlines()[0] if told.strip() else error}"
+    return "no folder to keep them in"
+
+
+def _compiler() -> list[str] | None:
+    chosen = os.environ.get(COMPILER)
+    if chosen:
+        return shlex.split(chosen)
+    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    return None if found is None else [found]
+
+
+def _fingerprint(compiler: list[str], here: Path) -> str:
+    """Everything that decides what comes out: sources, flags, compiler, processor."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
+    told = [version.stdout, *compiler, *FLAGS, platform.machine(), _processor(), torch.__version__]
+    digest = hashlib.sha256("\0".join(told).encode())
+    for source in SOURCES:
+        digest.update((here / source).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What tells processors of different instructions apart; they may share a home folder."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    told = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    return "\n".join(told[:2]) or platform.processor()
+
+
+def _folders() -> list[Path]:
+    """Where compiled kernels are kept; at worst for this process alone."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get(CACHE) or Path(cache) / "fewkeys")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return [Path(tempfile.mkdtemp(prefix="fewkeys-"))]
+    return [folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="fewkeys-"))]
+
+
+def _compile(compiler: list[str], here: Path, path: Path) -> None:
+    """Written whole or not at all: another process may be compiling, too."""
+    # The threads are those of torch: with a second library of threads, both would fight for the cores.
+    threads = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))]
+    sources = [str(here / source) for source in SOURCES if source.endswith(".cpp")]
+    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        for extra in (["-fopenmp", *threads], []):
+            command = [*compiler, *FLAGS, *sources, "-o", part, *extra]
+            done = subprocess.run(command, capture_output=True, text=True, check=not extra, timeout=PATIENCE)  # noqa: S603
+            if done.returncode == 0:
+                break
+        os.replace(part, path)
+    finally:
+        Path(part).unlink(missing_ok=True)

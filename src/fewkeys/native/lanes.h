@@ -1,0 +1,147 @@
+// Vectors of floats as wide as the machine's, and the two products that attention is made of.
+//
+// Queries (or keys) stand side by side: a tile holds TILE of them, one in each lane, dimension after dimension. So rows
+// of scores are vectors too, and nothing is ever summed across lanes.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, ROWS = 12;
+#elif defined(__AVX__)
+constexpr int LANES = 8, ROWS = 6;
+#else
+constexpr int LANES = 4, ROWS = 12;
+#endif
+// ROWS x 2 sums fill the registers, but for the two vectors and the number that are multiplied.
+constexpr int TILE = 32, WIDE = TILE / LANES;
+// Rows of values are filled up to a multiple of this; the widest vector divides it.
+constexpr int FILL = 16;
+
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+// (B, H, N, dim) in any layout whose last dimension is dense; strides are counted in elements
+struct Rows {
+  const void *data;
+  int64_t batch, head, row;
+  template <class T>
+  const T *at(int64_t b, int64_t h, int64_t n) const {
+    return (const T *)data + b * batch + h * head + n * row;
+  }
+};
+
+static inline float number(float x) { return x; }
+static inline float number(bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float found;
+  memcpy(&found, &bits, sizeof found);
+  return found;
+}
+static inline void put(float x, float &into) { into = x; }
+static inline void put(float x, bf16 &into) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  // To nearest, ties to even; the sum would carry a NaN over to a number.
+  into.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
+}
+
+static inline vec load(const float *from) {
+  vec found;
+  memcpy(&found, from, sizeof found);
+  return found;
+}
+static inline void store(float *to, vec x) { memcpy(to, &x, sizeof x); }
+static inline vec all(float x) { return vec{} + x; }
+static inline vec larger(vec a, vec b) { return a > b ? a : b; }
+static inline ivec count_up() {
+  ivec found;
+  for (int i = 0; i < LANES; i++) found[i] = i;
+  return found;
+}
+// x where first <= lane <= last, else other.
+static inline vec within(ivec lane, int first, int last, vec x, vec other) {
+  return (lane >= first) & (lane <= last) ? x : other;
+}
+
+// e^x for x <= 0 to 2e-7, zero below -80: beside the largest weight of a row, one, that is nothing. NaN stays NaN.
+static inline vec exponential(vec x) {
+  const vec safe = x < -80.0f ? all(-80.0f) : x;
+  const vec shifted = safe * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the lowest bits
+  const ivec power = (ivec)shifted << 23;
+  const vec whole = shifted - 12582912.0f;
+  const vec r = safe - whole * 0.693359375f + whole * 2.12194440e-4f;  // log 2 in two parts
+  vec p = all(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const vec found = (vec)((ivec)p + power);
+  return x < -80.0f ? all(0.0f) : x == x ? found : x;
+}
+
+// Rows (count, dim) of any type, turned into lanes (dim, TILE) and scaled; lanes beyond count are zero.
+template <class T>
+static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
+  for (int i = 0; i < TILE; i++)
+    for (int d = 0; d < dim; d++) into[d * TILE + i] = i < count ? number(rows[i * stride + d]) * scale : 0.0f;
+}
+
+template <int R>
+static inline void dots_of(const float *row, int64_t stride, int dim, const float *lanes, float *into) {
+  for (int part = 0; part < TILE; part += 2 * LANES) {
+    vec sum[R][2] = {};
+    const float *x = lanes + part;
+    for (int d = 0; d < dim; d++, x += TILE) {
+      const vec a = load(x), b = load(x + LANES);
+      for (int r = 0; r < R; r++) {
+        sum[r][0] += a * row[r * stride + d];
+        sum[r][1] += b * row[r * stride + d];
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      store(into + r * TILE + part, sum[r][0]);
+      store(into + r * TILE + part + LANES, sum[r][1]);
+    }
+  }
+}
+
+// Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE).
+static inline void dots(const float *row, int64_t stride, int count, int dim, const float *lanes, float *into) {
+  int c = 0;
+  for (; c + ROWS <= count; c += ROWS) dots_of<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE);
+  for (; c + 4 <= count; c += 4) dots_of<4>(row + c * stride, stride, dim, lanes, into + c * TILE);
+  for (; c < count; c++) dots_of<1>(row + c * stride, stride, dim, lanes, into + c * TILE);
+}
+
+template <int Q, int V>
+static inline void mix_of(const float *value, int64_t stride, int count, const float *weight, float *into, int64_t to) {
+  vec sum[Q][V];
+  for (int q = 0; q < Q; q++)
+    for (int v = 0; v < V; v++) sum[q][v] = load(into + q * to + v * LANES);
+  for (int c = 0; c < count; c++, value += stride, weight += TILE) {
+    vec x[V];
+    for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
+    for (int q = 0; q < Q; q++)
+      for (int v = 0; v < V; v++) sum[q][v] += x[v] * weight[q];
+  }
+  for (int q = 0; q < Q; q++)
+    for (int v = 0; v < V; v++) store(into + q * to + v * LANES, sum[q][v]);
+}
+
+// Adds to rows (Q, dim) the values (count, dim) under the weights (count, TILE) of Q lanes; FILL divides dim.
+template <int Q>
+static inline void mix(const float *value, int64_t stride, int count, int dim, const float *weight, float *into, int64_t to) {
+  int v = 0;
+  for (; v + 4 * LANES <= dim; v += 4 * LANES) mix_of<Q, 4>(value + v, stride, count, weight, into + v, to);
+  for (; v + LANES <= dim; v += LANES) mix_of<Q, 1>(value + v, stride, count, weight, into + v, to);
+}

@@ -1,0 +1,60 @@
+"""What compiled kernels may read, and how they are told where it lies."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fewkeys.native.build import missing
+
+DTYPES = (torch.float32, torch.bfloat16)
+FILL = 16
+"""Rows of values are filled up to a multiple of this, as `lanes.h` says."""
+
+
+def suits(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read these tensors, and whether nobody asks how the result depends on them."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" for x in given):
+        return False
+    if any(x.is_floating_point() and x.dtype not in DTYPES for x in given):
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return False
+    # Transforms and forward derivatives follow torch's operations; what a kernel does, they would not see.
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return missing() is None
+
+
+class Rows(ctypes.Structure):
+    """(B, H, N, dim) in any layout whose last dimension is dense."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    )
+
+    @staticmethod
+    def of(tensor: Tensor) -> Rows:
+        return Rows(tensor.data_ptr(), *tensor.stride()[:3])
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor in a layout that `Rows` can describe."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where a contiguous tensor lies."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def filled(dim: int) -> int:
+    """The next multiple of `FILL`."""
+    return -(-dim // FILL) * FILL

@@ -1,0 +1,290 @@
+"""Law 2 for the compiled kernels: they equal the reference and the torch path, or are not taken."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, PLANS, SHAPES
+from fewkeys import native
+from fewkeys.execute import compiled
+from fewkeys.native import build
+from fewkeys.validation import check_inputs
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason=f"no compiled kernels: {native.missing()}")
+
+FORMS = {**SHAPES, **CAUSAL_SHAPES}
+MEANS = [
+    fk.Plan(fk.Outliers(5, 8) | fk.Window(9), fk.ClusterMeans(8, rank=3)),
+    fk.Plan(fk.Leverage(7) | fk.Window(4), fk.ClusterMeans(8)),
+    fk.Plan(fk.Window(7), fk.ClusterMeans(8, rank=3)),
+    fk.Plan(fk.KeyNorm(5), fk.ClusterMeans(8, rank=3)),
+    fk.Plan(fk.KeyNorm(5) | fk.Window(6), fk.UniformSample(8)),
+    fk.Plan(fk.KeyNorm(5) | fk.Window(6)),
+    fk.Plan(fk.Window(6)),
+    fk.Plan(fk.Sinks(3)),
+    fk.Plan(fk.Sinks(3) | fk.Window(41)),
+]
+CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2}}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the kernel was taken."""
+    calls = []
+    attend = compiled.attend
+
+    def spied(*problem):
+        calls.append(problem)
+        return attend(*problem)
+
+    monkeypatch.setattr(compiled, "attend", spied)
+    return calls
+
+
+def without(call):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEWKEYS_NATIVE", "0")
+        return call()
+
+
+CASES = [
+    (plan, form)
+    for plan in MEANS
+    for form, shape in FORMS.items()
+    if not shape.is_causal or (plan.keep.causal and plan.rest.causal)
+]
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("plan", "form"), CASES, ids=str)
+def test_it_is_the_reference(plan, form, dtype, taken):
+    shape = FORMS[form]
+    tensors = shape.draw(dtype=dtype)
+    found = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, want, **CLOSE[dtype])
+    x = check_inputs(*tensors, **shape.options)
+    lists = plan.keep.select(x).columns
+    assert bool(taken) == ((lists is None or lists.blocks == 1) and not plan.keep.covers(x))
+
+
+@pytest.mark.parametrize("plan", MEANS[:4], ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (5, 33), (64, 64), (80, 96), (128, 16), (256, 130)])
+def test_head_sizes(plan, dim, value_dim):
+    shape = replace(SHAPES["cross padded"], head_dim=dim, value_dim=value_dim)
+    tensors = shape.draw(dtype=torch.float32)
+    found = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
+    torch.testing.assert_close(found, want, **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("plan", MEANS[:1], ids=str)
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_layouts(plan, dtype):
+    """Heads beside tokens as models have them, every other dimension, one head for all."""
+    q, k, v = SHAPES["plain"].draw(dtype=dtype)
+    usual = fk.attention(q, k, v, plan=plan, impl="torch")
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    sparse = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
+    for tensors in (turned, sparse):
+        found = fk.attention(*tensors, plan=plan, impl="torch")
+        torch.testing.assert_close(found, usual, **CLOSE[dtype])  # torch adds up the moments in another order
+    one = [x[:, :1].expand(-1, 2, -1, -1) for x in (q, k, v)]
+    found = fk.attention(*one, plan=plan, impl="torch")
+    assert torch.equal(found[:, 0], found[:, 1])
+
+
+@pytest.mark.parametrize("plan", MEANS[:5], ids=str)
+def test_the_number_of_threads_changes_nothing(plan):
+    tensors = SHAPES["grouped"].draw(dtype=torch.float32)
+    threads, found = torch.get_num_threads(), []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found.append(fk.attention(*tensors, plan=plan, impl="torch"))
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("size", [30.0, 300.0])
+@pytest.mark.parametrize("plan", MEANS, ids=str)
+def test_far_scores_neither_overflow_nor_vanish_wrongly(plan, size):
+    """One key decides every row, and with it often one part of the row alone: list, band or stand-in."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 80, 8, generator=g)
+    found = fk.attention(size * q, k, v, plan=plan, impl="torch")
+    want = fk.attention(size * q, k, v, plan=plan, impl="reference")
+    torch.testing.assert_close(found, want, atol=2e-3, rtol=1e-3)
+
+
+@given(shift=st.floats(-1e3, 1e3))
+def test_a_number_added_to_all_scores_changes_little(shift):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 80, 8, generator=g)
+    usual = fk.attention(q, k, v, keep=fk.Window(9), impl="torch")
+    ones = torch.ones(1, 1, 80, 1)
+    q, k = torch.cat([q, ones], -1), torch.cat([k, shift * ones * 8**0.5], -1)
+    found = fk.attention(q, k, v, keep=fk.Window(9), impl="torch", scale=8**-0.5)
+    torch.testing.assert_close(found, usual, atol=1e-3, rtol=1e-3)
+
+
+def test_scores_that_overflow_give_no_number():
+    q, k, v = (x.clone() for x in SHAPES["plain"].draw(dtype=torch.float32))
+    q[0, 0, 35, 0], k[0, 0, 36, 0] = 1e30, 1e30
+    found = fk.attention(q, k, v, keep=fk.Window(9), impl="torch")
+    assert found[0, 0, 35].isnan().all()
+    assert found[0, 0, :30].isfinite().all()
+    assert found[1].isfinite().all()
+
+
+def test_rows_that_see_nothing_give_zeros(taken):
+    q, k, v = torch.randn(3, 2, 1, 30, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    lengths = torch.tensor([30, 0])
+    for plan in (fk.Plan(fk.Window(5)), fk.Plan(fk.KeyNorm(3)), fk.Plan(fk.KeyNorm(3) | fk.Window(5))):
+        found = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="torch")
+        assert not found[1].any()
+        assert found[0].any(-1).all()
+    assert len(taken) == 3
+
+
+OTHERS = [name for name, plan in PLANS.items() if not isinstance(plan.weights, fk.Softmax) or "moments" in name]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_weights_and_curved_scores_go_another_way(name, taken):
+    fk.attention(*SHAPES["plain"].draw(dtype=torch.float32), plan=PLANS[name], impl="torch")
+    assert not taken
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func itself
+def test_whoever_asks_for_derivatives_goes_another_way(taken):
+    tensors = SHAPES["plain"].draw(dtype=torch.float32)
+
+    def call(*tensors):
+        return fk.attention(*tensors, plan=MEANS[5], impl="torch")
+
+    call(*(x.clone().requires_grad_() for x in tensors))
+    _, forward = torch.func.jvp(call, tuple(tensors), tuple(tensors))
+    with torch.autograd.forward_ad.dual_level():
+        dual = [torch.autograd.forward_ad.make_dual(x, x) for x in tensors]
+        tangent = torch.autograd.forward_ad.unpack_dual(call(*dual)).tangent
+    torch.testing.assert_close(tangent, forward)
+    assert tangent.abs().max() > 0.1
+    call(*(x.double() for x in tensors))
+    assert not taken
+    call(*tensors)
+    with torch.no_grad():
+        call(*(x.clone().requires_grad_() for x in tensors))
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("form", ["plain", "grouped", "padded"])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_statistics_clusters_and_sums(form, dtype):
+    """Of the same keys: what torch's operations give up to rounding, and the same clusters but for ties."""
+    shape = replace(SHAPES[form], keys=200, queries=200, lengths=None)
+    q, k, v = shape.draw(dtype=dtype)
+    assert native.suits(k, v)
+    root, mean_query, mean_key = torch.randn(2, *k.shape[1:2], 3 * k.shape[-1], k.shape[-1]).split(k.shape[-1], 2)
+    mean_query, mean_key = mean_query[:, :, :1], mean_key[:, :, :1]
+    spread, importance = native.statistics(k, root, mean_query, mean_key)
+    centred = k.float() - mean_key
+    along = (centred @ mean_query.mT).squeeze(-1)
+    torch.testing.assert_close(spread, (centred @ root).square().sum(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(importance, along + (spread - along.square()) / 2, rtol=1e-4, atol=1e-4)
+
+    centre = torch.randn(*k.shape[:2], 13, k.shape[-1] + v.shape[-1])
+    centre[:, :, 7] = centre[:, :, 3]
+    constant = torch.randn(*k.shape[:2], 13, 1)
+    constant[:, :, 7] = constant[:, :, 3]
+    nearest, label = native.assign(k, v, centre, constant)
+    closeness = torch.cat([k, v], -1).float() @ centre.mT + constant.mT
+    torch.testing.assert_close(nearest, closeness.amax(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(closeness.gather(-1, label.unsqueeze(-1)).squeeze(-1), nearest, rtol=1e-5, atol=1e-5)
+    assert (label == 3).any()
+    assert not (label == 7).any()  # of equals the first
+
+    share = torch.rand(k.shape[:3]) * (torch.rand(k.shape[:3]) > 0.3)
+    sums = native.label_sums(k, v, label, share, 13)
+    member = torch.nn.functional.one_hot(label, 13) * share.unsqueeze(-1)
+    torch.testing.assert_close(sums, member.mT @ torch.cat([k, v], -1).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_sums_of_many_keys():
+    """More than are added up at once."""
+    k = torch.randn(1, 2, 9000, 8, generator=torch.Generator().manual_seed(0))
+    label, share = torch.arange(9000).expand(1, 2, -1) % 7, torch.ones(1, 2, 9000)
+    sums = native.label_sums(k, k, label, share, 7)
+    want = torch.stack([k[:, :, own::7].double().sum(2) for own in range(7)], 2)
+    torch.testing.assert_close(sums.double(), torch.cat([want, want], -1), rtol=1e-4, atol=1e-3)
+
+
+def test_whole_plans_with_and_without():
+    q, k, v = (torch.randn(2, 4, 600, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    for plan in (fk.budget(64), fk.budget(64, is_causal=True)):
+        causal = plan == fk.budget(64, is_causal=True)
+
+        def call(plan=plan, causal=causal):
+            return fk.attention(q, k, v, plan=plan, is_causal=causal, impl="torch")
+
+        # A key as near to one centre as to another may change its cluster by rounding.
+        torch.testing.assert_close(call(), without(call), rtol=1e-3, atol=1e-3)
+
+
+class TestBuilding:
+    """Without a compiler, or with one that fails, torch does the work and the reason is told."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
+        build._load.cache_clear()
+        yield
+        build._load.cache_clear()
+
+    def test_kernels_are_compiled_once(self, tmp_path, monkeypatch):
+        assert native.missing() is None
+        (file,) = (tmp_path / "cache").iterdir()
+        assert file.name.startswith("kernels-")
+        build._load.cache_clear()
+        monkeypatch.setattr(build, "_compile", None)
+        assert native.missing() is None
+
+    def test_another_processor_compiles_again(self, tmp_path, monkeypatch):
+        assert native.missing() is None
+        build._load.cache_clear()
+        monkeypatch.setattr(build, "_processor", lambda: "another")
+        assert native.missing() is None
+        assert len(list((tmp_path / "cache").iterdir())) == 2
+
+    def test_no_compiler(self, monkeypatch):
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+        assert "no C++ compiler" in native.missing()
+
+    def test_a_compiler_that_fails(self, monkeypatch, tmp_path):
+        for name, lines in (("broken", "exit 1"), ("liar", "[ $1 = --version ] && exit 0; echo 'cannot' >&2; exit 1")):
+            compiler = tmp_path / name
+            compiler.write_text(f"#!/bin/sh\n{lines}\n")
+            compiler.chmod(0o755)
+            monkeypatch.setenv("CXX", str(compiler))
+            build._load.cache_clear()
+            assert "failed" in native.missing()
+        assert "cannot" in native.missing()
+        assert not list((tmp_path / "cache").iterdir())
+        q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+        found = fk.attention(q, k, v, plan=MEANS[0], impl="torch")
+        torch.testing.assert_close(found, fk.attention(q, k, v, plan=MEANS[0], impl="reference"), rtol=1e-4, atol=1e-5)
+
+    def test_a_folder_that_cannot_be_written(self, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "file" / "below"))
+        assert native.missing() is None
+
+    def test_the_switch(self, monkeypatch):
+        monkeypatch.setenv("FEWKEYS_NATIVE", "0")
+        assert native.missing() == "FEWKEYS_NATIVE=0 turns them off"
+        assert not native.suits(torch.ones(1))
