@@ -187,15 +187,14 @@ def test_whoever_asks_for_derivatives_goes_another_way(taken):
 def test_statistics_clusters_and_sums(form, dtype):
     """Of the same keys: what torch's operations give up to rounding, and the same clusters but for ties."""
     shape = replace(SHAPES[form], keys=200, queries=200, lengths=None)
-    q, k, v = shape.draw(dtype=dtype)
+    _, k, v = shape.draw(dtype=dtype)
     assert native.suits(k, v)
-    root, mean_query, mean_key = torch.randn(2, *k.shape[1:2], 3 * k.shape[-1], k.shape[-1]).split(k.shape[-1], 2)
-    mean_query, mean_key = mean_query[:, :, :1], mean_key[:, :, :1]
-    spread, importance = native.statistics(k, root, mean_query, mean_key)
-    centred = k.float() - mean_key
-    along = (centred @ mean_query.mT).squeeze(-1)
-    torch.testing.assert_close(spread, (centred @ root).square().sum(-1), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(importance, along + (spread - along.square()) / 2, rtol=1e-4, atol=1e-4)
+    form, shift = torch.randn(2, *k.shape[:2], k.shape[-1] + 1, k.shape[-1])
+    shift = shift[..., :1].contiguous()
+    spread, importance = native.statistics(k, form, shift)
+    x = form @ k.float().mT - shift
+    torch.testing.assert_close(spread, x[:, :, :-1].square().sum(2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(importance, x[:, :, -1] + (spread - x[:, :, -1].square()) / 2, rtol=1e-4, atol=1e-4)
 
     centre = torch.randn(*k.shape[:2], 13, k.shape[-1] + v.shape[-1])
     centre[:, :, 7] = centre[:, :, 3]
@@ -207,6 +206,8 @@ def test_statistics_clusters_and_sums(form, dtype):
     torch.testing.assert_close(closeness.gather(-1, label.unsqueeze(-1)).squeeze(-1), nearest, rtol=1e-5, atol=1e-5)
     assert (label == 3).any()
     assert not (label == 7).any()  # of equals the first
+    together = native.survey(k, v, form, shift, centre, constant)
+    assert all(torch.equal(*pair) for pair in zip(together, (spread, importance, nearest, label), strict=True))
 
     share = torch.rand(k.shape[:3]) * (torch.rand(k.shape[:3]) > 0.3)
     sums = native.label_sums(k, v, label, share, 13)

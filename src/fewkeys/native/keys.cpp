@@ -3,20 +3,15 @@
 
 #include "lanes.h"
 
-struct Statistics {
-  Rows key;
-  const float *form;    // (B Hkv, D + 1, D): the rows of L^T, and the mean query
-  const float *centre;  // (B Hkv, D + 1): what they give for the mean key
-  float *spread, *importance;  // (B Hkv, Nk)
-  int64_t batch, heads, keys, dim;
-};
-
-struct Assign {
+struct Survey {
   Rows key, value;
-  const float *centre;    // (B Hkv, C, D + Dv), in the coordinates of keys and values
-  const float *constant;  // (B Hkv, C)
-  int64_t *label;         // (B Hkv, Nk)
-  float *nearest;         // (B Hkv, Nk): the largest x . centre + constant
+  // What the queries see: the rows of L^T and the mean query; and what these give for the mean key. Null: not asked.
+  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
+  float *spread, *importance;  // (B Hkv, Nk)
+  // The clusters, in the coordinates of keys and values side by side. count = 0: not asked.
+  const float *centre, *constant;  // (B Hkv, C, D + Dv), (B Hkv, C)
+  float *nearest;                  // (B Hkv, Nk): the largest x . centre + constant
+  int64_t *label;                  // (B Hkv, Nk): the first that attains it
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
@@ -30,71 +25,66 @@ struct Sums {
 
 constexpr int64_t PIECE = 4096;  // keys added up by themselves, so that sums do not depend on the number of threads
 
-template <class T>
-static void statistics(const Statistics &p, int threads) {
-  const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
+// Spread and importance of the keys in `lanes`; `found` holds D + 1 rows.
+static void see(const Survey &p, int64_t head, const float *lanes, float *found, float *spread, float *importance) {
   const int dim = p.dim;
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<float> scratch((2 * dim + 1) * TILE);
-    float *lanes = scratch.data(), *found = lanes + dim * TILE;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < work; t++) {
-      const int64_t head = t / tiles, first = t % tiles * TILE;
-      const int rows = std::min<int64_t>(TILE, p.keys - first);
-      to_lanes(p.key.at<T>(head / p.heads, head % p.heads, first), p.key.row, rows, dim, 1.0f, lanes);
-      dots(p.form + head * (dim + 1) * dim, dim, dim + 1, dim, lanes, found);
-      const float *centre = p.centre + head * (dim + 1);
-      float spread[TILE], importance[TILE];
-      for (int v = 0; v < TILE; v += LANES) {
-        vec sum = {};
-        for (int d = 0; d < dim; d++) {
-          const vec x = load(found + d * TILE + v) - centre[d];
-          sum += x * x;
-        }
-        const vec along = load(found + dim * TILE + v) - centre[dim];
-        store(spread + v, sum);
-        // k^T C k = E (q . k)^2 - (m . k)^2
-        store(importance + v, along + 0.5f * (sum - along * along));
-      }
-      memcpy(p.spread + head * p.keys + first, spread, rows * sizeof(float));
-      memcpy(p.importance + head * p.keys + first, importance, rows * sizeof(float));
+  const float *shift = p.shift + head * (dim + 1);
+  dots(p.form + head * (dim + 1) * dim, dim, dim + 1, dim, lanes, found);
+  for (int v = 0; v < TILE; v += LANES) {
+    vec sum = {};
+    for (int d = 0; d < dim; d++) {
+      const vec x = load(found + d * TILE + v) - shift[d];
+      sum += x * x;
     }
+    const vec along = load(found + dim * TILE + v) - shift[dim];
+    store(spread + v, sum);
+    // k^T C k = E (q . k)^2 - (m . k)^2
+    store(importance + v, along + 0.5f * (sum - along * along));
+  }
+}
+
+// The nearest centre of the keys and values in `lanes`; `found` holds C rows.
+static void assign(const Survey &p, int64_t head, const float *lanes, float *found, float *nearest, int32_t *label) {
+  const int both = p.dim + p.value_dim;
+  dots(p.centre + head * p.count * both, both, p.count, both, lanes, found);
+  for (int v = 0; v < TILE; v += LANES) {
+    vec best = all(-INFINITY);
+    ivec whose = {};
+    for (int c = 0; c < p.count; c++) {
+      const vec x = load(found + c * TILE + v) + p.constant[head * p.count + c];
+      const ivec closer = x > best;
+      best = closer ? x : best;
+      whose = closer ? ivec{} + c : whose;
+    }
+    store(nearest + v, best);
+    memcpy(label + v, &whose, sizeof whose);
   }
 }
 
 template <class T>
-static void assign(const Assign &p, int threads) {
-  const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
-  const int dim = p.dim, value_dim = p.value_dim, both = dim + value_dim;
+static void survey(const Survey &p, int threads) {
+  const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads, both = p.dim + p.value_dim;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scratch((both + p.count) * TILE);
+    std::vector<float> scratch((both + std::max(p.dim + 1, p.count)) * TILE);
     float *lanes = scratch.data(), *found = lanes + both * TILE;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < work; t++) {
-      const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads, head = t / tiles, first = t % tiles * TILE;
-      const int rows = std::min<int64_t>(TILE, p.keys - first);
-      to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, dim, 1.0f, lanes);
-      to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, value_dim, 1.0f, lanes + dim * TILE);
-      dots(p.centre + head * p.count * both, both, p.count, both, lanes, found);
-      float nearest[TILE];
+      const int64_t head = t / tiles, b = head / p.heads, h = head % p.heads, first = t % tiles * TILE;
+      const int64_t at = head * p.keys + first, rows = std::min<int64_t>(TILE, p.keys - first);
+      float one[TILE], other[TILE];
       int32_t label[TILE];
-      for (int v = 0; v < TILE; v += LANES) {
-        vec best = all(-INFINITY);
-        ivec whose = {};
-        for (int c = 0; c < p.count; c++) {
-          const vec x = load(found + c * TILE + v) + p.constant[head * p.count + c];
-          const ivec closer = x > best;
-          best = closer ? x : best;
-          whose = closer ? ivec{} + c : whose;
-        }
-        store(nearest + v, best);
-        memcpy(label + v, &whose, sizeof whose);
+      to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, p.dim, 1.0f, lanes);
+      if (p.form) {
+        see(p, head, lanes, found, one, other);
+        std::copy(one, one + rows, p.spread + at);
+        std::copy(other, other + rows, p.importance + at);
       }
-      for (int i = 0; i < rows; i++) {
-        p.label[head * p.keys + first + i] = label[i];
-        p.nearest[head * p.keys + first + i] = nearest[i];
+      if (p.count) {
+        to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, lanes + p.dim * TILE);
+        assign(p, head, lanes, found, one, label);
+        std::copy(one, one + rows, p.nearest + at);
+        std::copy(label, label + rows, p.label + at);
       }
     }
   }
@@ -130,11 +120,8 @@ static void label_sums(const Sums &p, int threads) {
   }
 }
 
-extern "C" void fewkeys_statistics(const Statistics *p, int is_bf16, int threads) {
-  is_bf16 ? statistics<bf16>(*p, threads) : statistics<float>(*p, threads);
-}
-extern "C" void fewkeys_assign(const Assign *p, int is_bf16, int threads) {
-  is_bf16 ? assign<bf16>(*p, threads) : assign<float>(*p, threads);
+extern "C" void fewkeys_survey(const Survey *p, int is_bf16, int threads) {
+  is_bf16 ? survey<bf16>(*p, threads) : survey<float>(*p, threads);
 }
 extern "C" void fewkeys_label_sums(const Sums *p, int is_bf16, int threads) {
   is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads);

@@ -6,28 +6,22 @@ Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything e
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fewkeys.native.build import library
-from fewkeys.native.tensors import Rows, dense
+from fewkeys.native.tensors import Rows, dense, pointer
 
 _Pointer, _Size = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Statistics(ctypes.Structure):
-    _fields_ = (
-        ("key", Rows),
-        *((name, _Pointer) for name in ("form", "centre", "spread", "importance")),
-        *((name, _Size) for name in ("batch", "heads", "keys", "dim")),
-    )
-
-
-class _Assign(ctypes.Structure):
+class _Survey(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("key", "value")),
-        *((name, _Pointer) for name in ("centre", "constant", "label", "nearest")),
+        *((name, _Pointer) for name in ("form", "shift", "spread", "importance")),
+        *((name, _Pointer) for name in ("centre", "constant", "nearest", "label")),
         *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim", "count")),
     )
 
@@ -40,30 +34,51 @@ class _Sums(ctypes.Structure):
     )
 
 
-def statistics(key: Tensor, root: Tensor, mean_query: Tensor, mean_key: Tensor) -> tuple[Tensor, Tensor]:
-    """`|L^T (k - mean)|^2` and the importance (B, H, N) of keys; root L (B, H, D, D), means (B, H, 1, D)."""
-    key, form = dense(key), torch.cat([root.mT, mean_query], 2)
-    centre = form @ mean_key.mT
-    spread, importance = mean_key.new_empty((2, *key.shape[:3])).unbind()
-    held = (form, centre, spread, importance)
-    problem = _Statistics(Rows.of(key), *(part.data_ptr() for part in held), *key.shape)
-    _call("fewkeys_statistics", problem, key.dtype)
+def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Spread and importance of the keys, as `survey` says."""
+    spread, importance = form.new_empty((2, *key.shape[:3])).unbind()
+    _survey(key, key[..., :0], (form, shift, spread, importance), _NOTHING)
     return spread, importance
 
 
 def assign(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first c that attains it, int64.
-
-    centre (B, H, C, D + Dv), constant (B, H, C).
-    """
-    key, value, centre, constant = dense(key), dense(value), centre.contiguous(), constant.contiguous()
+    """The largest closeness of every key and its label, as `survey` says."""
     nearest = centre.new_empty(key.shape[:3])
     label = torch.empty_like(nearest, dtype=torch.int64)
-    held = (centre, constant, label, nearest)
-    sizes = (*key.shape, value.shape[3], centre.shape[2])
-    problem = _Assign(Rows.of(key), Rows.of(value), *(part.data_ptr() for part in held), *sizes)
-    _call("fewkeys_assign", problem, key.dtype)
+    _survey(key, value, _NOTHING, (centre, constant, nearest, label))
     return nearest, label
+
+
+def survey(
+    key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the queries see of every key, and its cluster; keys and values are read once.
+
+    With `form` (B, H, D + 1, D), the rows of L^T and the mean query, and `shift` (B, H, D + 1, 1), what they give for
+    the mean key: `x = form k - shift`, the *spread* `s = x_1^2 + .. + x_D^2` and the *importance* `x_(D+1) +
+    (s - x_(D+1)^2) / 2`. With centres (B, H, C, D + Dv) and constants (B, H, C, 1): the largest *closeness*
+    `[k, v] . centre_c + constant_c`, and the first c that attains it.
+
+    Returns:
+        Spread, importance, closeness, all float32, and label, int64: (B, H, N) each.
+    """
+    spread, importance, nearest = form.new_empty((3, *key.shape[:3])).unbind()
+    label = torch.empty_like(nearest, dtype=torch.int64)
+    _survey(key, value, (form, shift, spread, importance), (centre, constant, nearest, label))
+    return spread, importance, nearest, label
+
+
+_NOTHING = (None, None, None, None)
+
+
+def _survey(key: Tensor, value: Tensor, seen: Sequence[Tensor | None], clusters: Sequence[Tensor | None]) -> None:
+    """Write what is asked for to the last two tensors of each."""
+    key, value = dense(key), dense(value)
+    held = [None if part is None else part.contiguous() for part in (*seen, *clusters)]
+    count = 0 if clusters[0] is None else clusters[0].shape[2]
+    sizes = (*key.shape, value.shape[3], count)
+    problem = _Survey(Rows.of(key), Rows.of(value), *(pointer(part) for part in held), *sizes)
+    _call("fewkeys_survey", problem, key.dtype)
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:

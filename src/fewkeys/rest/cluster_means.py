@@ -10,7 +10,7 @@ from torch import Tensor
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
-from fewkeys.sketch.clusters import TILT, clusters, key_statistics, query_moments, sample
+from fewkeys.sketch.clusters import TILT, clusters, frame, key_statistics, query_moments, sample
 from fewkeys.sketch.gram import working
 from fewkeys.sketch.sums import label_sums, members
 from fewkeys.validation import check_count
@@ -86,9 +86,9 @@ def represent(
     totals, share = inputs.whole.totals, unkept(inputs, graph)
     if not isinstance(weights, Softmax) or importance is None:
         return StandIns(*_means(inputs, label, share, count)[:2], label, share)
-    known, moments = key_statistics(inputs), query_moments(inputs)
+    known, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
     with torch.no_grad():
-        log_e = TILT * (known.importance - importance.gather(-1, label))
+        log_e = TILT * (seen.importance - importance.gather(-1, label))
         share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     mean_key, mean_value, mass = _means(inputs, label, share, count)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def represent(
         second = moments.second
         right = top_subspace(pooled.mT @ second @ pooled, min(rank, *pooled.shape[-2:])).mT
         here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
-        energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * known.spread)
+        energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * seen.spread)
         energy = totals.sum(energy.unsqueeze(-1)) / mass
         # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
         spread = torch.where(energy - here > 64 * torch.finfo(here.dtype).eps * energy, energy - here, 0.0)

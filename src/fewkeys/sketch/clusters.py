@@ -51,18 +51,32 @@ class QueryMoments:
 
 
 @dataclass(frozen=True, eq=False)
-class KeyStatistics:
-    """What the queries see of the keys of a head.
+class Frame:
+    """How the queries of a head measure its keys and values.
 
     `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): the mean real key and value; `root` (B, Hkv, D, D): L;
-    `unit` (B, Hkv, 1, 1): 1 / rms(v); `spread` (B, Hkv, Nk): the mean square `E (q . k_j)^2` of a centred key's
-    score; `importance` (B, Hkv, Nk): g_j.
+    `unit` (B, Hkv, 1, 1): 1 / rms(v); `mean_query` (B, Hkv, 1, D).
     """
 
     mean: Tensor
     value_mean: Tensor
     root: Tensor
     unit: Tensor
+    mean_query: Tensor
+
+    @property
+    def form(self) -> Tensor:
+        """(B, Hkv, D + 1, D): the rows of L^T, and the mean query."""
+        return torch.cat([self.root.mT, self.mean_query], 2)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyStatistics:
+    """What the queries see of every key (B, Hkv, Nk).
+
+    `spread`: the mean square `E (q . k_j)^2` of a centred key's score; `importance`: g_j.
+    """
+
     spread: Tensor
     importance: Tensor
 
@@ -97,10 +111,16 @@ def query_moments(inputs: Inputs) -> QueryMoments:
         return inputs.remember("query_moments", lambda: _query_moments(inputs))
 
 
-def key_statistics(inputs: Inputs) -> KeyStatistics:
-    """Importance and score spread of every key, and the units of the features. Cost O(n D^2)."""
+def frame(inputs: Inputs) -> Frame:
+    """Means of keys and values, and the units of the features. Cost O(n (D + Dv))."""
     with torch.no_grad():
-        return inputs.remember("key_statistics", lambda: _key_statistics(inputs))
+        return inputs.remember("frame", lambda: _frame(inputs))
+
+
+def key_statistics(inputs: Inputs) -> KeyStatistics:
+    """Importance and score spread of every key; clusters bring them along. Cost O(n D^2)."""
+    with torch.no_grad():
+        return inputs.remember("key_statistics", lambda: KeyStatistics(*_seen(inputs.key.detach(), frame(inputs))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +202,7 @@ def _covariance(rows: Tensor, size: Tensor | int) -> Tensor:
     return rows.mT @ rows / size
 
 
-def _key_statistics(inputs: Inputs) -> KeyStatistics:
+def _frame(inputs: Inputs) -> Frame:
     moments = query_moments(inputs)
     key, value = working(inputs.key.detach()), working(inputs.value.detach())
     second = moments.second
@@ -196,41 +216,55 @@ def _key_statistics(inputs: Inputs) -> KeyStatistics:
     square = totals.sum(torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square()) / count
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
-    seen = _seen(inputs.key.detach(), root, moments.mean, key_mean)
-    return KeyStatistics(key_mean, value_mean, root, unit, *seen)
+    return Frame(key_mean, value_mean, root, unit, moments.mean)
 
 
-def _seen(key: Tensor, root: Tensor, mean_query: Tensor, mean_key: Tensor) -> tuple[Tensor, Tensor]:
+def _seen(key: Tensor, known: Frame) -> tuple[Tensor, Tensor]:
     """Spread and importance of every key."""
-    if native.suits(key, root):
-        return native.statistics(key, root, mean_query, mean_key)
+    form = known.form
+    shift = form @ known.mean.mT
+    if native.suits(key, form):
+        return native.statistics(key, form, shift)
     key = working(key)
     spread = key.new_empty(key.shape[:3])
-    flat = [rows.flatten(0, 1) for rows in (key, root, mean_key @ root, spread)]
-    for own, rows in pieces(flat[0].shape[0], flat[0].shape[1], root.shape[-1]):
+    flat = [rows.flatten(0, 1) for rows in (key, known.root, known.mean @ known.root, spread)]
+    for own, rows in pieces(flat[0].shape[0], flat[0].shape[1], key.shape[-1]):
         flat[3][own, rows] = torch.linalg.vector_norm((flat[0][own, rows] @ flat[1][own]).sub_(flat[2][own]), dim=-1)
     spread.square_()
-    along = (key @ mean_query.mT - mean_key @ mean_query.mT).squeeze(-1)
-    # k^T C k = E (q . k)^2 - (m . k)^2, so the importance needs no second pass over the keys.
-    return spread, along + 0.5 * (spread - along.square())
+    return spread, _importance(spread, (key @ known.mean_query.mT).squeeze(-1) - shift[:, :, -1])
+
+
+def _importance(spread: Tensor, along: Tensor) -> Tensor:
+    """`m . k + k^T C k / 2` where `k^T C k = E (q . k)^2 - (m . k)^2`."""
+    return along + 0.5 * (spread - along.square())
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
-    known = key_statistics(inputs)
-    key, value = working(inputs.key.detach()), working(inputs.value.detach())
-    centres, importance = _lloyd(inputs, known, key, value, count)
+    known = frame(inputs)
+    key, value = inputs.key.detach(), inputs.value.detach()
+    centres, importance = _lloyd(inputs, known, count)
     # x . c - |c|^2 / 2 for features x, straight from keys and values: the features of all keys are never written down.
     on_key = centres[..., : key.shape[-1]] @ known.root.mT
     on_value = known.unit * centres[..., key.shape[-1] :]
     constant = -0.5 * centres.square().sum(-1, keepdim=True)
     constant = constant - on_key @ known.mean.mT - on_value @ known.value_mean.mT
-    both = torch.cat([on_key, on_value], -1)
-    nearest, label = _nearest(inputs.key.detach(), inputs.value.detach(), both, constant)
-    middle = known.value_mean
+    spread, nearest, label = _survey(inputs, known, torch.cat([on_key, on_value], -1), constant)
+    value, middle = working(value), known.value_mean
     square = torch.linalg.vector_norm(value, dim=-1, keepdim=True).square() - value @ (2 * middle).mT
     square = square + middle.square().sum(-1, keepdim=True)
-    energy = known.spread + (square * known.unit.square()).squeeze(-1)
+    energy = spread + (square * known.unit.square()).squeeze(-1)
     return Clusters(label, (energy - 2 * nearest).clamp_min(0.0), importance)
+
+
+def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Spread, largest closeness and label of every key (B, H, N), as `_nearest` says; its statistics are remembered."""
+    key, value = inputs.key.detach(), inputs.value.detach()
+    if native.suits(key, value, centre):
+        form = known.form
+        spread, importance, nearest, label = native.survey(key, value, form, form @ known.mean.mT, centre, constant)
+        inputs.remember("key_statistics", lambda: KeyStatistics(spread, importance))
+        return spread, nearest, label
+    return key_statistics(inputs).spread, *_nearest(key, value, centre, constant)
 
 
 def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,13 +286,14 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
     return nearest.unflatten(0, key.shape[:2]), label.unflatten(0, key.shape[:2])
 
 
-def _lloyd(inputs: Inputs, known: KeyStatistics, key: Tensor, value: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
     some = sample(inputs, count)
-    rows = torch.cat(
-        [(some.take(key) - known.mean) @ known.root, (some.take(value) - known.value_mean) * known.unit], -1
-    )
-    importance = some.take(known.importance)
+    key = working(some.take(inputs.key.detach())) - known.mean
+    value = working(some.take(inputs.value.detach())) - known.value_mean
+    on_query = key @ known.root
+    rows = torch.cat([on_query, value * known.unit], -1)
+    importance = _importance(on_query.square().sum(-1), (key @ known.mean_query.mT).squeeze(-1))
     scores, hidden = importance, None
     if some.real is not None:
         hidden = ~some.real[:, None].expand(-1, key.shape[1], -1)
