@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from cases import CAUSAL_SHAPES, PLANS, SHAPES
+from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from fewkeys import native
 from fewkeys.execute import compiled
 from fewkeys.native import build
+from fewkeys.sketch.past import Leaving, Past, walk
+from fewkeys.sketch.running import RunningQueries
+from fewkeys.sketch.summary import Summary
 from fewkeys.validation import check_inputs
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=f"no compiled kernels: {native.missing()}")
@@ -27,6 +30,9 @@ MEANS = [
     fk.Plan(fk.Window(6)),
     fk.Plan(fk.Sinks(3)),
     fk.Plan(fk.Sinks(3) | fk.Window(41)),
+    fk.Plan(fk.RecentBlocks(8, 3)),
+    fk.Plan(fk.RecentBlocks(64) | fk.KeyNorm(5)),
+    *RUNNING_PLANS.values(),
 ]
 CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2}}
 
@@ -55,7 +61,7 @@ CASES = [
     (plan, form)
     for plan in MEANS
     for form, shape in FORMS.items()
-    if not shape.is_causal or (plan.keep.causal and plan.rest.causal)
+    if (plan.keep.causal and plan.rest.causal if shape.is_causal else not plan.rest.needs_causal)
 ]
 
 
@@ -69,8 +75,9 @@ def test_it_is_the_reference(plan, form, dtype, taken):
     assert found.dtype == dtype
     torch.testing.assert_close(found, want, **CLOSE[dtype])
     x = check_inputs(*tensors, **shape.options)
-    lists = plan.keep.select(x).columns
-    assert bool(taken) == ((lists is None or lists.blocks == 1) and not plan.keep.covers(x))
+    graph = plan.keep.select(x)
+    beside = graph.band is not None and graph.columns is not None and graph.columns.blocks > 1
+    assert bool(taken) == (isinstance(plan.weights, fk.Softmax) and not beside and not plan.keep.covers(x))
 
 
 @pytest.mark.parametrize("plan", MEANS[:4], ids=str)
@@ -111,7 +118,7 @@ def test_the_number_of_threads_changes_nothing(plan):
 
 
 @pytest.mark.parametrize("size", [30.0, 300.0])
-@pytest.mark.parametrize("plan", MEANS, ids=str)
+@pytest.mark.parametrize("plan", [plan for plan in MEANS if not plan.rest.needs_causal], ids=str)
 def test_far_scores_neither_overflow_nor_vanish_wrongly(plan, size):
     """One key decides every row, and with it often one part of the row alone: list, band or stand-in."""
     g = torch.Generator().manual_seed(0)
@@ -222,6 +229,69 @@ def test_sums_of_many_keys():
     sums = native.label_sums(k, k, label, share, 7)
     want = torch.stack([k[:, :, own::7].double().sum(2) for own in range(7)], 2)
     torch.testing.assert_close(sums.double(), torch.cat([want, want], -1), rtol=1e-4, atol=1e-3)
+
+
+def made_past(places, dim, value_dim, seed=0):
+    """A past of some keys: half of the places are free."""
+    key, value = torch.zeros(2, 3, 1, dim), torch.zeros(2, 3, 1, value_dim)
+    past = Past(Summary.empty(places, key, value), RunningQueries.empty(key))
+    g = torch.Generator().manual_seed(seed)
+    key, value = (
+        torch.randn(2, 3, places // 2, dim, generator=g),
+        torch.randn(2, 3, places // 2, value_dim, generator=g),
+    )
+    real = torch.ones(2, 3, places // 2, dtype=torch.bool)
+    summary = past.summary.absorb(key, value, real, past.queries.moments(), tilted=True)
+    return Past(summary, past.queries.add(torch.randn(2, 3, 2, 9, dim, generator=g)))
+
+
+@pytest.mark.parametrize("tilted", [True, False])
+@pytest.mark.parametrize("answers", ["all", "some"])
+@pytest.mark.parametrize(
+    ("places", "leaving", "dim", "value_dim"), [(6, 16, 8, 5), (40, 7, 16, 16), (9, 33, 3, 20), (50, 4, 8, 8)]
+)
+def test_the_past_moves_on_as_torch_moves_it(places, leaving, dim, value_dim, answers, tilted):
+    g = torch.Generator().manual_seed(places)
+    steps, size = 6, 4
+    query = torch.randn(2, 6, steps * size, dim, generator=g)
+    key, value = torch.randn(2, 3, 200, dim, generator=g), torch.randn(2, 3, 200, value_dim, generator=g)
+    index = torch.rand(2, 3, 200, generator=g).argsort(-1)[..., : steps * leaving].unflatten(-1, (steps, leaving))
+    real = torch.rand(2, 3, steps, leaving, generator=g) < 0.8
+    real[:, :, 2] = False
+    answered = torch.rand(2, steps * size, generator=g) < 0.7 if answers == "some" else None
+    past = made_past(places, dim, value_dim)
+
+    def call():
+        return walk(past, query, answered, 0.4, Leaving(key, value, index, real), tilted=tilted)
+
+    assert native.suits(past.summary.rows, query, key)
+    (fast, moved), (slow, want) = call(), without(call)
+    pairs = [(getattr(fast, name), getattr(slow, name)) for name in ("rows", "excess", "size")]
+    pairs += [(getattr(moved.summary, name), getattr(want.summary, name)) for name in ("rows", "excess", "size")]
+    pairs += [(getattr(moved.summary.seen, name), part) for name, part in vars(want.summary.seen).items()]
+    pairs += [(getattr(moved.queries, name), part) for name, part in vars(want.queries).items()]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert torch.equal(fast.rows[:, :, -1], moved.summary.rows)
+    assert torch.equal(fast.rows[:, :, 0], past.summary.rows)  # which did not move itself
+
+
+def test_step_by_step_is_all_at_once():
+    """To the last bit, as a stream must go on as a sequence does; also in lower precision."""
+    g = torch.Generator().manual_seed(0)
+    for dtype in CLOSE:
+        query, key, value = (torch.randn(2, 3, 80, 8, generator=g).to(dtype) for _ in range(3))
+        index = torch.arange(80).view(5, 16).expand(2, 3, -1, -1)
+        real = torch.ones_like(index, dtype=torch.bool)
+        by_step, whole = walk(made_past(10, 8, 8), query, None, 0.3, Leaving(key, value, index, real), tilted=True)
+        past = made_past(10, 8, 8)
+        for step in range(5):
+            part = slice(16 * step, 16 * step + 16)
+            rows = Leaving.all(key[:, :, part].float(), value[:, :, part].float(), real[:, :, 0])
+            _, past = walk(past, query[:, :, part].float() * 0.3, None, 1.0, rows, tilted=True)
+            assert torch.equal(by_step.rows[:, :, step + 1], past.summary.rows)
+            assert torch.equal(by_step.excess[:, :, step + 1], past.summary.excess)
+        assert torch.equal(whole.queries.square, past.queries.square)
 
 
 def test_whole_plans_with_and_without():

@@ -26,7 +26,7 @@ from fewkeys.rest import BlockStandIns
 from fewkeys.rest.running_means import by_block
 from fewkeys.select import RecentBlocks
 from fewkeys.sketch.gram import working
-from fewkeys.sketch.summary import Summary
+from fewkeys.sketch.past import ByStep, Leaving, Past, walk
 from fewkeys.streaming.parts import Parts, parts_of
 from fewkeys.weights import Softmax
 
@@ -70,7 +70,7 @@ def _recent(parts: Parts) -> RecentBlocks:
     return parts.recent
 
 
-def _walk(inputs: Inputs, plan: Plan, parts: Parts, past: Carry) -> tuple[list[Summary], Carry]:
+def _walk(inputs: Inputs, plan: Plan, parts: Parts, past: Carry) -> tuple[ByStep, Carry]:
     """The summary that each block of this shard's queries sees, the first block's first; and the past after it."""
     size, first, last = _recent(parts).size, past.place, past.place + inputs.keys
     key = torch.cat([past.near_key, working(inputs.key)], 2)
@@ -79,18 +79,22 @@ def _walk(inputs: Inputs, plan: Plan, parts: Parts, past: Carry) -> tuple[list[S
     begun = first % size
     query = working(inputs.grouped_query().detach()) * inputs.scale
     asked = torch.cat([past.asked[:, :, :, :begun], query], 3)
-    summary, queries, tilted = past.summary, past.queries, isinstance(plan.weights, Softmax)
-    summaries = [summary]
-    for block in range(first // size + 1, last // size + 1):
-        queries = queries.add(asked[:, :, :, :size])
-        asked = asked[:, :, :, size:]
-        lower = max(parts.near_from((block - 1) * size), parts.sinks)
-        upper = parts.near_from(block * size)
-        if parts.means and lower < upper:
-            rows = slice(lower - start, upper - start)
-            real = torch.ones(key[:, :, rows].shape[:3], dtype=torch.bool, device=key.device)
-            summary = summary.absorb(key[:, :, rows], value[:, :, rows], real, queries.moments(), tilted=tilted)
-        summaries.append(summary)
+    blocks = range(first // size + 1, last // size + 1)
+    lower = [max(parts.near_from((block - 1) * size), parts.sinks) for block in blocks]
+    upper = [parts.near_from(block * size) if parts.means else 0 for block in blocks]
+    index = torch.tensor(lower, device=key.device).view(-1, 1) - start + torch.arange(size, device=key.device)
+    real = index + start < torch.tensor(upper, device=key.device).view(-1, 1)
+    index, real = (part.expand(*key.shape[:2], -1, -1) for part in (index.clamp(0, key.shape[2] - 1), real))
+    complete = len(blocks) * size
+    summaries, moved = walk(
+        Past(past.summary, past.queries),
+        asked[:, :, :, :complete].flatten(1, 2),
+        None,
+        1.0,
+        Leaving(key, value, index, real),
+        tilted=isinstance(plan.weights, Softmax),
+    )
+    asked = asked[:, :, :, complete:]
     near, free = past.near_key.shape[2], max(0, parts.sinks - first)
     carry = Carry(
         last,
@@ -99,8 +103,8 @@ def _walk(inputs: Inputs, plan: Plan, parts: Parts, past: Carry) -> tuple[list[S
         _sunk(past.sink_key, inputs.key, first, free),
         _sunk(past.sink_value, inputs.value, first, free),
         pad(asked, (0, 0, 0, size - asked.shape[3])),
-        summary,
-        queries,
+        moved.summary,
+        moved.queries,
     )
     return summaries, carry
 
@@ -113,7 +117,7 @@ def _sunk(old: Tensor, new: Tensor, first: int, free: int) -> Tensor:
     return torch.cat([old[:, :, :first], fresh, old[:, :, first + fresh.shape[2] :]], 2)
 
 
-def _output(inputs: Inputs, plan: Plan, parts: Parts, past: Carry, summaries: list[Summary]) -> Tensor:
+def _output(inputs: Inputs, plan: Plan, parts: Parts, past: Carry, summaries: ByStep) -> Tensor:
     size, first, count = _recent(parts).size, past.place, inputs.queries
     if not count:
         # No output, but a part in the graph: the ranks before wait for the gradients.
@@ -132,9 +136,14 @@ def _output(inputs: Inputs, plan: Plan, parts: Parts, past: Carry, summaries: li
     if graph.columns is None:
         raise ValueError("keep: expected RecentBlocks")
     blocks = range(first // size, (first + count - 1) // size + 1)
-    stand_ins = _beside_sinks(by_block(summaries[: len(blocks)]), past, parts, blocks, local)
+    stand_ins = _beside_sinks(_first(by_block(summaries, inputs.head_dim), len(blocks)), past, parts, blocks, local)
     output = linear.attend(local, Graph(local, columns=graph.columns), stand_ins, plan.weights)
     return output.to(inputs.query.dtype)
+
+
+def _first(means: BlockStandIns, count: int) -> BlockStandIns:
+    """The stand-ins of the first blocks."""
+    return BlockStandIns(*(part[:, :, :count] for part in (means.key, means.value, means.bias, means.size)))
 
 
 def _beside_sinks(means: BlockStandIns, past: Carry, parts: Parts, blocks: range, local: Inputs) -> BlockStandIns:

@@ -1,15 +1,20 @@
-"""Softmax over a shared list, a band and stand-ins, in one pass over the queries (`native/attend.cpp`)."""
+"""Softmax attention in one pass over the queries, by the compiled kernels.
+
+`native/attend.cpp`: a band, one shared list and stand-ins; `native/blocks.cpp`: lists and means of the past by blocks.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.execute.operands import band_hidden, listed
-from fewkeys.graph import Graph
+from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.native.build import library
 from fewkeys.native.tensors import Rows, dense, filled, pointer, suits
@@ -29,30 +34,78 @@ class _Attend(ctypes.Structure):
     )
 
 
+class _Blocks(ctypes.Structure):
+    _fields_ = (
+        *((name, Rows) for name in ("query", "key", "value", "out", "mean_key", "mean_value")),
+        *((name, ctypes.c_void_p) for name in ("bias", "place")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("blocks", "size", "entries", "means", "offset", "causal")),
+        ("scale", ctypes.c_float),
+    )
+
+
 def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
     """Whether `attend` answers such a problem."""
-    if not isinstance(weights, Softmax) or isinstance(stand_ins, BlockStandIns):
+    if not isinstance(weights, Softmax) or graph.rows is not None or graph.full or graph.groups is not None:
         return False
-    if graph.rows is not None or graph.full or graph.groups is not None:
-        return False
-    if graph.columns is not None and graph.columns.blocks > 1:
+    if _by_block(graph, stand_ins) and (graph.band is not None or isinstance(stand_ins, StandIns)):
         return False
     means: tuple[Tensor | None, ...] = ()
-    if stand_ins is not None:
+    if isinstance(stand_ins, BlockStandIns):
+        means = (stand_ins.key, stand_ins.value)
+    elif stand_ins is not None:
         if stand_ins.curvature is not None or (stand_ins.left is not None and stand_ins.right is None):
             return False
         means = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.left, stand_ins.right)
     return suits(inputs.query, inputs.key, inputs.value, *means)
 
 
-def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None) -> Tensor:
+def _by_block(graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> bool:
+    return isinstance(stand_ins, BlockStandIns) or (graph.columns is not None and graph.columns.blocks > 1)
+
+
+def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, for what `supports` lets pass.
 
     Computed in float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """
-    x = inputs
-    query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
+    query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
+    x = replace(inputs, query=query, key=key, value=value)
     output = value.new_empty((*query.shape[:3], x.value_dim))
+    if not _by_block(graph, stand_ins):
+        _attend(x, graph, cast("StandIns | None", stand_ins), output)
+    elif graph.columns is not None:
+        _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
+    return output
+
+
+def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
+    """Write the output of lists by blocks, and of the means of the past beside them."""
+    place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
+    means, mean_key, mean_value, bias = 0, x.key[:, :, :0].float(), x.value[:, :, :0].float(), None
+    if stand_ins is not None:
+        means, bias = stand_ins.key.shape[3], stand_ins.bias.contiguous()
+        mean_key, mean_value = (dense(rows.flatten(2, 3)) for rows in (stand_ins.key, stand_ins.value))
+    sizes = (x.batch, x.query_heads, x.groups, x.queries, x.keys, x.head_dim, x.value_dim)
+    problem = _Blocks(
+        *(Rows.of(rows) for rows in (x.query, x.key, x.value, output, mean_key, mean_value)),
+        pointer(bias),
+        pointer(place),
+        *sizes,
+        columns.blocks,
+        # A single list serves all queries.
+        columns.size if columns.blocks > 1 else x.queries + x.offset,
+        place.shape[3],
+        means,
+        x.offset,
+        int(x.is_causal),
+        x.scale,
+    )
+    _call("fewkeys_attend_blocks", problem, x.query.dtype)
+
+
+def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> None:
+    """Write the output of a band, one shared list and stand-ins."""
     list_key, list_value, place = listed(x, graph)
     keys, values = [list_key], [list_value]
     bias = total = factor = label = share = None
@@ -91,7 +144,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None) -> Tensor:
     )
     reach = x.keys + x.queries + x.offset
     problem = _Attend(
-        *(Rows.of(rows) for rows in (query, key, value, output)),
+        *(Rows.of(rows) for rows in (x.query, x.key, x.value, output)),
         *(pointer(part) for part in held),
         *sizes,
         min(left, reach),
@@ -99,6 +152,9 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None) -> Tensor:
         int(x.is_causal),
         x.scale,
     )
-    is_bf16 = ctypes.c_int(query.dtype == torch.bfloat16)
-    library().fewkeys_attend(ctypes.byref(problem), is_bf16, ctypes.c_int(torch.get_num_threads()))
-    return output
+    _call("fewkeys_attend", problem, x.query.dtype)
+
+
+def _call(name: str, problem: ctypes.Structure, dtype: torch.dtype) -> None:
+    threads = ctypes.c_int(torch.get_num_threads())
+    getattr(library(), name)(ctypes.byref(problem), ctypes.c_int(dtype == torch.bfloat16), threads)

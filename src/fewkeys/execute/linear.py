@@ -32,7 +32,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
     if graph.rows is not None or graph.full:
         block = max(1, 4 * CHUNK // (x.batch * x.query_heads * x.keys))
         return reference.attend(x, graph, stand_ins, weights, block)
-    if not isinstance(stand_ins, BlockStandIns) and compiled.supports(x, graph, stand_ins, weights):
+    if compiled.supports(x, graph, stand_ins, weights):
         return compiled.attend(x, graph, stand_ins)
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0

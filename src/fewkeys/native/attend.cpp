@@ -1,7 +1,5 @@
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
-#include <vector>
-
-#include "lanes.h"
+#include "tile.h"
 
 struct Attend {
   Rows query, key, value, out;
@@ -16,21 +14,7 @@ struct Attend {
   float scale;
 };
 
-constexpr int SOME = 4;  // queries whose values are mixed at once
 constexpr float ROUNDING = 1e-5f;
-
-// The rows as floats, filled up with zeros to `width`: where they lie if they are, else copied to `into`.
-template <class T>
-static const float *floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {
-  if constexpr (sizeof(T) == sizeof(float))
-    if (dim == width) return (const float *)rows;
-  for (int j = 0; j < count; j++)
-    for (int d = 0; d < width; d++) into[(int64_t)j * width + d] = d < dim ? number(rows[j * stride + d]) : 0.0f;
-  stride = width;
-  return into;
-}
-
-static int filled(int64_t dim) { return (dim + FILL - 1) / FILL * FILL; }
 
 static int64_t reach_of(const Attend &p) {
   return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
@@ -66,31 +50,23 @@ static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, fl
   const float *total = p.total + head * means;
   for (int c = 0; c < means; c++)
     for (int v = 0; v < TILE; v += LANES) store(count + c * TILE + v, all(total[c]));
-  vec top[WIDE];
-  for (int w = 0; w < WIDE; w++) top[w] = none;
+  Tile tile;
 
   // The band: queries within reach see a key, and no stand-in speaks for it to them.
   for (int j = 0; j < band; j++) {
     const int64_t at = begin + j, index = head * p.keys + at;
-    const bool gone = p.hidden && p.hidden[index];
     const float share = means ? p.share[index] : 0.0f;
-    float *of_label = share != 0.0f ? count + p.label[index] * TILE : nullptr;
     const int low = std::max<int64_t>(at - p.right - position, 0), high = std::min<int64_t>(at + p.left - position, TILE);
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = gone ? none : within(lane + v, low, high, load(near + j * TILE + v), none);
-      store(near + j * TILE + v, x);
-      top[w] = larger(top[w], x);
-      if (of_label) store(of_label + v, load(of_label + v) - within(lane + v, low, high, all(share), all(0.0f)));
-    }
+    tile.show(near + j * TILE, lane, p.hidden && p.hidden[index] ? TILE : low, high);
+    if (share == 0.0f) continue;
+    float *left = count + p.label[index] * TILE;
+    for (int v = 0; v < TILE; v += LANES)
+      store(left + v, load(left + v) - within(lane + v, low, high, all(share), all(0.0f)));
   }
   for (int c = 0; c < entries; c++) {
     const int64_t place = p.place[head * entries + c];
     const int low = place >= p.keys ? TILE : p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = within(lane + v, low, TILE, load(score + c * TILE + v), none);
-      store(score + c * TILE + v, x);
-      top[w] = larger(top[w], x);
-    }
+    tile.show(score + c * TILE, lane, low, TILE);
   }
   float *mean_score = score + entries * TILE;
   for (int c = 0; c < means; c++) {
@@ -100,29 +76,20 @@ static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, fl
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
       const vec x = load(count + c * TILE + v) > least ? load(mean_score + c * TILE + v) + bias : none;
       store(mean_score + c * TILE + v, x);
-      top[w] = larger(top[w], x);
+      tile.top[w] = larger(tile.top[w], x);
     }
   }
 
-  // Scores become weights in place.
-  vec sum[WIDE] = {}, slope[WIDE] = {};
-  for (int w = 0; w < WIDE; w++) top[w] = top[w] == none ? all(0.0f) : top[w];
-  auto weigh = [&](float *of, int number) {
-    for (int c = 0; c < number; c++)
-      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = exponential(load(of + c * TILE + v) - top[w]);
-        store(of + c * TILE + v, x);
-        sum[w] += x;
-      }
-  };
-  weigh(near, band);
-  weigh(score, entries);
+  tile.settle();
+  tile.weigh(near, band);
+  tile.weigh(score, entries);
+  vec slope[WIDE] = {};
   for (int c = 0; c < means; c++) {
     const float factor = p.rank ? p.factor[head * means + c] : 0.0f;
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = exponential(load(mean_score + c * TILE + v) - top[w]) * load(count + c * TILE + v);
+      const vec x = exponential(load(mean_score + c * TILE + v) - tile.top[w]) * load(count + c * TILE + v);
       store(mean_score + c * TILE + v, x);
-      sum[w] += x;
+      tile.sum[w] += x;
       slope[w] += x * factor;
     }
   }
@@ -133,8 +100,6 @@ static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, fl
       store(x, load(x) * slope[w]);
     }
 
-  float inverse[TILE];
-  for (int w = 0; w < WIDE; w++) store(inverse + w * LANES, sum[w] == 0.0f ? all(0.0f) : 1.0f / sum[w]);
   memset(mixed, 0, sizeof(float) * TILE * wide);
   for (int i = 0; i < rows; i += SOME) {
     mix<SOME>(p.shared_value + head * shared * wide, wide, shared, wide, score + i, mixed + i * wide, wide);
@@ -142,10 +107,7 @@ static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, fl
     const int high = std::clamp<int64_t>(position + i + SOME + p.right - begin, low, band);
     mix<SOME>(value + low * value_stride, value_stride, high - low, wide, near + low * TILE + i, mixed + i * wide, wide);
   }
-  for (int i = 0; i < rows; i++) {
-    T *to = (T *)p.out.at<T>(b, h, first + i);
-    for (int d = 0; d < p.value_dim; d++) put(mixed[i * wide + d] * inverse[i], to[d]);
-  }
+  tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
 }
 
 template <class T>

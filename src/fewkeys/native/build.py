@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("lanes.h", "attend.cpp", "keys.cpp")
+SOURCES = ("lanes.h", "tile.h", "attend.cpp", "blocks.cpp", "keys.cpp", "past.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
 SWITCH, CACHE, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_CACHE", "CXX"

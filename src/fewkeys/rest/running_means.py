@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +12,7 @@ from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import BlockStandIns, Rest
 from fewkeys.sketch.gram import working
+from fewkeys.sketch.past import ByStep, Leaving, Past, walk
 from fewkeys.sketch.running import RunningQueries
 from fewkeys.sketch.summary import Summary
 from fewkeys.validation import check_count
@@ -46,34 +46,25 @@ class RunningMeans(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
         x, columns = inputs, blocks_of(graph)
-        key, value, tilted = working(x.key), working(x.value), isinstance(weights, Softmax)
-        query, real_queries = working(x.grouped_query().detach()) * x.scale, _real_queries(x)
-        index, leaving = departures(x, columns)
-        widths = leaving.sum(-1).amax((0, 1)).tolist()
-        summary, queries = Summary.empty(self.count, key, value), RunningQueries.empty(key)
-        found: list[Summary] = []
-        for block in range(columns.blocks):
-            if block:
-                part = slice((block - 1) * columns.size, block * columns.size)
-                queries = queries.add(query[:, :, :, part], None if real_queries is None else real_queries[:, part])
-                # As many columns as this block needs: no shape may depend on what comes later.
-                real = leaving[:, :, block, : widths[block]]
-                if widths[block]:
-                    rows = [_rows(tensor, index[:, :, block, : widths[block]], real) for tensor in (key, value)]
-                    summary = summary.absorb(rows[0], rows[1], real, queries.moments(), tilted=tilted)
-            found.append(summary)
-        return by_block(found)
+        index, real = departures(x, columns)
+        past = Past(Summary.empty(self.count, working(x.key), working(x.value)), RunningQueries.empty(working(x.key)))
+        # A block sees the queries of the blocks before it.
+        last = (columns.blocks - 1) * columns.size
+        answered = _real_queries(x)
+        by_step, _ = walk(
+            past,
+            x.query[:, :, :last],
+            None if answered is None else answered[:, :last],
+            x.scale,
+            Leaving(x.key, x.value, index[:, :, 1:], real[:, :, 1:]),
+            tilted=isinstance(weights, Softmax),
+        )
+        return by_block(by_step, x.head_dim)
 
 
-def by_block(summaries: Sequence[Summary]) -> BlockStandIns:
-    """The stand-ins of consecutive blocks, one summary for each."""
-    rows, dim = torch.stack([one.rows for one in summaries], 2), summaries[0].seen.key.shape[-1]
-    return BlockStandIns(
-        rows[..., :dim],
-        rows[..., dim:],
-        torch.stack([one.excess for one in summaries], 2),
-        torch.stack([one.size for one in summaries], 2),
-    )
+def by_block(found: ByStep, dim: int) -> BlockStandIns:
+    """The stand-ins of consecutive blocks; keys have `dim` dimensions."""
+    return BlockStandIns(found.rows[..., :dim], found.rows[..., dim:], found.excess, found.size)
 
 
 def blocks_of(graph: Graph) -> Columns:
@@ -108,12 +99,6 @@ def departures(inputs: Inputs, columns: Columns) -> tuple[Tensor, Tensor]:
     place = torch.arange(max(1, int(count.max())), device=device)
     index = order.gather(-1, (start.unsqueeze(-1) + place).clamp_max(x.keys - 1).flatten(2))
     return index.unflatten(-1, (columns.blocks, -1)), place < count.unsqueeze(-1)
-
-
-def _rows(rows: Tensor, index: Tensor, real: Tensor) -> Tensor:
-    """Rows (B, H, N, D) at index (B, H, E), zero where they are not real."""
-    found = rows.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
-    return found * real.unsqueeze(-1)
 
 
 def _real_queries(inputs: Inputs) -> Tensor | None:

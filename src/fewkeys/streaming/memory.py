@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from fewkeys.plan import Plan
 from fewkeys.select.base import CAUSAL_BLOCK
 from fewkeys.sketch.gram import working
+from fewkeys.sketch.past import Leaving, Past, walk
 from fewkeys.sketch.running import RunningKeys, RunningQueries
 from fewkeys.sketch.summary import Summary
 from fewkeys.streaming.heavy import HeavyKeys
@@ -85,8 +86,6 @@ class Memory:
         start, parts = self.length, self.parts
         if start == self.moved or start % parts.unit:
             return
-        self.queries = self.queries.add(self.asked, None if bool(self.answered.all()) else self.answered)
-        self.asked, self.answered = self.asked[:, :, :, :0], self.answered[:, :0]
         before = [heavy.rows for heavy in self.heavy]
         if self.heavy and start % CAUSAL_BLOCK == 0:
             complete = self._near_between(start - CAUSAL_BLOCK, start)
@@ -94,7 +93,12 @@ class Memory:
                 heavy.offer(complete)
         if parts.means:
             leaving = self._near_between(parts.near_from(start - 1), parts.near_from(start))
-            self._absorb([leaving, *before], parts.near_from(start))
+            rows = self._let_go([leaving, *before], parts.near_from(start))
+            keys = Leaving.all(rows.key, rows.value, rows.real)
+            past, asked = Past(self.summary, self.queries), self.asked.flatten(1, 2)
+            _, past = walk(past, asked, self.answered, 1.0, keys, tilted=self.tilted)
+            self.summary, self.queries = past.summary, past.queries
+        self.asked, self.answered = self.asked[:, :, :, :0], self.answered[:, :0]
         self._trim(start)
         self.moved = start
 
@@ -128,7 +132,10 @@ class Memory:
         self.queries = self.queries + other.queries
         if parts.means:
             self.summary = self.summary.merged(other.summary, self.queries.moments(), tilted=self.tilted)
-            self._absorb([leaving, *before, their_sinks], until)
+            rows = self._let_go([leaving, *before, their_sinks], until)
+            if rows.count:
+                key, value = (working(t) * rows.real.unsqueeze(-1) for t in (rows.key, rows.value))
+                self.summary = self.summary.absorb(key, value, rows.real, self.queries.moments(), tilted=self.tilted)
         self.asked, self.answered = other.asked, other.answered
         self.moved = start + other.moved
         self._trim(end - 1)
@@ -178,8 +185,8 @@ class Memory:
             rows = self.sinks + new
             self.sinks = rows.take((~rows.real).to(torch.int8).argsort(dim=-1, stable=True)[..., : self.parts.sinks])
 
-    def _absorb(self, leaving: list[Rows], near_from: int) -> None:
-        """Take those rows into the summary that are held nowhere any more, each once."""
+    def _let_go(self, leaving: list[Rows], near_from: int) -> Rows:
+        """Those rows that are held nowhere any more, each once; the others are no longer real."""
         kept = [self.sinks, *(heavy.rows for heavy in self.heavy)]
         free = [rows.within(0, near_from) for rows in leaving]
         found: list[Rows] = []
@@ -187,10 +194,7 @@ class Memory:
             for other in (*kept, *found):
                 rows = rows.but(other)
             found.append(rows)
-        rows = sum(found[1:], found[0])
-        if rows.count:
-            key, value = (working(t) * rows.real.unsqueeze(-1) for t in (rows.key, rows.value))
-            self.summary = self.summary.absorb(key, value, rows.real, self.queries.moments(), tilted=self.tilted)
+        return sum(found[1:], found[0])
 
     def _trim(self, position: int) -> None:
         first = self.length - self.near.count

@@ -1,0 +1,108 @@
+// Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
+#include "tile.h"
+
+struct Blocks {
+  Rows query, key, value, out;
+  Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
+  const float *bias;          // (B Hkv, blocks, M), -inf for none
+  const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
+  // Blocks are of positions; the first is that of the first query.
+  int64_t batch, heads, groups, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
+  float scale;
+};
+
+static int64_t scratch_of(const Blocks &p) {
+  const int64_t wide = filled(p.value_dim), rows = p.entries + p.means;
+  return TILE * (p.dim + rows + wide) + p.entries * p.dim + rows * wide;
+}
+
+// The keys of one block, and all queries of the block that read them.
+template <class T>
+class Block {
+ public:
+  Block(const Blocks &p, float *scratch)
+      : p(p), dim(p.dim), wide(filled(p.value_dim)), query(scratch), score(query + dim * TILE),
+        mixed(score + (p.entries + p.means) * TILE), key(mixed + wide * TILE), value(key + p.entries * dim),
+        copy(value + p.entries * wide), place(p.entries) {}
+
+  void attend(int64_t head, int64_t block) {
+    const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
+    const int64_t begin = (p.offset / p.size + block) * p.size - p.offset, at = head * p.blocks + block;
+    gather(b, h, p.place + at * p.entries);
+    bias = p.bias + at * p.means;
+    mean_key = p.means ? p.mean_key.at<float>(b, h, block * p.means) : nullptr;
+    mean_stride = p.mean_value.row;
+    mean_value = nullptr;
+    if (p.means) mean_value = floats(p.mean_value.at<float>(b, h, block * p.means), mean_stride, p.means, p.value_dim, wide, copy);
+    const int64_t end = std::min(p.queries, begin + p.size);
+    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
+      for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
+        attend_tile(b, g, first, std::min<int64_t>(TILE, end - first));
+  }
+
+ private:
+  const Blocks &p;
+  const int dim, wide;
+  float *query, *score, *mixed, *key, *value, *copy;
+  const float *mean_key = nullptr, *mean_value = nullptr, *bias = nullptr;
+  int64_t mean_stride = 0;
+  int listed = 0;
+  std::vector<int64_t> place;
+
+  void gather(int64_t b, int64_t h, const int64_t *index) {
+    listed = 0;
+    for (int64_t e = 0; e < p.entries; e++) {
+      if (index[e] >= p.keys) continue;
+      const T *from = p.key.at<T>(b, h, index[e]);
+      for (int d = 0; d < dim; d++) key[listed * dim + d] = number(from[d]);
+      from = p.value.at<T>(b, h, index[e]);
+      for (int d = 0; d < wide; d++) value[listed * wide + d] = d < p.value_dim ? number(from[d]) : 0.0f;
+      place[listed++] = index[e];
+    }
+  }
+
+  void attend_tile(int64_t b, int64_t h, int64_t first, int rows) {
+    const int64_t position = first + p.offset;
+    const ivec lane = count_up();
+    int seen = listed;
+    if (p.causal)
+      while (seen && place[seen - 1] > position + rows - 1) seen--;
+    to_lanes(p.query.at<T>(b, h, first), p.query.row, rows, dim, p.scale, query);
+    float *mean_score = score + seen * TILE;
+    dots(key, dim, seen, dim, query, score);
+    dots(mean_key, p.mean_key.row, p.means, dim, query, mean_score);
+    Tile tile;
+    for (int c = 0; c < seen; c++)
+      tile.show(score + c * TILE, lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
+    for (int c = 0; c < p.means; c++)
+      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+        const vec x = load(mean_score + c * TILE + v) + bias[c];
+        store(mean_score + c * TILE + v, x);
+        tile.top[w] = larger(tile.top[w], x);
+      }
+    tile.settle();
+    tile.weigh(score, seen + p.means);
+    memset(mixed, 0, sizeof(float) * TILE * wide);
+    for (int i = 0; i < rows; i += SOME) {
+      mix<SOME>(value, wide, seen, wide, score + i, mixed + i * wide, wide);
+      mix<SOME>(mean_value, mean_stride, p.means, wide, mean_score + i, mixed + i * wide, wide);
+    }
+    tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
+  }
+};
+
+template <class T>
+static void attend_blocks(const Blocks &p, int threads) {
+  const int64_t work = p.batch * (p.heads / p.groups) * p.blocks;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> scratch(scratch_of(p));
+    Block<T> block(p, scratch.data());
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t t = 0; t < work; t++) block.attend(t / p.blocks, t % p.blocks);
+  }
+}
+
+extern "C" void fewkeys_attend_blocks(const Blocks *p, int is_bf16, int threads) {
+  is_bf16 ? attend_blocks<bf16>(*p, threads) : attend_blocks<float>(*p, threads);
+}

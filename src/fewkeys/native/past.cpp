@@ -1,0 +1,292 @@
+// How the means of the past move on, block by block: `fewkeys.sketch.summary` has the equations.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "lanes.h"
+
+struct Past {
+  // What is known at the beginning, one after the other for every key head; at the end, what is known then.
+  float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)
+  float *seen, *seen_key, *seen_value, *seen_square;  // (B Hkv), (B Hkv, D), (B Hkv, Dv), (B Hkv)
+  float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
+  // What is known at the beginning and after every step.
+  float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
+  // Every step's queries, and the keys that it takes up.
+  Rows query;               // (B, Hq, steps x S, D)
+  const uint8_t *answered;  // (B, steps x S), ones for queries that count; or null: all do
+  Rows key, value;
+  const int64_t *index;  // (B Hkv, steps, E)
+  const uint8_t *real;   // (B Hkv, steps, E)
+  int64_t batch, heads, groups, dim, value_dim, count, steps, queries, leaving, rounds, tilted;
+  float scale, tilt, lowest;
+};
+
+// One head: the stand-ins at hand, in the order of their coming, and what a step needs to merge them.
+class Walker {
+ public:
+  Walker(const Past &p, int64_t head)
+      : p(p), head(head), dim(p.dim), wide(p.dim + p.value_dim), most(p.count + p.leaving),
+        pitch((most + LANES - 1) / LANES * LANES), rows(most * wide), centred(most * wide), found(most * TILE),
+        gram(most * pitch), lanes(wide * TILE), on_query(dim * TILE),
+        form(dim * dim), mean(wide), mean_query(dim), excess(most), size(most), log_mass(most),
+        lightness(pitch), square(pitch), least(most), total(most), rank(pitch), partner(most), order(most), alive(most), merged(most) {
+    for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) {
+      if (p.size[c] == 0.0f) continue;
+      std::copy(p.rows + c * wide, p.rows + (c + 1) * wide, &rows[used * wide]);
+      excess[used] = p.excess[c];
+      size[used++] = p.size[c];
+    }
+  }
+
+  template <class Q, class T>
+  void walk() {
+    write(p.rows_by, p.excess_by, p.size_by, head * (p.steps + 1));
+    for (int64_t step = 0; step < p.steps; step++) {
+      ask<Q>(step);
+      take_up<T>(step);
+      if (used > p.count) reduce();
+      write(p.rows_by, p.excess_by, p.size_by, head * (p.steps + 1) + step + 1);
+    }
+    write(p.rows, p.excess, p.size, head);
+  }
+
+ private:
+  const Past &p;
+  const int64_t head;
+  const int dim, wide, most, pitch;
+  int used = 0;
+  std::vector<float> rows, centred, found, gram, lanes, on_query, form, mean, mean_query;
+  std::vector<float> excess, size, log_mass, lightness, square, least, total;
+  std::vector<int> rank, partner, order;
+  std::vector<uint8_t> alive, merged;
+
+  template <class Q>
+  void ask(int64_t step) {
+    float *sum = p.asked_total + head * dim, *square = p.asked_square + head * dim * dim, *q = on_query.data();
+    const int64_t b = head / p.heads, h = head % p.heads;
+    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
+      for (int64_t i = step * p.queries; i < (step + 1) * p.queries; i++) {
+        if (p.answered && !p.answered[b * p.steps * p.queries + i]) continue;
+        const Q *from = p.query.at<Q>(b, g, i);
+        for (int d = 0; d < dim; d++) sum[d] += q[d] = number(from[d]) * p.scale;
+        for (int d = 0; d < dim; d++)
+          for (int e = 0; e < dim; e++) square[d * dim + e] += q[d] * q[e];
+        p.asked[head] += 1.0f;
+      }
+  }
+
+  template <class T>
+  void take_up(int64_t step) {
+    float *key_sum = p.seen_key + head * dim, *value_sum = p.seen_value + head * p.value_dim;
+    for (int64_t e = (head * p.steps + step) * p.leaving; e < (head * p.steps + step + 1) * p.leaving; e++) {
+      if (!p.real[e]) continue;
+      const T *key = p.key.at<T>(head / p.heads, head % p.heads, p.index[e]);
+      const T *value = p.value.at<T>(head / p.heads, head % p.heads, p.index[e]);
+      float *row = &rows[used * wide];
+      for (int d = 0; d < dim; d++) key_sum[d] += row[d] = number(key[d]);
+      for (int d = 0; d < p.value_dim; d++) {
+        value_sum[d] += row[dim + d] = number(value[d]);
+        p.seen_square[head] += row[dim + d] * row[dim + d];
+      }
+      p.seen[head] += 1.0f;
+      excess[used] = 0.0f;
+      size[used++] = 1.0f;
+    }
+  }
+
+  void reduce() {
+    measure();
+    std::fill(alive.begin(), alive.end(), 1);
+    std::fill(merged.begin(), merged.end(), 0);
+    int surplus = used - p.count;
+    for (int left = p.rounds; left > 0; left--) {
+      const int joining = (surplus + left - 1) / left;
+      join(joining, left > 1);
+      surplus -= joining;
+    }
+    settle();
+  }
+
+  // t g for the centred key x, from m . x and E (q . x)^2 = x^T C x + (m . x)^2.
+  float log_weight(float along, float energy) const {
+    return p.tilted ? p.tilt * (along + 0.5f * (energy - along * along)) : 0.0f;
+  }
+
+  // The metric of this step; the centred rows, their Gram matrix in it, and their masses.
+  void measure() {
+    const float asked = p.asked[head] + 1.0f, seen = p.seen[head];
+    for (int d = 0; d < dim; d++) mean_query[d] = p.asked_total[head * dim + d] / asked;
+    for (int i = 0; i < dim * dim; i++)
+      form[i] = (p.asked_square[head * dim * dim + i] + (i / dim == i % dim ? 1.0f / dim : 0.0f)) / asked;
+    float variance = p.seen_square[head] / seen;
+    for (int d = 0; d < dim; d++) mean[d] = p.seen_key[head * dim + d] / seen;
+    for (int d = dim; d < wide; d++) {
+      mean[d] = p.seen_value[head * p.value_dim + d - dim] / seen;
+      variance -= mean[d] * mean[d];
+    }
+    const float unit = 1.0f / std::max(variance, 1.1920929e-07f);
+    for (int a = 0; a < used; a++)
+      for (int d = 0; d < wide; d++) centred[a * wide + d] = rows[a * wide + d] - mean[d];
+    for (int first = 0; first < used; first += TILE) {
+      const int some = std::min(TILE, used - first);
+      to_lanes(&centred[first * wide], wide, some, wide, 1.0f, lanes.data());
+      dots(form.data(), dim, dim, dim, lanes.data(), on_query.data());
+      float along[TILE], energy[TILE];
+      for (int v = 0; v < TILE; v += LANES) {
+        vec m = {}, s = {};
+        for (int d = 0; d < dim; d++) {
+          const vec x = load(&lanes[d * TILE + v]);
+          m += x * mean_query[d];
+          s += x * load(&on_query[d * TILE + v]);
+        }
+        store(along + v, m);
+        store(energy + v, s);
+        for (int d = dim; d < wide; d++) store(&lanes[d * TILE + v], load(&lanes[d * TILE + v]) * unit);
+      }
+      for (int i = 0; i < some; i++) log_mass[first + i] = excess[first + i] + log_weight(along[i], energy[i]);
+      std::copy(on_query.begin(), on_query.end(), lanes.begin());
+      dots(centred.data(), wide, first + some, wide, lanes.data(), found.data());
+      for (int b = 0; b < first + some; b++)
+        for (int i = 0; i < some; i++)
+          gram[(first + i) * pitch + b] = gram[b * pitch + first + i] = found[b * TILE + i];
+      for (int i = 0; i < some; i++) square[first + i] = gram[(first + i) * pitch + first + i];
+    }
+  }
+
+  // `joining` stand-ins join the partner of larger mass that costs least, the cheapest first, all at once.
+  void join(int joining, bool again) {
+    std::iota(order.begin(), order.begin() + used, 0);
+    std::stable_sort(order.begin(), order.begin() + used, [&](int a, int b) {
+      return alive[a] != alive[b] ? alive[a] > alive[b] : log_mass[a] > log_mass[b];
+    });
+    for (int i = 0; i < used; i++) rank[order[i]] = i;
+    const float top = log_mass[order[0]];
+    for (int a = 0; a < used; a++) lightness[a] = std::exp(std::min(top - log_mass[a], -p.lowest));
+    // Whatever is not alive, or fills up the last vector, comes after everything.
+    std::fill(rank.begin() + used, rank.end(), most);
+    for (int a = 0; a < used; a++) seek(a);
+    std::iota(order.begin(), order.begin() + used, 0);
+    std::nth_element(order.begin(), order.begin() + joining, order.begin() + used, [&](int a, int b) {
+      return least[a] != least[b] ? least[a] < least[b] : a < b;
+    });
+    std::sort(order.begin(), order.begin() + joining);
+    std::fill(total.begin(), total.end(), 1.0f);
+    for (int i = 0; i < joining; i++) alive[order[i]] = 0;
+    std::vector<int> leaders;
+    std::vector<float> shares;
+    for (int i = 0; i < joining; i++) {
+      const int a = order[i];
+      int leader = partner[a];
+      while (!alive[leader]) leader = partner[leader];
+      const float share = std::exp(log_mass[a] - log_mass[leader]);
+      for (int d = 0; d < wide; d++) rows[leader * wide + d] += share * rows[a * wide + d];
+      total[leader] += share;
+      size[leader] += size[a];
+      merged[leader] = 1;
+      leaders.push_back(leader);
+      shares.push_back(share);
+    }
+    if (again) join_products(joining, leaders, shares);
+    for (int a = 0; a < used; a++) {
+      if (total[a] == 1.0f) continue;
+      for (int d = 0; d < wide; d++) rows[a * wide + d] /= total[a];
+      log_mass[a] += std::log(total[a]);
+    }
+  }
+
+  // The cheapest partner of stand-in a, of those of larger mass the first.
+  void seek(int a) {
+    least[a] = INFINITY;
+    partner[a] = a;
+    if (!alive[a]) return;
+    const float *products = &gram[a * pitch];
+    vec best = all(INFINITY);
+    ivec whose = {};
+    for (int b = 0; b < used; b += LANES) {
+      const vec square = larger(square_of(a, b, products), vec{});
+      const vec cost = square / (load(&lightness[b]) + lightness[a]);
+      ivec places;
+      memcpy(&places, &rank[b], sizeof places);
+      const ivec closer = (cost < best) & (places < rank[a]);
+      best = closer ? cost : best;
+      whose = closer ? count_up() + b : whose;
+    }
+    for (int i = 0; i < LANES; i++)
+      if (best[i] < least[a] || (best[i] == least[a] && best[i] < INFINITY && whose[i] < partner[a])) {
+        least[a] = best[i];
+        partner[a] = whose[i];
+      }
+  }
+
+  vec square_of(int a, int b, const float *products) const {
+    return load(&square[b]) + square[a] - 2.0f * load(products + b);
+  }
+
+  // The Gram matrix follows the rows: joining is linear.
+  void join_products(int joining, const std::vector<int> &leaders, const std::vector<float> &shares) {
+    for (int i = 0; i < joining; i++)
+      for (int b = 0; b < used; b++) gram[leaders[i] * pitch + b] += shares[i] * gram[order[i] * pitch + b];
+    for (int a = 0; a < used; a++)
+      if (total[a] != 1.0f)
+        for (int b = 0; b < used; b++) gram[a * pitch + b] /= total[a];
+    for (int a = 0; a < used; a++) {
+      if (!alive[a]) continue;
+      float *row = &gram[a * pitch];
+      for (int i = 0; i < joining; i++) row[leaders[i]] += shares[i] * row[order[i]];
+      for (int b = 0; b < used; b++) row[b] /= total[b];
+      square[a] = row[a];
+    }
+  }
+
+  // Those that are left move to the front; who met somebody gets the excess that keeps its mass.
+  void settle() {
+    int kept = 0;
+    for (int a = 0; a < used; a++) {
+      if (!alive[a]) continue;
+      float *row = &rows[kept * wide];
+      if (kept != a) std::copy(&rows[a * wide], &rows[(a + 1) * wide], row);
+      excess[kept] = merged[a] ? log_mass[a] - log_weight_of(row) : excess[a];
+      size[kept++] = size[a];
+    }
+    used = kept;
+  }
+
+  float log_weight_of(const float *row) {
+    float along = 0.0f, energy = 0.0f;
+    float *x = on_query.data(), *y = x + dim;
+    for (int d = 0; d < dim; d++) {
+      x[d] = row[d] - mean[d];
+      y[d] = 0.0f;
+    }
+    for (int d = 0; d < dim; d++) {
+      along += x[d] * mean_query[d];
+      for (int e = 0; e < dim; e++) y[e] += x[d] * form[d * dim + e];
+    }
+    for (int d = 0; d < dim; d++) energy += x[d] * y[d];
+    return log_weight(along, energy);
+  }
+
+  void write(float *to_rows, float *to_excess, float *to_size, int64_t place) const {
+    float *into = to_rows + place * p.count * wide;
+    std::copy(rows.begin(), rows.begin() + used * wide, into);
+    std::fill(into + used * wide, into + p.count * wide, 0.0f);
+    for (int64_t c = 0; c < p.count; c++) {
+      to_excess[place * p.count + c] = c < used ? excess[c] : -INFINITY;
+      to_size[place * p.count + c] = c < used ? size[c] : 0.0f;
+    }
+  }
+};
+
+template <class Q, class T>
+static void walk(const Past &p, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t head = 0; head < p.batch * p.heads; head++) Walker(p, head).walk<Q, T>();
+}
+
+extern "C" void fewkeys_walk(const Past *p, int is_bf16, int query_is_bf16, int threads) {
+  if (query_is_bf16)
+    is_bf16 ? walk<bf16, bf16>(*p, threads) : walk<bf16, float>(*p, threads);
+  else
+    is_bf16 ? walk<float, bf16>(*p, threads) : walk<float, float>(*p, threads);
+}

@@ -1,0 +1,62 @@
+// What every kernel of attention does with a tile of queries, each in its lane.
+#pragma once
+#include <vector>
+
+#include "lanes.h"
+
+constexpr int SOME = 4;  // queries whose values are mixed at once
+
+// The rows as floats, filled up with zeros to `width`: where they lie if they are, else copied to `into`.
+template <class T>
+static const float *floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {
+  if constexpr (sizeof(T) == sizeof(float))
+    if (dim == width) return (const float *)rows;
+  for (int j = 0; j < count; j++)
+    for (int d = 0; d < width; d++) into[(int64_t)j * width + d] = d < dim ? number(rows[j * stride + d]) : 0.0f;
+  stride = width;
+  return into;
+}
+
+static int filled(int64_t dim) { return (dim + FILL - 1) / FILL * FILL; }
+
+// A tile's running figures: the largest score and the sum of the weights of every query.
+struct Tile {
+  vec top[WIDE], sum[WIDE] = {};
+
+  Tile() {
+    for (int w = 0; w < WIDE; w++) top[w] = all(-INFINITY);
+  }
+
+  // Hides the scores of one key from the queries before `low` and after `high`.
+  void show(float *score, ivec lane, int low, int high) {
+    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+      const vec x = within(lane + v, low, high, load(score + v), all(-INFINITY));
+      store(score + v, x);
+      top[w] = larger(top[w], x);
+    }
+  }
+
+  // Queries that see nothing subtract zero: their weights are e^-inf.
+  void settle() {
+    for (int w = 0; w < WIDE; w++) top[w] = top[w] == all(-INFINITY) ? all(0.0f) : top[w];
+  }
+
+  // Scores become weights in place.
+  void weigh(float *score, int count) {
+    for (int c = 0; c < count; c++)
+      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+        const vec x = exponential(load(score + c * TILE + v) - top[w]);
+        store(score + c * TILE + v, x);
+        sum[w] += x;
+      }
+  }
+
+  // Writes `mixed` (rows, wide), divided by the sums.
+  template <class T>
+  void write(const float *mixed, int wide, T *to, int64_t stride, int rows, int dim) const {
+    float inverse[TILE];
+    for (int w = 0; w < WIDE; w++) store(inverse + w * LANES, sum[w] == 0.0f ? all(0.0f) : 1.0f / sum[w]);
+    for (int i = 0; i < rows; i++)
+      for (int d = 0; d < dim; d++) put(mixed[i * wide + d] * inverse[i], to[i * stride + d]);
+  }
+};

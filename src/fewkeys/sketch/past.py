@@ -1,0 +1,100 @@
+"""The past of a causal plan, and how it moves on when a block of tokens is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys import native
+from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT
+from fewkeys.sketch.gram import working
+from fewkeys.sketch.running import RunningKeys, RunningQueries
+from fewkeys.sketch.summary import ROUNDS, Summary
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """Stand-ins of the keys let go so far, and moments of the queries seen so far."""
+
+    summary: Summary
+    queries: RunningQueries
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """The keys that each step takes up: rows `index` (B, Hkv, steps, E), where `real`, of keys (B, Hkv, N, .)."""
+
+    key: Tensor
+    value: Tensor
+    index: Tensor
+    real: Tensor
+
+    @staticmethod
+    def all(key: Tensor, value: Tensor, real: Tensor) -> Leaving:
+        """One step that takes up the real ones of these; `real` (B, Hkv, N)."""
+        index = torch.arange(key.shape[2], device=key.device).expand(real.shape)
+        return Leaving(key, value, index.unsqueeze(2), real.unsqueeze(2))
+
+    def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and which are real at a step, in working precision, the others zero."""
+        real = self.real[:, :, step]
+        # As many as this step needs: no shape may depend on what comes later.
+        places = torch.arange(1, real.shape[-1] + 1, device=real.device)
+        width = int((real * places).max()) if real.numel() else 0
+        index, real = self.index[:, :, step, :width], real[:, :, :width]
+        rows = [
+            working(x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))) * real.unsqueeze(-1)
+            for x in (self.key, self.value)
+        ]
+        return rows[0], rows[1], real
+
+
+@dataclass(frozen=True, eq=False)
+class ByStep:
+    """The stand-ins at the beginning and after every step: `Summary`'s tensors with a dimension of steps + 1."""
+
+    rows: Tensor  # (B, Hkv, steps + 1, M, D + Dv)
+    excess: Tensor  # (B, Hkv, steps + 1, M)
+    size: Tensor
+
+
+def walk(
+    past: Past, query: Tensor, answered: Tensor | None, scale: float, leaving: Leaving, *, tilted: bool
+) -> tuple[ByStep, Past]:
+    """The past before and after every step, which first sees its queries, then takes up the keys that leave.
+
+    Args:
+        past: at the beginning.
+        query: (B, Hq, steps S, D), S for every step.
+        answered: (B, steps S): queries that count; None: all do.
+        scale: on the queries.
+        leaving: the keys that it takes up.
+        tilted: as `Summary.absorb`.
+
+    Sequential in the steps, parallel over heads. Cost O((M + E)^2 (D + Dv)) per step and head.
+    """
+    summary, seen, asked = past.summary, past.summary.seen, past.queries
+    state = [summary.rows, summary.excess, summary.size, seen.count, seen.key, seen.value, seen.square]
+    state += [asked.count.expand(seen.count.shape), asked.total, asked.square]
+    if native.suits(*state, query.detach(), leaving.key, leaving.value):
+        move = native.Move(
+            leaving.key, leaving.value, leaving.index, leaving.real, tilted, TILT, LOWEST_LOG_WEIGHT, ROUNDS
+        )
+        by_step, moved = native.walk(state, query.detach(), answered, scale, move)
+        summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
+        return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))
+    steps = leaving.index.shape[2]
+    size = query.shape[2] // steps if steps else 0
+    scaled = working(query.detach()).unflatten(1, (leaving.key.shape[1], -1)) * scale
+    found = [summary]
+    for step in range(steps):
+        part = slice(step * size, (step + 1) * size)
+        asked = asked.add(scaled[:, :, :, part], None if answered is None else answered[:, part])
+        key, value, real = leaving.at(step)
+        if key.shape[2]:
+            summary = summary.absorb(key, value, real, asked.moments(), tilted=tilted)
+        found.append(summary)
+    parts = zip(*((one.rows, one.excess, one.size) for one in found), strict=True)
+    return ByStep(*(torch.stack(part, 2) for part in parts)), Past(summary, asked)
