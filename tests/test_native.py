@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from fewkeys import native
-from fewkeys.execute import compiled
+from fewkeys.execute import compiled, linear
 from fewkeys.native import build
 from fewkeys.sketch.past import Leaving, Past, walk
 from fewkeys.sketch.running import RunningQueries
@@ -220,6 +220,20 @@ def test_statistics_clusters_and_sums(form, dtype):
     sums = native.label_sums(k, v, label, share, 13)
     member = torch.nn.functional.one_hot(label, 13) * share.unsqueeze(-1)
     torch.testing.assert_close(sums, member.mT @ torch.cat([k, v], -1).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_mixed_precision_is_read_as_it_is(taken):
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    k, v = k.bfloat16(), v.bfloat16()
+    x = replace(check_inputs(q, k.float(), v.float()), key=k)
+    graph = fk.Window(9).select(x)
+    torch.testing.assert_close(
+        linear.attend(x, graph, None, fk.Softmax()), linear.attend(replace(x, key=k.float()), graph, None, fk.Softmax())
+    )
+    assert len(taken) == 1
+    label, share = torch.zeros(k.shape[:3], dtype=torch.int64), torch.ones(k.shape[:3])
+    sums = native.label_sums(k, v.float(), label, share, 1)
+    torch.testing.assert_close(sums, torch.cat([k, v], -1).float().sum(2, keepdim=True), rtol=1e-4, atol=1e-4)
 
 
 def test_sums_of_many_keys():

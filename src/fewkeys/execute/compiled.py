@@ -57,7 +57,8 @@ def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns |
         if stand_ins.curvature is not None or (stand_ins.left is not None and stand_ins.right is None):
             return False
         means = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.left, stand_ins.right)
-    return suits(inputs.query, inputs.key, inputs.value, *means)
+    x = inputs
+    return x.query.dtype == x.key.dtype == x.value.dtype and suits(x.query, x.key, x.value, *means)
 
 
 def _by_block(graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> bool:

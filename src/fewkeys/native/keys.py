@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import library
-from fewkeys.native.tensors import Rows, dense, pointer
+from fewkeys.native.tensors import Rows, alike, pointer
 
 _Pointer, _Size = ctypes.c_void_p, ctypes.c_int64
 
@@ -73,7 +73,7 @@ _NOTHING = (None, None, None, None)
 
 def _survey(key: Tensor, value: Tensor, seen: Sequence[Tensor | None], clusters: Sequence[Tensor | None]) -> None:
     """Write what is asked for to the last two tensors of each."""
-    key, value = dense(key), dense(value)
+    key, value = alike(key, value)
     held = [None if part is None else part.contiguous() for part in (*seen, *clusters)]
     count = 0 if clusters[0] is None else clusters[0].shape[2]
     sizes = (*key.shape, value.shape[3], count)
@@ -83,7 +83,7 @@ def _survey(key: Tensor, value: Tensor, seen: Sequence[Tensor | None], clusters:
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
-    key, value, label, share = dense(key), dense(value), label.contiguous(), share.contiguous()
+    (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
     held = (label, share, sums)
     sizes = (*key.shape, value.shape[3], count)

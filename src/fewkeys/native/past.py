@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import library
-from fewkeys.native.tensors import Rows, dense
+from fewkeys.native.tensors import Rows, alike, dense
 
 _STATE = ("rows", "excess", "size", "seen", "seen_key", "seen_value", "seen_square")
 _ASKED = ("asked", "asked_total", "asked_square")
@@ -56,7 +56,7 @@ def walk(
     """
     # They move in place, so these are copies.
     moved = [part.detach().clone(memory_format=torch.contiguous_format) for part in state]
-    query, key, value = dense(query), dense(move.key.detach()), dense(move.value.detach())
+    query, (key, value) = dense(query), alike(move.key.detach(), move.value.detach())
     index, real = move.index.contiguous(), move.real.contiguous()
     answered = None if answered is None else answered.contiguous()
     steps, heads = index.shape[2], key.shape[1]

@@ -50,6 +50,12 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in such layouts and in one dtype: float32 where theirs differ."""
+    same = all(tensor.dtype == tensors[0].dtype for tensor in tensors)
+    return tuple(dense(tensor if same else tensor.float()) for tensor in tensors)
+
+
 def pointer(tensor: Tensor | None) -> int | None:
     """Where a contiguous tensor lies."""
     return None if tensor is None else tensor.data_ptr()
