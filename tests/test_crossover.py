@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from fewkeys import crossover
+from fewkeys import crossover, native
 from fewkeys.crossover import Line, exact_is_faster, expected
 from fewkeys.operations import exact_operations, plan_operations
 from fewkeys.validation import check_inputs
@@ -116,6 +116,14 @@ def test_reasons_are_told(plan, runs, reason):
     assert told.runs == runs
     assert reason in str(told)
     assert str(told).startswith("runs exact attention" if runs == "exact" else "runs the plan")
+
+
+def test_missing_kernels_are_told(monkeypatch):
+    monkeypatch.setenv("FEWKEYS_NATIVE", "0")
+    assert "no compiled kernels (FEWKEYS_NATIVE=0 turns them off)" in str(fk.explain(*problem(100), plan=PLAN))
+    monkeypatch.delenv("FEWKEYS_NATIVE")
+    monkeypatch.setattr(native, "missing", lambda: None)
+    assert fk.explain(*problem(100), plan=PLAN).uncompiled is None
 
 
 def test_one_plan_is_asked_for():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
+from fewkeys import native
 from fewkeys.crossover import expected
+from fewkeys.inputs import Inputs
 from fewkeys.operations import exact_operations, plan_operations
 from fewkeys.plan import Plan
 from fewkeys.validation import check_inputs
@@ -15,15 +17,24 @@ from fewkeys.validation import check_inputs
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which way a call goes. `exact_ms` and `plan_ms`: what both are expected to take, None where that is not asked."""
+    """Which way a call goes.
+
+    Attributes:
+        runs: exact attention or the plan.
+        reason: why.
+        exact_ms, plan_ms: what both are expected to take, None where that is not asked.
+        uncompiled: why the plan runs without the compiled kernels for the CPU; None where it has them, and on GPUs.
+    """
 
     runs: Literal["exact", "plan"]
     reason: str
     exact_ms: float | None = None
     plan_ms: float | None = None
+    uncompiled: str | None = None
 
     def __str__(self) -> str:
-        return f"runs {'exact attention' if self.runs == 'exact' else 'the plan'}: {self.reason}"
+        told = f"runs {'exact attention' if self.runs == 'exact' else 'the plan'}: {self.reason}"
+        return told if self.uncompiled is None else f"{told}; the plan has no compiled kernels ({self.uncompiled})"
 
 
 def explain(
@@ -48,6 +59,10 @@ def explain(
         query, key, value, is_causal=is_causal, lengths=lengths, key_mask=key_mask, query_offset=query_offset
     )
     plan.check(x)
+    return replace(_explain(x, plan), uncompiled=None if query.device.type != "cpu" else native.missing())
+
+
+def _explain(x: Inputs, plan: Plan) -> Explanation:
     if plan.keep is None:
         return Explanation("exact", "the plan keeps every key")
     if plan.keep.covers(x):

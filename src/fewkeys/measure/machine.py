@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
+from fewkeys import native
+
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """The processor's name, its cores and the threads in use, the operating system, the device."""
+    """The processor's name, its cores and the threads in use, the operating system, the device, the CPU kernels."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        "kernels": native.missing() or "compiled",
     }
 
 

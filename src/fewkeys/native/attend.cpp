@@ -102,10 +102,10 @@ static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, fl
 
   memset(mixed, 0, sizeof(float) * TILE * wide);
   for (int i = 0; i < rows; i += SOME) {
-    mix<SOME>(p.shared_value + head * shared * wide, wide, shared, wide, score + i, mixed + i * wide, wide);
+    mix<SOME>(p.shared_value + head * shared * wide, wide, shared, wide, score + i, TILE, mixed + i * wide, wide);
     const int low = std::clamp<int64_t>(position + i - p.left - begin, 0, band);
     const int high = std::clamp<int64_t>(position + i + SOME + p.right - begin, low, band);
-    mix<SOME>(value + low * value_stride, value_stride, high - low, wide, near + low * TILE + i, mixed + i * wide, wide);
+    mix<SOME>(value + low * value_stride, value_stride, high - low, wide, near + low * TILE + i, TILE, mixed + i * wide, wide);
   }
   tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
 }
@@ -115,10 +115,10 @@ static void attend(const Attend &p, int threads) {
   const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scratch(scratch_of(p));
+    const std::unique_ptr<float[]> scratch(new float[scratch_of(p)]);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t t = 0; t < work; t++)
-      attend_tile<T>(p, t / tiles / p.heads, t / tiles % p.heads, t % tiles * TILE, scratch.data());
+      attend_tile<T>(p, t / tiles / p.heads, t / tiles % p.heads, t % tiles * TILE, scratch.get());
   }
 }
 

@@ -84,8 +84,8 @@ class Block {
     tile.weigh(score, seen + p.means);
     memset(mixed, 0, sizeof(float) * TILE * wide);
     for (int i = 0; i < rows; i += SOME) {
-      mix<SOME>(value, wide, seen, wide, score + i, mixed + i * wide, wide);
-      mix<SOME>(mean_value, mean_stride, p.means, wide, mean_score + i, mixed + i * wide, wide);
+      mix<SOME>(value, wide, seen, wide, score + i, TILE, mixed + i * wide, wide);
+      mix<SOME>(mean_value, mean_stride, p.means, wide, mean_score + i, TILE, mixed + i * wide, wide);
     }
     tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
   }
@@ -96,8 +96,8 @@ static void attend_blocks(const Blocks &p, int threads) {
   const int64_t work = p.batch * (p.heads / p.groups) * p.blocks;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scratch(scratch_of(p));
-    Block<T> block(p, scratch.data());
+    const std::unique_ptr<float[]> scratch(new float[scratch_of(p)]);
+    Block<T> block(p, scratch.get());
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < work; t++) block.attend(t / p.blocks, t % p.blocks);
   }

@@ -19,6 +19,7 @@ constexpr int LANES = 4, ROWS = 12;
 constexpr int TILE = 32, WIDE = TILE / LANES;
 // Rows of values are filled up to a multiple of this; the widest vector divides it.
 constexpr int FILL = 16;
+static inline int filled(int64_t dim) { return (dim + FILL - 1) / FILL * FILL; }
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -89,11 +90,58 @@ static inline vec exponential(vec x) {
   return x < -80.0f ? all(0.0f) : x == x ? found : x;
 }
 
+// One step of transposing: where bit `step` of the lane is set, lanes of a and b change sides.
+template <int step>
+static inline void exchange(vec &a, vec &b) {
+#if defined(__clang__)
+  vec low, high;
+  for (int i = 0; i < LANES; i++) {
+    low[i] = i & step ? b[i - step] : a[i];
+    high[i] = i & step ? b[i] : a[i + step];
+  }
+#else
+  ivec from_low = {}, from_high = {};
+  for (int i = 0; i < LANES; i++) {
+    from_low[i] = i & step ? LANES + i - step : i;
+    from_high[i] = i & step ? LANES + i : i + step;
+  }
+  const vec low = __builtin_shuffle(a, b, from_low), high = __builtin_shuffle(a, b, from_high);
+#endif
+  a = low;
+  b = high;
+}
+
+template <int step>
+static inline void transpose(vec (&x)[LANES]) {
+  if constexpr (step > 0) {
+    for (int i = 0; i < LANES; i++)
+      if (!(i & step)) exchange<step>(x[i], x[i + step]);
+    transpose<step / 2>(x);
+  }
+}
+
 // Rows (count, dim) of any type, turned into lanes (dim, TILE) and scaled; lanes beyond count are zero.
 template <class T>
 static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
-  for (int i = 0; i < TILE; i++)
-    for (int d = 0; d < dim; d++) into[d * TILE + i] = i < count ? number(rows[i * stride + d]) * scale : 0.0f;
+  for (int part = 0; part < TILE; part += LANES) {
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+      vec x[LANES];
+      for (int i = 0; i < LANES; i++) {
+        x[i] = vec{};
+        if (part + i >= count) continue;
+        const T *from = rows + (part + i) * stride + d;
+        float row[LANES];
+        for (int e = 0; e < LANES; e++) row[e] = number(from[e]);
+        x[i] = load(row) * scale;
+      }
+      transpose<LANES / 2>(x);
+      for (int e = 0; e < LANES; e++) store(into + (d + e) * TILE + part, x[e]);
+    }
+    for (; d < dim; d++)
+      for (int i = 0; i < LANES; i++)
+        into[d * TILE + part + i] = part + i < count ? number(rows[(part + i) * stride + d]) * scale : 0.0f;
+  }
 }
 
 template <int R>
@@ -124,11 +172,12 @@ static inline void dots(const float *row, int64_t stride, int count, int dim, co
 }
 
 template <int Q, int V>
-static inline void mix_of(const float *value, int64_t stride, int count, const float *weight, float *into, int64_t to) {
+static inline void mix_of(const float *value, int64_t stride, int count, const float *weight, int64_t pitch, float *into,
+                          int64_t to) {
   vec sum[Q][V];
   for (int q = 0; q < Q; q++)
     for (int v = 0; v < V; v++) sum[q][v] = load(into + q * to + v * LANES);
-  for (int c = 0; c < count; c++, value += stride, weight += TILE) {
+  for (int c = 0; c < count; c++, value += stride, weight += pitch) {
     vec x[V];
     for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
     for (int q = 0; q < Q; q++)
@@ -138,10 +187,11 @@ static inline void mix_of(const float *value, int64_t stride, int count, const f
     for (int v = 0; v < V; v++) store(into + q * to + v * LANES, sum[q][v]);
 }
 
-// Adds to rows (Q, dim) the values (count, dim) under the weights (count, TILE) of Q lanes; FILL divides dim.
+// Adds to rows (Q, dim) the values (count, dim) under weights (count, Q), `pitch` apart; FILL divides dim.
 template <int Q>
-static inline void mix(const float *value, int64_t stride, int count, int dim, const float *weight, float *into, int64_t to) {
+static inline void mix(const float *value, int64_t stride, int count, int dim, const float *weight, int64_t pitch,
+                       float *into, int64_t to) {
   int v = 0;
-  for (; v + 4 * LANES <= dim; v += 4 * LANES) mix_of<Q, 4>(value + v, stride, count, weight, into + v, to);
-  for (; v + LANES <= dim; v += LANES) mix_of<Q, 1>(value + v, stride, count, weight, into + v, to);
+  for (; v + 4 * LANES <= dim; v += 4 * LANES) mix_of<Q, 4>(value + v, stride, count, weight, pitch, into + v, to);
+  for (; v + LANES <= dim; v += LANES) mix_of<Q, 1>(value + v, stride, count, weight, pitch, into + v, to);
 }

@@ -5,6 +5,8 @@
 
 #include "lanes.h"
 
+constexpr int SOME = 4;  // rows of squares added up at once
+
 struct Past {
   // What is known at the beginning, one after the other for every key head; at the end, what is known then.
   float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)
@@ -27,9 +29,10 @@ class Walker {
  public:
   Walker(const Past &p, int64_t head)
       : p(p), head(head), dim(p.dim), wide(p.dim + p.value_dim), most(p.count + p.leaving),
-        pitch((most + LANES - 1) / LANES * LANES), rows(most * wide), centred(most * wide), found(most * TILE),
+        pitch((most + LANES - 1) / LANES * LANES), fill(filled(p.dim)), rows(most * wide), centred(most * wide), found(most * TILE),
         gram(most * pitch), lanes(wide * TILE), on_query(dim * TILE),
-        form(dim * dim), mean(wide), mean_query(dim), excess(most), size(most), log_mass(most),
+        form(dim * dim), mean(wide), mean_query(dim), asked_total(fill), asked_square((dim + SOME) * fill),
+        seen_total(wide), questions(p.queries * fill), excess(most), size(most), log_mass(most),
         lightness(pitch), square(pitch), least(most), total(most), rank(pitch), partner(most), order(most), alive(most), merged(most) {
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) {
       if (p.size[c] == 0.0f) continue;
@@ -37,6 +40,11 @@ class Walker {
       excess[used] = p.excess[c];
       size[used++] = p.size[c];
     }
+    asked = p.asked[head], seen = p.seen[head], seen_square = p.seen_square[head];
+    std::copy_n(p.asked_total + head * dim, dim, asked_total.begin());
+    for (int d = 0; d < dim; d++) std::copy_n(p.asked_square + (head * dim + d) * dim, dim, &asked_square[d * fill]);
+    std::copy_n(p.seen_key + head * dim, dim, seen_total.begin());
+    std::copy_n(p.seen_value + head * p.value_dim, p.value_dim, seen_total.begin() + dim);
   }
 
   template <class Q, class T>
@@ -49,47 +57,55 @@ class Walker {
       write(p.rows_by, p.excess_by, p.size_by, head * (p.steps + 1) + step + 1);
     }
     write(p.rows, p.excess, p.size, head);
+    p.asked[head] = asked, p.seen[head] = seen, p.seen_square[head] = seen_square;
+    std::copy_n(asked_total.begin(), dim, p.asked_total + head * dim);
+    for (int d = 0; d < dim; d++) std::copy_n(&asked_square[d * fill], dim, p.asked_square + (head * dim + d) * dim);
+    std::copy_n(seen_total.begin(), dim, p.seen_key + head * dim);
+    std::copy_n(seen_total.begin() + dim, p.value_dim, p.seen_value + head * p.value_dim);
   }
 
  private:
   const Past &p;
   const int64_t head;
-  const int dim, wide, most, pitch;
+  const int dim, wide, most, pitch, fill;
   int used = 0;
   std::vector<float> rows, centred, found, gram, lanes, on_query, form, mean, mean_query;
+  std::vector<float> asked_total, asked_square, seen_total, questions;
+  float asked, seen, seen_square;
   std::vector<float> excess, size, log_mass, lightness, square, least, total;
   std::vector<int> rank, partner, order;
   std::vector<uint8_t> alive, merged;
 
   template <class Q>
   void ask(int64_t step) {
-    float *sum = p.asked_total + head * dim, *square = p.asked_square + head * dim * dim, *q = on_query.data();
     const int64_t b = head / p.heads, h = head % p.heads;
-    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
+    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++) {
+      int rows = 0;
       for (int64_t i = step * p.queries; i < (step + 1) * p.queries; i++) {
         if (p.answered && !p.answered[b * p.steps * p.queries + i]) continue;
         const Q *from = p.query.at<Q>(b, g, i);
-        for (int d = 0; d < dim; d++) sum[d] += q[d] = number(from[d]) * p.scale;
-        for (int d = 0; d < dim; d++)
-          for (int e = 0; e < dim; e++) square[d * dim + e] += q[d] * q[e];
-        p.asked[head] += 1.0f;
+        float *row = &questions[rows++ * fill];
+        for (int d = 0; d < dim; d++) asked_total[d] += row[d] = number(from[d]) * p.scale;
       }
+      asked += rows;
+      // The last rows of squares may be of no dimension: nobody reads them.
+      for (int d = 0; d < dim; d += SOME)
+        mix<SOME>(questions.data(), fill, rows, fill, &questions[d], fill, &asked_square[d * fill], fill);
+    }
   }
 
   template <class T>
   void take_up(int64_t step) {
-    float *key_sum = p.seen_key + head * dim, *value_sum = p.seen_value + head * p.value_dim;
     for (int64_t e = (head * p.steps + step) * p.leaving; e < (head * p.steps + step + 1) * p.leaving; e++) {
       if (!p.real[e]) continue;
       const T *key = p.key.at<T>(head / p.heads, head % p.heads, p.index[e]);
       const T *value = p.value.at<T>(head / p.heads, head % p.heads, p.index[e]);
       float *row = &rows[used * wide];
-      for (int d = 0; d < dim; d++) key_sum[d] += row[d] = number(key[d]);
-      for (int d = 0; d < p.value_dim; d++) {
-        value_sum[d] += row[dim + d] = number(value[d]);
-        p.seen_square[head] += row[dim + d] * row[dim + d];
-      }
-      p.seen[head] += 1.0f;
+      for (int d = 0; d < dim; d++) row[d] = number(key[d]);
+      for (int d = dim; d < wide; d++) row[d] = number(value[d - dim]);
+      for (int d = 0; d < wide; d++) seen_total[d] += row[d];
+      for (int d = dim; d < wide; d++) seen_square += row[d] * row[d];
+      seen += 1.0f;
       excess[used] = 0.0f;
       size[used++] = 1.0f;
     }
@@ -115,16 +131,16 @@ class Walker {
 
   // The metric of this step; the centred rows, their Gram matrix in it, and their masses.
   void measure() {
-    const float asked = p.asked[head] + 1.0f, seen = p.seen[head];
-    for (int d = 0; d < dim; d++) mean_query[d] = p.asked_total[head * dim + d] / asked;
-    for (int i = 0; i < dim * dim; i++)
-      form[i] = (p.asked_square[head * dim * dim + i] + (i / dim == i % dim ? 1.0f / dim : 0.0f)) / asked;
-    float variance = p.seen_square[head] / seen;
-    for (int d = 0; d < dim; d++) mean[d] = p.seen_key[head * dim + d] / seen;
-    for (int d = dim; d < wide; d++) {
-      mean[d] = p.seen_value[head * p.value_dim + d - dim] / seen;
-      variance -= mean[d] * mean[d];
+    // One imagined query of covariance I / D, as `RunningQueries.moments` has it.
+    const float weight = 1.0f / (asked + 1.0f);
+    for (int d = 0; d < dim; d++) {
+      mean_query[d] = asked_total[d] * weight;
+      for (int e = 0; e < dim; e++) form[d * dim + e] = asked_square[d * fill + e] * weight;
+      form[d * dim + d] += weight / dim;
     }
+    float variance = seen_square / seen;
+    for (int d = 0; d < wide; d++) mean[d] = seen_total[d] / seen;
+    for (int d = dim; d < wide; d++) variance -= mean[d] * mean[d];
     const float unit = 1.0f / std::max(variance, 1.1920929e-07f);
     for (int a = 0; a < used; a++)
       for (int d = 0; d < wide; d++) centred[a * wide + d] = rows[a * wide + d] - mean[d];
@@ -227,14 +243,17 @@ class Walker {
   void join_products(int joining, const std::vector<int> &leaders, const std::vector<float> &shares) {
     for (int i = 0; i < joining; i++)
       for (int b = 0; b < used; b++) gram[leaders[i] * pitch + b] += shares[i] * gram[order[i] * pitch + b];
+    // Those that were joined, each once.
+    std::vector<int> met;
     for (int a = 0; a < used; a++)
-      if (total[a] != 1.0f)
-        for (int b = 0; b < used; b++) gram[a * pitch + b] /= total[a];
+      if (total[a] != 1.0f) met.push_back(a);
+    for (int a : met)
+      for (int b = 0; b < used; b++) gram[a * pitch + b] /= total[a];
     for (int a = 0; a < used; a++) {
       if (!alive[a]) continue;
       float *row = &gram[a * pitch];
       for (int i = 0; i < joining; i++) row[leaders[i]] += shares[i] * row[order[i]];
-      for (int b = 0; b < used; b++) row[b] /= total[b];
+      for (int b : met) row[b] /= total[b];
       square[a] = row[a];
     }
   }

@@ -1,5 +1,6 @@
 // What every kernel of attention does with a tile of queries, each in its lane.
 #pragma once
+#include <memory>
 #include <vector>
 
 #include "lanes.h"
@@ -16,8 +17,6 @@ static const float *floats(const T *rows, int64_t &stride, int count, int dim, i
   stride = width;
   return into;
 }
-
-static int filled(int64_t dim) { return (dim + FILL - 1) / FILL * FILL; }
 
 // A tile's running figures: the largest score and the sum of the weights of every query.
 struct Tile {
