@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from fewkeys import native
-from fewkeys.execute import compiled, linear
+from fewkeys.execute import compiled, linear, reference
+from fewkeys.graph import Graph
 from fewkeys.native import build
+from fewkeys.rest import StandIns
 from fewkeys.sketch.past import Leaving, Past, walk
 from fewkeys.sketch.running import RunningQueries
 from fewkeys.sketch.summary import Summary
@@ -126,6 +128,36 @@ def test_far_scores_neither_overflow_nor_vanish_wrongly(plan, size):
     found = fk.attention(size * q, k, v, plan=plan, impl="torch")
     want = fk.attention(size * q, k, v, plan=plan, impl="reference")
     torch.testing.assert_close(found, want, atol=2e-3, rtol=1e-3)
+
+
+def test_a_stand_in_whose_keys_are_all_kept_vanishes():
+    """However large its score is, and whatever its members weigh."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 90, 8, generator=g)
+    share = torch.rand(1, 1, 90, generator=g) * 300 + 1e-3
+    share[..., 40:55] /= 1e7
+    label = torch.full((1, 1, 90), 2)
+    label[..., 40:55], label[..., 55:] = 0, 1
+    value = torch.tensor([1e4, 0.0, 0.0])[:, None].expand(1, 1, -1, 8)
+    means = StandIns(30 * q[:, :, 40:43], value, label, share, torch.tensor([[[80.0, 0.0, 0.0]]]))
+    x = check_inputs(q, k, v)
+    graph = Graph(x, (9, 9))
+    fast, slow = (compiled.attend(x, graph, means), reference.attend(x, graph, means, fk.Softmax()))
+    whole = slice(46, 49)  # the queries whose band holds keys 40 .. 54, and no others
+    assert fast[:, :, whole].abs().max() < 100
+    assert fast.abs().amax(-1).gt(100).sum() > 10
+    torch.testing.assert_close(fast[:, :, whole], slow[:, :, whole], rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_exact_to_float32():
+    """Against float64: a few units in the last place, and bfloat16 rounds that once, to nearest."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 16, generator=g).bfloat16() for _ in range(3))
+    options = {"keep": fk.Window(5), "impl": "torch"}
+    found = fk.attention(q.float(), k.float(), v.float(), **options)
+    want = fk.attention(q.double(), k.double(), v.double(), **options)
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(fk.attention(q, k, v, **options), found.bfloat16())
 
 
 @given(shift=st.floats(-1e3, 1e3))
