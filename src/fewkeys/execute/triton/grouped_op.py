@@ -21,16 +21,16 @@ TENSORS = 9
 
 
 class Members(NamedTuple):
-    """Who is in which group, -1 for none, and all tokens of a head by group: int32, (B, Hq, Nq) or (B, Hq, Nk).
+    """Who is in which group, -1 for none, and all tokens of a head by group: (B, Hq, Nq) or (B, Hq, Nk).
 
-    `listed` (B, Hkv, S), int32: places of the keys that all queries of a head share, Nk at fillings.
+    `listed` (B, Hkv, S): places of the keys that all queries of a head share, Nk at fillings. All are int32.
     """
 
+    listed: Tensor | None
     query_group: Tensor
     query_order: Tensor
     key_group: Tensor
     key_order: Tensor
-    listed: Tensor | None
 
 
 class Sizes(NamedTuple):
@@ -53,7 +53,7 @@ class Problem:
         self.near = near_of(*tensors[:4])
         listed = None if tensors[4] is None else tensors[4].contiguous()
         members: list[Tensor] = [tensor.contiguous() for tensor in tensors[5:]]
-        self.members = Members(*members[:4], listed)
+        self.members = Members(listed, *members)
         count, self.alpha, self.scale, band_left, band_right, offset, self.is_causal = numbers
         batch, heads, queries, _ = self.near.query.shape
         self.shared, self.rows = batch * self.near.key.shape[1], batch * heads
@@ -76,6 +76,8 @@ class Problem:
         """Constants for a kernel: those that all take, and those named."""
         known = {"CAUSAL": self.is_causal, "BAND": self.sizes.band_left + self.sizes.band_right >= 0}
         found = constants(self.near) | {"ALPHA": self.alpha, "BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+        # Rows are gathered, and their addresses take registers: four warps have too few (ptxas for sm_90).
+        found["num_warps"] = 8
         return found | {name: known[name] for name in names}
 
     def query_tiles(self) -> Tensor:
