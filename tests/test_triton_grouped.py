@@ -67,8 +67,9 @@ def test_head_sizes_and_dtypes(size, weights, dtype):
     assert_equal(errors(x, beside(x, (1, 0), 4, count=2), WEIGHTS[weights], dtype), dtype)
 
 
-@pytest.mark.parametrize("shape", [SMALL, CAUSAL], ids=["cross", "causal padded"])
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    ("shape", "weights"), [*((SMALL, weights) for weights in WEIGHTS), (CAUSAL, "softmax"), (CAUSAL, "entmax")]
+)
 @pytest.mark.parametrize(("band", "listed"), [(None, 0), (None, 36), ((2, 1), 5)], ids=str)
 def test_every_part_beside_groups(band, listed, weights, shape):
     """Keys are in the group, in the list, in the band, in several and in none; all count once."""
@@ -135,7 +136,7 @@ def test_causal_shapes_of_the_table(shape):
 
 
 @pytest.mark.parametrize("alpha", [1.05, 1.5, 1.9, 2.0])
-@pytest.mark.parametrize("size", [0.0, 0.1, 30.0])
+@pytest.mark.parametrize("size", [0.0, 0.3, 30.0])
 def test_the_threshold_is_found_for_all_scores(size, alpha):
     """Equal scores, nearly equal ones and such that one key takes all."""
     x = made_inputs(replace(SMALL, query_heads=1, queries=12, keys=70))
