@@ -84,6 +84,12 @@ def test_a_band_of_everything(weights, shape):
     assert_equal(errors(x, beside(x, (500, 400), count=2), WEIGHTS[weights]))
 
 
+def test_a_band_across_tiles():
+    """Keys at the edges of a tile have queries of the next tile, and of the one before."""
+    x = made_inputs(Shape(1, 1, 1, 40, 40, 16, 16))
+    assert_equal(errors(x, beside(x, (2, 1), count=2), fk.Softmax()))
+
+
 @pytest.mark.parametrize(("count", "weights"), [(1, "softmax"), (1, "entmax 1.25"), (25, "softmax")])
 def test_groups_of_many_tiles_and_groups_of_few_tokens(count, weights):
     x = made_inputs(replace(SMALL, queries=75, keys=83))
@@ -128,14 +134,14 @@ def test_shapes_of_the_table(shape, weights):
     assert_equal(errors(x, beside(x), WEIGHTS[weights]))
 
 
-@pytest.mark.parametrize("shape", ["causal padded", "causal with offset", "causal decode", "causal upper-left"])
+@pytest.mark.parametrize("shape", ["causal with offset", "causal decode", "causal upper-left"])
 def test_causal_shapes_of_the_table(shape):
     x = made_inputs(CAUSAL_SHAPES[shape])
     graph = Graph(x, groups=made_groups(x)) | fk.Sinks(3).select(x)
     assert_equal(errors(x, graph, fk.Softmax()))
 
 
-@pytest.mark.parametrize("alpha", [1.05, 1.5, 1.9, 2.0])
+@pytest.mark.parametrize("alpha", [1.05, 1.9, 2.0])
 @pytest.mark.parametrize("size", [0.0, 0.3, 30.0])
 def test_the_threshold_is_found_for_all_scores(size, alpha):
     """Equal scores, nearly equal ones and such that one key takes all."""
@@ -164,6 +170,21 @@ def test_large_scores_neither_overflow_nor_vanish(shift, weights):
     moved = replace(x, query=longer(x.query, shift / x.scale), key=longer(x.key, 1.0))
     output = fused.attend(moved, graph, None, WEIGHTS[weights])
     torch.testing.assert_close(output, usual, rtol=2e-2, atol=2e-2)  # scores of 3000 are told to 2e-4
+
+
+@pytest.mark.parametrize("weights", ["softmax", "entmax"])
+def test_weights_sum_to_one_in_both_directions(weights):
+    """Scores are exact, and so large that the threshold is not: it misses the sum by a thousandth."""
+    x = made_inputs(replace(SMALL, query_heads=1))
+    g = torch.Generator().manual_seed(0)
+    key = torch.zeros_like(x.key)
+    key[..., 0] = (8192 + torch.randint(64, (x.keys,), generator=g) / 64).to(DEVICE)
+    query = torch.zeros_like(x.query)
+    query[..., 0] = 1.0
+    moved = Inputs(query, key, torch.ones_like(x.value).requires_grad_(), scale=1.0)
+    output = fused.attend(moved, Graph(moved, groups=made_groups(moved, 1)), None, WEIGHTS[weights])
+    (grad,) = torch.autograd.grad(output.sum(), moved.value)
+    torch.testing.assert_close(output.sum(2), grad.sum(2), rtol=1e-5, atol=0.0)
 
 
 def test_any_layout():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewkeys.execute.triton import grouped_backward, grouped_forward
 from fewkeys.execute.triton.grouped_tiles import Order, key_tiles, query_tiles
-from fewkeys.execute.triton.op import constants, near_of, split, tile_sizes
+from fewkeys.execute.triton.op import constants, near_of, split
 
 LOG2_E = 1.4426950408889634
 _ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? hidden, Tensor? listed,
@@ -68,17 +68,22 @@ class Problem:
             band_right,
         )
         self.factor = self.scale * (LOG2_E if self.alpha == 1 else self.alpha - 1)
-        self.block_m, self.block_n = tile_sizes(self.near)
+        self.block_m, self.block_n = self._tile_sizes()
         group, order, key_group, key_order = (tensor.flatten(0, 1) for tensor in members)
         self.queries, self.keys = Order(group, order, count), Order(key_group, key_order, count)
 
     def options(self, *names: str) -> dict[str, Any]:
         """Constants for a kernel: those that all take, and those named."""
         known = {"CAUSAL": self.is_causal, "BAND": self.sizes.band_left + self.sizes.band_right >= 0}
-        found = constants(self.near) | {"ALPHA": self.alpha, "BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
-        # Rows are gathered, and their addresses take registers: four warps have too few (ptxas for sm_90).
-        found["num_warps"] = 8
-        return found | {name: known[name] for name in names}
+        own = {"ALPHA": self.alpha, "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "num_warps": 8}
+        return constants(self.near) | own | {name: known[name] for name in names}
+
+    def _tile_sizes(self) -> tuple[int, int]:
+        """Queries and keys per tile, which eight warps hold in registers (sm_90), with the addresses of their rows."""
+        widest = max(self.near.query.shape[3], self.near.value.shape[3])
+        if self.near.query.dtype == torch.float32:
+            return (16, 16) if widest > 64 else (32, 32)
+        return (32, 32) if widest > 128 else (64, 32)
 
     def query_tiles(self) -> Tensor:
         return query_tiles(self.queries, self.keys, self.block_m, self.sizes.offset, self.is_causal)

@@ -100,8 +100,11 @@ class Problem:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Queries and keys per tile."""
-        return tile_sizes(self.near)
+        """Queries and keys per tile: 16-bit kernels hold them in registers (sm_90), all in the 99 KB of small GPUs."""
+        wide = max(self.dim, self.value_dim) > 128
+        if self.near.query.dtype == torch.float32:
+            return (16, 16) if wide else (32, 32)
+        return (32, 32) if wide else (64, 32)
 
     def options(self, *names: str) -> dict[str, Any]:
         """Constants for a kernel: those that all take, and those named."""
@@ -112,19 +115,13 @@ class Problem:
             "BLOCK_N": block_n,
             "BLOCK_R": _power_of_two(self.rank),
         }
-        return constants(self.near) | {"BLOCK_M": block_m} | {name: known[name] for name in names}
+        wide = max(self.dim, self.value_dim) * self.near.query.element_size() > 256
+        found = constants(self.near) | {"BLOCK_M": block_m, "num_warps": 8 if wide else 4}
+        return found | {name: known[name] for name in names}
 
     def split(self, programs: int) -> tuple[int, int]:
         """How many parts the queries of a key head come in, beside `programs` other programs, and tiles per part."""
         return split(-(-self.sizes.queries // self.block[0]) * self.sizes.groups, programs)
-
-
-def tile_sizes(near: Near) -> tuple[int, int]:
-    """Queries and keys per tile: 16-bit kernels hold them in registers (sm_90), all in the 99 KB of small GPUs."""
-    wide = max(near.query.shape[3], near.value.shape[3]) > 128
-    if near.query.dtype == torch.float32:
-        return (16, 16) if wide else (32, 32)
-    return (32, 32) if wide else (64, 32)
 
 
 def constants(near: Near) -> dict[str, Any]:
@@ -137,7 +134,6 @@ def constants(near: Near) -> dict[str, Any]:
         "BLOCK_V": _power_of_two(value_dim),
         # Tensor cores round float32 to 10 bits: as everywhere in torch, the user says whether they may.
         "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-        "num_warps": 4 if max(dim, value_dim) * near.query.element_size() <= 256 else 8,
         "num_stages": 2,
     }
 
