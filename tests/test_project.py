@@ -63,6 +63,9 @@ LAZY = {
     "execute/triton/op.py",
     "execute/triton/forward.py",
     "execute/triton/backward.py",
+    "execute/triton/grouped_op.py",
+    "execute/triton/grouped_forward.py",
+    "execute/triton/grouped_backward.py",
 }
 """torch's compiler, subclasses of transformers' own classes, Triton's kernels: imported by functions that need them."""
 

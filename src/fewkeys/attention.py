@@ -63,7 +63,8 @@ def attention(
             for decoding with a cache).
         generator: source of randomness for plans that draw; default: seed 0 at every call.
         impl: "reference": dense, the definition itself. "torch": linear time and memory (oracle selectors excepted).
-            "triton": one kernel for softmax over a window, a shared list and cluster means, on CUDA.
+            "triton": kernels on CUDA, for softmax over a window, a shared list and cluster means, and for softmax and
+            entmax (alpha <= 2) inside groups, one for each token, beside a window and a shared list.
             "auto": "torch", except that exact attention answers where the plan keeps every key, and, for plans with
             `exact_if_faster` (those of `budget`), where it would be faster than the plan.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32

@@ -1,10 +1,14 @@
-"""The softmax plan of a band, one shared list and stand-ins in one pass over the queries, by Triton's kernels."""
+"""Plans by Triton's kernels: softmax of a band, one shared list and stand-ins, in one pass over the queries.
+
+Graphs with groups have kernels of their own (`fused_grouped`).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from fewkeys.execute import fused_grouped
 from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
@@ -20,10 +24,13 @@ def unsupported(
 ) -> str | None:
     """Why `attend` cannot answer, to follow "impl='triton':"; None where it can."""
     x = inputs
-    if not isinstance(weights, Softmax):
+    if graph.groups is not None:
+        if (reason := fused_grouped.unsupported(graph.groups, stand_ins, weights)) is not None:
+            return reason
+    elif not isinstance(weights, Softmax):
         return f"expected Softmax() weights, got {weights}"
-    if graph.rows is not None or graph.full or graph.groups is not None:
-        return "expected a band and shared keys, got a list of keys for every query, or groups"
+    if graph.rows is not None or graph.full:
+        return "expected a band and shared keys, got a list of keys for every query"
     if graph.columns is not None and graph.columns.blocks > 1:
         return "expected one list of shared keys, got a list for every block of queries"
     if isinstance(stand_ins, BlockStandIns):
@@ -63,9 +70,12 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
     Products are taken in the input's dtype and summed in float32; stand-ins are rounded to the input's dtype first.
     Second derivatives do not exist. Cost O(n (slots + block) (D + Dv)), of which nothing but the output is stored.
     """
+    x = inputs
+    hidden = None if graph.band is None else band_hidden(x, graph)
+    if graph.groups is not None:
+        return fused_grouped.attend(x, graph, graph.groups, hidden, weights)
     from fewkeys.execute.triton.op import near_heavy_means
 
-    x = inputs
     # An empty band ends before it begins, for every query.
     left, right = (0, -x.queries) if graph.band is None else graph.band
     reach = x.keys + x.queries + x.offset
@@ -73,7 +83,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
         x.query,
         x.key,
         x.value,
-        None if graph.band is None else band_hidden(x, graph),
+        hidden,
         *_listed(x, graph),
         *_means(x, stand_ins),
         x.scale,

@@ -77,11 +77,10 @@ class Problem:
     """The operator's arguments as the kernels take them."""
 
     def __init__(self, tensors: Sequence[Tensor | None], numbers: Sequence[Any]) -> None:
-        query, key, value = (_rows(tensor) for tensor in tensors[:3] if tensor is not None)
-        others = [None if tensor is None else tensor.contiguous() for tensor in tensors[3:]]
-        strides = (tuple(query.stride()[:3]), tuple(key.stride()[:3]), tuple(value.stride()[:3]))
-        self.near = Near(query, key, value, others[0], *strides)
-        self.listed, self.means = Listed(*others[1:4]), Means(*others[4:])
+        query, key, value = (tensor for tensor in tensors[:3] if tensor is not None)
+        others = [None if tensor is None else tensor.contiguous() for tensor in tensors[4:]]
+        self.near = near_of(query, key, value, tensors[3])
+        self.listed, self.means = Listed(*others[:3]), Means(*others[3:])
         self.scale, band_left, band_right, offset, self.is_causal = numbers
         batch, heads, queries, self.dim = query.shape
         self.shared, self.value_dim = batch * key.shape[1], value.shape[3]
@@ -116,23 +115,40 @@ class Problem:
             "BLOCK_N": block_n,
             "BLOCK_R": _power_of_two(self.rank),
         }
-        return {
-            "D": self.dim,
-            "DV": self.value_dim,
-            "BLOCK_M": block_m,
-            "BLOCK_D": _power_of_two(self.dim),
-            "BLOCK_V": _power_of_two(self.value_dim),
-            # Tensor cores round float32 to 10 bits: as everywhere in torch, the user says whether they may.
-            "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-            "num_warps": 4 if max(self.dim, self.value_dim) * self.near.query.element_size() <= 256 else 8,
-            "num_stages": 2,
-        } | {name: known[name] for name in names}
+        wide = max(self.dim, self.value_dim) * self.near.query.element_size() > 256
+        found = constants(self.near) | {"BLOCK_M": block_m, "num_warps": 8 if wide else 4}
+        return found | {name: known[name] for name in names}
 
     def split(self, programs: int) -> tuple[int, int]:
         """How many parts the queries of a key head come in, beside `programs` other programs, and tiles per part."""
-        tiles = -(-self.sizes.queries // self.block[0]) * self.sizes.groups
-        each = -(-tiles // max(1, PROGRAMS // programs))
-        return -(-tiles // each), each
+        return split(-(-self.sizes.queries // self.block[0]) * self.sizes.groups, programs)
+
+
+def constants(near: Near) -> dict[str, Any]:
+    """Constants of every kernel that the problem's dimensions and dtype decide."""
+    dim, value_dim = near.query.shape[3], near.value.shape[3]
+    return {
+        "D": dim,
+        "DV": value_dim,
+        "BLOCK_D": _power_of_two(dim),
+        "BLOCK_V": _power_of_two(value_dim),
+        # Tensor cores round float32 to 10 bits: as everywhere in torch, the user says whether they may.
+        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "num_stages": 2,
+    }
+
+
+def split(tiles: int, programs: int) -> tuple[int, int]:
+    """How many parts so many tiles come in, beside `programs` other programs, and tiles per part."""
+    each = -(-tiles // max(1, PROGRAMS // programs))
+    return -(-tiles // each), each
+
+
+def near_of(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Near:
+    """Queries, keys and values in any layout whose last dimension is dense."""
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    hidden = None if hidden is None else hidden.contiguous()
+    return Near(query, key, value, hidden, query.stride()[:3], key.stride()[:3], value.stride()[:3])
 
 
 def _rows(tensor: Tensor) -> Tensor:
