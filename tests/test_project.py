@@ -63,6 +63,9 @@ LAZY = {
     "execute/triton/op.py",
     "execute/triton/forward.py",
     "execute/triton/backward.py",
+    "sketch/triton/op.py",
+    "sketch/triton/kernels.py",
+    "tiles.py",
 }
 """torch's compiler, subclasses of transformers' own classes, Triton's kernels: imported by functions that need them."""
 
