@@ -3,8 +3,9 @@
 Arguments come in the named tuples of `op`; heads are counted through the batch, in int64. All sums are float32.
 
 Tensor cores multiply 16-bit numbers at full speed. A float32 number cut into bfloat16 parts loses no range, and every
-part adds 8 bits: two are right to 2^-17 of a number, three to all of its 24 bits. So keys of 16 bits meet the float32
-rows they are multiplied with in two parts, an error beside which the rounding of the keys themselves is large.
+part adds 8 bits: two are right to 2^-17 of a number, three to all of its 24 bits. Keys of 16 bits meet centres in two
+parts, an error beside which the rounding of the keys themselves is large. They meet the form in three, and sums take
+three of every row: what the spread of a cluster's keys exceeds that of their mean is told from float32's rounding.
 """
 
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.
@@ -25,17 +26,17 @@ def base_of(rows, strides, head, sizes):
 @triton.jit
 def products(x, matrix, row, rows, stride, column, columns, PARTS: tl.constexpr, PRECISION: tl.constexpr):
     """`x @ matrix^T` (N, R) for x (N, columns) and some rows of a matrix, which lies there in `PARTS` parts."""
-    upper = tl.trans(load_rows(matrix, row, rows, stride, column, columns))
-    if PARTS == 1:
-        found = dot(x, upper, PRECISION)
-    else:
-        lower = tl.trans(load_rows(matrix + rows * stride, row, rows, stride, column, columns))
-        part = x.to(tl.bfloat16)
-        found = dot(part, lower, PRECISION) + dot(part, upper, PRECISION)
-        if x.dtype == tl.float16:
-            # Its 11 bits are two parts; the product of both lower parts is below the rounding of the others.
-            rest = (x.to(tl.float32) - part.to(tl.float32)).to(tl.bfloat16)
-            found += dot(rest, upper, PRECISION)
+    upper = x
+    if x.dtype == tl.float16:
+        # Its 11 bits are two parts; the product of both last parts is below the rounding of the others.
+        upper = x.to(tl.bfloat16)
+        rest = (x.to(tl.float32) - upper.to(tl.float32)).to(tl.bfloat16)
+    found = tl.zeros((x.shape[0], row.shape[0]), tl.float32)
+    for part in tl.static_range(PARTS):
+        own = tl.trans(load_rows(matrix + part * rows * stride, row, rows, stride, column, columns))
+        found += dot(upper, own, PRECISION)
+        if x.dtype == tl.float16 and part < PARTS - 1:
+            found += dot(rest, own, PRECISION)
     return found
 
 
@@ -51,7 +52,8 @@ def survey(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
+    FORM_PARTS: tl.constexpr,
+    CENTRE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A program takes `BLOCK_N` keys and values of a head, and the rows of form and centres `BLOCK_R` at a time."""
@@ -66,7 +68,7 @@ def survey(
         spread = tl.zeros((BLOCK_N,), tl.float32)
         for start in range(0, D, BLOCK_R):
             r = start + tl.arange(0, BLOCK_R)
-            x = products(k, seen.root + head * (PARTS * D * D), r, D, D, d, D, PARTS, PRECISION)
+            x = products(k, seen.root + head * (FORM_PARTS * D * D), r, D, D, d, D, FORM_PARTS, PRECISION)
             x -= tl.load(shift + r, mask=r < D, other=0.0)[None, :]
             spread += tl.sum(x * x, 1)
         query = tl.load(seen.query + head * D + d, mask=d < D, other=0.0)
@@ -78,13 +80,13 @@ def survey(
         dv = tl.arange(0, BLOCK_V)
         value = base_of(rows.value, rows.value_strides, head, sizes)
         v = load_rows(value, place, sizes.keys, rows.value_strides[2], dv, DV)
-        centre = clusters.centre + head * sizes.centres * (PARTS * (D + DV))
+        centre = clusters.centre + head * sizes.centres * (CENTRE_PARTS * (D + DV))
         nearest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
         label = tl.zeros((BLOCK_N,), tl.int32)
         for start in range(0, sizes.centres, BLOCK_R):
             c = start + tl.arange(0, BLOCK_R)
-            x = products(k, centre, c, sizes.centres, D + DV, d, D, PARTS, PRECISION)
-            x += products(v, centre + D, c, sizes.centres, D + DV, dv, DV, PARTS, PRECISION)
+            x = products(k, centre, c, sizes.centres, D + DV, d, D, CENTRE_PARTS, PRECISION)
+            x += products(v, centre + D, c, sizes.centres, D + DV, dv, DV, CENTRE_PARTS, PRECISION)
             constant = clusters.constant + head * sizes.centres + c
             x += tl.load(constant, mask=c < sizes.centres, other=float("-inf"))[None, :]
             best, index = tl.max(x, 1, return_indices=True)  # of equals the first
@@ -96,14 +98,13 @@ def survey(
 
 
 @triton.jit
-def add_chosen(total, chosen, rows, EXACT: tl.constexpr):
-    """`total + chosen @ rows` for `chosen` of zeros and ones, and rows in two parts, or three."""
-    upper = rows.to(tl.bfloat16)
-    rest = rows - upper.to(tl.float32)
-    lower = rest.to(tl.bfloat16)
-    if EXACT:
-        total += dot(chosen, (rest - lower.to(tl.float32)).to(tl.bfloat16), "ieee")
-    return total + dot(chosen, lower, "ieee") + dot(chosen, upper, "ieee")
+def add_chosen(total, chosen, rows):
+    """`total + chosen @ rows` for `chosen` of zeros and ones."""
+    for _part in tl.static_range(3):
+        upper = rows.to(tl.bfloat16)
+        total += dot(chosen, upper, "ieee")
+        rows -= upper.to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -120,7 +121,6 @@ def label_sums(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """A program adds up `tiles` tiles of a head's keys over `BLOCK_C` clusters: sums (parts, B H, C, D + DV)."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -141,8 +141,8 @@ def label_sums(
         chosen = tl.where(owner[None, :] == c[:, None], 1.0, 0.0).to(tl.bfloat16)
         k = load_rows(key, place, sizes.keys, rows.key_strides[2], d, D)
         v = load_rows(value, place, sizes.keys, rows.value_strides[2], dv, DV)
-        on_key = add_chosen(on_key, chosen, weight * k.to(tl.float32), EXACT)
-        on_value = add_chosen(on_value, chosen, weight * v.to(tl.float32), EXACT)
+        on_key = add_chosen(on_key, chosen, weight * k.to(tl.float32))
+        on_value = add_chosen(on_value, chosen, weight * v.to(tl.float32))
     into = sums + (part * tl.num_programs(2) + head) * sizes.centres * (D + DV)
     store_rows(into, c, sizes.centres, D + DV, d, D, on_key)
     store_rows(into + D, c, sizes.centres, D + DV, dv, DV, on_value)

@@ -86,12 +86,15 @@ def _rows(key: Tensor, value: Tensor | None) -> Rows:
     return Rows(key, value, tuple(key.stride()[:3]), (0, 0, 0) if value is None else tuple(value.stride()[:3]))
 
 
-def _parts(matrix: Tensor, key: Tensor) -> Tensor:
-    """(B, H, P, R, W): a matrix (B, H, R, W) as the kernels multiply it with keys, whole or in two parts of 16 bits."""
-    if key.dtype == torch.float32:
+def _parts(matrix: Tensor, count: int) -> Tensor:
+    """(B, H, P, R, W): a matrix (B, H, R, W) whole, or in two parts of bfloat16 or three, which add up to it."""
+    if count == 1:
         return matrix.contiguous().unsqueeze(2)
-    upper = matrix.to(torch.bfloat16)
-    return torch.stack([upper, (matrix - upper).to(torch.bfloat16)], 2)
+    parts = []
+    for _ in range(count):
+        parts.append(matrix.to(torch.bfloat16))
+        matrix = matrix - parts[-1]
+    return torch.stack(parts, 2)
 
 
 def _options(rows: Rows) -> dict[str, Any]:
@@ -128,17 +131,26 @@ def _survey(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, whole = _rows(key, value), key.dtype == torch.float32
     found = _survey_shapes(key, value, form, shift, centre, constant)
+    form_parts, centre_parts = (1, 1) if whole else (3, 2)
     seen, clusters, count = Seen(), Clusters(), 0
     if form is not None and shift is not None:
-        seen = Seen(_parts(form[:, :, :-1], key), form[:, :, -1].contiguous(), shift.contiguous(), *found[:2])
+        root, query = _parts(form[:, :, :-1], form_parts), form[:, :, -1].contiguous()
+        seen = Seen(root, query, shift.contiguous(), *found[:2])
     if centre is not None and constant is not None:
-        clusters, count = Clusters(_parts(centre, key), constant.contiguous(), *found[2:]), centre.shape[2]
+        clusters, count = Clusters(_parts(centre, centre_parts), constant.contiguous(), *found[2:]), centre.shape[2]
     batch, heads, keys = key.shape[:3]
-    narrow, wide = ((32, 32), (16, 16)) if whole else ((64, 32), (32, 32))
-    block_n, block_r = wide if _is_wide(rows) else narrow
+    # What fits in the 99 KB of small GPUs, and in registers.
+    block_n = (32 if whole else 64) // (2 if _is_wide(rows) else 1)
+    block_r = 32 if key.dtype == torch.bfloat16 else 16
     # Tensor cores round float32 to 10 bits: as everywhere in torch, the user says whether they may.
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    constants = {"BLOCK_N": block_n, "BLOCK_R": block_r, "PARTS": 1 if whole else 2, "PRECISION": precision}
+    constants = {
+        "BLOCK_N": block_n,
+        "BLOCK_R": block_r,
+        "FORM_PARTS": form_parts,
+        "CENTRE_PARTS": centre_parts,
+        "PRECISION": precision,
+    }
     with torch.cuda.device_of(key):
         kernels.survey[triton.cdiv(keys, block_n), batch * heads](
             rows, seen, clusters, Sizes(heads, keys, count), **constants, **_options(rows)
@@ -173,7 +185,7 @@ def _label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count:
     each = max(1, triton.cdiv(tiles, max(1, PROGRAMS // (across * batch * heads))))
     parts = triton.cdiv(tiles, each)
     sums = share.new_empty((parts, batch, heads, count, key.shape[3] + value.shape[3]))
-    constants = {"BLOCK_C": block_c, "BLOCK_N": block_n, "EXACT": key.dtype == torch.float32}
+    constants = {"BLOCK_C": block_c, "BLOCK_N": block_n}
     with torch.cuda.device_of(key):
         kernels.label_sums[across, parts, batch * heads](
             rows,
