@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import fewkeys as fk
-from cases import SHAPES, Shape
+from cases import Shape
 from fewkeys.graph import Graph
 from fewkeys.inputs import Shard
 from fewkeys.sketch import backend as choice
@@ -120,13 +120,13 @@ def test_head_sizes_and_dtypes(dim, value_dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
-@pytest.mark.parametrize("keys", [0, 1, 64, 200])
+@pytest.mark.parametrize("keys", [0, 1, 64, 130])
 def test_numbers_of_keys(keys, dtype):
     """None and one, whole tiles, and several."""
-    *problem, share = made(16, 8, dtype, keys, batch=2)
+    *problem, share = made(16, 8, dtype, keys, batch=2, heads=1)
     found = op.survey(*problem)
     if keys < 2:  # what else is true of the labels needs more
-        assert found[3].shape == (2, 2, keys)
+        assert found[3].shape == (2, 1, keys)
         found = [x.repeat(1, 1, 40) for x in found]
         problem = [x.repeat(1, 1, 40, 1) if i < 2 else x for i, x in enumerate(problem)]
         share = share.repeat(1, 1, 40)
@@ -138,9 +138,9 @@ def test_numbers_of_keys(keys, dtype):
 @pytest.mark.parametrize("count", [1, 16, 131])
 def test_numbers_of_clusters(count):
     """Less than a tile, whole ones, and more than a program of the sums takes."""
-    key, value, *_, share = made(16, 8, batch=2)
+    key, value, *_, share = made(16, 8, keys=40)
     g = torch.Generator().manual_seed(1)
-    centre, constant = (torch.randn(2, 2, count, size, generator=g).to(DEVICE) for size in (24, 1))
+    centre, constant = (torch.randn(1, 2, count, size, generator=g).to(DEVICE) for size in (24, 1))
     nearest, label = op.assign(key, value, centre, constant)
     closeness = torch.cat([key, value], -1) @ centre.mT + constant.mT
     torch.testing.assert_close(nearest, closeness.amax(-1), rtol=1e-5, atol=1e-5)
@@ -163,10 +163,10 @@ def test_the_unit_does_not_matter(size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layouts(dtype):
     """Heads beside tokens as models have them, every other dimension, transposed, one head for all."""
-    *problem, share = made(16, 8, dtype, batch=2)
+    *problem, share = made(16, 8, dtype, keys=40, count=41, batch=2)
     key, value, *others = problem
     found = op.survey(*problem)
-    sums = op.label_sums(key, value, found[3], share, 45)
+    sums = op.label_sums(key, value, found[3], share, 41)
     for lay in (
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         lambda x: x.repeat_interleave(2, -1)[..., ::2],
@@ -176,9 +176,9 @@ def test_layouts(dtype):
         again = op.survey(*laid, *(lay(x) for x in others))
         assert all(torch.equal(*pair) for pair in zip(again, found, strict=True))
         label, shares = (lay(x.unsqueeze(-1)).squeeze(-1) for x in (found[3], share))
-        assert torch.equal(op.label_sums(*laid, label, shares, 45), sums)
+        assert torch.equal(op.label_sums(*laid, label, shares, 41), sums)
     one = [x[:, :1].expand(-1, 2, *x.shape[2:]) for x in (*problem, found[3], share)]
-    for x in (*op.survey(*one[:6]), op.label_sums(*one[:2], *one[6:], 45)):
+    for x in (*op.survey(*one[:6]), op.label_sums(*one[:2], *one[6:], 41)):
         assert torch.equal(x[:, 0], x[:, 1])
 
 
@@ -210,8 +210,8 @@ def test_keys_that_are_no_numbers_get_a_label():
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [SHAPES["grouped"], SHAPES["padded"], SHAPES["cross padded"], Shape(1, 2, 1, 60, 150, 64, 80)],
-    ids=["grouped", "padded", "cross padded", "large heads"],
+    [Shape(1, 4, 2, value_dim=5), Shape(2, 1, 1, 37, 50, lengths=(50, 21)), Shape(1, 1, 1, 60, 90, 64, 80)],
+    ids=["grouped", "cross padded", "large heads"],
 )
 def test_clusters_and_means_are_those_of_torch(shape, dtype, taken):
     """The whole way, with lengths and first-order means; the keys are looked at once, after Lloyd's steps."""
@@ -245,7 +245,7 @@ def test_clusters_and_means_are_those_of_torch(shape, dtype, taken):
 
 def test_statistics_alone(taken):
     """Where no clusters are asked for, values are not read."""
-    x = check_inputs(*(row.to(DEVICE) for row in SHAPES["plain"].draw(dtype=torch.float32)))
+    x = check_inputs(*(row.to(DEVICE) for row in Shape(1, 1, 1).draw(dtype=torch.float32)))
     seen = sketch.key_statistics(x)
     assert taken == ["statistics"]
     wanted = by_torch(lambda: sketch.key_statistics(replace(x, _memory={})))
@@ -255,7 +255,7 @@ def test_statistics_alone(taken):
 
 def test_a_shard_takes_the_same_clusters(taken):
     """Totals of one process are its own: the kernels serve shards too."""
-    x = check_inputs(*(row.to(DEVICE) for row in SHAPES["plain"].draw(dtype=torch.float32)))
+    x = check_inputs(*(row.to(DEVICE) for row in Shape(1, 1, 1).draw(dtype=torch.float32)))
     shard = replace(x, shard=Shard(WHOLE, 0, x.keys, 0, x.queries), _memory={})
     found = [sketch.clusters(inputs, 8) for inputs in (x, shard)]
     assert taken.count("survey") == 2
@@ -264,7 +264,7 @@ def test_a_shard_takes_the_same_clusters(taken):
 
 def test_attention_takes_the_kernels_without_being_asked(taken):
     plan = fk.Plan(fk.Outliers(5, 8) | fk.Window(9), fk.ClusterMeans(8, rank=3))
-    rows = [row.to(DEVICE) for row in SHAPES["grouped"].draw(dtype=torch.float32)]
+    rows = [row.to(DEVICE) for row in Shape(1, 2, 1).draw(dtype=torch.float32)]
     output = fk.attention(*rows, plan=plan, impl="torch")
     assert "survey" in taken
     assert "label_sums" in taken
@@ -273,7 +273,7 @@ def test_attention_takes_the_kernels_without_being_asked(taken):
 
 
 def test_gradients_flow_through_the_sums_and_clusters_carry_none(taken):
-    rows = [row.to(DEVICE).requires_grad_() for row in SHAPES["plain"].draw(dtype=torch.float32)]
+    rows = [row.to(DEVICE).requires_grad_() for row in Shape(1, 2, 1).draw(dtype=torch.float32)]
 
     def gradients():
         output = fk.attention(*rows, keep=fk.Window(7), rest=fk.ClusterMeans(6), impl="torch")
