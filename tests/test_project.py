@@ -66,6 +66,9 @@ LAZY = {
     "execute/triton/grouped_op.py",
     "execute/triton/grouped_forward.py",
     "execute/triton/grouped_backward.py",
+    "sketch/triton/op.py",
+    "sketch/triton/kernels.py",
+    "tiles.py",
 }
 """torch's compiler, subclasses of transformers' own classes, Triton's kernels: imported by functions that need them."""
 

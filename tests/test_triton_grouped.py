@@ -267,7 +267,7 @@ def test_operator_keeps_the_rules_of_torch(whole):
         x.query,
         x.key,
         x.value,
-        fused._hidden(x, graph) if whole else None,
+        operands.band_hidden(x, graph) if whole else None,
         fused_grouped._listed(x, graph.columns.index, graph.columns.used) if whole else None,
         *fused_grouped._sorted(graph.groups.query, None, 2),
         *fused_grouped._sorted(graph.groups.key, None, 2),

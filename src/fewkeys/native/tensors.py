@@ -18,16 +18,19 @@ FILL = 16
 def suits(*tensors: Tensor | None) -> bool:
     """Whether kernels can read these tensors, and whether nobody asks how the result depends on them."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" for x in given):
+    if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in given):
         return False
-    if any(x.is_floating_point() and x.dtype not in DTYPES for x in given):
+    return unwatched(*given) and missing() is None
+
+
+def unwatched(*tensors: Tensor) -> bool:
+    """Whether these are plain tensors, and nobody asks how a result depends on them."""
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     # Transforms and forward derivatives follow torch's operations; what a kernel does, they would not see.
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return missing() is None
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 class Rows(ctypes.Structure):

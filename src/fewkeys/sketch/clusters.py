@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys import native
 from fewkeys.inputs import Inputs
+from fewkeys.sketch.backend import backend
 from fewkeys.sketch.gram import working
 from fewkeys.sketch.sums import label_sums
 
@@ -223,8 +223,8 @@ def _seen(key: Tensor, known: Frame) -> tuple[Tensor, Tensor]:
     """Spread and importance of every key."""
     form = known.form
     shift = form @ known.mean.mT
-    if native.suits(key, form):
-        return native.statistics(key, form, shift)
+    if (kernels := backend(key, None, form)) is not None:
+        return kernels.statistics(key, form, shift)
     key = working(key)
     spread = key.new_empty(key.shape[:3])
     flat = [rows.flatten(0, 1) for rows in (key, known.root, known.mean @ known.root, spread)]
@@ -259,9 +259,9 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
 def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Spread, largest closeness and label of every key (B, H, N), as `_nearest` says; its statistics are remembered."""
     key, value = inputs.key.detach(), inputs.value.detach()
-    if native.suits(key, value, centre):
+    if (kernels := backend(key, value, centre)) is not None:
         form = known.form
-        spread, importance, nearest, label = native.survey(key, value, form, form @ known.mean.mT, centre, constant)
+        spread, importance, nearest, label = kernels.survey(key, value, form, form @ known.mean.mT, centre, constant)
         inputs.remember("key_statistics", lambda: KeyStatistics(spread, importance))
         return spread, nearest, label
     return key_statistics(inputs).spread, *_nearest(key, value, centre, constant)
@@ -272,8 +272,8 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
 
     centre (B, H, C, D + Dv), constant (B, H, C, 1).
     """
-    if native.suits(key, value, centre):
-        return native.assign(key, value, centre, constant)
+    if (kernels := backend(key, value, centre)) is not None:
+        return kernels.assign(key, value, centre, constant)
     key, value = working(key), working(value)
     nearest = key.new_empty(key.shape[:3]).flatten(0, 1)
     label = torch.empty_like(nearest, dtype=torch.int64)
@@ -308,11 +308,11 @@ def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
         own, weight, scores = (inputs.shard.totals.rows(part) for part in (own, weight, scores))
         rows = own[..., :-1]
     centres = _seeds(own, scores, count)
-    none = rows[..., :0]
+    on_query, on_value = rows.split([key.shape[-1], value.shape[-1]], -1)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres[..., :-1].square().sum(-1, keepdim=True)
-        _, label = _nearest(rows, none, centres[..., :-1], half)
-        total = label_sums(own, none, label, weight, count)[0]
+        _, label = _nearest(on_query, on_value, centres[..., :-1], half)
+        total = torch.cat(label_sums(rows, own[..., -1:], label, weight, count), -1)
         mass = weight.new_zeros(half.shape[:3]).scatter_add_(-1, label, weight).unsqueeze(-1)
         centres = torch.where(mass > 0, total / mass.clamp_min(torch.finfo(mass.dtype).tiny), centres)
     return centres[..., :-1], centres[..., -1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fewkeys import native
+from fewkeys.sketch.backend import backend
 from fewkeys.sketch.gram import working
 
 
@@ -14,8 +14,8 @@ def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: 
     `label` (B, H, N), int64, 0 .. count - 1, and `share` (B, H, N) carry no gradient; keys and values do. In working
     precision.
     """
-    if native.suits(key, value, share):
-        found = native.label_sums(key, value, label, share, count)
+    if (kernels := backend(key, value, share)) is not None:
+        found = kernels.label_sums(key, value, label, share, count)
         return found[..., : key.shape[-1]], found[..., key.shape[-1] :]
     member = members(label, share, count).mT
     return member @ working(key), member @ working(value)

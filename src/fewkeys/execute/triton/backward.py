@@ -17,15 +17,13 @@ import triton.language as tl
 from fewkeys.execute.triton.forward import (
     band_keys,
     band_scores,
-    dot,
     key_bases,
     list_scores,
-    load_rows,
     mean_scores,
     query_base,
-    store_rows,
     unkept,
 )
+from fewkeys.tiles import dot, load_rows, store_rows
 
 
 @triton.jit

@@ -13,34 +13,11 @@ outside a tensor is read as zeros.
 import triton
 import triton.language as tl
 
-EMULATED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from fewkeys.tiles import dot, load_rows, store_rows
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROUNDING = tl.constexpr(1e-5)
 """A stand-in vanishes where this share of its keys, or less, is left: that much may be rounding."""
-
-
-@triton.jit
-def dot(a, b, PRECISION: tl.constexpr):
-    """`a @ b` in float32."""
-    if EMULATED:
-        # The interpreter multiplies the bits of bfloat16, not the numbers.
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def load_rows(base, row, rows, stride, column, columns):
-    """A tile of a matrix (rows, columns) at `base`."""
-    at = base + row.to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
-
-
-@triton.jit
-def store_rows(base, row, rows, stride, column, columns, tile):
-    """Write a tile of a matrix (rows, columns) at `base`, in the matrix's dtype."""
-    at = base + row.to(tl.int64)[:, None] * stride + column[None, :]
-    tl.store(at, tile.to(base.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit

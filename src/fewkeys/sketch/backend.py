@@ -1,0 +1,56 @@
+"""Which kernels look at keys: compiled ones on the CPU, Triton's on CUDA, or none and torch does the work."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fewkeys import native
+from fewkeys.native.tensors import unwatched
+
+DEVICES: tuple[str, ...] = ("cuda",)
+"""Where Triton's kernels are taken; its interpreter, for the CPU, only where a test adds "cpu"."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256
+
+
+class Kernels(Protocol):
+    """Keys (B, H, N, D) and values (B, H, N, Dv), each read once, without gradient.
+
+    With `form` (B, H, D + 1, D), the rows of L^T and the mean query, and `shift` (B, H, D + 1, 1), what they give for
+    the mean key: `x = form k - shift`, the *spread* `s = x_1^2 + .. + x_D^2` and the *importance* `x_(D+1) +
+    (s - x_(D+1)^2) / 2`. With centres (B, H, C, D + Dv) and constants (B, H, C, 1): the largest *closeness*
+    `[k, v] . centre_c + constant_c`, and the first c that attains it. All float32, and the *label* c int64: (B, H, N).
+    """
+
+    def statistics(self, key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Spread and importance."""
+
+    def assign(self, key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
+        """Closeness and label."""
+
+    def survey(
+        self, key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Spread, importance, closeness and label."""
+
+    def label_sums(self, key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
+        """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
+
+
+def backend(key: Tensor, value: Tensor | None, *others: Tensor) -> Kernels | None:
+    """Kernels that can read these tensors, where nobody asks how the result depends on them."""
+    given = [key, *([] if value is None else [value]), *others]
+    if native.suits(*given):
+        return native
+    if any(x.device.type not in DEVICES or x.dtype not in DTYPES for x in given) or not unwatched(*given):
+        return None
+    if max(x.shape[-1] for x in (key, key if value is None else value)) > LARGEST_HEAD:
+        return None
+    try:
+        from fewkeys.sketch.triton import op
+    except ImportError:  # Triton is an extra.
+        return None
+    return op
