@@ -79,7 +79,7 @@ class Problem:
         return constants(self.near) | own | {name: known[name] for name in names}
 
     def _tile_sizes(self) -> tuple[int, int]:
-        """Queries and keys per tile, which eight warps hold in registers (sm_90), with the addresses of their rows."""
+        """Queries and keys per tile: with their rows' addresses, few spill from eight warps' registers (sm_90)."""
         widest = max(self.near.query.shape[3], self.near.value.shape[3])
         if self.near.query.dtype == torch.float32:
             return (16, 16) if widest > 64 else (32, 32)
