@@ -7,7 +7,7 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, Shape
-from fewkeys.execute import fused, fused_grouped, reference
+from fewkeys.execute import fused, fused_grouped, operands, reference
 from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from test_triton import DEVICE, DTYPES, assert_equal, cast, made_inputs, made_list

@@ -43,15 +43,14 @@ def taken(monkeypatch):
         return launch
 
     monkeypatch.setenv("FEWKEYS_NATIVE", "0")
-    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
     for name in ("statistics", "assign", "survey", "label_sums"):
         monkeypatch.setattr(op, name, spied(name))
-    return calls
+    with choice.by_triton():
+        yield calls
 
 
 def by_torch(call):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "DEVICES", ())
+    with choice.by_triton(False):
         return call()
 
 
@@ -310,12 +309,18 @@ def test_what_the_kernels_cannot_do_goes_another_way(monkeypatch):
     assert choice.backend(key, value, form) is None
 
 
-def test_the_interpreter_is_never_chosen(monkeypatch):
-    """Not even where it is on, as in this suite; and what the compiled kernels read stays theirs."""
-    monkeypatch.undo()
-    key, value = torch.randn(2, 1, 1, 9, 4)
-    for dtype in UNIT:
-        assert choice.backend(key.to(dtype), value.to(dtype)) is not op
+def test_they_are_taken_by_request(taken):
+    """With impl="triton" alone, also where the interpreter is on; what the compiled kernels read stays theirs."""
+    g = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 70, 16, generator=g).to(DEVICE) for _ in range(3)]
+    plan = fk.Plan(fk.Outliers(4, 6) | fk.Window(5), fk.ClusterMeans(6, rank=2))
+    found = {}
+    for impl, wanted in (("triton", True), ("torch", False), ("auto", False)):
+        with choice.by_triton(False):
+            found[impl] = fk.attention(*tensors, plan=plan, impl=impl)
+        assert bool(taken) == wanted
+        taken.clear()
+    torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-4)
 
 
 def test_operators_keep_the_rules_of_torch():

@@ -16,6 +16,7 @@ from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
 from fewkeys.rest.base import StandIns
 from fewkeys.select import Selector
+from fewkeys.sketch.backend import by_triton
 from fewkeys.validation import check_inputs
 from fewkeys.weights import Softmax, Weights
 
@@ -126,9 +127,10 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl, guard: Guard | 
     if plan.rest.needs_causal and inputs.offset:
         # Stand-ins of the past are made block by block from the first token on.
         return run(inputs.from_start(), plan, impl, guard)[:, :, inputs.offset :]
-    with torch.no_grad():
-        graph = plan.keep.select(inputs)
-    stand_ins = plan.rest.prepare(inputs, graph, plan.weights)
+    with by_triton(impl == "triton"):
+        with torch.no_grad():
+            graph = plan.keep.select(inputs)
+        stand_ins = plan.rest.prepare(inputs, graph, plan.weights)
     if impl == "triton":
         reason = fused.unsupported(inputs, graph, stand_ins, plan.weights)
         if reason is not None:

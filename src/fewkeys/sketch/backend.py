@@ -1,7 +1,10 @@
-"""Which kernels look at keys: compiled ones on the CPU, Triton's on CUDA, or none and torch does the work."""
+"""Which kernels look at keys: compiled ones on the CPU, Triton's by request, or none and torch does the work."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -10,8 +13,7 @@ from torch import Tensor
 from fewkeys import native
 from fewkeys.native.tensors import unwatched
 
-DEVICES: tuple[str, ...] = ("cuda",)
-"""Where Triton's kernels are taken; its interpreter, for the CPU, only where a test adds "cpu"."""
+_by_triton = ContextVar("by_triton", default=False)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 
@@ -40,17 +42,29 @@ class Kernels(Protocol):
         """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
 
 
+@contextmanager
+def by_triton(wanted: bool = True) -> Iterator[None]:
+    """Triton's kernels are taken inside, if wanted: on CUDA, or where its interpreter emulates it."""
+    token = _by_triton.set(wanted)
+    try:
+        yield
+    finally:
+        _by_triton.reset(token)
+
+
 def backend(key: Tensor, value: Tensor | None, *others: Tensor) -> Kernels | None:
     """Kernels that can read these tensors, where nobody asks how the result depends on them."""
     given = [key, *([] if value is None else [value]), *others]
     if native.suits(*given):
         return native
-    if any(x.device.type not in DEVICES or x.dtype not in DTYPES for x in given) or not unwatched(*given):
+    if not _by_triton.get() or any(x.dtype not in DTYPES for x in given) or not unwatched(*given):
         return None
     if max(x.shape[-1] for x in (key, key if value is None else value)) > LARGEST_HEAD:
         return None
     try:
+        import triton
+
         from fewkeys.sketch.triton import op
     except ImportError:  # Triton is an extra.
         return None
-    return op
+    return op if key.device.type == "cuda" or triton.knobs.runtime.interpret else None
