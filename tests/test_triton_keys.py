@@ -242,6 +242,16 @@ def test_clusters_and_means_are_those_of_torch(shape, dtype, taken):
     torch.testing.assert_close(*first_order, rtol=1e-2, atol=1e-2 * first_order[1].abs().max().item())
 
 
+def test_equal_keys_are_told_apart_by_their_values():
+    """Two clouds of values: Lloyd's steps find their middles."""
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 1, 9, 8, generator=g), torch.ones(1, 1, 40, 8)
+    value = torch.tensor([0.0, 1.0, 10.0, 11.0]).repeat_interleave(10).view(1, 1, 40, 1).expand(-1, -1, -1, 3)
+    x = check_inputs(*(row.to(DEVICE) for row in (query, key, value)))
+    found = sketch.clusters(x, 2)
+    torch.testing.assert_close(found.distance, (0.75 * sketch.frame(x).unit.square()).view(1, 1, 1).expand(1, 1, 40))
+
+
 def test_statistics_alone(taken):
     """Where no clusters are asked for, values are not read."""
     x = check_inputs(*(row.to(DEVICE) for row in Shape(1, 1, 1).draw(dtype=torch.float32)))
