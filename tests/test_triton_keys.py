@@ -271,7 +271,7 @@ def test_a_shard_takes_the_same_clusters(taken):
     assert all(torch.equal(getattr(found[0], f.name), getattr(found[1], f.name)) for f in fields(found[0]))
 
 
-def test_attention_takes_the_kernels_without_being_asked(taken):
+def test_attention_takes_the_kernels(taken):
     plan = fk.Plan(fk.Outliers(5, 8) | fk.Window(9), fk.ClusterMeans(8, rank=3))
     rows = [row.to(DEVICE) for row in Shape(1, 2, 1).draw(dtype=torch.float32)]
     output = fk.attention(*rows, plan=plan, impl="torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Literal, cast, get_args
 
 import torch
@@ -127,7 +128,7 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl, guard: Guard | 
     if plan.rest.needs_causal and inputs.offset:
         # Stand-ins of the past are made block by block from the first token on.
         return run(inputs.from_start(), plan, impl, guard)[:, :, inputs.offset :]
-    with by_triton(impl == "triton"):
+    with by_triton() if impl == "triton" else nullcontext():
         with torch.no_grad():
             graph = plan.keep.select(inputs)
         stand_ins = plan.rest.prepare(inputs, graph, plan.weights)

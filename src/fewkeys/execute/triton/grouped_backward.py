@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fewkeys.execute.triton.backward import load_column
-from fewkeys.execute.triton.forward import dot, in_band, key_bases, load_rows, query_base, store_rows
+from fewkeys.execute.triton.forward import in_band, key_bases, query_base
 from fewkeys.execute.triton.grouped_forward import (
     key_places,
     near_places,
@@ -25,6 +25,7 @@ from fewkeys.execute.triton.grouped_forward import (
     tile_scores,
     tokens_at,
 )
+from fewkeys.tiles import dot, load_rows, store_rows
 
 
 @triton.jit
