@@ -30,6 +30,8 @@ ADVANTAGE = 0.85
 """The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact."""
 EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS, TURNS = 2, 3
+MOST_TURNS, PATIENCE = 20, 30.0
+"""Short calls, which any disturbance decides, are repeated: for so many milliseconds, but no more often than that."""
 
 
 @dataclass(frozen=True)
@@ -139,17 +141,22 @@ def _inputs(setting: Setting, length: int) -> Inputs:
 
 
 def _through(points: list[tuple[float, float]]) -> Line:
-    """The line through two points, with nothing negative."""
+    """The line through two points, with nothing negative.
+
+    Work that took no longer though there was more of it was disturbed: then it is taken as proportional.
+    """
     (x, first), (y, second) = points
-    slope = max(0.0, (second - first) / (y - x))
-    return Line(max(0.0, first - slope * x), slope)
+    if second <= first:
+        return Line(0.0, min(first / x, second / y))
+    slope = (second - first) / (y - x)
+    return Line(0.0, second / y) if first < slope * x else Line(first - slope * x, slope)
 
 
 @torch.no_grad()
 def _best(call: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of the fastest of some calls, after one that does not count."""
-    times = []
-    for _ in range(TURNS + 1):
+    times: list[float] = []
+    while len(times) <= TURNS or (sum(times[1:]) < PATIENCE and len(times) <= MOST_TURNS):
         start = perf_counter()
         call()
         if device.type == "cuda":

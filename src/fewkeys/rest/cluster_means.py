@@ -12,7 +12,7 @@ from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.sketch.clusters import TILT, clusters, frame, key_statistics, query_moments, sample
 from fewkeys.sketch.gram import working
-from fewkeys.sketch.sums import label_sums, members
+from fewkeys.sketch.sums import label_sums
 from fewkeys.validation import check_count
 from fewkeys.weights import Softmax, Weights
 
@@ -99,10 +99,11 @@ def represent(
 
     picked = sample(inputs, count)
     key, value, weight = (working(picked.take(x)) for x in (inputs.key, inputs.value, share.unsqueeze(-1)))
-    some = members(picked.take(label), weight.squeeze(-1), count)
-    # A row of `some` holds its key's weight in its cluster's column: divided by the weight it points to the mean.
-    own = some / _at_least_tiny(weight)
-    off_key, off_value = key - own @ mean_key, value - own @ mean_value
+    own = picked.take(label).unsqueeze(-1)
+    off_key, off_value = (
+        rows - means.gather(2, own.expand(-1, -1, -1, rows.shape[-1]))
+        for rows, means in ((key, mean_key), (value, mean_value))
+    )
     pooled = totals.sum((off_key * weight).mT @ off_value) / _at_least_tiny(totals.sum(weight.sum(-2, keepdim=True)))
     with torch.no_grad():
         second = moments.second
