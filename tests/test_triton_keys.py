@@ -55,7 +55,7 @@ def by_torch(call):
 
 
 def made(dim, value_dim, dtype=torch.float32, keys=83, count=45, batch=1, heads=2, size=1.0):
-    """Keys, values, form, shift, centres, constants and shares; centres 3, 7, 20 and 40 coincide, and are near many."""
+    """Keys, values, form, shift, centres, constants, middle and shares; centres 3, 7, 20 and 40 coincide, near many."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*sizes):
@@ -68,7 +68,7 @@ def made(dim, value_dim, dtype=torch.float32, keys=83, count=45, batch=1, heads=
     for other in (7, 20, 40):
         centre[:, :, other], constant[:, :, other] = centre[:, :, 3], constant[:, :, 3]
     share = torch.rand(batch, heads, keys, generator=g) * (torch.rand(batch, heads, keys, generator=g) > 0.3)
-    return [x.to(DEVICE) for x in (key, value, form, shift, centre, constant, share)]
+    return [x.to(DEVICE) for x in (key, value, form, shift, centre, constant, normal(1, value_dim), share)]
 
 
 def assert_within(found, wanted, error):
@@ -78,10 +78,10 @@ def assert_within(found, wanted, error):
     assert ((found - wanted).abs() <= error + 1e-6 * wanted.abs()).all(), ((found - wanted).abs() / error).max()
 
 
-def assert_surveyed(found, key, value, form, shift, centre, constant):
+def assert_surveyed(found, key, value, form, shift, centre, constant, middle):
     """Within the rounding of the products; and a label is of a centre as near as any, the first of equals."""
     unit, key, both = UNIT[key.dtype], key.double(), torch.cat([key, value], -1).double()
-    spread, importance, nearest, label = found
+    spread, importance, nearest, square, label = found
     x = form.double() @ key.mT - shift
     error = unit * (form.double().abs() @ key.mT.abs() + shift.abs())
     wanted, doubt = x[:, :, :-1].square().sum(2), (2 * x.abs() * error + error.square())
@@ -93,6 +93,8 @@ def assert_surveyed(found, key, value, form, shift, centre, constant):
     closeness = both @ centre.double().mT + constant.mT
     error = unit * (both.abs() @ centre.double().abs().mT + constant.abs().mT)
     assert_within(nearest, closeness.amax(-1), error.amax(-1))
+    wanted = (value.double() - middle).square().sum(-1)
+    assert_within(square, wanted, 1e-6 * wanted)
     assert label.dtype == torch.int64
     own = closeness.gather(-1, label.unsqueeze(-1)).squeeze(-1)
     assert (own >= closeness.amax(-1) - 2 * error.amax(-1)).all()
@@ -110,12 +112,12 @@ def assert_summed(found, key, value, label, share):
 @pytest.mark.parametrize(("dim", "value_dim"), DIMS, ids=str)
 def test_head_sizes_and_dtypes(dim, value_dim, dtype):
     *problem, share = made(dim, value_dim, dtype, keys=67, heads=1)
-    key, value, form, shift, centre, constant = problem
+    key, value, form, shift, centre, constant, _ = problem
     found = op.survey(*problem)
     assert_surveyed(found, *problem)
     apart = (*op.statistics(key, form, shift), *op.assign(key, value, centre, constant))
-    assert all(torch.equal(*pair) for pair in zip(found, apart, strict=True))
-    assert_summed(op.label_sums(key, value, found[3], share, 45), key, value, found[3], share)
+    assert all(torch.equal(*pair) for pair in zip([*found[:3], found[4]], apart, strict=True))
+    assert_summed(op.label_sums(key, value, found[4], share, 45), key, value, found[4], share)
 
 
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
@@ -125,13 +127,13 @@ def test_numbers_of_keys(keys, dtype):
     *problem, share = made(16, 8, dtype, keys, batch=2, heads=1)
     found = op.survey(*problem)
     if keys < 2:  # what else is true of the labels needs more
-        assert found[3].shape == (2, 1, keys)
+        assert found[4].shape == (2, 1, keys)
         found = [x.repeat(1, 1, 40) for x in found]
         problem = [x.repeat(1, 1, 40, 1) if i < 2 else x for i, x in enumerate(problem)]
         share = share.repeat(1, 1, 40)
     if keys:
         assert_surveyed(found, *problem)
-    assert_summed(op.label_sums(*problem[:2], found[3], share, 45), *problem[:2], found[3], share)
+    assert_summed(op.label_sums(*problem[:2], found[4], share, 45), *problem[:2], found[4], share)
 
 
 @pytest.mark.parametrize("count", [1, 16, 131])
@@ -156,7 +158,7 @@ def test_the_unit_does_not_matter(size, dtype):
     found = op.survey(*problem)
     assert_surveyed(found, *problem)
     share = share * size
-    assert_summed(op.label_sums(*problem[:2], found[3], share, 45), *problem[:2], found[3], share)
+    assert_summed(op.label_sums(*problem[:2], found[4], share, 45), *problem[:2], found[4], share)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -165,7 +167,7 @@ def test_layouts(dtype):
     *problem, share = made(16, 8, dtype, keys=40, count=41, batch=2)
     key, value, *others = problem
     found = op.survey(*problem)
-    sums = op.label_sums(key, value, found[3], share, 41)
+    sums = op.label_sums(key, value, found[4], share, 41)
     for lay in (
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         lambda x: x.repeat_interleave(2, -1)[..., ::2],
@@ -174,10 +176,10 @@ def test_layouts(dtype):
         laid = [lay(key), lay(value)]
         again = op.survey(*laid, *(lay(x) for x in others))
         assert all(torch.equal(*pair) for pair in zip(again, found, strict=True))
-        label, shares = (lay(x.unsqueeze(-1)).squeeze(-1) for x in (found[3], share))
+        label, shares = (lay(x.unsqueeze(-1)).squeeze(-1) for x in (found[4], share))
         assert torch.equal(op.label_sums(*laid, label, shares, 41), sums)
-    one = [x[:, :1].expand(-1, 2, *x.shape[2:]) for x in (*problem, found[3], share)]
-    for x in (*op.survey(*one[:6]), op.label_sums(*one[:2], *one[6:], 41)):
+    one = [x[:, :1].expand(-1, 2, *x.shape[2:]) for x in (*problem, found[4], share)]
+    for x in (*op.survey(*one[:7]), op.label_sums(*one[:2], *one[7:], 41)):
         assert torch.equal(x[:, 0], x[:, 1])
 
 
@@ -339,6 +341,6 @@ def test_operators_keep_the_rules_of_torch():
     key, value, *seen = problem
     label = torch.arange(20, device=DEVICE).expand(1, 2, -1).contiguous() % 6
     torch.library.opcheck(op.survey_keys, problem)
-    torch.library.opcheck(op.survey_keys, (key, None, *seen[:2], None, None))
-    torch.library.opcheck(op.survey_keys, (key, value, None, None, *seen[2:]))
+    torch.library.opcheck(op.survey_keys, (key, None, *seen[:2], None, None, None))
+    torch.library.opcheck(op.survey_keys, (key, value, None, None, *seen[2:4], None))
     torch.library.opcheck(op.add_by_label, (key, value, label, share, 6))

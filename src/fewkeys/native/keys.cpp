@@ -12,6 +12,8 @@ struct Survey {
   const float *centre, *constant;  // (B Hkv, C, D + Dv), (B Hkv, C)
   float *nearest;                  // (B Hkv, Nk): the largest x . centre + constant
   int64_t *label;                  // (B Hkv, Nk): the first that attains it
+  const float *middle;             // (B Hkv, Dv); null: not asked
+  float *square;                   // (B Hkv, Nk): |v - middle|^2
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
@@ -61,6 +63,18 @@ static void assign(const Survey &p, int64_t head, const float *lanes, float *fou
   }
 }
 
+// Squared distances of the rows in `lanes` from `middle`.
+static void measure(const float *lanes, const float *middle, int dim, float *square) {
+  for (int v = 0; v < TILE; v += LANES) {
+    vec sum = {};
+    for (int d = 0; d < dim; d++) {
+      const vec x = load(lanes + d * TILE + v) - middle[d];
+      sum += x * x;
+    }
+    store(square + v, sum);
+  }
+}
+
 template <class T>
 static void survey(const Survey &p, int threads) {
   const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads, both = p.dim + p.value_dim;
@@ -85,6 +99,10 @@ static void survey(const Survey &p, int threads) {
         assign(p, head, lanes, found, one, label);
         std::copy(one, one + rows, p.nearest + at);
         std::copy(label, label + rows, p.label + at);
+        if (p.middle) {
+          measure(lanes + p.dim * TILE, p.middle + head * p.value_dim, p.value_dim, one);
+          std::copy(one, one + rows, p.square + at);
+        }
       }
     }
   }

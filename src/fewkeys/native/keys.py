@@ -21,7 +21,7 @@ class _Survey(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("key", "value")),
         *((name, _Pointer) for name in ("form", "shift", "spread", "importance")),
-        *((name, _Pointer) for name in ("centre", "constant", "nearest", "label")),
+        *((name, _Pointer) for name in ("centre", "constant", "nearest", "label", "middle", "square")),
         *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim", "count")),
     )
 
@@ -37,7 +37,7 @@ class _Sums(ctypes.Structure):
 def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Spread and importance of the keys, as `survey` says."""
     spread, importance = form.new_empty((2, *key.shape[:3])).unbind()
-    _survey(key, key[..., :0], (form, shift, spread, importance), _NOTHING)
+    _survey(key, key[..., :0], (form, shift, spread, importance), (*_NOTHING, None, None))
     return spread, importance
 
 
@@ -45,34 +45,35 @@ def assign(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tupl
     """The largest closeness of every key and its label, as `survey` says."""
     nearest = centre.new_empty(key.shape[:3])
     label = torch.empty_like(nearest, dtype=torch.int64)
-    _survey(key, value, _NOTHING, (centre, constant, nearest, label))
+    _survey(key, value, _NOTHING, (centre, constant, nearest, label, None, None))
     return nearest, label
 
 
 def survey(
-    key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor, middle: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the queries see of every key, and its cluster; keys and values are read once.
 
     With `form` (B, H, D + 1, D), the rows of L^T and the mean query, and `shift` (B, H, D + 1, 1), what they give for
     the mean key: `x = form k - shift`, the *spread* `s = x_1^2 + .. + x_D^2` and the *importance* `x_(D+1) +
     (s - x_(D+1)^2) / 2`. With centres (B, H, C, D + Dv) and constants (B, H, C, 1): the largest *closeness*
-    `[k, v] . centre_c + constant_c`, and the first c that attains it.
+    `[k, v] . centre_c + constant_c`, and the first c that attains it. With `middle` (B, H, 1, Dv): `|v - middle|^2`.
 
     Returns:
-        Spread, importance, closeness, all float32, and label, int64: (B, H, N) each.
+        Spread, importance, closeness and squared distance, all float32, and label, int64: (B, H, N) each.
     """
-    spread, importance, nearest = form.new_empty((3, *key.shape[:3])).unbind()
+    spread, importance, nearest, square = form.new_empty((4, *key.shape[:3])).unbind()
     label = torch.empty_like(nearest, dtype=torch.int64)
-    _survey(key, value, (form, shift, spread, importance), (centre, constant, nearest, label))
-    return spread, importance, nearest, label
+    seen = (form, shift, spread, importance)
+    _survey(key, value, seen, (centre, constant, nearest, label, middle, square))
+    return spread, importance, nearest, square, label
 
 
 _NOTHING = (None, None, None, None)
 
 
 def _survey(key: Tensor, value: Tensor, seen: Sequence[Tensor | None], clusters: Sequence[Tensor | None]) -> None:
-    """Write what is asked for to the last two tensors of each."""
+    """Write what is asked for to the tensors that are for it."""
     key, value = alike(key, value)
     held = [None if part is None else part.contiguous() for part in (*seen, *clusters)]
     count = 0 if clusters[0] is None else clusters[0].shape[2]

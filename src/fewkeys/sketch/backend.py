@@ -24,7 +24,8 @@ class Kernels(Protocol):
     With `form` (B, H, D + 1, D), the rows of L^T and the mean query, and `shift` (B, H, D + 1, 1), what they give for
     the mean key: `x = form k - shift`, the *spread* `s = x_1^2 + .. + x_D^2` and the *importance* `x_(D+1) +
     (s - x_(D+1)^2) / 2`. With centres (B, H, C, D + Dv) and constants (B, H, C, 1): the largest *closeness*
-    `[k, v] . centre_c + constant_c`, and the first c that attains it. All float32, and the *label* c int64: (B, H, N).
+    `[k, v] . centre_c + constant_c`, and the first c that attains it; with `middle` (B, H, 1, Dv): `|v - middle|^2`.
+    All float32, and the *label* c int64: (B, H, N).
     """
 
     def statistics(self, key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,9 +35,16 @@ class Kernels(Protocol):
         """Closeness and label."""
 
     def survey(
-        self, key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Spread, importance, closeness and label."""
+        self,
+        key: Tensor,
+        value: Tensor,
+        form: Tensor,
+        shift: Tensor,
+        centre: Tensor,
+        constant: Tensor,
+        middle: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Spread, importance, closeness, squared distance from the middle, and label."""
 
     def label_sums(self, key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
         """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""

@@ -204,16 +204,19 @@ def _covariance(rows: Tensor, size: Tensor | int) -> Tensor:
 
 def _frame(inputs: Inputs) -> Frame:
     moments = query_moments(inputs)
-    key, value = working(inputs.key.detach()), working(inputs.value.detach())
+    key, value = inputs.key.detach(), inputs.value.detach()
     second = moments.second
     ridge = 1e-6 * second.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(second.dtype).tiny
     eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
     root = torch.linalg.cholesky(second + ridge[..., None, None] * eye)
-    totals, count = inputs.whole.totals, key.new_full((1, 1, 1), inputs.whole.keys)
+    totals, dtype, count = inputs.whole.totals, second.dtype, second.new_full((1, 1, 1), inputs.whole.keys)
     if inputs.valid is not None:
         count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)
-    key_mean, value_mean = (totals.sum(rows.sum(-2, keepdim=True)) / count.unsqueeze(-1) for rows in (key, value))
-    square = totals.sum(torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True).square()) / count
+    key_mean, value_mean = (
+        totals.sum(rows.sum(-2, keepdim=True, dtype=dtype)) / count.unsqueeze(-1) for rows in (key, value)
+    )
+    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
+    square = totals.sum(square) / count
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
     return Frame(key_mean, value_mean, root, unit, moments.mean)
@@ -241,30 +244,33 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
     known = frame(inputs)
-    key, value = inputs.key.detach(), inputs.value.detach()
     centres, importance = _lloyd(inputs, known, count)
     # x . c - |c|^2 / 2 for features x, straight from keys and values: the features of all keys are never written down.
-    on_key = centres[..., : key.shape[-1]] @ known.root.mT
-    on_value = known.unit * centres[..., key.shape[-1] :]
+    on_key = centres[..., : inputs.head_dim] @ known.root.mT
+    on_value = known.unit * centres[..., inputs.head_dim :]
     constant = -0.5 * centres.square().sum(-1, keepdim=True)
     constant = constant - on_key @ known.mean.mT - on_value @ known.value_mean.mT
-    spread, nearest, label = _survey(inputs, known, torch.cat([on_key, on_value], -1), constant)
-    value, middle = working(value), known.value_mean
-    square = torch.linalg.vector_norm(value, dim=-1, keepdim=True).square() - value @ (2 * middle).mT
-    square = square + middle.square().sum(-1, keepdim=True)
-    energy = spread + (square * known.unit.square()).squeeze(-1)
+    spread, nearest, square, label = _survey(inputs, known, torch.cat([on_key, on_value], -1), constant)
+    energy = spread + square * known.unit.square().squeeze(-1)
     return Clusters(label, (energy - 2 * nearest).clamp_min(0.0), importance)
 
 
-def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Spread, largest closeness and label of every key (B, H, N), as `_nearest` says; its statistics are remembered."""
-    key, value = inputs.key.detach(), inputs.value.detach()
+def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Spread, largest closeness as `_nearest` has it, `|v - mean|^2` and label of every key (B, H, N).
+
+    The statistics of the keys are remembered.
+    """
+    key, value, middle = inputs.key.detach(), inputs.value.detach(), known.value_mean
     if (kernels := backend(key, value, centre)) is not None:
         form = known.form
-        spread, importance, nearest, label = kernels.survey(key, value, form, form @ known.mean.mT, centre, constant)
+        found = kernels.survey(key, value, form, form @ known.mean.mT, centre, constant, middle)
+        spread, importance, nearest, square, label = found
         inputs.remember("key_statistics", lambda: KeyStatistics(spread, importance))
-        return spread, nearest, label
-    return key_statistics(inputs).spread, *_nearest(key, value, centre, constant)
+        return spread, nearest, square, label
+    nearest, label = _nearest(key, value, centre, constant)
+    value = working(value)
+    square = torch.linalg.vector_norm(value, dim=-1).square() - 2 * (value @ middle.mT).squeeze(-1)
+    return key_statistics(inputs).spread, nearest, square + middle.square().sum(-1), label
 
 
 def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:

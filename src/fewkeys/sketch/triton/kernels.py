@@ -93,6 +93,10 @@ def survey(
             closer = best > nearest
             nearest = tl.where(closer, best, nearest)
             label = tl.where(closer, start + index, label)
+        if clusters.middle is not None:
+            middle = tl.load(clusters.middle + head * DV + dv, mask=dv < DV, other=0.0)
+            off = v.to(tl.float32) - middle[None, :]
+            tl.store(clusters.square + at, tl.sum(off * off, 1), mask=real)
         tl.store(clusters.nearest + at, nearest, mask=real)
         tl.store(clusters.label + at, label.to(tl.int64), mask=real)
 

@@ -39,12 +39,14 @@ class Seen(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """Centres, in parts; their constants; and where closeness and label go."""
+    """Centres, in parts; their constants; where closeness and label go; a middle, and where distances from it go."""
 
     centre: Tensor | None = None
     constant: Tensor | None = None
     nearest: Tensor | None = None
     label: Tensor | None = None
+    middle: Tensor | None = None
+    square: Tensor | None = None
 
 
 class Sizes(NamedTuple):
@@ -57,22 +59,22 @@ class Sizes(NamedTuple):
 
 def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Spread and importance of the keys."""
-    spread, importance, *_ = survey_keys(key, None, form, shift, None, None)
+    spread, importance, *_ = survey_keys(key, None, form, shift, None, None, None)
     return spread, importance
 
 
 def assign(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
     """The largest closeness of every key, and its label."""
-    *_, nearest, label = survey_keys(key, value, None, None, centre, constant)
+    _, _, nearest, _, label = survey_keys(key, value, None, None, centre, constant, None)
     return nearest, label
 
 
 def survey(
-    key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Spread, importance, closeness and label of the keys; keys and values are read once."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = survey_keys(key, value, form, shift, centre, constant)
-    return found
+    key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor, middle: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Spread, importance, closeness, distance from the middle, and label; keys and values are read once."""
+    spread, importance, nearest, square, label = survey_keys(key, value, form, shift, centre, constant, middle)
+    return spread, importance, nearest, square, label
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
@@ -128,16 +130,18 @@ def _survey(
     shift: Tensor | None,
     centre: Tensor | None,
     constant: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    middle: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, whole = _rows(key, value), key.dtype == torch.float32
-    found = _survey_shapes(key, value, form, shift, centre, constant)
+    found = _survey_shapes(key, value, form, shift, centre, constant, middle)
     form_parts, centre_parts = (1, 1) if whole else (3, 2)
     seen, clusters, count = Seen(), Clusters(), 0
     if form is not None and shift is not None:
         root, query = _parts(form[:, :, :-1], form_parts), form[:, :, -1].contiguous()
         seen = Seen(root, query, shift.contiguous(), *found[:2])
     if centre is not None and constant is not None:
-        clusters, count = Clusters(_parts(centre, centre_parts), constant.contiguous(), *found[2:]), centre.shape[2]
+        where = (found[2], found[4], None if middle is None else middle.contiguous(), found[3])
+        clusters, count = Clusters(_parts(centre, centre_parts), constant.contiguous(), *where), centre.shape[2]
     batch, heads, keys = key.shape[:3]
     # What fits in the 99 KB of small GPUs, and in registers.
     block_n = (32 if whole else 64) // (2 if _is_wide(rows) else 1)
@@ -165,12 +169,13 @@ def _survey_shapes(
     shift: Tensor | None,
     centre: Tensor | None,
     constant: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Spread, importance, closeness and label (B, H, N), empty where not asked for."""
-    seen = (0,) if form is None else key.shape[:3]
-    found = (0,) if centre is None else key.shape[:3]
-    spread, importance, nearest = (key.new_empty(shape, dtype=torch.float32) for shape in (seen, seen, found))
-    return spread, importance, nearest, key.new_empty(found, dtype=torch.int64)
+    middle: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Spread, importance, closeness, distance and label (B, H, N), empty where not asked for."""
+    asked = (form, form, centre, middle, centre)
+    shapes = [(0,) if part is None else key.shape[:3] for part in asked]
+    spread, importance, nearest, square = (key.new_empty(shape, dtype=torch.float32) for shape in shapes[:4])
+    return spread, importance, nearest, square, key.new_empty(shapes[4], dtype=torch.int64)
 
 
 def _label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
@@ -208,10 +213,12 @@ survey_keys = torch.library.custom_op(
     "fewkeys::survey_keys",
     _survey,
     mutates_args=(),
-    schema="(Tensor key, Tensor? value, Tensor? form, Tensor? shift, Tensor? centre, Tensor? constant)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor key, Tensor? value, Tensor? form, Tensor? shift, Tensor? centre, Tensor? constant, Tensor? middle)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-"""Statistics where `form` and `shift` are given, closeness and label where `value`, `centre` and `constant` are."""
+"""Statistics where `form` and `shift` are given, closeness and label where `value`, `centre` and `constant` are, and
+with them distances from `middle`.
+"""
 add_by_label = torch.library.custom_op(
     "fewkeys::label_sums",
     _label_sums,
