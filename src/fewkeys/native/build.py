@@ -15,8 +15,11 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("lanes.h", "tile.h", "attend.cpp", "blocks.cpp", "keys.cpp", "past.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+SOURCES = ("kernels.cpp", "attend.cpp", "blocks.cpp", "keys.cpp", "past.cpp", "tile.h", "lanes.h")
+FLAGS = (
+    *("-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-fno-math-errno", "-fno-trapping-math"),
+    *("-shared", "-fPIC"),
+)
 COMPILERS = ("g++", "clang++", "c++")
 SWITCH, CACHE, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_CACHE", "CXX"
 PATIENCE = 300.0
@@ -99,12 +102,11 @@ def _compile(compiler: list[str], here: Path, path: Path) -> None:
     """Written whole or not at all: another process may be compiling, too."""
     # The threads are those of torch: with a second library of threads, both would fight for the cores.
     threads = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))]
-    sources = [str(here / source) for source in SOURCES if source.endswith(".cpp")]
     handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
         for extra in (["-fopenmp", *threads], []):
-            command = [*compiler, *FLAGS, *sources, "-o", part, *extra]
+            command = [*compiler, *FLAGS, str(here / SOURCES[0]), "-o", part, *extra]
             done = subprocess.run(command, capture_output=True, text=True, check=not extra, timeout=PATIENCE)  # noqa: S603
             if done.returncode == 0:
                 break

@@ -82,7 +82,7 @@ static void survey(const Survey &p, int threads) {
   {
     std::vector<float> scratch((both + std::max(p.dim + 1, p.count)) * TILE);
     float *lanes = scratch.data(), *found = lanes + both * TILE;
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, 16)
     for (int64_t t = 0; t < work; t++) {
       const int64_t head = t / tiles, b = head / p.heads, h = head % p.heads, first = t % tiles * TILE;
       const int64_t at = head * p.keys + first, rows = std::min<int64_t>(TILE, p.keys - first);

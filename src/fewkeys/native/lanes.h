@@ -19,6 +19,7 @@ constexpr int LANES = 4, ROWS = 12;
 constexpr int TILE = 32, WIDE = TILE / LANES;
 // Rows of values are filled up to a multiple of this; the widest vector divides it.
 constexpr int FILL = 16;
+constexpr int SOME = 4;  // rows that are mixed at once
 static inline int filled(int64_t dim) { return (dim + FILL - 1) / FILL * FILL; }
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -122,7 +123,7 @@ static inline void transpose(vec (&x)[LANES]) {
 
 // Rows (count, dim) of any type, turned into lanes (dim, TILE) and scaled; lanes beyond count are zero.
 template <class T>
-static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
+static __attribute__((noinline)) void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
   for (int part = 0; part < TILE; part += LANES) {
     int d = 0;
     for (; d + LANES <= dim; d += LANES) {
@@ -145,12 +146,13 @@ static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, f
 }
 
 template <int R>
-static inline void dots_of(const float *row, int64_t stride, int dim, const float *lanes, float *into) {
+static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes, float *into) {
   for (int part = 0; part < TILE; part += 2 * LANES) {
     vec sum[R][2] = {};
     const float *x = lanes + part;
     for (int d = 0; d < dim; d++, x += TILE) {
       const vec a = load(x), b = load(x + LANES);
+#pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         sum[r][0] += a * row[r * stride + d];
         sum[r][1] += b * row[r * stride + d];
@@ -163,24 +165,37 @@ static inline void dots_of(const float *row, int64_t stride, int dim, const floa
   }
 }
 
+// The same for `count` rows, at most R.
+template <int R>
+static inline void dots_up_to(int count, const float *row, int64_t stride, int dim, const float *lanes, float *into) {
+  if constexpr (R > 0) {
+    if (count == R)
+      dots_of<R>(row, stride, dim, lanes, into);
+    else
+      dots_up_to<R - 1>(count, row, stride, dim, lanes, into);
+  }
+}
+
 // Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE).
 static inline void dots(const float *row, int64_t stride, int count, int dim, const float *lanes, float *into) {
   int c = 0;
   for (; c + ROWS <= count; c += ROWS) dots_of<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE);
-  for (; c + 4 <= count; c += 4) dots_of<4>(row + c * stride, stride, dim, lanes, into + c * TILE);
-  for (; c < count; c++) dots_of<1>(row + c * stride, stride, dim, lanes, into + c * TILE);
+  dots_up_to<ROWS - 1>(count - c, row + c * stride, stride, dim, lanes, into + c * TILE);
 }
 
 template <int Q, int V>
-static inline void mix_of(const float *value, int64_t stride, int count, const float *weight, int64_t pitch, float *into,
+static __attribute__((noinline)) void mix_of(const float *value, int64_t stride, int count, const float *weight, int64_t pitch, float *into,
                           int64_t to) {
   vec sum[Q][V];
   for (int q = 0; q < Q; q++)
     for (int v = 0; v < V; v++) sum[q][v] = load(into + q * to + v * LANES);
   for (int c = 0; c < count; c++, value += stride, weight += pitch) {
     vec x[V];
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
+#pragma GCC unroll 4
     for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
       for (int v = 0; v < V; v++) sum[q][v] += x[v] * weight[q];
   }
   for (int q = 0; q < Q; q++)

@@ -5,8 +5,6 @@
 
 #include "lanes.h"
 
-constexpr int SOME = 4;  // rows of squares added up at once
-
 struct Past {
   // What is known at the beginning, one after the other for every key head; at the end, what is known then.
   float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)

@@ -5,8 +5,6 @@
 
 #include "lanes.h"
 
-constexpr int SOME = 4;  // queries whose values are mixed at once
-
 // The rows as floats, filled up with zeros to `width`: where they lie if they are, else copied to `into`.
 template <class T>
 static const float *floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {

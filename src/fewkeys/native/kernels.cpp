@@ -1,0 +1,5 @@
+// All kernels as one unit, so that the products they share are compiled once.
+#include "attend.cpp"
+#include "blocks.cpp"
+#include "keys.cpp"
+#include "past.cpp"
