@@ -22,8 +22,8 @@ class Block {
  public:
   Block(const Blocks &p, float *scratch)
       : p(p), dim(p.dim), wide(filled(p.value_dim)), query(scratch), score(query + dim * TILE),
-        mixed(score + (p.entries + p.means) * TILE), key(mixed + wide * TILE), value(key + p.entries * dim),
-        copy(value + p.entries * wide), place(p.entries) {}
+        mixed(score + (p.entries + p.means) * TILE), key_copy(mixed + wide * TILE),
+        value_copy(key_copy + p.entries * dim), copy(value_copy + p.entries * wide), place(p.entries) {}
 
   void attend(int64_t head, int64_t block) {
     const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
@@ -43,21 +43,33 @@ class Block {
  private:
   const Blocks &p;
   const int dim, wide;
-  float *query, *score, *mixed, *key, *value, *copy;
-  const float *mean_key = nullptr, *mean_value = nullptr, *bias = nullptr;
-  int64_t mean_stride = 0;
+  float *query, *score, *mixed, *key_copy, *value_copy, *copy;
+  const float *key = nullptr, *value = nullptr, *mean_key = nullptr, *mean_value = nullptr, *bias = nullptr;
+  int64_t key_stride = 0, value_stride = 0, mean_stride = 0;
   int listed = 0;
   std::vector<int64_t> place;
 
+  // Keys that follow one another are read where they lie, if they can be.
   void gather(int64_t b, int64_t h, const int64_t *index) {
     listed = 0;
+    bool in_a_row = true;
     for (int64_t e = 0; e < p.entries; e++) {
       if (index[e] >= p.keys) continue;
-      const T *from = p.key.at<T>(b, h, index[e]);
-      for (int d = 0; d < dim; d++) key[listed * dim + d] = number(from[d]);
-      from = p.value.at<T>(b, h, index[e]);
-      for (int d = 0; d < wide; d++) value[listed * wide + d] = d < p.value_dim ? number(from[d]) : 0.0f;
+      in_a_row &= !listed || index[e] == place[listed - 1] + 1;
       place[listed++] = index[e];
+    }
+    key = key_copy, value = value_copy, key_stride = dim, value_stride = wide;
+    if (in_a_row && listed) {
+      key_stride = p.key.row, value_stride = p.value.row;
+      key = floats(p.key.at<T>(b, h, place[0]), key_stride, listed, dim, dim, key_copy);
+      value = floats(p.value.at<T>(b, h, place[0]), value_stride, listed, p.value_dim, wide, value_copy);
+      return;
+    }
+    for (int e = 0; e < listed; e++) {
+      const T *from = p.key.at<T>(b, h, place[e]);
+      for (int d = 0; d < dim; d++) key_copy[e * dim + d] = number(from[d]);
+      from = p.value.at<T>(b, h, place[e]);
+      for (int d = 0; d < wide; d++) value_copy[e * wide + d] = d < p.value_dim ? number(from[d]) : 0.0f;
     }
   }
 
@@ -69,7 +81,7 @@ class Block {
       while (seen && place[seen - 1] > position + rows - 1) seen--;
     to_lanes(p.query.at<T>(b, h, first), p.query.row, rows, dim, p.scale, query);
     float *mean_score = score + seen * TILE;
-    dots(key, dim, seen, dim, query, score);
+    dots(key, key_stride, seen, dim, query, score);
     dots(mean_key, p.mean_key.row, p.means, dim, query, mean_score);
     Tile tile;
     for (int c = 0; c < seen; c++)
@@ -84,7 +96,7 @@ class Block {
     tile.weigh(score, seen + p.means);
     memset(mixed, 0, sizeof(float) * TILE * wide);
     for (int i = 0; i < rows; i += SOME) {
-      mix<SOME>(value, wide, seen, wide, score + i, TILE, mixed + i * wide, wide);
+      mix<SOME>(value, value_stride, seen, wide, score + i, TILE, mixed + i * wide, wide);
       mix<SOME>(mean_value, mean_stride, p.means, wide, mean_score + i, TILE, mixed + i * wide, wide);
     }
     tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);

@@ -1,6 +1,5 @@
 // How the means of the past move on, block by block: `fewkeys.sketch.summary` has the equations.
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "lanes.h"
@@ -27,11 +26,11 @@ class Walker {
  public:
   Walker(const Past &p, int64_t head)
       : p(p), head(head), dim(p.dim), wide(p.dim + p.value_dim), most(p.count + p.leaving),
-        pitch((most + LANES - 1) / LANES * LANES), fill(filled(p.dim)), rows(most * wide), centred(most * wide), found(most * TILE),
-        gram(most * pitch), lanes(wide * TILE), on_query(dim * TILE),
+        pitch((most + TILE - 1) / TILE * TILE), fill(filled(p.dim)), rows(most * wide), centred(most * wide), found(pitch * TILE),
+        gram(pitch * pitch), lanes(wide * TILE), on_query(dim * TILE),
         form(dim * dim), mean(wide), mean_query(dim), asked_total(fill), asked_square((dim + SOME) * fill),
-        seen_total(wide), questions(p.queries * fill), excess(most), size(most), log_mass(most),
-        lightness(pitch), square(pitch), least(most), total(most), rank(pitch), partner(most), order(most), alive(most), merged(most) {
+        seen_total(wide), questions(p.queries * fill), excess(most), size(most), log_mass(pitch),
+        lightness(pitch), square(pitch), least(pitch), total(most), keys(most), rank(pitch), partner(pitch), order(most), alive(most), merged(most) {
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) {
       if (p.size[c] == 0.0f) continue;
       std::copy(p.rows + c * wide, p.rows + (c + 1) * wide, &rows[used * wide]);
@@ -71,6 +70,7 @@ class Walker {
   std::vector<float> asked_total, asked_square, seen_total, questions;
   float asked, seen, seen_square;
   std::vector<float> excess, size, log_mass, lightness, square, least, total;
+  std::vector<uint64_t> keys;
   std::vector<int> rank, partner, order;
   std::vector<uint8_t> alive, merged;
 
@@ -102,7 +102,11 @@ class Walker {
       for (int d = 0; d < dim; d++) row[d] = number(key[d]);
       for (int d = dim; d < wide; d++) row[d] = number(value[d - dim]);
       for (int d = 0; d < wide; d++) seen_total[d] += row[d];
-      for (int d = dim; d < wide; d++) seen_square += row[d] * row[d];
+      vec sum = {};
+      int d = dim;
+      for (; d + LANES <= wide; d += LANES) sum += load(row + d) * load(row + d);
+      for (; d < wide; d++) seen_square += row[d] * row[d];
+      for (int i = 0; i < LANES; i++) seen_square += sum[i];
       seen += 1.0f;
       excess[used] = 0.0f;
       size[used++] = 1.0f;
@@ -161,29 +165,33 @@ class Walker {
       for (int i = 0; i < some; i++) log_mass[first + i] = excess[first + i] + log_weight(along[i], energy[i]);
       std::copy(on_query.begin(), on_query.end(), lanes.begin());
       dots(centred.data(), wide, first + some, wide, lanes.data(), found.data());
-      for (int b = 0; b < first + some; b++)
-        for (int i = 0; i < some; i++)
-          gram[(first + i) * pitch + b] = gram[b * pitch + first + i] = found[b * TILE + i];
-      for (int i = 0; i < some; i++) square[first + i] = gram[(first + i) * pitch + first + i];
+      // Kept both ways. The last rows may be of nobody: nobody reads them.
+      for (int b = 0; b < first + some; b++) std::copy_n(&found[b * TILE], TILE, &gram[b * pitch + first]);
+      for (int b = 0; b < first; b += LANES)
+        for (int part = 0; part < TILE; part += LANES) {
+          vec x[LANES];
+          for (int i = 0; i < LANES; i++) x[i] = load(&found[(b + i) * TILE + part]);
+          transpose<LANES / 2>(x);
+          for (int i = 0; i < LANES; i++) store(&gram[(first + part + i) * pitch + b], x[i]);
+        }
+      for (int i = 0; i < some; i++) square[first + i] = found[(first + i) * TILE + i];
     }
   }
 
   // `joining` stand-ins join the partner of larger mass that costs least, the cheapest first, all at once.
   void join(int joining, bool again) {
-    std::iota(order.begin(), order.begin() + used, 0);
-    std::stable_sort(order.begin(), order.begin() + used, [&](int a, int b) {
-      return alive[a] != alive[b] ? alive[a] > alive[b] : log_mass[a] > log_mass[b];
-    });
-    for (int i = 0; i < used; i++) rank[order[i]] = i;
-    const float top = log_mass[order[0]];
-    for (int a = 0; a < used; a++) lightness[a] = std::exp(std::min(top - log_mass[a], -p.lowest));
-    // Whatever is not alive, or fills up the last vector, comes after everything.
-    std::fill(rank.begin() + used, rank.end(), most);
-    for (int a = 0; a < used; a++) seek(a);
-    std::iota(order.begin(), order.begin() + used, 0);
-    std::nth_element(order.begin(), order.begin() + joining, order.begin() + used, [&](int a, int b) {
-      return least[a] != least[b] ? least[a] < least[b] : a < b;
-    });
+    // By mass, the largest first, of equal ones the earlier; those that are gone come last.
+    for (int a = 0; a < used; a++) keys[a] = uint64_t(alive[a] ? ~ascending(log_mass[a]) : ~0u) << 32 | a;
+    std::sort(keys.begin(), keys.begin() + used);
+    std::fill(rank.begin(), rank.end(), most);
+    for (int i = 0; i < used; i++) rank[uint32_t(keys[i])] = i;
+    const float top = log_mass[uint32_t(keys[0])];
+    for (int a = 0; a < used; a += LANES)
+      store(&lightness[a], inverse(exponential(larger(load(&log_mass[a]) - top, all(p.lowest)))));
+    for (int a = 0; a < used; a += LANES) seek(a);
+    for (int a = 0; a < used; a++) keys[a] = uint64_t(alive[a] ? ascending(least[a]) : ~0u) << 32 | a;
+    std::nth_element(keys.begin(), keys.begin() + joining, keys.begin() + used);
+    for (int i = 0; i < joining; i++) order[i] = uint32_t(keys[i]);
     std::sort(order.begin(), order.begin() + joining);
     std::fill(total.begin(), total.end(), 1.0f);
     for (int i = 0; i < joining; i++) alive[order[i]] = 0;
@@ -209,32 +217,36 @@ class Walker {
     }
   }
 
-  // The cheapest partner of stand-in a, of those of larger mass the first.
-  void seek(int a) {
-    least[a] = INFINITY;
-    partner[a] = a;
-    if (!alive[a]) return;
-    const float *products = &gram[a * pitch];
-    vec best = all(INFINITY);
-    ivec whose = {};
-    for (int b = 0; b < used; b += LANES) {
-      const vec square = larger(square_of(a, b, products), vec{});
-      const vec cost = square / (load(&lightness[b]) + lightness[a]);
-      ivec places;
-      memcpy(&places, &rank[b], sizeof places);
-      const ivec closer = (cost < best) & (places < rank[a]);
-      best = closer ? cost : best;
-      whose = closer ? count_up() + b : whose;
-    }
-    for (int i = 0; i < LANES; i++)
-      if (best[i] < least[a] || (best[i] == least[a] && best[i] < INFINITY && whose[i] < partner[a])) {
-        least[a] = best[i];
-        partner[a] = whose[i];
-      }
+  // The bits of x in an order that is that of the numbers.
+  static uint32_t ascending(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   }
 
-  vec square_of(int a, int b, const float *products) const {
-    return load(&square[b]) + square[a] - 2.0f * load(products + b);
+  // 1 / x for x between 1e-3 and 1e5, to float32's rounding: Newton's steps are faster than the division.
+  static vec inverse(vec x) {
+    vec found = (vec)(ivec{} + 0x7ef311c3 - (ivec)x);
+    for (int i = 0; i < 3; i++) found *= 2.0f - x * found;
+    return found;
+  }
+
+  // The cheapest partner of the stand-ins a, a + 1, .. in lanes: of those of larger mass, of equal costs, the first.
+  void seek(int a) {
+    ivec own;
+    memcpy(&own, &rank[a], sizeof own);
+    const vec mine = load(&square[a]), light = load(&lightness[a]);
+    vec best = all(INFINITY);
+    ivec whose = count_up() + a;
+    for (int b = 0; b < used; b++) {
+      const vec apart = larger(mine + square[b] - 2.0f * load(&gram[b * pitch + a]), vec{});
+      const vec cost = apart * inverse(light + lightness[b]);
+      const ivec closer = (cost < best) & (rank[b] < own);
+      best = closer ? cost : best;
+      whose = closer ? ivec{} + b : whose;
+    }
+    store(&least[a], best);
+    memcpy(&partner[a], &whose, sizeof whose);
   }
 
   // The Gram matrix follows the rows: joining is linear.
