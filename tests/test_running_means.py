@@ -65,7 +65,7 @@ def test_absorbing_conserves_what_the_means_promise(seed, places, tilted, spread
     singles = summary.size == 1
     assert (summary.excess[singles] == 0).all()
     alone = Summary.empty(places, key[:1, 1:2], value[:1, 1:2])
-    own = type(queries)(queries.mean[:1, 1:2], queries.covariance[:1, 1:2])
+    own = type(queries)(queries.mean[:1, 1:2], queries.second[:1, 1:2])
     for part in range(3):
         part = (slice(0, 1), slice(1, 2), slice(8 * part, 8 * part + 8))
         alone = alone.absorb(key[part], value[part], real[part], own, tilted=tilted)

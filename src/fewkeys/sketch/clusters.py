@@ -35,19 +35,19 @@ KEYS_PER_CLUSTER = 16
 
 @dataclass(frozen=True, eq=False)
 class QueryMoments:
-    """Moments of the scaled queries that read one key head: mean (B, Hkv, 1, D), covariance (B, Hkv, D, D)."""
+    """Of the scaled queries that read one key head: mean m (B, Hkv, 1, D), `second` (B, Hkv, D, D): `E[q q^T]`."""
 
     mean: Tensor
-    covariance: Tensor
+    second: Tensor
 
     def log_mean_exp(self, rows: Tensor) -> Tensor:
         """`log E exp(q . x)` (B, Hkv, M) for Gaussian queries and rows x (B, Hkv, M, D)."""
-        return (rows * (self.mean + 0.5 * rows @ self.covariance)).sum(-1)
+        return _importance((rows @ self.second * rows).sum(-1), (rows * self.mean).sum(-1))
 
     @property
-    def second(self) -> Tensor:
-        """`E[q q^T]`."""
-        return self.covariance + self.mean.mT @ self.mean
+    def covariance(self) -> Tensor:
+        """`E[q q^T] - m^T m`."""
+        return self.second - self.mean.mT @ self.mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,24 +182,21 @@ def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _query_moments(inputs: Inputs) -> QueryMoments:
-    real = inputs.valid_queries
+    real, scale = inputs.valid_queries, inputs.scale
     if real is None:
         whole = inputs.whole
         stride = max(1, whole.queries // QUERY_SAMPLE)
         start = -whole.first_query % stride
-        query = working(inputs.grouped_query()[..., start::stride, :].detach()) * inputs.scale
-        rows, count = query.flatten(2, 3), -(-whole.queries // stride) * inputs.groups
-        middle = whole.totals.sum(rows.sum(-2, keepdim=True)) / count
-        return QueryMoments(middle, whole.totals.sum(_covariance(rows - middle, count)))
-    query = working(inputs.grouped_query().detach()) * inputs.scale
-    flag = _thinned(real, QUERY_SAMPLE)[:, None, None, :, None]
-    size = (flag.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(query.dtype)
-    middle = (query * flag).flatten(2, 3).sum(-2, keepdim=True) / size
-    return QueryMoments(middle, _covariance(((query - middle.unsqueeze(2)) * flag).flatten(2, 3), size))
-
-
-def _covariance(rows: Tensor, size: Tensor | int) -> Tensor:
-    return rows.mT @ rows / size
+        rows = working(inputs.grouped_query()[..., start::stride, :].detach()).flatten(2, 3)
+        count: Tensor | int = -(-whole.queries // stride) * inputs.groups
+        total, square = (whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
+    else:
+        query = working(inputs.grouped_query().detach())
+        flag = _thinned(real, QUERY_SAMPLE)[:, None, None, :, None]
+        count = (flag.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(query.dtype)
+        rows = (query * flag).flatten(2, 3)
+        total, square = rows.sum(-2, keepdim=True), rows.mT @ rows
+    return QueryMoments(scale * total / count, scale**2 * square / count)
 
 
 def _frame(inputs: Inputs) -> Frame:

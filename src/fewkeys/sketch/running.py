@@ -48,12 +48,11 @@ class RunningQueries:
         return RunningQueries(self.count + other.count, self.total + other.total, self.square + other.square)
 
     def moments(self) -> QueryMoments:
-        """Mean and covariance, with one imagined query of covariance I / D: defined before the first query too."""
+        """Mean and second moment, with one imagined query of covariance I / D: defined before the first query too."""
         dim = self.total.shape[-1]
         count = (self.count + 1)[:, :, None, None]
-        mean = self.total / count
-        prior = torch.eye(dim, dtype=mean.dtype, device=mean.device) / dim
-        return QueryMoments(mean, (self.square + prior) / count - mean.mT @ mean)
+        prior = torch.eye(dim, dtype=self.square.dtype, device=self.square.device) / dim
+        return QueryMoments(self.total / count, (self.square + prior) / count)
 
 
 @dataclass(frozen=True, eq=False)
