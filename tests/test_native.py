@@ -13,9 +13,9 @@ import fewkeys as fk
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from fewkeys import native
 from fewkeys.execute import compiled, linear, reference
-from fewkeys.graph import Graph
+from fewkeys.graph import Columns, Graph
 from fewkeys.native import build
-from fewkeys.rest import StandIns
+from fewkeys.rest import BlockStandIns, StandIns
 from fewkeys.sketch.past import Leaving, Past, walk
 from fewkeys.sketch.running import RunningQueries
 from fewkeys.sketch.summary import Summary
@@ -282,6 +282,18 @@ def test_sums_of_many_keys():
     sums = native.label_sums(k, k, label, share, 7)
     want = torch.stack([k[:, :, own::7].double().sum(2) for own in range(7)], 2)
     torch.testing.assert_close(sums.double(), torch.cat([want, want], -1), rtol=1e-4, atol=1e-3)
+
+
+def test_one_list_beside_means_of_the_past_serves_all_queries():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(1, 2, 10, 8, generator=g), *torch.randn(2, 1, 2, 40, 8, generator=g)
+    x = check_inputs(q, k, v, is_causal=True, query_offset=25)
+    index = torch.arange(28, 33).expand(1, 2, -1)
+    graph = Graph(x, columns=Columns.shared(index, index != 30, 10))
+    means = BlockStandIns(*torch.randn(2, 1, 2, 1, 3, 8, generator=g), torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3))
+    assert compiled.supports(x, graph, means, fk.Softmax())
+    found, want = compiled.attend(x, graph, means), reference.attend(x, graph, means, fk.Softmax())
+    torch.testing.assert_close(found, want, **CLOSE[torch.float32])
 
 
 def made_past(places, dim, value_dim, seed=0):
