@@ -305,20 +305,26 @@ def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     weight = (TILT * (scores - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     if hidden is not None:
         weight, rows = weight.masked_fill(hidden, 0.0), rows.masked_fill(hidden.unsqueeze(-1), 0.0)
-    own = torch.cat([rows, importance.unsqueeze(-1)], -1)
     if inputs.shard is not None:
         # The sample is small: every process takes the same steps on all of it.
-        own, weight, scores = (inputs.shard.totals.rows(part) for part in (own, weight, scores))
-        rows = own[..., :-1]
-    centres = _seeds(own, scores, count)
+        rows, importance, weight, scores = (
+            inputs.shard.totals.rows(part) for part in (rows, importance, weight, scores)
+        )
+    first = _seeds(scores, count)
+    centres = rows.gather(-2, first.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
+    mean_importance = importance.gather(-1, first)
     on_query, on_value = rows.split([key.shape[-1], value.shape[-1]], -1)
     for _ in range(LLOYD_STEPS):
-        half = -0.5 * centres[..., :-1].square().sum(-1, keepdim=True)
-        _, label = _nearest(on_query, on_value, centres[..., :-1], half)
-        total = torch.cat(label_sums(rows, own[..., -1:], label, weight, count), -1)
-        mass = weight.new_zeros(half.shape[:3]).scatter_add_(-1, label, weight).unsqueeze(-1)
-        centres = torch.where(mass > 0, total / mass.clamp_min(torch.finfo(mass.dtype).tiny), centres)
-    return centres[..., :-1], centres[..., -1]
+        half = -0.5 * centres.square().sum(-1, keepdim=True)
+        _, label = _nearest(on_query, on_value, centres, half)
+        total = torch.cat(label_sums(on_query, on_value, label, weight, count), -1)
+        mass, along = (
+            weight.new_zeros(first.shape).scatter_add_(-1, label, part) for part in (weight, weight * importance)
+        )
+        least = mass.clamp_min(torch.finfo(mass.dtype).tiny)
+        centres = torch.where((mass > 0).unsqueeze(-1), total / least.unsqueeze(-1), centres)
+        mean_importance = torch.where(mass > 0, along / least, mean_importance)
+    return centres, mean_importance
 
 
 def _largest(scores: Tensor) -> Tensor:
@@ -328,8 +334,8 @@ def _largest(scores: Tensor) -> Tensor:
     return scores.amax(-1, keepdim=True)
 
 
-def _seeds(rows: Tensor, scores: Tensor, count: int) -> Tensor:
-    """Centres to start from, a quarter at the most important keys and the others at equal steps of importance rank.
+def _seeds(scores: Tensor, count: int) -> Tensor:
+    """Rows to start from (B, H, count), a quarter the most important and the others at equal steps of importance rank.
 
     Ranks, not positions: the result does not depend on the order of the keys.
     """
@@ -339,5 +345,4 @@ def _seeds(rows: Tensor, scores: Tensor, count: int) -> Tensor:
     step = torch.linspace(0, 1, count - head, device=scores.device, dtype=scores.dtype)
     tail = head + ((last - head).clamp_min(0) * step).round().long()
     rank = torch.cat([torch.arange(head, device=scores.device).expand(*last.shape[:-1], -1), tail], -1)
-    index = order.gather(-1, rank.minimum(last))
-    return rows.gather(-2, index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
+    return order.gather(-1, rank.minimum(last))
