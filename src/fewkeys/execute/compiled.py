@@ -123,13 +123,12 @@ def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor)
             values.append(s.right)
     shared_key = torch.cat([rows.float() for rows in keys], 2)
     shared_value = pad(torch.cat([rows.float() for rows in values], 2), (0, filled(x.value_dim) - x.value_dim))
-    numbers = [None if part is None else part.float().contiguous() for part in (bias, total, factor, share)]
-    bias, total, factor, share = numbers
-    label = None if label is None else label.contiguous()
+    bias, total, factor, share = (None if part is None else part.float() for part in (bias, total, factor, share))
     hidden = None if graph.band is None else band_hidden(x, graph)
     # An empty band ends before it begins, for every query.
     left, right = (0, -(x.queries + x.offset + x.keys)) if graph.band is None else graph.band
-    held = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
+    parts = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
+    held = [None if part is None else part.contiguous() for part in parts]
     sizes = (
         x.batch,
         x.query_heads,
