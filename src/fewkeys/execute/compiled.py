@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,29 +16,31 @@ from torch.nn.functional import pad
 from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
-from fewkeys.native.build import library
-from fewkeys.native.tensors import Rows, dense, filled, pointer, suits
+from fewkeys.native.build import call
+from fewkeys.native.tensors import Rows, dense, filled, pointers, suits
 from fewkeys.rest.base import BlockStandIns, StandIns
 from fewkeys.weights import Softmax, Weights
 
-_POINTERS = ("shared_key", "shared_value", "place", "bias", "total", "factor", "label", "share", "hidden")
-_SIZES = ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim", "entries", "means", "rank", "offset")
+_ROWS = ("query", "key", "value", "out")
+_HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "label", "share", "hidden")
+_SIZES = ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim")
 
 
 class _Attend(ctypes.Structure):
     _fields_ = (
-        *((name, Rows) for name in ("query", "key", "value", "out")),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in (*_SIZES, "left", "right", "causal")),
+        *((name, Rows) for name in _ROWS),
+        *((name, ctypes.c_void_p) for name in _HELD),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int64) for name in ("entries", "means", "rank", "offset", "left", "right", "causal")),
         ("scale", ctypes.c_float),
     )
 
 
 class _Blocks(ctypes.Structure):
     _fields_ = (
-        *((name, Rows) for name in ("query", "key", "value", "out", "mean_key", "mean_value")),
+        *((name, Rows) for name in (*_ROWS, "mean_key", "mean_value")),
         *((name, ctypes.c_void_p) for name in ("bias", "place")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_int64) for name in ("blocks", "size", "entries", "means", "offset", "causal")),
         ("scale", ctypes.c_float),
     )
@@ -87,22 +89,18 @@ def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None,
     if stand_ins is not None:
         means, bias = stand_ins.key.shape[3], stand_ins.bias.contiguous()
         mean_key, mean_value = (dense(rows.flatten(2, 3)) for rows in (stand_ins.key, stand_ins.value))
-    sizes = (x.batch, x.query_heads, x.groups, x.queries, x.keys, x.head_dim, x.value_dim)
     problem = _Blocks(
-        *(Rows.of(rows) for rows in (x.query, x.key, x.value, output, mean_key, mean_value)),
-        pointer(bias),
-        pointer(place),
-        *sizes,
-        columns.blocks,
+        **_common(x, output),
+        **pointers({"bias": bias, "place": place}),
+        mean_key=Rows.of(mean_key),
+        mean_value=Rows.of(mean_value),
+        blocks=columns.blocks,
         # A single list serves all queries.
-        columns.size if columns.blocks > 1 else x.queries + x.offset,
-        place.shape[3],
-        means,
-        x.offset,
-        int(x.is_causal),
-        x.scale,
+        size=columns.size if columns.blocks > 1 else x.queries + x.offset,
+        entries=place.shape[3],
+        means=means,
     )
-    _call("fewkeys_attend_blocks", problem, x.query.dtype)
+    call("fewkeys_attend_blocks", problem, x.query.dtype)
 
 
 def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> None:
@@ -128,33 +126,23 @@ def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor)
     # An empty band ends before it begins, for every query.
     left, right = (0, -(x.queries + x.offset + x.keys)) if graph.band is None else graph.band
     parts = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
-    held = [None if part is None else part.contiguous() for part in parts]
-    sizes = (
-        x.batch,
-        x.query_heads,
-        x.groups,
-        x.queries,
-        x.keys,
-        x.head_dim,
-        x.value_dim,
-        list_key.shape[2],
-        means,
-        rank,
-        x.offset,
-    )
+    held = {name: None if part is None else part.contiguous() for name, part in zip(_HELD, parts, strict=True)}
     reach = x.keys + x.queries + x.offset
     problem = _Attend(
-        *(Rows.of(rows) for rows in (x.query, x.key, x.value, output)),
-        *(pointer(part) for part in held),
-        *sizes,
-        min(left, reach),
-        min(right, reach),
-        int(x.is_causal),
-        x.scale,
+        **_common(x, output),
+        **pointers(held),
+        entries=list_key.shape[2],
+        means=means,
+        rank=rank,
+        left=min(left, reach),
+        right=min(right, reach),
     )
-    _call("fewkeys_attend", problem, x.query.dtype)
+    call("fewkeys_attend", problem, x.query.dtype)
 
 
-def _call(name: str, problem: ctypes.Structure, dtype: torch.dtype) -> None:
-    threads = ctypes.c_int(torch.get_num_threads())
-    getattr(library(), name)(ctypes.byref(problem), ctypes.c_int(dtype == torch.bfloat16), threads)
+def _common(x: Inputs, output: Tensor) -> dict[str, Any]:
+    """What both kernels are told."""
+    rows = zip(_ROWS, (x.query, x.key, x.value, output), strict=True)
+    sizes = (x.batch, x.query_heads, x.groups, x.queries, x.keys, x.head_dim, x.value_dim)
+    numbers = {"offset": x.offset, "causal": x.is_causal, "scale": x.scale}
+    return {name: Rows.of(tensor) for name, tensor in rows} | dict(zip(_SIZES, sizes, strict=True)) | numbers

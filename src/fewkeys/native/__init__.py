@@ -1,13 +1,13 @@
 """Compiled kernels for the CPU: what the plain torch path does in many passes over memory, in one.
 
-They are C++ of this package, compiled by the machine's own compiler when first needed (about a second, once per machine
+They are C++ of this package, compiled by the machine's own compiler when first needed (a few seconds, once per machine
 and version), loaded with ctypes, and used where nobody asks for gradients. Where there is no compiler, torch does the
 same work with the same results up to rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
 from fewkeys.native.build import missing
 from fewkeys.native.keys import assign, label_sums, statistics, survey
-from fewkeys.native.past import Move, walk
+from fewkeys.native.past import walk
 from fewkeys.native.tensors import suits
 
-__all__ = ["Move", "assign", "label_sums", "missing", "statistics", "suits", "survey", "walk"]
+__all__ = ["assign", "label_sums", "missing", "statistics", "suits", "survey", "walk"]

@@ -56,7 +56,8 @@ static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, fl
   for (int j = 0; j < band; j++) {
     const int64_t at = begin + j, index = head * p.keys + at;
     const float share = means ? p.share[index] : 0.0f;
-    const int low = std::max<int64_t>(at - p.right - position, 0), high = std::min<int64_t>(at + p.left - position, TILE);
+    const int low = std::max<int64_t>(at - p.right - position, 0);
+    const int high = std::min<int64_t>(at + p.left - position, TILE);
     tile.show(near + j * TILE, lane, p.hidden && p.hidden[index] ? TILE : low, high);
     if (share == 0.0f) continue;
     float *left = count + p.label[index] * TILE;
@@ -105,7 +106,8 @@ static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, fl
     mix<SOME>(p.shared_value + head * shared * wide, wide, shared, wide, score + i, TILE, mixed + i * wide, wide);
     const int low = std::clamp<int64_t>(position + i - p.left - begin, 0, band);
     const int high = std::clamp<int64_t>(position + i + SOME + p.right - begin, low, band);
-    mix<SOME>(value + low * value_stride, value_stride, high - low, wide, near + low * TILE + i, TILE, mixed + i * wide, wide);
+    mix<SOME>(value + low * value_stride, value_stride, high - low, wide, near + low * TILE + i, TILE,
+              mixed + i * wide, wide);
   }
   tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
 }

@@ -30,10 +30,10 @@ class Block {
     const int64_t begin = (p.offset / p.size + block) * p.size - p.offset, at = head * p.blocks + block;
     gather(b, h, p.place + at * p.entries);
     bias = p.bias + at * p.means;
-    mean_key = p.means ? p.mean_key.at<float>(b, h, block * p.means) : nullptr;
+    mean_key = p.mean_key.at<float>(b, h, block * p.means);
+    mean_value = p.mean_value.at<float>(b, h, block * p.means);
     mean_stride = p.mean_value.row;
-    mean_value = nullptr;
-    if (p.means) mean_value = floats(p.mean_value.at<float>(b, h, block * p.means), mean_stride, p.means, p.value_dim, wide, copy);
+    mean_value = floats(mean_value, mean_stride, p.means, p.value_dim, wide, copy);
     const int64_t end = std::min(p.queries, begin + p.size);
     for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
       for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
@@ -66,10 +66,8 @@ class Block {
       return;
     }
     for (int e = 0; e < listed; e++) {
-      const T *from = p.key.at<T>(b, h, place[e]);
-      for (int d = 0; d < dim; d++) key_copy[e * dim + d] = number(from[d]);
-      from = p.value.at<T>(b, h, place[e]);
-      for (int d = 0; d < wide; d++) value_copy[e * wide + d] = d < p.value_dim ? number(from[d]) : 0.0f;
+      copy_rows(p.key.at<T>(b, h, place[e]), 0, 1, dim, dim, key_copy + e * dim);
+      copy_rows(p.value.at<T>(b, h, place[e]), 0, 1, p.value_dim, wide, value_copy + e * wide);
     }
   }
 

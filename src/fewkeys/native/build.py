@@ -34,12 +34,13 @@ def missing() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def library() -> ctypes.CDLL:
-    """The compiled kernels, where `missing()` is None."""
-    found = _load()
-    if isinstance(found, str):
-        raise RuntimeError(f"compiled kernels: expected a C++ compiler, got none that works: {found}")
-    return found
+def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
+    """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16."""
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(f"compiled kernels: expected a C++ compiler, got none that works: {library}")
+    kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
+    getattr(library, name)(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
 
 
 @lru_cache
@@ -49,16 +50,13 @@ def _load() -> ctypes.CDLL | str:
         return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; set {COMPILER} to one"
     here = Path(__file__).parent
     try:
-        name = f"kernels-{_fingerprint(compiler, here)}.so"
-        for folder in _folders():
-            path = folder / name
-            if not path.is_file():
-                _compile(compiler, here, path)
-            return ctypes.CDLL(str(path))
+        path = _folder() / f"kernels-{_fingerprint(compiler, here)}.so"
+        if not path.is_file():
+            _compile(compiler, here, path)
+        return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         return f"{shlex.join(compiler)} failed: {told.strip().splitlines()[0] if told.strip() else error}"
-    return "no folder to keep them in"
 
 
 def _compiler() -> list[str] | None:
@@ -87,15 +85,17 @@ def _processor() -> str:
     return "\n".join(told[:2]) or platform.processor()
 
 
-def _folders() -> list[Path]:
+def _folder() -> Path:
     """Where compiled kernels are kept; at worst for this process alone."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get(CACHE) or Path(cache) / "fewkeys")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
     except OSError:
-        return [Path(tempfile.mkdtemp(prefix="fewkeys-"))]
-    return [folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="fewkeys-"))]
+        pass
+    return Path(tempfile.mkdtemp(prefix="fewkeys-"))
 
 
 def _compile(compiler: list[str], here: Path, path: Path) -> None:

@@ -27,21 +27,28 @@ struct Sums {
 
 constexpr int64_t PIECE = 4096;  // keys added up by themselves, so that sums do not depend on the number of threads
 
+// Squared distances of the rows in `lanes` from `middle`.
+static void measure(const float *lanes, const float *middle, int dim, float *square) {
+  for (int v = 0; v < TILE; v += LANES) {
+    vec sum = {};
+    for (int d = 0; d < dim; d++) {
+      const vec x = load(lanes + d * TILE + v) - middle[d];
+      sum += x * x;
+    }
+    store(square + v, sum);
+  }
+}
+
 // Spread and importance of the keys in `lanes`; `found` holds D + 1 rows.
 static void see(const Survey &p, int64_t head, const float *lanes, float *found, float *spread, float *importance) {
   const int dim = p.dim;
   const float *shift = p.shift + head * (dim + 1);
   dots(p.form + head * (dim + 1) * dim, dim, dim + 1, dim, lanes, found);
+  measure(found, shift, dim, spread);
   for (int v = 0; v < TILE; v += LANES) {
-    vec sum = {};
-    for (int d = 0; d < dim; d++) {
-      const vec x = load(found + d * TILE + v) - shift[d];
-      sum += x * x;
-    }
     const vec along = load(found + dim * TILE + v) - shift[dim];
-    store(spread + v, sum);
     // k^T C k = E (q . k)^2 - (m . k)^2
-    store(importance + v, along + 0.5f * (sum - along * along));
+    store(importance + v, along + 0.5f * (load(spread + v) - along * along));
   }
 }
 
@@ -60,18 +67,6 @@ static void assign(const Survey &p, int64_t head, const float *lanes, float *fou
     }
     store(nearest + v, best);
     memcpy(label + v, &whose, sizeof whose);
-  }
-}
-
-// Squared distances of the rows in `lanes` from `middle`.
-static void measure(const float *lanes, const float *middle, int dim, float *square) {
-  for (int v = 0; v < TILE; v += LANES) {
-    vec sum = {};
-    for (int d = 0; d < dim; d++) {
-      const vec x = load(lanes + d * TILE + v) - middle[d];
-      sum += x * x;
-    }
-    store(square + v, sum);
   }
 }
 

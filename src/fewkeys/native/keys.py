@@ -6,13 +6,13 @@ Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fewkeys.native.build import library
-from fewkeys.native.tensors import Rows, alike, pointer
+from fewkeys.native.build import call
+from fewkeys.native.tensors import Rows, alike, pointers
 
 _Pointer, _Size = ctypes.c_void_p, ctypes.c_int64
 
@@ -37,7 +37,7 @@ class _Sums(ctypes.Structure):
 def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Spread and importance of the keys, as `survey` says."""
     spread, importance = form.new_empty((2, *key.shape[:3])).unbind()
-    _survey(key, key[..., :0], (form, shift, spread, importance), (*_NOTHING, None, None))
+    _survey(key, key[..., :0], form=form, shift=shift, spread=spread, importance=importance)
     return spread, importance
 
 
@@ -45,7 +45,7 @@ def assign(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tupl
     """The largest closeness of every key and its label, as `survey` says."""
     nearest = centre.new_empty(key.shape[:3])
     label = torch.empty_like(nearest, dtype=torch.int64)
-    _survey(key, value, _NOTHING, (centre, constant, nearest, label, None, None))
+    _survey(key, value, centre=centre, constant=constant, nearest=nearest, label=label)
     return nearest, label
 
 
@@ -64,35 +64,31 @@ def survey(
     """
     spread, importance, nearest, square = form.new_empty((4, *key.shape[:3])).unbind()
     label = torch.empty_like(nearest, dtype=torch.int64)
-    seen = (form, shift, spread, importance)
-    _survey(key, value, seen, (centre, constant, nearest, label, middle, square))
+    seen = {"form": form, "shift": shift, "spread": spread, "importance": importance}
+    clusters = {"centre": centre, "constant": constant, "nearest": nearest, "label": label}
+    _survey(key, value, **seen, **clusters, middle=middle, square=square)
     return spread, importance, nearest, square, label
 
 
-_NOTHING = (None, None, None, None)
-
-
-def _survey(key: Tensor, value: Tensor, seen: Sequence[Tensor | None], clusters: Sequence[Tensor | None]) -> None:
-    """Write what is asked for to the tensors that are for it."""
+def _survey(key: Tensor, value: Tensor, **parts: Tensor) -> None:
+    """Read what is given of the parts, and write those that are asked for by it."""
     key, value = alike(key, value)
-    held = [None if part is None else part.contiguous() for part in (*seen, *clusters)]
-    count = 0 if clusters[0] is None else clusters[0].shape[2]
-    sizes = (*key.shape, value.shape[3], count)
-    problem = _Survey(Rows.of(key), Rows.of(value), *(pointer(part) for part in held), *sizes)
-    _call("fewkeys_survey", problem, key.dtype)
+    held = {name: part.contiguous() for name, part in parts.items()}
+    count = held["centre"].shape[2] if "centre" in held else 0
+    call("fewkeys_survey", _Survey(**_rows(key, value), **pointers(held), count=count), key.dtype)
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
     (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
-    held = (label, share, sums)
-    sizes = (*key.shape, value.shape[3], count)
-    problem = _Sums(Rows.of(key), Rows.of(value), *(part.data_ptr() for part in held), *sizes)
-    _call("fewkeys_label_sums", problem, key.dtype)
+    held = pointers({"label": label, "share": share, "sums": sums})
+    call("fewkeys_label_sums", _Sums(**_rows(key, value), **held, count=count), key.dtype)
     return sums
 
 
-def _call(name: str, problem: ctypes.Structure, dtype: torch.dtype) -> None:
-    threads = ctypes.c_int(torch.get_num_threads())
-    getattr(library(), name)(ctypes.byref(problem), ctypes.c_int(dtype == torch.bfloat16), threads)
+def _rows(key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Where keys and values lie, and their sizes."""
+    batch, heads, keys, dim = key.shape
+    sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
+    return {"key": Rows.of(key), "value": Rows.of(value), **sizes}

@@ -1,7 +1,7 @@
 // Vectors of floats as wide as the machine's, and the two products that attention is made of.
 //
 // Queries (or keys) stand side by side: a tile holds TILE of them, one in each lane, dimension after dimension. So rows
-// of scores are vectors too, and nothing is ever summed across lanes.
+// of scores are vectors too, and no score is ever summed across lanes.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -123,7 +123,8 @@ static inline void transpose(vec (&x)[LANES]) {
 
 // Rows (count, dim) of any type, turned into lanes (dim, TILE) and scaled; lanes beyond count are zero.
 template <class T>
-static __attribute__((noinline)) void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
+static __attribute__((noinline)) void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale,
+                                               float *into) {
   for (int part = 0; part < TILE; part += LANES) {
     int d = 0;
     for (; d + LANES <= dim; d += LANES) {
@@ -146,7 +147,8 @@ static __attribute__((noinline)) void to_lanes(const T *rows, int64_t stride, in
 }
 
 template <int R>
-static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes, float *into) {
+static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes,
+                                              float *into) {
   for (int part = 0; part < TILE; part += 2 * LANES) {
     vec sum[R][2] = {};
     const float *x = lanes + part;
@@ -184,8 +186,8 @@ static inline void dots(const float *row, int64_t stride, int count, int dim, co
 }
 
 template <int Q, int V>
-static __attribute__((noinline)) void mix_of(const float *value, int64_t stride, int count, const float *weight, int64_t pitch, float *into,
-                          int64_t to) {
+static __attribute__((noinline)) void mix_of(const float *value, int64_t stride, int count, const float *weight,
+                                             int64_t pitch, float *into, int64_t to) {
   vec sum[Q][V];
   for (int q = 0; q < Q; q++)
     for (int v = 0; v < V; v++) sum[q][v] = load(into + q * to + v * LANES);

@@ -26,11 +26,11 @@ class Walker {
  public:
   Walker(const Past &p, int64_t head)
       : p(p), head(head), dim(p.dim), wide(p.dim + p.value_dim), most(p.count + p.leaving),
-        pitch((most + TILE - 1) / TILE * TILE), fill(filled(p.dim)), rows(most * wide), centred(most * wide), found(pitch * TILE),
-        gram(pitch * pitch), lanes(wide * TILE), on_query(dim * TILE),
-        form(dim * dim), mean(wide), mean_query(dim), asked_total(fill), asked_square((dim + SOME) * fill),
-        seen_total(wide), questions(p.queries * fill), excess(most), size(most), log_mass(pitch),
-        lightness(pitch), square(pitch), least(pitch), total(most), keys(most), rank(pitch), partner(pitch), order(most), alive(most), merged(most) {
+        pitch((most + TILE - 1) / TILE * TILE), fill(filled(p.dim)), rows(most * wide), centred(most * wide),
+        found(pitch * TILE), gram(pitch * pitch), lanes(wide * TILE), on_query(dim * TILE), form(dim * dim), mean(wide),
+        mean_query(dim), asked_total(fill), asked_square((dim + SOME) * fill), seen_total(wide),
+        questions(p.queries * fill), excess(most), size(most), log_mass(pitch), lightness(pitch), square(pitch),
+        least(pitch), total(most), keys(most), rank(pitch), partner(pitch), order(most), alive(most), merged(most) {
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) {
       if (p.size[c] == 0.0f) continue;
       std::copy(p.rows + c * wide, p.rows + (c + 1) * wide, &rows[used * wide]);
@@ -78,17 +78,17 @@ class Walker {
   void ask(int64_t step) {
     const int64_t b = head / p.heads, h = head % p.heads;
     for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++) {
-      int rows = 0;
+      int count = 0;
       for (int64_t i = step * p.queries; i < (step + 1) * p.queries; i++) {
         if (p.answered && !p.answered[b * p.steps * p.queries + i]) continue;
         const Q *from = p.query.at<Q>(b, g, i);
-        float *row = &questions[rows++ * fill];
+        float *row = &questions[count++ * fill];
         for (int d = 0; d < dim; d++) asked_total[d] += row[d] = number(from[d]) * p.scale;
       }
-      asked += rows;
+      asked += count;
       // The last rows of squares may be of no dimension: nobody reads them.
       for (int d = 0; d < dim; d += SOME)
-        mix<SOME>(questions.data(), fill, rows, fill, &questions[d], fill, &asked_square[d * fill], fill);
+        mix<SOME>(questions.data(), fill, count, fill, &questions[d], fill, &asked_square[d * fill], fill);
     }
   }
 

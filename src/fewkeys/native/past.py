@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fewkeys.native.build import library
-from fewkeys.native.tensors import Rows, alike, dense
+from fewkeys.native.build import call
+from fewkeys.native.tensors import Rows, alike, dense, pointers
 
-_STATE = ("rows", "excess", "size", "seen", "seen_key", "seen_value", "seen_square")
-_ASKED = ("asked", "asked_total", "asked_square")
+_STATE = (
+    *("rows", "excess", "size", "seen", "seen_key", "seen_value", "seen_square"),
+    *("asked", "asked_total", "asked_square"),
+)
 _BY_STEP = ("rows_by", "excess_by", "size_by")
 _SIZES = ("batch", "heads", "groups", "dim", "value_dim", "count", "steps", "queries", "leaving", "rounds", "tilted")
 
 
 class _Past(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*_STATE, *_ASKED, *_BY_STEP)),
+        *((name, ctypes.c_void_p) for name in (*_STATE, *_BY_STEP)),
         ("query", Rows),
         ("answered", ctypes.c_void_p),
         ("key", Rows),
@@ -32,61 +33,50 @@ class _Past(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Move:
-    """Which rows each step takes up, as `sketch.past.Leaving` says, and how stand-ins are merged."""
-
-    key: Tensor
-    value: Tensor
-    index: Tensor
-    real: Tensor
-    tilted: bool
-    tilt: float
-    lowest: float
-    rounds: int
-
-
 def walk(
-    state: Sequence[Tensor], query: Tensor, answered: Tensor | None, scale: float, move: Move
+    state: Sequence[Tensor],
+    query: Tensor,
+    answered: Tensor | None,
+    scale: float,
+    leaving: Sequence[Tensor],
+    *,
+    tilted: bool,
+    tilt: float,
+    lowest: float,
+    rounds: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What `sketch.past.walk` says, on the tensors of a `Past`: those by step, and those at the end.
 
     `state`: rows, excess and size of the stand-ins; count, key, value and square of the keys seen; count (B, Hkv),
-    total and square of the queries.
+    total and square of the queries. `leaving`: key, value, index and real of a `Leaving`.
     """
     # They move in place, so these are copies.
     moved = [part.detach().clone(memory_format=torch.contiguous_format) for part in state]
-    query, (key, value) = dense(query), alike(move.key.detach(), move.value.detach())
-    index, real = move.index.contiguous(), move.real.contiguous()
-    answered = None if answered is None else answered.contiguous()
+    query, (key, value) = dense(query), alike(*(part.detach() for part in leaving[:2]))
+    index, real = (part.contiguous() for part in leaving[2:])
     steps, heads = index.shape[2], key.shape[1]
     by_step = [part.new_empty((*part.shape[:2], steps + 1, *part.shape[2:])) for part in moved[:3]]
-    sizes = (
-        key.shape[0],
-        heads,
-        query.shape[1] // heads,
-        key.shape[3],
-        value.shape[3],
-        moved[0].shape[2],
-        steps,
-        query.shape[2] // steps if steps else 0,
-        index.shape[3],
-        move.rounds,
-        int(move.tilted),
-    )
+    held: dict[str, Tensor | None] = dict(zip((*_STATE, *_BY_STEP), (*moved, *by_step), strict=True))
+    held |= {"answered": None if answered is None else answered.contiguous(), "index": index, "real": real}
     problem = _Past(
-        *(part.data_ptr() for part in (*moved, *by_step)),
-        Rows.of(query),
-        None if answered is None else answered.data_ptr(),
-        Rows.of(key),
-        Rows.of(value),
-        index.data_ptr(),
-        real.data_ptr(),
-        *sizes,
-        scale,
-        move.tilt,
-        move.lowest,
+        **pointers(held),
+        query=Rows.of(query),
+        key=Rows.of(key),
+        value=Rows.of(value),
+        batch=key.shape[0],
+        heads=heads,
+        groups=query.shape[1] // heads,
+        dim=key.shape[3],
+        value_dim=value.shape[3],
+        count=moved[0].shape[2],
+        steps=steps,
+        queries=query.shape[2] // steps if steps else 0,
+        leaving=index.shape[3],
+        rounds=rounds,
+        tilted=tilted,
+        scale=scale,
+        tilt=tilt,
+        lowest=lowest,
     )
-    kinds = (ctypes.c_int(x.dtype == torch.bfloat16) for x in (key, query))
-    library().fewkeys_walk(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
+    call("fewkeys_walk", problem, key.dtype, query.dtype)
     return by_step, moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -59,9 +60,9 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(dense(tensor if same else tensor.float()) for tensor in tensors)
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where a contiguous tensor lies."""
-    return None if tensor is None else tensor.data_ptr()
+def pointers(tensors: Mapping[str, Tensor | None]) -> dict[str, int | None]:
+    """Where contiguous tensors lie, which must live as long as the call."""
+    return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def filled(dim: int) -> int:

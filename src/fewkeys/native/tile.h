@@ -5,13 +5,19 @@
 
 #include "lanes.h"
 
-// The rows as floats, filled up with zeros to `width`: where they lie if they are, else copied to `into`.
+// Copies rows as floats, filled up with zeros to `width`.
+template <class T>
+static void copy_rows(const T *rows, int64_t stride, int count, int dim, int width, float *into) {
+  for (int j = 0; j < count; j++)
+    for (int d = 0; d < width; d++) into[(int64_t)j * width + d] = d < dim ? number(rows[j * stride + d]) : 0.0f;
+}
+
+// The same rows: where they lie if they are such, else copied to `into`.
 template <class T>
 static const float *floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {
   if constexpr (sizeof(T) == sizeof(float))
     if (dim == width) return (const float *)rows;
-  for (int j = 0; j < count; j++)
-    for (int d = 0; d < width; d++) into[(int64_t)j * width + d] = d < dim ? number(rows[j * stride + d]) : 0.0f;
+  copy_rows(rows, stride, count, dim, width, into);
   stride = width;
   return into;
 }

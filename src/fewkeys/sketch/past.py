@@ -79,10 +79,17 @@ def walk(
     state = [summary.rows, summary.excess, summary.size, seen.count, seen.key, seen.value, seen.square]
     state += [asked.count.expand(seen.count.shape), asked.total, asked.square]
     if native.suits(*state, query.detach(), leaving.key, leaving.value):
-        move = native.Move(
-            leaving.key, leaving.value, leaving.index, leaving.real, tilted, TILT, LOWEST_LOG_WEIGHT, ROUNDS
+        by_step, moved = native.walk(
+            state,
+            query.detach(),
+            answered,
+            scale,
+            (leaving.key, leaving.value, leaving.index, leaving.real),
+            tilted=tilted,
+            tilt=TILT,
+            lowest=LOWEST_LOG_WEIGHT,
+            rounds=ROUNDS,
         )
-        by_step, moved = native.walk(state, query.detach(), answered, scale, move)
         summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
         return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))
     steps = leaving.index.shape[2]
