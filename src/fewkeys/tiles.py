@@ -3,10 +3,21 @@
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+import torch
 import triton
 import triton.language as tl
 
 EMULATED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def power_of_two(size: int) -> int:
+    """The smallest that matrix units take and `size` fits in."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def precision() -> str:
+    """Tensor cores round float32 to 10 bits: as everywhere in torch, the user says whether they may."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @triton.jit

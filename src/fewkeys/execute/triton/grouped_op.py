@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fewkeys.execute.triton import grouped_backward, grouped_forward
 from fewkeys.execute.triton.grouped_tiles import Order, key_tiles, query_tiles
-from fewkeys.execute.triton.op import constants, near_of, split
+from fewkeys.execute.triton.op import constants, near_of, saving, split
 
 LOG2_E = 1.4426950408889634
 _ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? hidden, Tensor? listed,
@@ -176,12 +176,6 @@ def _backward_shapes(
     return query, key, value
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output)
-    ctx.numbers = inputs[TENSORS:]
-    ctx.mark_non_differentiable(*output[1:])
-
-
 def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     found = grouped_backward_op(grad, *tensors[TENSORS:], *tensors[:TENSORS], *ctx.numbers)
@@ -204,4 +198,4 @@ grouped_backward_op = torch.library.custom_op(
 )
 grouped.register_fake(_forward_shapes)
 grouped_backward_op.register_fake(_backward_shapes)
-grouped.register_autograd(_differentiate, setup_context=_save)
+grouped.register_autograd(_differentiate, setup_context=saving(TENSORS))

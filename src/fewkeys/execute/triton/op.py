@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from fewkeys.execute.triton import backward, forward
+from fewkeys.tiles import power_of_two, precision
 
 PROGRAMS = 512
 """Programs that a sum over all queries is split among: a few for each processor of a large GPU."""
@@ -113,7 +114,7 @@ class Problem:
             "RANK": self.rank,
             "CAUSAL": self.is_causal,
             "BLOCK_N": block_n,
-            "BLOCK_R": _power_of_two(self.rank),
+            "BLOCK_R": power_of_two(self.rank),
         }
         wide = max(self.dim, self.value_dim) * self.near.query.element_size() > 256
         found = constants(self.near) | {"BLOCK_M": block_m, "num_warps": 8 if wide else 4}
@@ -130,10 +131,9 @@ def constants(near: Near) -> dict[str, Any]:
     return {
         "D": dim,
         "DV": value_dim,
-        "BLOCK_D": _power_of_two(dim),
-        "BLOCK_V": _power_of_two(value_dim),
-        # Tensor cores round float32 to 10 bits: as everywhere in torch, the user says whether they may.
-        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "BLOCK_D": power_of_two(dim),
+        "BLOCK_V": power_of_two(value_dim),
+        "PRECISION": precision(),
         "num_stages": 2,
     }
 
@@ -154,11 +154,6 @@ def near_of(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) ->
 def _rows(tensor: Tensor) -> Tensor:
     """Any layout whose last dimension is dense."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest that matrix units take and `size` fits in."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,10 +232,15 @@ def _backward_shapes(grad: Tensor, output: Tensor, log_mass: Tensor, slope: Tens
     return [grad.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output)
-    ctx.numbers = inputs[TENSORS:]
-    ctx.mark_non_differentiable(*output[1:])
+def saving(tensors: int) -> Callable[[Any, tuple[Any, ...], tuple[Tensor, ...]], None]:
+    """Keeps the first so many arguments and all outputs for the backward pass; only the first output has gradients."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:tensors], *output)
+        ctx.numbers = inputs[tensors:]
+        ctx.mark_non_differentiable(*output[1:])
+
+    return save
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -269,4 +269,4 @@ near_heavy_means_backward = torch.library.custom_op(
 )
 near_heavy_means.register_fake(_forward_shapes)
 near_heavy_means_backward.register_fake(_backward_shapes)
-near_heavy_means.register_autograd(_differentiate, setup_context=_save)
+near_heavy_means.register_autograd(_differentiate, setup_context=saving(TENSORS))

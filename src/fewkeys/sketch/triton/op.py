@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fewkeys.native.tensors import dense
 from fewkeys.sketch.triton import kernels
+from fewkeys.tiles import power_of_two, precision
 
 PROGRAMS = 512
 """Programs that sums over all keys are split among: a few for each processor of a large GPU."""
@@ -106,17 +107,12 @@ def _options(rows: Rows) -> dict[str, Any]:
     return {
         "D": dim,
         "DV": value_dim,
-        "BLOCK_D": _power_of_two(dim),
-        "BLOCK_V": _power_of_two(value_dim),
+        "BLOCK_D": power_of_two(dim),
+        "BLOCK_V": power_of_two(value_dim),
         "num_warps": 8 if whole or _is_wide(rows) else 4,
         # Two tiles of float32 rows in flight would not fit in the 99 KB of small GPUs.
         "num_stages": 1 if whole else 2,
     }
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest that matrix units take and `size` fits in."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def _is_wide(rows: Rows) -> bool:
@@ -146,14 +142,12 @@ def _survey(
     # What fits in the 99 KB of small GPUs, and in registers.
     block_n = (32 if whole else 64) // (2 if _is_wide(rows) else 1)
     block_r = 32 if key.dtype == torch.bfloat16 else 16
-    # Tensor cores round float32 to 10 bits: as everywhere in torch, the user says whether they may.
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     constants = {
         "BLOCK_N": block_n,
         "BLOCK_R": block_r,
         "FORM_PARTS": form_parts,
         "CENTRE_PARTS": centre_parts,
-        "PRECISION": precision,
+        "PRECISION": precision(),
     }
     with torch.cuda.device_of(key):
         kernels.survey[triton.cdiv(keys, block_n), batch * heads](
@@ -183,7 +177,7 @@ def _label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count:
     batch, heads, keys = key.shape[:3]
     narrow = key.dtype != torch.float32 and not _is_wide(rows)
     block_n = 32 if narrow else 16
-    block_c = min(32 if _is_wide(rows) else 64, _power_of_two(count))
+    block_c = min(32 if _is_wide(rows) else 64, power_of_two(count))
     across = triton.cdiv(count, block_c)
     # Not by the size of the GPU: the order of sums, and so their rounding, is the same everywhere.
     tiles = triton.cdiv(keys, block_n)
