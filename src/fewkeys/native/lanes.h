@@ -59,6 +59,12 @@ static inline vec load(const float *from) {
   memcpy(&found, from, sizeof found);
   return found;
 }
+static inline vec load(const bf16 *from) {
+  typedef uint16_t half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+  half bits;
+  memcpy(&bits, from, sizeof bits);
+  return (vec)(__builtin_convertvector(bits, ivec) << 16);
+}
 static inline void store(float *to, vec x) { memcpy(to, &x, sizeof x); }
 static inline vec all(float x) { return vec{} + x; }
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
@@ -93,7 +99,7 @@ static inline vec exponential(vec x) {
 
 // One step of transposing: where bit `step` of the lane is set, lanes of a and b change sides.
 template <int step>
-static inline void exchange(vec &a, vec &b) {
+static inline __attribute__((always_inline)) void exchange(vec &a, vec &b) {
 #if defined(__clang__)
   vec low, high;
   for (int i = 0; i < LANES; i++) {
@@ -112,9 +118,11 @@ static inline void exchange(vec &a, vec &b) {
   b = high;
 }
 
+// All in registers, once unrolled.
 template <int step>
-static inline void transpose(vec (&x)[LANES]) {
+static inline __attribute__((always_inline)) void transpose(vec (&x)[LANES]) {
   if constexpr (step > 0) {
+#pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
       if (!(i & step)) exchange<step>(x[i], x[i + step]);
     transpose<step / 2>(x);
@@ -126,23 +134,19 @@ template <class T>
 static __attribute__((noinline)) void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale,
                                                float *into) {
   for (int part = 0; part < TILE; part += LANES) {
+    const T *from = rows + part * stride;
     int d = 0;
     for (; d + LANES <= dim; d += LANES) {
       vec x[LANES];
-      for (int i = 0; i < LANES; i++) {
-        x[i] = vec{};
-        if (part + i >= count) continue;
-        const T *from = rows + (part + i) * stride + d;
-        float row[LANES];
-        for (int e = 0; e < LANES; e++) row[e] = number(from[e]);
-        x[i] = load(row) * scale;
-      }
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i++) x[i] = part + i < count ? load(from + i * stride + d) * scale : vec{};
       transpose<LANES / 2>(x);
+#pragma GCC unroll 16
       for (int e = 0; e < LANES; e++) store(into + (d + e) * TILE + part, x[e]);
     }
     for (; d < dim; d++)
       for (int i = 0; i < LANES; i++)
-        into[d * TILE + part + i] = part + i < count ? number(rows[(part + i) * stride + d]) * scale : 0.0f;
+        into[d * TILE + part + i] = part + i < count ? number(from[i * stride + d]) * scale : 0.0f;
   }
 }
 

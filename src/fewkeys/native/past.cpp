@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "lanes.h"
+#include "tile.h"
 
 struct Past {
   // What is known at the beginning, one after the other for every key head; at the end, what is known then.
@@ -25,15 +25,15 @@ struct Past {
 class Walker {
  public:
   Walker(const Past &p, int64_t head)
-      : p(p), head(head), dim(p.dim), wide(p.dim + p.value_dim), most(p.count + p.leaving),
-        pitch((most + TILE - 1) / TILE * TILE), fill(filled(p.dim)), rows(most * wide), centred(most * wide),
-        found(pitch * TILE), gram(pitch * pitch), lanes(wide * TILE), on_query(dim * TILE), form(dim * dim), mean(wide),
-        mean_query(dim), asked_total(fill), asked_square((dim + SOME) * fill), seen_total(wide),
-        questions(p.queries * fill), excess(most), size(most), log_mass(pitch), lightness(pitch), square(pitch),
-        least(pitch), total(most), keys(most), rank(pitch), partner(pitch), order(most), alive(most), merged(most) {
+      : p(p), head(head), dim(p.dim), wide(p.dim + p.value_dim), span(filled(p.dim + filled(p.value_dim))), most(p.count + p.leaving),
+        fill(filled(p.dim)), rows(most * span), image(most * fill), sorted(most * span), sorted_image(most * span), found((most + TILE) * TILE), lanes(wide * TILE), form(dim * (dim + TILE)),
+        mean(span + LANES), mean_query(fill), asked_total(fill), asked_square((dim + SOME) * fill), seen_total(span),
+        questions(p.queries * fill), excess(most), size(most), log_mass(most), total(most), mass(most + TILE),
+        lightness(most + TILE), square(most + TILE), least(most + TILE), key(most + TILE), rank(most + TILE),
+        partner(most + TILE), order(most), slot(most), alive(most), merged(most) {
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) {
       if (p.size[c] == 0.0f) continue;
-      std::copy(p.rows + c * wide, p.rows + (c + 1) * wide, &rows[used * wide]);
+      std::copy(p.rows + c * wide, p.rows + (c + 1) * wide, &rows[used * span]);
       excess[used] = p.excess[c];
       size[used++] = p.size[c];
     }
@@ -49,8 +49,9 @@ class Walker {
     write(p.rows_by, p.excess_by, p.size_by, head * (p.steps + 1));
     for (int64_t step = 0; step < p.steps; step++) {
       ask<Q>(step);
+      const int known = used;
       take_up<T>(step);
-      if (used > p.count) reduce();
+      if (used > p.count) reduce(known);
       write(p.rows_by, p.excess_by, p.size_by, head * (p.steps + 1) + step + 1);
     }
     write(p.rows, p.excess, p.size, head);
@@ -64,14 +65,16 @@ class Walker {
  private:
   const Past &p;
   const int64_t head;
-  const int dim, wide, most, pitch, fill;
+  // Rows of key and value side by side are `span` apart, filled up with zeros; those of keys alone, `fill`.
+  const int dim, wide, span, most, fill;
   int used = 0;
-  std::vector<float> rows, centred, found, gram, lanes, on_query, form, mean, mean_query;
+  // image: keys less their mean, multiplied by the metric; sorted: rows less their mean, in the order of mass.
+  std::vector<float> rows, image, sorted, sorted_image, found, lanes, form, mean, mean_query;
   std::vector<float> asked_total, asked_square, seen_total, questions;
-  float asked, seen, seen_square;
-  std::vector<float> excess, size, log_mass, lightness, square, least, total;
-  std::vector<uint64_t> keys;
-  std::vector<int> rank, partner, order;
+  float asked, seen, seen_square, unit = 0.0f;
+  std::vector<float> excess, size, log_mass, total;
+  std::vector<float> mass, lightness, square, least;  // in the order of mass, as what follows
+  std::vector<int> key, rank, partner, order, slot;
   std::vector<uint8_t> alive, merged;
 
   template <class Q>
@@ -81,9 +84,10 @@ class Walker {
       int count = 0;
       for (int64_t i = step * p.queries; i < (step + 1) * p.queries; i++) {
         if (p.answered && !p.answered[b * p.steps * p.queries + i]) continue;
-        const Q *from = p.query.at<Q>(b, g, i);
         float *row = &questions[count++ * fill];
-        for (int d = 0; d < dim; d++) asked_total[d] += row[d] = number(from[d]) * p.scale;
+        copy_rows(p.query.at<Q>(b, g, i), 0, 1, dim, fill, row);
+        for (int d = 0; d < fill; d += LANES) store(row + d, load(row + d) * p.scale);
+        add(asked_total.data(), row, 1.0f, fill);
       }
       asked += count;
       // The last rows of squares may be of no dimension: nobody reads them.
@@ -94,134 +98,191 @@ class Walker {
 
   template <class T>
   void take_up(int64_t step) {
+    const int64_t b = head / p.heads, h = head % p.heads;
     for (int64_t e = (head * p.steps + step) * p.leaving; e < (head * p.steps + step + 1) * p.leaving; e++) {
       if (!p.real[e]) continue;
-      const T *key = p.key.at<T>(head / p.heads, head % p.heads, p.index[e]);
-      const T *value = p.value.at<T>(head / p.heads, head % p.heads, p.index[e]);
-      float *row = &rows[used * wide];
-      for (int d = 0; d < dim; d++) row[d] = number(key[d]);
-      for (int d = dim; d < wide; d++) row[d] = number(value[d - dim]);
-      for (int d = 0; d < wide; d++) seen_total[d] += row[d];
-      vec sum = {};
-      int d = dim;
-      for (; d + LANES <= wide; d += LANES) sum += load(row + d) * load(row + d);
-      for (; d < wide; d++) seen_square += row[d] * row[d];
-      for (int i = 0; i < LANES; i++) seen_square += sum[i];
+      float *row = &rows[used * span];
+      copy_rows(p.key.at<T>(b, h, p.index[e]), 0, 1, dim, dim, row);
+      copy_rows(p.value.at<T>(b, h, p.index[e]), 0, 1, p.value_dim, span - dim, row + dim);
+      add(seen_total.data(), row, 1.0f, span);
+      seen_square += product(row + dim, row + dim, p.value_dim);
       seen += 1.0f;
       excess[used] = 0.0f;
       size[used++] = 1.0f;
     }
   }
 
-  void reduce() {
+  // The stand-ins from `known` on are new.
+  void reduce(int known) {
     measure();
     std::fill(alive.begin(), alive.end(), 1);
     std::fill(merged.begin(), merged.end(), 0);
-    int surplus = used - p.count;
-    for (int left = p.rounds; left > 0; left--) {
-      const int joining = (surplus + left - 1) / left;
-      join(joining, left > 1);
-      surplus -= joining;
+    const int surplus = used - p.count, among_new = surplus / 2;
+    for (int joining = among_new, left = p.rounds; left > 0; left--) {
+      const int now = (joining + left - 1) / left;
+      join(known, now);
+      joining -= now;
     }
+    join(0, surplus - among_new);
     settle();
   }
 
-  // t g for the centred key x, from m . x and E (q . x)^2 = x^T C x + (m . x)^2.
-  float log_weight(float along, float energy) const {
-    return p.tilted ? p.tilt * (along + 0.5f * (energy - along * along)) : 0.0f;
-  }
-
-  // The metric of this step; the centred rows, their Gram matrix in it, and their masses.
+  // The metric of this step; the images of the rows and their masses in it.
   void measure() {
-    // One imagined query of covariance I / D, as `RunningQueries.moments` has it.
+    // One imagined query of covariance I / D, as `RunningQueries.moments` has it. Columns come a tile at a time.
     const float weight = 1.0f / (asked + 1.0f);
-    for (int d = 0; d < dim; d++) {
-      mean_query[d] = asked_total[d] * weight;
-      for (int e = 0; e < dim; e++) form[d * dim + e] = asked_square[d * fill + e] * weight;
-      form[d * dim + d] += weight / dim;
-    }
-    float variance = seen_square / seen;
-    for (int d = 0; d < wide; d++) mean[d] = seen_total[d] / seen;
-    for (int d = dim; d < wide; d++) variance -= mean[d] * mean[d];
-    const float unit = 1.0f / std::max(variance, 1.1920929e-07f);
-    for (int a = 0; a < used; a++)
-      for (int d = 0; d < wide; d++) centred[a * wide + d] = rows[a * wide + d] - mean[d];
-    for (int first = 0; first < used; first += TILE) {
-      const int some = std::min(TILE, used - first);
-      to_lanes(&centred[first * wide], wide, some, wide, 1.0f, lanes.data());
-      dots(form.data(), dim, dim, dim, lanes.data(), on_query.data());
-      float along[TILE], energy[TILE];
-      for (int v = 0; v < TILE; v += LANES) {
-        vec m = {}, s = {};
-        for (int d = 0; d < dim; d++) {
-          const vec x = load(&lanes[d * TILE + v]);
-          m += x * mean_query[d];
-          s += x * load(&on_query[d * TILE + v]);
-        }
-        store(along + v, m);
-        store(energy + v, s);
-        for (int d = dim; d < wide; d++) store(&lanes[d * TILE + v], load(&lanes[d * TILE + v]) * unit);
+    for (int d = 0; d < dim; d++) mean_query[d] = asked_total[d] * weight;
+    for (int c = 0; c < dim; c += TILE)
+      for (int d = 0; d < dim; d++) {
+        float *to = &form[c * dim + d * TILE];
+        for (int e = 0; e < std::min(TILE, fill - c); e += LANES)
+          store(to + e, load(&asked_square[d * fill + c + e]) * weight);
+        if (d >= c && d < c + TILE) to[d - c] += weight / dim;
       }
-      for (int i = 0; i < some; i++) log_mass[first + i] = excess[first + i] + log_weight(along[i], energy[i]);
-      std::copy(on_query.begin(), on_query.end(), lanes.begin());
-      dots(centred.data(), wide, first + some, wide, lanes.data(), found.data());
-      // Kept both ways. The last rows may be of nobody: nobody reads them.
-      for (int b = 0; b < first + some; b++) std::copy_n(&found[b * TILE], TILE, &gram[b * pitch + first]);
-      for (int b = 0; b < first; b += LANES)
-        for (int part = 0; part < TILE; part += LANES) {
-          vec x[LANES];
-          for (int i = 0; i < LANES; i++) x[i] = load(&found[(b + i) * TILE + part]);
-          transpose<LANES / 2>(x);
-          for (int i = 0; i < LANES; i++) store(&gram[(first + part + i) * pitch + b], x[i]);
-        }
-      for (int i = 0; i < some; i++) square[first + i] = found[(first + i) * TILE + i];
+    for (int d = 0; d < wide; d++) mean[d] = seen_total[d] / seen;
+    const float variance = seen_square / seen - product(&mean[dim], &mean[dim], p.value_dim);
+    unit = 1.0f / std::max(variance, 1.1920929e-07f);
+    for (int a = 0; a < used; a++)
+      for (int d = 0; d < dim; d += LANES) store(&sorted[a * span + d], load(&rows[a * span + d]) - load(&mean[d]));
+    for (int c = 0; c < dim; c += TILE) {
+      dots(sorted.data(), span, used, dim, &form[c * dim], found.data());
+      for (int a = 0; a < used; a++) copy(&image[a * fill + c], &found[a * TILE], std::min(TILE, fill - c));
     }
+    for (int a = 0; a < used; a++) log_mass[a] = excess[a] + log_weight(&rows[a * span], &image[a * fill]);
   }
 
-  // `joining` stand-ins join the partner of larger mass that costs least, the cheapest first, all at once.
-  void join(int joining, bool again) {
-    // By mass, the largest first, of equal ones the earlier; those that are gone come last.
-    for (int a = 0; a < used; a++) keys[a] = uint64_t(alive[a] ? ~ascending(log_mass[a]) : ~0u) << 32 | a;
-    std::sort(keys.begin(), keys.begin() + used);
-    std::fill(rank.begin(), rank.end(), most);
-    for (int i = 0; i < used; i++) rank[uint32_t(keys[i])] = i;
-    const float top = log_mass[uint32_t(keys[0])];
-    for (int a = 0; a < used; a += LANES)
-      store(&lightness[a], inverse(exponential(larger(load(&log_mass[a]) - top, all(p.lowest)))));
-    for (int a = 0; a < used; a += LANES) seek(a);
-    for (int a = 0; a < used; a++) keys[a] = uint64_t(alive[a] ? ascending(least[a]) : ~0u) << 32 | a;
-    std::nth_element(keys.begin(), keys.begin() + joining, keys.begin() + used);
-    for (int i = 0; i < joining; i++) order[i] = uint32_t(keys[i]);
-    std::sort(order.begin(), order.begin() + joining);
-    std::fill(total.begin(), total.end(), 1.0f);
-    for (int i = 0; i < joining; i++) alive[order[i]] = 0;
-    std::vector<int> leaders;
-    std::vector<float> shares;
-    for (int i = 0; i < joining; i++) {
-      const int a = order[i];
-      int leader = partner[a];
-      while (!alive[leader]) leader = partner[leader];
-      const float share = std::exp(log_mass[a] - log_mass[leader]);
-      for (int d = 0; d < wide; d++) rows[leader * wide + d] += share * rows[a * wide + d];
+  // t g for the centred key x, from m . x and E (q . x)^2 = x^T C x + (m . x)^2. Beyond dim, m and image are zero.
+  float log_weight(const float *row, const float *image) const {
+    if (!p.tilted) return 0.0f;
+    vec first = {}, second = {};
+    for (int d = 0; d < dim; d += LANES) {
+      const vec x = load(row + d) - load(&mean[d]);
+      first += x * load(&mean_query[d]);
+      second += x * load(image + d);
+    }
+    const float along = total_of(first), energy = total_of(second);
+    return p.tilt * (along + 0.5f * (energy - along * along));
+  }
+
+  // Of the stand-ins from `first` on, `joining` join the partner of larger mass that costs least, the cheapest first,
+  // all at once.
+  void join(int first, int joining) {
+    if (joining == 0) return;
+    const int count = arrange(first);
+    for (int tile = 0; tile < count; tile += TILE) {
+      const int end = std::min(tile + TILE, count);
+      to_lanes(&sorted_image[tile * span], span, end - tile, wide, 1.0f, lanes.data());
+      dots(sorted.data(), span, end, wide, lanes.data(), found.data());
+      for (int i = tile; i < end; i++) square[i] = found[i * TILE + i - tile];
+      for (int part = 0; part < TILE; part += LANES) seek(tile, part, end);
+    }
+    // Nobody is heavier than the first.
+    least[0] = INFINITY;
+    for (int i = 0; i < count; i++) key[i] = ascending(least[i]);
+    key[0] = INT32_MAX;
+    by_key(count);
+    for (int i = 0; i < count; i++) total[i] = 1.0f;
+    for (int i = 0; i < count; i++) {
+      if (rank[i] >= joining) continue;
+      int leader = partner[i];
+      while (rank[leader] < joining) leader = partner[leader];
+      const int a = slot[i], to = slot[leader];
+      const float share = std::exp(mass[i] - mass[leader]);
+      add(&rows[to * span], &rows[a * span], share, span);
+      add(&image[to * fill], &image[a * fill], share, fill);
       total[leader] += share;
-      size[leader] += size[a];
-      merged[leader] = 1;
-      leaders.push_back(leader);
-      shares.push_back(share);
+      size[to] += size[a];
+      alive[a] = 0, merged[to] = 1;
     }
-    if (again) join_products(joining, leaders, shares);
-    for (int a = 0; a < used; a++) {
-      if (total[a] == 1.0f) continue;
-      for (int d = 0; d < wide; d++) rows[a * wide + d] /= total[a];
-      log_mass[a] += std::log(total[a]);
+    for (int i = 0; i < count; i++) {
+      if (total[i] == 1.0f) continue;
+      scale(&rows[slot[i] * span], 1.0f / total[i], span);
+      scale(&image[slot[i] * fill], 1.0f / total[i], fill);
+      log_mass[slot[i]] += std::log(total[i]);
     }
   }
 
-  // The bits of x in an order that is that of the numbers.
-  static uint32_t ascending(float x) {
-    uint32_t bits;
+  // Those from `first` on that are left, by mass: the largest first, of equal ones the earlier. Returns their number.
+  int arrange(int first) {
+    int count = 0;
+    for (int a = first; a < used; a++) {
+      if (!alive[a]) continue;
+      key[count] = ascending(0.0f - log_mass[a]);
+      order[count++] = a;
+    }
+    by_key(count);
+    for (int i = 0; i < count; i++) slot[rank[i]] = order[i];
+    for (int i = 0; i < count; i++) {
+      mass[i] = log_mass[slot[i]];
+      const float *row = &rows[slot[i] * span];
+      float *to = &sorted[i * span], *image_to = &sorted_image[i * span];
+      for (int d = 0; d < span; d += LANES) store(to + d, load(row + d) - load(&mean[d]));
+      copy(image_to, &image[slot[i] * fill], fill);
+      for (int d = dim; d < wide; d += LANES) store(image_to + d, load(to + d) * unit);
+    }
+    const vec top = all(mass[0]), lowest = all(p.lowest);
+    for (int i = 0; i < count; i += LANES)
+      store(&lightness[i], inverse(exponential(larger(load(&mass[i]) - top, lowest))));
+    return count;
+  }
+
+  // The cheapest partner, among those before it, of each of LANES stand-ins; of equal costs, the first.
+  void seek(int tile, int part, int end) {
+    const ivec own = count_up() + tile + part;
+    const vec light = load(&lightness[tile + part]), mine = load(&square[tile + part]);
+    vec best = all(INFINITY);
+    ivec whose = own - 1;
+    for (int b = 0; b < end; b++) {
+      const vec apart = larger(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
+      const vec cost = apart * inverse(light + lightness[b]);
+      const ivec closer = (cost < best) & (own > b);
+      best = closer ? cost : best;
+      whose = closer ? ivec{} + b : whose;
+    }
+    store(&least[tile + part], best);
+    memcpy(&partner[tile + part], &whose, sizeof whose);
+  }
+
+  // Every key's place in ascending order, of equal ones the earlier first: for so few, counting is faster than sorting.
+  void by_key(int count) {
+    for (int a = 0; a < count; a += LANES) {
+      ivec own, smaller = {};
+      memcpy(&own, &key[a], sizeof own);
+      const ivec lane = count_up() + a;
+      for (int b = 0; b < count; b++) smaller -= (own > key[b]) | ((own == key[b]) & (lane > b));
+      memcpy(&rank[a], &smaller, sizeof smaller);
+    }
+  }
+
+  // Those that are left move to the front; who met somebody gets the excess that keeps its mass.
+  void settle() {
+    int kept = 0;
+    for (int a = 0; a < used; a++) {
+      if (!alive[a]) continue;
+      if (kept != a) copy(&rows[kept * span], &rows[a * span], span);
+      excess[kept] = merged[a] ? log_mass[a] - log_weight(&rows[kept * span], &image[a * fill]) : excess[a];
+      size[kept++] = size[a];
+    }
+    used = kept;
+  }
+
+  void write(float *to_rows, float *to_excess, float *to_size, int64_t place) const {
+    float *into = to_rows + place * p.count * wide;
+    for (int64_t c = 0; c < p.count; c++) {
+      if (c < used)
+        std::copy_n(&rows[c * span], wide, into + c * wide);
+      else
+        std::fill_n(into + c * wide, wide, 0.0f);
+      to_excess[place * p.count + c] = c < used ? excess[c] : -INFINITY;
+      to_size[place * p.count + c] = c < used ? size[c] : 0.0f;
+    }
+  }
+
+  // The bits of x as an integer whose order is that of the numbers.
+  static int ascending(float x) {
+    int bits;
     memcpy(&bits, &x, sizeof bits);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return bits ^ ((bits >> 31) & INT32_MAX);
   }
 
   // 1 / x for x between 1e-3 and 1e5, to float32's rounding: Newton's steps are faster than the division.
@@ -231,79 +292,33 @@ class Walker {
     return found;
   }
 
-  // The cheapest partner of the stand-ins a, a + 1, .. in lanes: of those of larger mass, of equal costs, the first.
-  void seek(int a) {
-    ivec own;
-    memcpy(&own, &rank[a], sizeof own);
-    const vec mine = load(&square[a]), light = load(&lightness[a]);
-    vec best = all(INFINITY);
-    ivec whose = count_up() + a;
-    for (int b = 0; b < used; b++) {
-      const vec apart = larger(mine + square[b] - 2.0f * load(&gram[b * pitch + a]), vec{});
-      const vec cost = apart * inverse(light + lightness[b]);
-      const ivec closer = (cost < best) & (rank[b] < own);
-      best = closer ? cost : best;
-      whose = closer ? ivec{} + b : whose;
-    }
-    store(&least[a], best);
-    memcpy(&partner[a], &whose, sizeof whose);
+  static float total_of(vec x) {
+    float part[LANES];
+    store(part, x);
+    for (int half = LANES / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; i++) part[i] += part[i + half];
+    return part[0];
   }
 
-  // The Gram matrix follows the rows: joining is linear.
-  void join_products(int joining, const std::vector<int> &leaders, const std::vector<float> &shares) {
-    for (int i = 0; i < joining; i++)
-      for (int b = 0; b < used; b++) gram[leaders[i] * pitch + b] += shares[i] * gram[order[i] * pitch + b];
-    // Those that were joined, each once.
-    std::vector<int> met;
-    for (int a = 0; a < used; a++)
-      if (total[a] != 1.0f) met.push_back(a);
-    for (int a : met)
-      for (int b = 0; b < used; b++) gram[a * pitch + b] /= total[a];
-    for (int a = 0; a < used; a++) {
-      if (!alive[a]) continue;
-      float *row = &gram[a * pitch];
-      for (int i = 0; i < joining; i++) row[leaders[i]] += shares[i] * row[order[i]];
-      for (int b : met) row[b] /= total[b];
-      square[a] = row[a];
-    }
+  static float product(const float *x, const float *y, int count) {
+    vec sum = {};
+    int d = 0;
+    for (; d + LANES <= count; d += LANES) sum += load(x + d) * load(y + d);
+    float found = 0.0f;
+    for (; d < count; d++) found += x[d] * y[d];
+    return found + total_of(sum);
   }
 
-  // Those that are left move to the front; who met somebody gets the excess that keeps its mass.
-  void settle() {
-    int kept = 0;
-    for (int a = 0; a < used; a++) {
-      if (!alive[a]) continue;
-      float *row = &rows[kept * wide];
-      if (kept != a) std::copy(&rows[a * wide], &rows[(a + 1) * wide], row);
-      excess[kept] = merged[a] ? log_mass[a] - log_weight_of(row) : excess[a];
-      size[kept++] = size[a];
-    }
-    used = kept;
+  static void copy(float *to, const float *from, int count) {
+    for (int d = 0; d < count; d += LANES) store(to + d, load(from + d));
   }
 
-  float log_weight_of(const float *row) {
-    float along = 0.0f, energy = 0.0f;
-    float *x = on_query.data(), *y = x + dim;
-    for (int d = 0; d < dim; d++) {
-      x[d] = row[d] - mean[d];
-      y[d] = 0.0f;
-    }
-    for (int d = 0; d < dim; d++) {
-      along += x[d] * mean_query[d];
-      for (int e = 0; e < dim; e++) y[e] += x[d] * form[d * dim + e];
-    }
-    for (int d = 0; d < dim; d++) energy += x[d] * y[d];
-    return log_weight(along, energy);
+  static void add(float *to, const float *from, float share, int count) {
+    for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) + load(from + d) * share);
   }
 
-  void write(float *to_rows, float *to_excess, float *to_size, int64_t place) const {
-    float *into = to_rows + place * p.count * wide;
-    std::copy(rows.begin(), rows.begin() + used * wide, into);
-    std::fill(into + used * wide, into + p.count * wide, 0.0f);
-    for (int64_t c = 0; c < p.count; c++) {
-      to_excess[place * p.count + c] = c < used ? excess[c] : -INFINITY;
-      to_size[place * p.count + c] = c < used ? size[c] : 0.0f;
-    }
+  static void scale(float *to, float by, int count) {
+    for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) * by);
   }
 };
 

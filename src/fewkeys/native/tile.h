@@ -8,8 +8,10 @@
 // Copies rows as floats, filled up with zeros to `width`.
 template <class T>
 static void copy_rows(const T *rows, int64_t stride, int count, int dim, int width, float *into) {
-  for (int j = 0; j < count; j++)
-    for (int d = 0; d < width; d++) into[(int64_t)j * width + d] = d < dim ? number(rows[j * stride + d]) : 0.0f;
+  for (int j = 0; j < count; j++, rows += stride, into += width) {
+    for (int d = 0; d < dim; d++) into[d] = number(rows[d]);
+    for (int d = dim; d < width; d++) into[d] = 0.0f;
+  }
 }
 
 // The same rows: where they lie if they are such, else copied to `into`.

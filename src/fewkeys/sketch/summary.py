@@ -6,10 +6,11 @@ places, those are merged whose union moves the output least: Ward's cost
     w_a w_b / (w_a + w_b) (E_q (q . (k_a - k_b))^2 + |v_a - v_b|^2 / var(v)),   w = e^(t g),
 
 the squared difference of scores and values, weighted by the attention that both may expect (w at least e^-8 of the
-largest). g is the importance of
-`fewkeys.sketch.clusters` under the moments of the queries seen so far, t = `TILT`. The merging of one batch takes
-`ROUNDS` rounds; in each, stand-ins join the partner of larger weight that costs least, the cheapest first, all at
-once: nearly as good as merging pair after pair, and a few matrix products.
+largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries seen so far, t = `TILT`.
+Merging goes in rounds; in each, stand-ins join the partner of larger weight that costs least, the cheapest first, all
+at once: nearly as good as merging pair after pair, and a few matrix products. Of the keys of one batch, half of those
+that must join somebody first do so among themselves, in `ROUNDS` rounds, then the others among all, in one: as good
+as `ROUNDS` rounds among all, and with fewer pairs.
 
 A stand-in of keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -72,6 +73,11 @@ class Summary:
         """(B, Hkv, M, Dv)."""
         return self.rows[..., self.seen.key.shape[-1] :]
 
+    @property
+    def taken(self) -> Tensor:
+        """(B, Hkv): places that are not free."""
+        return (self.size > 0).sum(-1)
+
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
         """With the keys (B, Hkv, E, D) and values, of which `real` (B, Hkv, E) are taken up; the others must be zero.
 
@@ -84,32 +90,33 @@ class Summary:
             real.to(key.dtype),
             RunningKeys.empty(key, value).add(key.detach(), value.detach(), real),
         )
-        return self.merged(new, queries, tilted=tilted)
+        metric = _Metric(self.seen + new.seen, queries, tilted)
+        surplus = (self.taken + new.taken - self.count).clamp_min(0)
+        among_new = surplus // 2
+        both = _beside(self, _joined(new, among_new, metric, ROUNDS))
+        return _first(_joined(both, surplus - among_new, metric, 1), self.count)
 
     def merged(self, other: Summary, queries: QueryMoments, *, tilted: bool) -> Summary:
         """One summary of this count for the keys of both."""
-        both = Summary(
-            torch.cat([self.rows, other.rows], 2),
-            torch.cat([self.excess, other.excess], 2),
-            torch.cat([self.size, other.size], 2),
-            self.seen + other.seen,
-        )
-        return both.reduced(self.count, queries, tilted=tilted)
+        both = _beside(self, other)
+        metric = _Metric(both.seen, queries, tilted)
+        return _first(_joined(both, (both.taken - self.count).clamp_min(0), metric, ROUNDS), self.count)
 
-    def reduced(self, count: int, queries: QueryMoments, *, tilted: bool) -> Summary:
-        """With `count` places, of which the stand-ins that remain take the first."""
-        surplus = ((self.size > 0).sum(-1) - count).clamp_min(0)
-        found = self
-        if bool(surplus.any()):
-            metric = _Metric(self.seen, queries, tilted)
-            for left in range(ROUNDS, 0, -1):
-                # Every head by its own surplus: what happens in one never depends on another.
-                joining = -(-surplus // left)
-                found, surplus = _merge(found, joining, metric), surplus - joining
-        order = (found.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
-        return Summary(
-            _take(found.rows, order), found.excess.gather(-1, order), found.size.gather(-1, order), self.seen
-        )
+
+def _beside(one: Summary, other: Summary) -> Summary:
+    return Summary(
+        torch.cat([one.rows, other.rows], 2),
+        torch.cat([one.excess, other.excess], 2),
+        torch.cat([one.size, other.size], 2),
+        one.seen + other.seen,
+    )
+
+
+def _first(summary: Summary, count: int) -> Summary:
+    """With `count` places, the first of which the stand-ins take, in their order; there are no more."""
+    order = (summary.size == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
+    parts = summary.excess.gather(-1, order), summary.size.gather(-1, order)
+    return Summary(_take(summary.rows, order), *parts, summary.seen)
 
 
 class _Metric:
@@ -144,12 +151,21 @@ class _Metric:
         return cost.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
 
 
+def _joined(summary: Summary, joining: Tensor, metric: _Metric, rounds: int) -> Summary:
+    """`joining` (B, Hkv) stand-ins join others, in so many rounds, and leave their places free."""
+    # Every head by its own number: what happens in one never depends on another.
+    for left in range(rounds, 0, -1):
+        now = -(-joining // left)
+        summary, joining = _merge(summary, now, metric) if bool(now.any()) else summary, joining - now
+    return summary
+
+
 def _merge(summary: Summary, joining: Tensor, metric: _Metric) -> Summary:
     """One round: `joining` (B, Hkv) stand-ins join others and leave their places free."""
     with torch.no_grad():
         rows = summary.rows.detach()
         log_mass = summary.excess + metric.log_weight(rows)
-        gone, valid, leader = _joins(metric.ward(rows, log_mass), log_mass, joining)
+        gone, valid, leader = _joins(rows, log_mass, joining, metric)
         share = (log_mass.gather(-1, gone) - log_mass.gather(-1, leader)).exp().masked_fill_(~valid, 0.0)
         places = torch.arange(summary.count, device=gone.device)
         into = (leader.unsqueeze(-2) == places.unsqueeze(-1)) & valid.unsqueeze(-2)  # (B, Hkv, M, J)
@@ -168,15 +184,18 @@ def _merge(summary: Summary, joining: Tensor, metric: _Metric) -> Summary:
     return Summary(merged, excess, size, summary.seen)
 
 
-def _joins(cost: Tensor, log_mass: Tensor, joining: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _joins(rows: Tensor, log_mass: Tensor, joining: Tensor, metric: _Metric) -> tuple[Tensor, Tensor, Tensor]:
     """The `joining` (B, Hkv) stand-ins that join another most cheaply, and whom each ends up with.
 
     Returns places (B, Hkv, J), which of them count, and the places of the leaders (B, Hkv, J). Everyone may join one of
     larger mass, of equal ones the earlier; so there is no circle, and leaders of leaders are found by jumping.
     """
-    rank = log_mass.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    cost.masked_fill_(rank.unsqueeze(-2) >= rank.unsqueeze(-1), math.inf)
-    least, partner = cost.min(-1)
+    # From here on in the order of mass: who may be joined comes before.
+    order = log_mass.argsort(dim=-1, descending=True, stable=True)
+    log_mass = log_mass.gather(-1, order)
+    cost = metric.ward(_take(rows, order), log_mass)
+    after = torch.ones(cost.shape[-2:], dtype=torch.bool, device=cost.device).triu_()
+    least, partner = cost.masked_fill_(after, math.inf).min(-1)
     # A free place joins nobody.
     least = least.masked_fill_(log_mass == -math.inf, math.inf)
     most = int(joining.max())
@@ -186,7 +205,7 @@ def _joins(cost: Tensor, log_mass: Tensor, joining: Tensor) -> tuple[Tensor, Ten
     into = own.scatter(-1, gone, torch.where(valid, partner.gather(-1, gone), gone))
     for _ in range(most.bit_length()):
         into = into.gather(-1, into)
-    return gone, valid, into.gather(-1, gone)
+    return order.gather(-1, gone), valid, order.gather(-1, into.gather(-1, gone))
 
 
 def _take(rows: Tensor, order: Tensor) -> Tensor:
