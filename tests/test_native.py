@@ -1,7 +1,5 @@
 """Law 2 for the compiled kernels: they equal the reference and the torch path, or are not taken."""
 
-import os
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,17 +11,13 @@ import fewkeys as fk
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from fewkeys import native
 from fewkeys.execute import compiled, linear, reference
-from fewkeys.graph import Columns, Graph
+from fewkeys.graph import Graph
 from fewkeys.native import build
-from fewkeys.rest import BlockStandIns, StandIns
-from fewkeys.sketch.past import Leaving, Past, walk
-from fewkeys.sketch.running import RunningQueries
-from fewkeys.sketch.summary import Summary
+from fewkeys.rest import StandIns
 from fewkeys.validation import check_inputs
+from native_cases import CLOSE, needs_compiler, without
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, build.COMPILERS)) or os.environ.get(build.SWITCH) == "0", reason="no C++ compiler"
-)
+pytestmark = needs_compiler
 
 FORMS = {**SHAPES, **CAUSAL_SHAPES}
 MEANS = [
@@ -40,7 +34,6 @@ MEANS = [
     fk.Plan(fk.RecentBlocks(64) | fk.KeyNorm(5)),
     *RUNNING_PLANS.values(),
 ]
-CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2}}
 
 
 @pytest.fixture
@@ -55,12 +48,6 @@ def taken(monkeypatch):
 
     monkeypatch.setattr(compiled, "attend", spied)
     return calls
-
-
-def without(call):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEWKEYS_NATIVE", "0")
-        return call()
 
 
 CASES = [
@@ -282,83 +269,6 @@ def test_sums_of_many_keys():
     sums = native.label_sums(k, k, label, share, 7)
     want = torch.stack([k[:, :, own::7].double().sum(2) for own in range(7)], 2)
     torch.testing.assert_close(sums.double(), torch.cat([want, want], -1), rtol=1e-4, atol=1e-3)
-
-
-def test_one_list_beside_means_of_the_past_serves_all_queries():
-    g = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(1, 2, 10, 8, generator=g), *torch.randn(2, 1, 2, 40, 8, generator=g)
-    x = check_inputs(q, k, v, is_causal=True, query_offset=25)
-    index = torch.arange(28, 33).expand(1, 2, -1)
-    graph = Graph(x, columns=Columns.shared(index, index != 30, 10))
-    means = BlockStandIns(*torch.randn(2, 1, 2, 1, 3, 8, generator=g), torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3))
-    assert compiled.supports(x, graph, means, fk.Softmax())
-    found, want = compiled.attend(x, graph, means), reference.attend(x, graph, means, fk.Softmax())
-    torch.testing.assert_close(found, want, **CLOSE[torch.float32])
-
-
-def made_past(places, dim, value_dim, seed=0):
-    """A past of some keys: half of the places are free."""
-    key, value = torch.zeros(2, 3, 1, dim), torch.zeros(2, 3, 1, value_dim)
-    past = Past(Summary.empty(places, key, value), RunningQueries.empty(key))
-    g = torch.Generator().manual_seed(seed)
-    key, value = (
-        torch.randn(2, 3, places // 2, dim, generator=g),
-        torch.randn(2, 3, places // 2, value_dim, generator=g),
-    )
-    real = torch.ones(2, 3, places // 2, dtype=torch.bool)
-    summary = past.summary.absorb(key, value, real, past.queries.moments(), tilted=True)
-    return Past(summary, past.queries.add(torch.randn(2, 3, 2, 9, dim, generator=g)))
-
-
-@pytest.mark.parametrize("tilted", [True, False])
-@pytest.mark.parametrize("answers", ["all", "some"])
-@pytest.mark.parametrize(
-    ("places", "leaving", "dim", "value_dim", "spread"),
-    [(6, 16, 8, 5, 1), (40, 7, 16, 16, 1), (9, 33, 3, 20, 1), (50, 4, 8, 8, 1), (12, 9, 8, 8, 8)],
-)
-def test_the_past_moves_on_as_torch_moves_it(places, leaving, dim, value_dim, spread, answers, tilted):
-    g = torch.Generator().manual_seed(places)
-    steps, size = 6, 4
-    query = torch.randn(2, 6, steps * size, dim, generator=g)
-    key, value = spread * torch.randn(2, 3, 200, dim, generator=g), torch.randn(2, 3, 200, value_dim, generator=g)
-    index = torch.rand(2, 3, 200, generator=g).argsort(-1)[..., : steps * leaving].unflatten(-1, (steps, leaving))
-    real = torch.rand(2, 3, steps, leaving, generator=g) < 0.8
-    real[:, :, 2] = False
-    answered = torch.rand(2, steps * size, generator=g) < 0.7 if answers == "some" else None
-    past = made_past(places, dim, value_dim)
-
-    def call():
-        return walk(past, query, answered, 0.4, Leaving(key, value, index, real), tilted=tilted)
-
-    assert native.suits(past.summary.rows, query, key)
-    (fast, moved), (slow, want) = call(), without(call)
-    pairs = [(getattr(fast, name), getattr(slow, name)) for name in ("rows", "excess", "size")]
-    pairs += [(getattr(moved.summary, name), getattr(want.summary, name)) for name in ("rows", "excess", "size")]
-    pairs += [(getattr(moved.summary.seen, name), part) for name, part in vars(want.summary.seen).items()]
-    pairs += [(getattr(moved.queries, name), part) for name, part in vars(want.queries).items()]
-    for found, expected in pairs:
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert torch.equal(fast.rows[:, :, -1], moved.summary.rows)
-    assert not fast.excess[fast.size == 1].any()  # to the last bit: who never met anybody is the key itself
-    assert torch.equal(fast.rows[:, :, 0], past.summary.rows)  # which did not move itself
-
-
-def test_step_by_step_is_all_at_once():
-    """To the last bit, as a stream must go on as a sequence does; also in lower precision."""
-    g = torch.Generator().manual_seed(0)
-    for dtype in CLOSE:
-        query, key, value = (torch.randn(2, 3, 80, 8, generator=g).to(dtype) for _ in range(3))
-        index = torch.arange(80).view(5, 16).expand(2, 3, -1, -1)
-        real = torch.ones_like(index, dtype=torch.bool)
-        by_step, whole = walk(made_past(10, 8, 8), query, None, 0.3, Leaving(key, value, index, real), tilted=True)
-        past = made_past(10, 8, 8)
-        for step in range(5):
-            part = slice(16 * step, 16 * step + 16)
-            rows = Leaving.all(key[:, :, part].float(), value[:, :, part].float(), real[:, :, 0])
-            _, past = walk(past, query[:, :, part].float() * 0.3, None, 1.0, rows, tilted=True)
-            assert torch.equal(by_step.rows[:, :, step + 1], past.summary.rows)
-            assert torch.equal(by_step.excess[:, :, step + 1], past.summary.excess)
-        assert torch.equal(whole.queries.square, past.queries.square)
 
 
 def test_whole_plans_with_and_without():

@@ -23,10 +23,9 @@ from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockStandIns
-from fewkeys.rest.running_means import by_block
 from fewkeys.select import RecentBlocks
 from fewkeys.sketch.gram import working
-from fewkeys.sketch.past import ByStep, Leaving, Past, walk
+from fewkeys.sketch.past import ByStep, Leaving, Past, Walk
 from fewkeys.streaming.parts import Parts, parts_of
 from fewkeys.weights import Softmax
 
@@ -86,14 +85,14 @@ def _walk(inputs: Inputs, plan: Plan, parts: Parts, past: Carry) -> tuple[ByStep
     real = index + start < torch.tensor(upper, device=key.device).view(-1, 1)
     index, real = (part.expand(*key.shape[:2], -1, -1) for part in (index.clamp(0, key.shape[2] - 1), real))
     complete = len(blocks) * size
-    summaries, moved = walk(
+    summaries, moved = Walk(
         Past(past.summary, past.queries),
         asked[:, :, :, :complete].flatten(1, 2),
         None,
         1.0,
         Leaving(key, value, index, real),
-        tilted=isinstance(plan.weights, Softmax),
-    )
+        isinstance(plan.weights, Softmax),
+    ).run()
     asked = asked[:, :, :, complete:]
     near, free = past.near_key.shape[2], max(0, parts.sinks - first)
     carry = Carry(
@@ -136,17 +135,13 @@ def _output(inputs: Inputs, plan: Plan, parts: Parts, past: Carry, summaries: By
     if graph.columns is None:
         raise ValueError("keep: expected RecentBlocks")
     blocks = range(first // size, (first + count - 1) // size + 1)
-    stand_ins = _beside_sinks(_first(by_block(summaries, inputs.head_dim), len(blocks)), past, parts, blocks, local)
+    means = ByStep(*(part[:, :, : len(blocks)] for part in (summaries.rows, summaries.excess, summaries.size)))
+    stand_ins = BlockStandIns(_beside_sinks(means, past, parts, blocks, local), inputs.head_dim)
     output = linear.attend(local, Graph(local, columns=graph.columns), stand_ins, plan.weights)
     return output.to(inputs.query.dtype)
 
 
-def _first(means: BlockStandIns, count: int) -> BlockStandIns:
-    """The stand-ins of the first blocks."""
-    return BlockStandIns(*(part[:, :, :count] for part in (means.key, means.value, means.bias, means.size)))
-
-
-def _beside_sinks(means: BlockStandIns, past: Carry, parts: Parts, blocks: range, local: Inputs) -> BlockStandIns:
+def _beside_sinks(means: ByStep, past: Carry, parts: Parts, blocks: range, local: Inputs) -> ByStep:
     """The stand-ins of every block, and the sinks that its recent blocks do not reach: each stands in for itself."""
     if not parts.sinks:
         return means
@@ -154,14 +149,13 @@ def _beside_sinks(means: BlockStandIns, past: Carry, parts: Parts, blocks: range
     sinks = []
     for old, new in ((past.sink_key, local.key), (past.sink_value, local.value)):
         sinks.append(_sunk(old, new[:, :, local.offset :], past.place, max(0, parts.sinks - past.place)))
-    reach = torch.tensor([parts.near_from(block * size) for block in blocks], device=means.key.device)
-    place = torch.arange(parts.sinks, device=means.key.device)
-    shown = (place < reach[:, None]).expand(*means.key.shape[:2], -1, -1)
-    rows = [sink.unsqueeze(2).expand(-1, -1, len(blocks), -1, -1) for sink in sinks]
-    bias = torch.zeros_like(shown, dtype=means.bias.dtype).masked_fill(~shown, -torch.inf)
-    return BlockStandIns(
-        torch.cat([means.key, rows[0]], 3),
-        torch.cat([means.value, rows[1]], 3),
-        torch.cat([means.bias, bias], 3),
+    reach = torch.tensor([parts.near_from(block * size) for block in blocks], device=means.rows.device)
+    place = torch.arange(parts.sinks, device=means.rows.device)
+    shown = (place < reach[:, None]).expand(*means.rows.shape[:2], -1, -1)
+    rows = torch.cat(sinks, -1).unsqueeze(2).expand(-1, -1, len(blocks), -1, -1)
+    excess = torch.zeros_like(shown, dtype=means.excess.dtype).masked_fill(~shown, -torch.inf)
+    return ByStep(
+        torch.cat([means.rows, rows], 3),
+        torch.cat([means.excess, excess], 3),
         torch.cat([means.size, shown.to(means.size.dtype)], 3),
     )

@@ -1,6 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
-`native/attend.cpp`: a band, one shared list and stand-ins; `native/blocks.cpp`: lists and means of the past by blocks.
+`native/attend.cpp`: a band, one shared list and stand-ins; `native/blocks.cpp`: lists and means of the past by blocks;
+`native/prefill.cpp`: the same while the past moves on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.native.build import call
+from fewkeys.native.past import Problem
 from fewkeys.native.tensors import Rows, dense, filled, pointers, suits
 from fewkeys.rest.base import BlockStandIns, StandIns
 from fewkeys.weights import Softmax, Weights
@@ -39,7 +41,7 @@ class _Attend(ctypes.Structure):
 class _Blocks(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in (*_ROWS, "mean_key", "mean_value")),
-        *((name, ctypes.c_void_p) for name in ("bias", "place")),
+        *((name, ctypes.c_void_p) for name in ("bias", "place", "past")),
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_int64) for name in ("blocks", "size", "entries", "means", "offset", "causal")),
         ("scale", ctypes.c_float),
@@ -54,7 +56,10 @@ def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns |
         return False
     means: tuple[Tensor | None, ...] = ()
     if isinstance(stand_ins, BlockStandIns):
-        means = (stand_ins.key, stand_ins.value)
+        if stand_ins.walk is None:
+            means = (stand_ins.key, stand_ins.value)
+        elif not stand_ins.walk.steps().suit:
+            return False
     elif stand_ins is not None:
         if stand_ins.curvature is not None or (stand_ins.left is not None and stand_ins.right is None):
             return False
@@ -85,13 +90,17 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
 def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
     """Write the output of lists by blocks, and of the means of the past beside them."""
     place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
-    means, mean_key, mean_value, bias = 0, x.key[:, :, :0].float(), x.value[:, :, :0].float(), None
-    if stand_ins is not None:
+    means, mean_key, mean_value, bias, past = 0, x.key[:, :, :0].float(), x.value[:, :, :0].float(), None, None
+    walk = None if stand_ins is None else stand_ins.walk
+    if walk is not None:
+        means, past = walk.count, Problem(walk.steps())
+    elif stand_ins is not None:
         means, bias = stand_ins.key.shape[3], stand_ins.bias.contiguous()
         mean_key, mean_value = (dense(rows.flatten(2, 3)) for rows in (stand_ins.key, stand_ins.value))
     problem = _Blocks(
         **_common(x, output),
         **pointers({"bias": bias, "place": place}),
+        past=None if past is None else ctypes.addressof(past.told),
         mean_key=Rows.of(mean_key),
         mean_value=Rows.of(mean_value),
         blocks=columns.blocks,
@@ -100,7 +109,7 @@ def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None,
         entries=place.shape[3],
         means=means,
     )
-    call("fewkeys_attend_blocks", problem, x.query.dtype)
+    call("fewkeys_attend_blocks" if past is None else "fewkeys_prefill", problem, x.query.dtype)
 
 
 def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> None:

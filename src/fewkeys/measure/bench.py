@@ -27,6 +27,7 @@ from fewkeys.measure.metrics import output_error
 from fewkeys.measure.peak import PeakMemory
 from fewkeys.operations import plan_operations
 from fewkeys.plan import Plan
+from fewkeys.rest.base import BlockStandIns
 from fewkeys.validation import check_inputs
 
 TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
@@ -246,6 +247,8 @@ def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
         graph = plan.keep.select(x)
         marks.append(_now(device))
         stand_ins = plan.rest.prepare(x, graph, plan.weights)
+        if isinstance(stand_ins, BlockStandIns):
+            _ = stand_ins.by_step  # which would be made while attending
         marks.append(_now(device))
         linear.attend(x, graph, stand_ins, plan.weights)
         marks.append(_now(device))

@@ -6,6 +6,7 @@ struct Blocks {
   Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
   const float *bias;          // (B Hkv, blocks, M), -inf for none
   const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
+  const struct Past *past;    // what makes the means while they are read (`prefill.cpp`); else null
   // Blocks are of positions; the first is that of the first query.
   int64_t batch, heads, groups, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
   float scale;
@@ -15,6 +16,12 @@ static int64_t scratch_of(const Blocks &p) {
   const int64_t wide = filled(p.value_dim), rows = p.entries + p.means;
   return TILE * (p.dim + rows + wide) + p.entries * p.dim + rows * wide;
 }
+
+// Means of one block: rows of keys and values, and the bias of their scores.
+struct Means {
+  const float *key, *value, *bias;
+  int64_t key_stride, value_stride;
+};
 
 // The keys of one block, and all queries of the block that read them.
 template <class T>
@@ -26,14 +33,19 @@ class Block {
         value_copy(key_copy + p.entries * dim), copy(value_copy + p.entries * wide), place(p.entries) {}
 
   void attend(int64_t head, int64_t block) {
+    const int64_t b = head / (p.heads / p.groups), h = head % (p.heads / p.groups), first = block * p.means;
+    const float *bias = p.bias + head * p.blocks * p.means + first;
+    attend(head, block,
+           {p.mean_key.at<float>(b, h, first), p.mean_value.at<float>(b, h, first), bias, p.mean_key.row,
+            p.mean_value.row});
+  }
+
+  void attend(int64_t head, int64_t block, const Means &of) {
     const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
     const int64_t begin = (p.offset / p.size + block) * p.size - p.offset, at = head * p.blocks + block;
     gather(b, h, p.place + at * p.entries);
-    bias = p.bias + at * p.means;
-    mean_key = p.mean_key.at<float>(b, h, block * p.means);
-    mean_value = p.mean_value.at<float>(b, h, block * p.means);
-    mean_stride = p.mean_value.row;
-    mean_value = floats(mean_value, mean_stride, p.means, p.value_dim, wide, copy);
+    means = of;
+    means.value = floats(of.value, means.value_stride, p.means, p.value_dim, wide, copy);
     const int64_t end = std::min(p.queries, begin + p.size);
     for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
       for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
@@ -44,8 +56,9 @@ class Block {
   const Blocks &p;
   const int dim, wide;
   float *query, *score, *mixed, *key_copy, *value_copy, *copy;
-  const float *key = nullptr, *value = nullptr, *mean_key = nullptr, *mean_value = nullptr, *bias = nullptr;
-  int64_t key_stride = 0, value_stride = 0, mean_stride = 0;
+  const float *key = nullptr, *value = nullptr;
+  int64_t key_stride = 0, value_stride = 0;
+  Means means = {};
   int listed = 0;
   std::vector<int64_t> place;
 
@@ -80,13 +93,13 @@ class Block {
     to_lanes(p.query.at<T>(b, h, first), p.query.row, rows, dim, p.scale, query);
     float *mean_score = score + seen * TILE;
     dots(key, key_stride, seen, dim, query, score);
-    dots(mean_key, p.mean_key.row, p.means, dim, query, mean_score);
+    dots(means.key, means.key_stride, p.means, dim, query, mean_score);
     Tile tile;
     for (int c = 0; c < seen; c++)
       tile.show(score + c * TILE, lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
     for (int c = 0; c < p.means; c++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = load(mean_score + c * TILE + v) + bias[c];
+        const vec x = load(mean_score + c * TILE + v) + means.bias[c];
         store(mean_score + c * TILE + v, x);
         tile.top[w] = larger(tile.top[w], x);
       }
@@ -95,7 +108,7 @@ class Block {
     memset(mixed, 0, sizeof(float) * TILE * wide);
     for (int i = 0; i < rows; i += SOME) {
       mix<SOME>(value, value_stride, seen, wide, score + i, TILE, mixed + i * wide, wide);
-      mix<SOME>(mean_value, mean_stride, p.means, wide, mean_score + i, TILE, mixed + i * wide, wide);
+      mix<SOME>(means.value, means.value_stride, p.means, wide, mean_score + i, TILE, mixed + i * wide, wide);
     }
     tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
   }

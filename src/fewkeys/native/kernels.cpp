@@ -1,5 +1,4 @@
 // All kernels as one unit, so that the products they share are compiled once.
 #include "attend.cpp"
-#include "blocks.cpp"
 #include "keys.cpp"
-#include "past.cpp"
+#include "prefill.cpp"

@@ -45,16 +45,24 @@ class Walker {
   }
 
   template <class Q, class T>
-  void walk() {
-    write(p.rows_by, p.excess_by, p.size_by, head * (p.steps + 1));
-    for (int64_t step = 0; step < p.steps; step++) {
-      ask<Q>(step);
-      const int known = used;
-      take_up<T>(step);
-      if (used > p.count) reduce(known);
-      write(p.rows_by, p.excess_by, p.size_by, head * (p.steps + 1) + step + 1);
-    }
-    write(p.rows, p.excess, p.size, head);
+  void move(int64_t step) {
+    ask<Q>(step);
+    const int known = used;
+    take_up<T>(step);
+    if (used > p.count) reduce(known);
+  }
+
+  // The stand-ins: rows (M, D + Dv), excess (M), and size (M) if wanted.
+  void write(float *to_rows, float *to_excess, float *to_size) const {
+    for (int c = 0; c < used; c++) std::copy_n(&rows[c * span], wide, to_rows + (int64_t)c * wide);
+    std::fill(to_rows + (int64_t)used * wide, to_rows + p.count * wide, 0.0f);
+    std::fill(std::copy_n(excess.begin(), used, to_excess), to_excess + p.count, -INFINITY);
+    if (to_size) std::fill(std::copy_n(size.begin(), used, to_size), to_size + p.count, 0.0f);
+  }
+
+  // What is known at the end.
+  void finish() const {
+    write(p.rows + head * p.count * wide, p.excess + head * p.count, p.size + head * p.count);
     p.asked[head] = asked, p.seen[head] = seen, p.seen_square[head] = seen_square;
     std::copy_n(asked_total.begin(), dim, p.asked_total + head * dim);
     for (int d = 0; d < dim; d++) std::copy_n(&asked_square[d * fill], dim, p.asked_square + (head * dim + d) * dim);
@@ -266,18 +274,6 @@ class Walker {
     used = kept;
   }
 
-  void write(float *to_rows, float *to_excess, float *to_size, int64_t place) const {
-    float *into = to_rows + place * p.count * wide;
-    for (int64_t c = 0; c < p.count; c++) {
-      if (c < used)
-        std::copy_n(&rows[c * span], wide, into + c * wide);
-      else
-        std::fill_n(into + c * wide, wide, 0.0f);
-      to_excess[place * p.count + c] = c < used ? excess[c] : -INFINITY;
-      to_size[place * p.count + c] = c < used ? size[c] : 0.0f;
-    }
-  }
-
   // The bits of x as an integer whose order is that of the numbers.
   static int ascending(float x) {
     int bits;
@@ -324,8 +320,17 @@ class Walker {
 
 template <class Q, class T>
 static void walk(const Past &p, int threads) {
+  const int64_t wide = p.dim + p.value_dim;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t head = 0; head < p.batch * p.heads; head++) Walker(p, head).walk<Q, T>();
+  for (int64_t head = 0; head < p.batch * p.heads; head++) {
+    Walker walker(p, head);
+    for (int64_t step = 0; step <= p.steps; step++) {
+      if (step) walker.move<Q, T>(step - 1);
+      const int64_t at = (head * (p.steps + 1) + step) * p.count;
+      walker.write(p.rows_by + at * wide, p.excess_by + at, p.size_by + at);
+    }
+    walker.finish();
+  }
 }
 
 extern "C" void fewkeys_walk(const Past *p, int is_bf16, int query_is_bf16, int threads) {

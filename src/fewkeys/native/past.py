@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, dense, pointers
+from fewkeys.native.tensors import Rows, alike, dense, pointers, suits
 
 _STATE = (
     *("rows", "excess", "size", "seen", "seen_key", "seen_value", "seen_square"),
@@ -17,6 +18,29 @@ _STATE = (
 )
 _BY_STEP = ("rows_by", "excess_by", "size_by")
 _SIZES = ("batch", "heads", "groups", "dim", "value_dim", "count", "steps", "queries", "leaving", "rounds", "tilted")
+
+
+class Steps(NamedTuple):
+    """What moves a past on, as `sketch.past.Walk` says it in tensors.
+
+    state: rows, excess and size of the stand-ins; count, key, value and square of the keys seen; count (B, Hkv), total
+    and square of the queries. leaving: key, value, index and real of a `Leaving`.
+    """
+
+    state: tuple[Tensor, ...]
+    query: Tensor
+    answered: Tensor | None
+    scale: float
+    leaving: tuple[Tensor, Tensor, Tensor, Tensor]
+    tilted: bool
+    tilt: float
+    lowest: float
+    rounds: int
+
+    @property
+    def suit(self) -> bool:
+        """Whether kernels can take them."""
+        return suits(*self.state, self.query, *self.leaving[:2])
 
 
 class _Past(ctypes.Structure):
@@ -33,50 +57,46 @@ class _Past(ctypes.Structure):
     )
 
 
-def walk(
-    state: Sequence[Tensor],
-    query: Tensor,
-    answered: Tensor | None,
-    scale: float,
-    leaving: Sequence[Tensor],
-    *,
-    tilted: bool,
-    tilt: float,
-    lowest: float,
-    rounds: int,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What `sketch.past.walk` says, on the tensors of a `Past`: those by step, and those at the end.
+class Problem:
+    """Steps as the kernels are told of them, and the tensors that they read and write, which live as long as this."""
 
-    `state`: rows, excess and size of the stand-ins; count, key, value and square of the keys seen; count (B, Hkv),
-    total and square of the queries. `leaving`: key, value, index and real of a `Leaving`.
-    """
-    # They move in place, so these are copies.
-    moved = [part.detach().clone(memory_format=torch.contiguous_format) for part in state]
-    query, (key, value) = dense(query), alike(*(part.detach() for part in leaving[:2]))
-    index, real = (part.contiguous() for part in leaving[2:])
-    steps, heads = index.shape[2], key.shape[1]
-    by_step = [part.new_empty((*part.shape[:2], steps + 1, *part.shape[2:])) for part in moved[:3]]
-    held: dict[str, Tensor | None] = dict(zip((*_STATE, *_BY_STEP), (*moved, *by_step), strict=True))
-    held |= {"answered": None if answered is None else answered.contiguous(), "index": index, "real": real}
-    problem = _Past(
-        **pointers(held),
-        query=Rows.of(query),
-        key=Rows.of(key),
-        value=Rows.of(value),
-        batch=key.shape[0],
-        heads=heads,
-        groups=query.shape[1] // heads,
-        dim=key.shape[3],
-        value_dim=value.shape[3],
-        count=moved[0].shape[2],
-        steps=steps,
-        queries=query.shape[2] // steps if steps else 0,
-        leaving=index.shape[3],
-        rounds=rounds,
-        tilted=tilted,
-        scale=scale,
-        tilt=tilt,
-        lowest=lowest,
-    )
-    call("fewkeys_walk", problem, key.dtype, query.dtype)
-    return by_step, moved
+    def __init__(self, steps: Steps, by_step: Sequence[Tensor] = ()) -> None:
+        self.steps = steps
+        # They move in place, so these are copies.
+        self.moved = [part.detach().clone(memory_format=torch.contiguous_format) for part in steps.state]
+        query, (key, value) = dense(steps.query.detach()), alike(*(part.detach() for part in steps.leaving[:2]))
+        index, real = (part.contiguous() for part in steps.leaving[2:])
+        answered = None if steps.answered is None else steps.answered.contiguous()
+        count, heads = index.shape[2], key.shape[1]
+        held: dict[str, Tensor | None] = dict(zip(_STATE, self.moved, strict=True))
+        held |= dict(zip(_BY_STEP, by_step, strict=False)) | {"answered": answered, "index": index, "real": real}
+        self.dtypes, self._alive = (key.dtype, query.dtype), (held, query, key, value)
+        self.told = _Past(
+            **pointers(held),
+            query=Rows.of(query),
+            key=Rows.of(key),
+            value=Rows.of(value),
+            batch=key.shape[0],
+            heads=heads,
+            groups=query.shape[1] // heads,
+            dim=key.shape[3],
+            value_dim=value.shape[3],
+            count=self.moved[0].shape[2],
+            steps=count,
+            queries=query.shape[2] // count if count else 0,
+            leaving=index.shape[3],
+            rounds=steps.rounds,
+            tilted=steps.tilted,
+            scale=steps.scale,
+            tilt=steps.tilt,
+            lowest=steps.lowest,
+        )
+
+
+def walk(steps: Steps) -> tuple[list[Tensor], list[Tensor]]:
+    """What `sketch.past.Walk` promises: rows, excess and size by step, and the state at the end."""
+    count = steps.leaving[2].shape[2]
+    by_step = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
+    problem = Problem(steps, by_step)
+    call("fewkeys_walk", problem.told, *problem.dtypes)
+    return by_step, problem.moved

@@ -12,6 +12,7 @@ from torch import Tensor
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.sketch.gram import working
+from fewkeys.sketch.past import ByStep, Walk
 from fewkeys.sketch.sums import members
 from fewkeys.weights import Weights
 
@@ -64,12 +65,38 @@ class BlockStandIns:
     stand for nobody, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
     graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
     the bias already tells the mass, `exp(score + bias)`.
+
+    `means`: these by step, keys of `head_dim` dimensions and values side by side; or a `Walk`, which makes them when
+    somebody asks, or never: compiled kernels attend while it moves on.
     """
 
-    key: Tensor
-    value: Tensor
-    bias: Tensor
-    size: Tensor
+    means: ByStep | Walk
+    head_dim: int
+
+    @property
+    def walk(self) -> Walk | None:
+        """What would still have to make them."""
+        return self.means if isinstance(self.means, Walk) and "by_step" not in vars(self.means) else None
+
+    @property
+    def by_step(self) -> ByStep:
+        return self.means.by_step if isinstance(self.means, Walk) else self.means
+
+    @property
+    def key(self) -> Tensor:
+        return self.by_step.rows[..., : self.head_dim]
+
+    @property
+    def value(self) -> Tensor:
+        return self.by_step.rows[..., self.head_dim :]
+
+    @property
+    def bias(self) -> Tensor:
+        return self.by_step.excess
+
+    @property
+    def size(self) -> Tensor:
+        return self.by_step.size
 
 
 class Rest(ABC):

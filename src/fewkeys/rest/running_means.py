@@ -12,7 +12,7 @@ from fewkeys.graph import Columns, Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import BlockStandIns, Rest
 from fewkeys.sketch.gram import working
-from fewkeys.sketch.past import ByStep, Leaving, Past, walk
+from fewkeys.sketch.past import Leaving, Past, Walk
 from fewkeys.sketch.running import RunningQueries
 from fewkeys.sketch.summary import Summary
 from fewkeys.validation import check_count
@@ -51,7 +51,7 @@ class RunningMeans(Rest):
         # A block sees the queries of the blocks before it.
         last = (columns.blocks - 1) * columns.size
         answered = _real_queries(x)
-        by_step, _ = walk(
+        walk = Walk(
             past,
             x.query[:, :, :last],
             None if answered is None else answered[:, :last],
@@ -59,12 +59,7 @@ class RunningMeans(Rest):
             Leaving(x.key, x.value, index[:, :, 1:], real[:, :, 1:]),
             tilted=isinstance(weights, Softmax),
         )
-        return by_block(by_step, x.head_dim)
-
-
-def by_block(found: ByStep, dim: int) -> BlockStandIns:
-    """The stand-ins of consecutive blocks; keys have `dim` dimensions."""
-    return BlockStandIns(found.rows[..., :dim], found.rows[..., dim:], found.excess, found.size)
+        return BlockStandIns(walk, x.head_dim)
 
 
 def blocks_of(graph: Graph) -> Columns:

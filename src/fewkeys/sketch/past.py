@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,12 +61,11 @@ class ByStep:
     size: Tensor
 
 
-def walk(
-    past: Past, query: Tensor, answered: Tensor | None, scale: float, leaving: Leaving, *, tilted: bool
-) -> tuple[ByStep, Past]:
-    """The past before and after every step, which first sees its queries, then takes up the keys that leave.
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """A past that moves on, block by block: every step first sees its queries, then takes up the keys that leave.
 
-    Args:
+    Attributes:
         past: at the beginning.
         query: (B, Hq, steps S, D), S for every step.
         answered: (B, steps S): queries that count; None: all do.
@@ -75,33 +75,61 @@ def walk(
 
     Sequential in the steps, parallel over heads. Cost O((M + E)^2 (D + Dv)) per step and head.
     """
-    summary, seen, asked = past.summary, past.summary.seen, past.queries
-    state = [summary.rows, summary.excess, summary.size, seen.count, seen.key, seen.value, seen.square]
-    state += [asked.count.expand(seen.count.shape), asked.total, asked.square]
-    if native.suits(*state, query.detach(), leaving.key, leaving.value):
-        by_step, moved = native.walk(
-            state,
-            query.detach(),
-            answered,
-            scale,
+
+    past: Past
+    query: Tensor
+    answered: Tensor | None
+    scale: float
+    leaving: Leaving
+    tilted: bool
+
+    @cached_property
+    def by_step(self) -> ByStep:
+        """The stand-ins before and after every step."""
+        return self.run()[0]
+
+    @property
+    def count(self) -> int:
+        """Stand-ins at every step."""
+        return self.past.summary.count
+
+    def run(self) -> tuple[ByStep, Past]:
+        """The stand-ins before and after every step, and the past at the end."""
+        steps = self.steps()
+        if steps.suit:
+            by_step, moved = native.walk(steps)
+            summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
+            return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))
+        summary, asked, leaving, answered = self.past.summary, self.past.queries, self.leaving, self.answered
+        count = leaving.index.shape[2]
+        size = self.query.shape[2] // count if count else 0
+        scaled = working(self.query.detach()).unflatten(1, (leaving.key.shape[1], -1)) * self.scale
+        found = [summary]
+        for step in range(count):
+            part = slice(step * size, (step + 1) * size)
+            asked = asked.add(scaled[:, :, :, part], None if answered is None else answered[:, part])
+            key, value, real = leaving.at(step)
+            if key.shape[2]:
+                summary = summary.absorb(key, value, real, asked.moments(), tilted=self.tilted)
+            found.append(summary)
+        parts = zip(*((one.rows, one.excess, one.size) for one in found), strict=True)
+        return ByStep(*(torch.stack(part, 2) for part in parts)), Past(summary, asked)
+
+    def steps(self) -> native.Steps:
+        """The same for compiled kernels."""
+        summary, asked, leaving = self.past.summary, self.past.queries, self.leaving
+        seen = summary.seen
+        return native.Steps(
+            (
+                *(summary.rows, summary.excess, summary.size, seen.count, seen.key, seen.value, seen.square),
+                *(asked.count.expand(seen.count.shape), asked.total, asked.square),
+            ),
+            self.query.detach(),
+            self.answered,
+            self.scale,
             (leaving.key, leaving.value, leaving.index, leaving.real),
-            tilted=tilted,
-            tilt=TILT,
-            lowest=LOWEST_LOG_WEIGHT,
-            rounds=ROUNDS,
+            self.tilted,
+            TILT,
+            LOWEST_LOG_WEIGHT,
+            ROUNDS,
         )
-        summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
-        return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))
-    steps = leaving.index.shape[2]
-    size = query.shape[2] // steps if steps else 0
-    scaled = working(query.detach()).unflatten(1, (leaving.key.shape[1], -1)) * scale
-    found = [summary]
-    for step in range(steps):
-        part = slice(step * size, (step + 1) * size)
-        asked = asked.add(scaled[:, :, :, part], None if answered is None else answered[:, part])
-        key, value, real = leaving.at(step)
-        if key.shape[2]:
-            summary = summary.absorb(key, value, real, asked.moments(), tilted=tilted)
-        found.append(summary)
-    parts = zip(*((one.rows, one.excess, one.size) for one in found), strict=True)
-    return ByStep(*(torch.stack(part, 2) for part in parts)), Past(summary, asked)

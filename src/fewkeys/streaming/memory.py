@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from fewkeys.plan import Plan
 from fewkeys.select.base import CAUSAL_BLOCK
 from fewkeys.sketch.gram import working
-from fewkeys.sketch.past import Leaving, Past, walk
+from fewkeys.sketch.past import Leaving, Past, Walk
 from fewkeys.sketch.running import RunningKeys, RunningQueries
 from fewkeys.sketch.summary import Summary
 from fewkeys.streaming.heavy import HeavyKeys
@@ -96,7 +96,7 @@ class Memory:
             rows = self._let_go([leaving, *before], parts.near_from(start))
             keys = Leaving.all(rows.key, rows.value, rows.real)
             past, asked = Past(self.summary, self.queries), self.asked.flatten(1, 2)
-            _, past = walk(past, asked, self.answered, 1.0, keys, tilted=self.tilted)
+            _, past = Walk(past, asked, self.answered, 1.0, keys, self.tilted).run()
             self.summary, self.queries = past.summary, past.queries
         self.asked, self.answered = self.asked[:, :, :, :0], self.answered[:, :0]
         self._trim(start)
