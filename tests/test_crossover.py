@@ -147,3 +147,17 @@ def test_operations_grow_as_they_should():
 def test_oracles_pay_for_scoring_every_pair(keep):
     inputs = check_inputs(*problem(512))
     assert plan_operations(inputs, fk.Plan(keep)) > 2 * 16 * 512  # scoring every pair
+
+
+@pytest.mark.parametrize(("lasts", "calls"), [(1.0, 21), (5.0, 7), (100.0, 4)])
+def test_short_measurements_are_repeated_and_the_fastest_counts(monkeypatch, lasts, calls):
+    """All but the first, which a warm-up makes slow or a cache fast; the last is the undisturbed one."""
+    clock, made = [0.0], []
+
+    def call():
+        made.append(None)
+        clock[0] += 1e-3 * (lasts / 2 if len(made) == 1 else lasts if len(made) == calls else 1.001 * lasts)
+
+    monkeypatch.setattr(crossover, "perf_counter", lambda: clock[0])
+    assert crossover._best(call, torch.device("cpu")) == pytest.approx(lasts)
+    assert len(made) == calls
