@@ -80,6 +80,31 @@ def test_the_past_moves_on_as_torch_moves_it(places, leaving, dim, value_dim, sp
     assert torch.equal(fast.rows[:, :, 0], past.summary.rows)  # which did not move itself
 
 
+def a_walk(key, value, places):
+    """Steps of 16 keys (1, 2, 80, D)."""
+    query = torch.randn(1, 2, 80, key.shape[-1], generator=torch.Generator().manual_seed(0))
+    index = torch.arange(80).view(5, 16).expand(1, 2, -1, -1)
+    past = Past(Summary.empty(places, key, value), RunningQueries.empty(key))
+    return Walk(past, query, None, 0.3, Leaving(key, value, index, torch.ones_like(index, dtype=torch.bool)), True)
+
+
+def test_values_without_any_spread():
+    key = torch.randn(1, 2, 80, 8, generator=torch.Generator().manual_seed(1))
+    walk = a_walk(key, torch.ones(1, 2, 80, 4), 10)
+    fast, slow = walk.run()[0], without(walk.run)[0]
+    assert (fast.rows[..., 8:] - 1)[fast.size > 0].abs().max() < 1e-5
+    torch.testing.assert_close(fast.excess, slow.excess, rtol=1e-3, atol=1e-3)
+
+
+def test_no_key_is_lost_where_costs_overflow():
+    """Keys are longer than float32's squares reach: costs are infinite or no numbers."""
+    key, value = torch.randn(2, 1, 2, 80, 8, generator=torch.Generator().manual_seed(1))
+    some = torch.where(torch.arange(80).view(-1, 1) % 2 == 0, 3e19, 1.0)
+    for keys in (some * key, 3e19 * key):
+        sizes = a_walk(keys, value, 10).run()[0].size
+        assert sizes.sum(-1).eq(torch.arange(6) * 16).all()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("plan", [p for p in RUNNING_PLANS.values() if isinstance(p.weights, fk.Softmax)], ids=str)

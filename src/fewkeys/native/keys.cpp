@@ -5,7 +5,8 @@
 
 struct Survey {
   Rows key, value;
-  // What the queries see: the rows of L^T and the mean query; and what these give for the mean key. Null: not asked.
+  // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
+  // mean key. Null: not asked.
   const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
   float *spread, *importance;  // (B Hkv, Nk)
   // The clusters, in the coordinates of keys and values side by side. count = 0: not asked.
@@ -43,7 +44,11 @@ static void measure(const float *lanes, const float *middle, int dim, float *squ
 static void see(const Survey &p, int64_t head, const float *lanes, float *found, float *spread, float *importance) {
   const int dim = p.dim;
   const float *shift = p.shift + head * (dim + 1);
-  dots(p.form + head * (dim + 1) * dim, dim, dim + 1, dim, lanes, found);
+  const float *form = p.form + head * (dim + 1) * dim;
+  // L^T is upper triangular.
+  for (int r = 0; r < dim; r += ROWS)
+    dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, found + r * TILE);
+  dots(form + dim * dim, dim, 1, dim, lanes, found + dim * TILE);
   measure(found, shift, dim, spread);
   for (int v = 0; v < TILE; v += LANES) {
     const vec along = load(found + dim * TILE + v) - shift[dim];

@@ -184,9 +184,8 @@ class Walker {
       for (int i = tile; i < end; i++) square[i] = found[i * TILE + i - tile];
       for (int part = 0; part < TILE; part += LANES) seek(tile, part, end);
     }
-    // Nobody is heavier than the first.
-    least[0] = INFINITY;
     for (int i = 0; i < count; i++) key[i] = ascending(least[i]);
+    // Nobody is heavier than the first; even where costs overflow it stays.
     key[0] = INT32_MAX;
     by_key(count);
     for (int i = 0; i < count; i++) total[i] = 1.0f;

@@ -18,20 +18,19 @@ class Queue {
 
   void make_all(Block<T> &mine) {
     const int64_t wide = p.dim + p.value_dim;
-    rows.resize(HELD * p.means * wide), excess.resize(HELD * p.means);
+    rows.reset(new float[HELD * p.means * wide]), excess.reset(new float[HELD * p.means]);
     Walker walker(*p.past, head);
     for (int64_t block = 0; block < p.blocks; block++) {
       if (block) walker.move<T, T>(block - 1);
       const int64_t slot = block % HELD;
+      // Where nobody helps, this thread attends to them all.
       while (free[slot].load(std::memory_order_acquire) != block) attend_one(mine);
       walker.write(&rows[slot * p.means * wide], &excess[slot * p.means], nullptr);
       made.store(block + 1, std::memory_order_release);
-      // Where nobody helps, this thread attends to them all.
-      if (made - begun > HELD / 2) attend_one(mine);
     }
     walker.finish();
     while (done.load(std::memory_order_acquire) < p.blocks) attend_one(mine);
-    rows = {}, excess = {};
+    rows.reset(), excess.reset();
   }
 
   // Attends to the next block whose means are known, if there is one.
@@ -57,7 +56,7 @@ class Queue {
   static constexpr int64_t HELD = 16;  // blocks: their means fit in the cache next to a core
   const Blocks &p;
   const int64_t head;
-  std::vector<float> rows, excess;
+  std::unique_ptr<float[]> rows, excess;
   std::atomic<int64_t> made{0}, begun{0}, done{0}, free[HELD];  // free: the block that a slot is next for
 };
 

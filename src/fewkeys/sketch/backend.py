@@ -21,9 +21,9 @@ LARGEST_HEAD = 256
 class Kernels(Protocol):
     """Keys (B, H, N, D) and values (B, H, N, Dv), each read once, without gradient.
 
-    With `form` (B, H, D + 1, D), the rows of L^T and the mean query, and `shift` (B, H, D + 1, 1), what they give for
-    the mean key: `x = form k - shift`, the *spread* `s = x_1^2 + .. + x_D^2` and the *importance* `x_(D+1) +
-    (s - x_(D+1)^2) / 2`. With centres (B, H, C, D + Dv) and constants (B, H, C, 1): the largest *closeness*
+    With `form` (B, H, D + 1, D), the rows of L^T, L lower triangular, and the mean query, and `shift` (B, H, D + 1, 1),
+    what they give for the mean key: `x = form k - shift`, the *spread* `s = x_1^2 + .. + x_D^2` and the *importance*
+    `x_(D+1) + (s - x_(D+1)^2) / 2`. With centres (B, H, C, D + Dv) and constants (B, H, C, 1): the largest *closeness*
     `[k, v] . centre_c + constant_c`, and the first c that attains it; with `middle` (B, H, 1, Dv): `|v - middle|^2`.
     All float32, and the *label* c int64: (B, H, N).
     """

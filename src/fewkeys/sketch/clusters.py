@@ -26,7 +26,7 @@ TILT = 0.5
 """Keys are weighted by `exp(TILT * g)`: halfway, on the log scale, between all alike and as the queries see them."""
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
-QUERY_SAMPLE = 4096
+QUERY_SAMPLE = 2048
 PIECE = 2**18
 """Numbers held per thread where keys are taken piece by piece: about half the cache next to a core."""
 KEYS_PER_CLUSTER = 16
@@ -54,8 +54,8 @@ class QueryMoments:
 class Frame:
     """How the queries of a head measure its keys and values.
 
-    `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): the mean real key and value; `root` (B, Hkv, D, D): L;
-    `unit` (B, Hkv, 1, 1): 1 / rms(v); `mean_query` (B, Hkv, 1, D).
+    `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): the mean real key and value; `root` (B, Hkv, D, D): L, lower
+    triangular; `unit` (B, Hkv, 1, 1): 1 / rms(v); `mean_query` (B, Hkv, 1, D).
     """
 
     mean: Tensor
@@ -291,29 +291,27 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
 
 def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
-    some = sample(inputs, count)
-    key = working(some.take(inputs.key.detach())) - known.mean
-    value = working(some.take(inputs.value.detach())) - known.value_mean
-    on_query = key @ known.root
-    rows = torch.cat([on_query, value * known.unit], -1)
-    importance = _importance(on_query.square().sum(-1), (key @ known.mean_query.mT).squeeze(-1))
+    some, totals, form = sample(inputs, count), inputs.whole.totals, known.form
+    key, value = (working(some.take(rows.detach())) for rows in (inputs.key, inputs.value))
+    seen = (key @ form.mT).sub_(known.mean @ form.mT)
+    on_query, on_value = seen[..., :-1], (value * known.unit).sub_(known.value_mean * known.unit)
+    importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), seen[..., -1])
     scores, hidden = importance, None
     if some.real is not None:
         hidden = ~some.real[:, None].expand(-1, key.shape[1], -1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    top = inputs.whole.totals.max(_largest(scores))
+    top = totals.max(_largest(scores))
     weight = (TILT * (scores - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     if hidden is not None:
-        weight, rows = weight.masked_fill(hidden, 0.0), rows.masked_fill(hidden.unsqueeze(-1), 0.0)
-    if inputs.shard is not None:
-        # The sample is small: every process takes the same steps on all of it.
-        rows, importance, weight, scores = (
-            inputs.shard.totals.rows(part) for part in (rows, importance, weight, scores)
-        )
+        weight = weight.masked_fill(hidden, 0.0)
+        on_query, on_value = (rows.masked_fill(hidden.unsqueeze(-1), 0.0) for rows in (on_query, on_value))
+    # The sample is small: where there are several processes, all take the same steps on all of it.
+    parts = (totals.rows(part) for part in (on_query, on_value, importance, weight, scores))
+    on_query, on_value, importance, weight, scores = parts
     first = _seeds(scores, count)
-    centres = rows.gather(-2, first.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
+    places = first.unsqueeze(-1)
+    centres = torch.cat([x.gather(-2, places.expand(-1, -1, -1, x.shape[-1])) for x in (on_query, on_value)], -1)
     mean_importance = importance.gather(-1, first)
-    on_query, on_value = rows.split([key.shape[-1], value.shape[-1]], -1)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
         _, label = _nearest(on_query, on_value, centres, half)
