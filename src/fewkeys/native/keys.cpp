@@ -1,7 +1,7 @@
 // What the queries see of every key, the cluster of every key, and sums over clusters: `fewkeys.sketch.clusters`.
 #include <vector>
 
-#include "lanes.h"
+#include "tile.h"
 
 struct Survey {
   Rows key, value;
@@ -23,6 +23,8 @@ struct Sums {
   const int64_t *label;  // (B Hkv, Nk)
   const float *share;    // (B Hkv, Nk)
   float *sums;           // (B Hkv, C, D + Dv)
+  const float *middle;   // (B Hkv, D); null: not asked
+  float *products;       // (B Hkv, D, Dv): the sum of share_j (k_j - middle) v_j^T
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
@@ -113,28 +115,73 @@ static void add(const T *row, float share, int dim, float *into) {
   for (int d = 0; d < dim; d++) into[d] += share * number(row[d]);
 }
 
+// The sums of some keys, a few at a time.
+template <class T>
+class Adder {
+ public:
+  static constexpr int64_t FEW = 64;
+  explicit Adder(const Sums &p)
+      : p(p), both(p.dim + p.value_dim), tall(filled(p.dim)), wide(filled(p.value_dim)), keys(FEW * tall),
+        copy(FEW * wide) {}
+
+  // sums (C, D + Dv), products (D, Dv) filled up on both sides.
+  void add_all(int64_t head, int64_t first, int64_t last, float *sums, float *products) {
+    const int64_t b = head / p.heads, h = head % p.heads;
+    for (int64_t begin = first; begin < last; begin += FEW) {
+      const int64_t end = std::min(last, begin + FEW);
+      for (int64_t j = begin; j < end; j++) {
+        const float share = p.share[head * p.keys + j];
+        if (share == 0.0f) continue;
+        float *into = sums + p.label[head * p.keys + j] * both;
+        add(p.key.at<T>(b, h, j), share, p.dim, into);
+        add(p.value.at<T>(b, h, j), share, p.value_dim, into + p.dim);
+      }
+      if (p.middle) multiply(b, h, head, begin, end - begin, products);
+    }
+  }
+
+ private:
+  const Sums &p;
+  const int64_t both, tall, wide;
+  std::vector<float> keys, copy;
+
+  void multiply(int64_t b, int64_t h, int64_t head, int64_t begin, int count, float *products) {
+    const float *middle = p.middle + head * p.dim;
+    for (int j = 0; j < count; j++) {
+      const T *key = p.key.at<T>(b, h, begin + j);
+      const float share = p.share[head * p.keys + begin + j];
+      float *to = &keys[j * tall];
+      for (int64_t d = 0; d < p.dim; d++) to[d] = share * (number(key[d]) - middle[d]);
+    }
+    int64_t stride = p.value.row;
+    const float *value = floats(p.value.at<T>(b, h, begin), stride, count, p.value_dim, wide, copy.data());
+    for (int64_t d = 0; d < tall; d += SOME)
+      mix<SOME>(value, stride, count, wide, &keys[d], tall, products + d * wide, wide);
+  }
+};
+
 template <class T>
 static void label_sums(const Sums &p, int threads) {
   const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, both = p.dim + p.value_dim;
-  const int64_t size = p.count * both;
-  std::vector<float> parts(heads * pieces * size);
+  const int64_t size = p.count * both, wide = filled(p.value_dim), square = p.middle ? filled(p.dim) * wide : 0;
+  std::vector<float> parts(heads * pieces * (size + square));
 #pragma omp parallel num_threads(threads)
   {
-#pragma omp for schedule(static)
+    Adder<T> adder(p);
+#pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < heads * pieces; t++) {
-      const int64_t head = t / pieces, first = t % pieces * PIECE, last = std::min(p.keys, first + PIECE);
-      for (int64_t j = first; j < last; j++) {
-        const float share = p.share[head * p.keys + j];
-        if (share == 0.0f) continue;
-        float *into = parts.data() + t * size + p.label[head * p.keys + j] * both;
-        add(p.key.at<T>(head / p.heads, head % p.heads, j), share, p.dim, into);
-        add(p.value.at<T>(head / p.heads, head % p.heads, j), share, p.value_dim, into + p.dim);
-      }
+      const int64_t first = t % pieces * PIECE;
+      float *sums = &parts[t * (size + square)];
+      adder.add_all(t / pieces, first, std::min(p.keys, first + PIECE), sums, sums + size);
     }
 #pragma omp for schedule(static)
     for (int64_t head = 0; head < heads; head++)
-      for (int64_t piece = 0; piece < pieces; piece++)
-        for (int64_t i = 0; i < size; i++) p.sums[head * size + i] += parts[(head * pieces + piece) * size + i];
+      for (int64_t piece = 0; piece < pieces; piece++) {
+        const float *from = &parts[(head * pieces + piece) * (size + square)];
+        add(from, 1.0f, size, p.sums + head * size);
+        for (int64_t d = 0; p.middle && d < p.dim; d++)
+          add(from + size + d * wide, 1.0f, p.value_dim, p.products + (head * p.dim + d) * p.value_dim);
+      }
   }
 }
 

@@ -29,7 +29,7 @@ class _Survey(ctypes.Structure):
 class _Sums(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("key", "value")),
-        *((name, _Pointer) for name in ("label", "share", "sums")),
+        *((name, _Pointer) for name in ("label", "share", "sums", "middle", "products")),
         *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim", "count")),
     )
 
@@ -80,9 +80,23 @@ def _survey(key: Tensor, value: Tensor, **parts: Tensor) -> None:
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
     """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
+    return _sums(key, value, label, share, count, {})
+
+
+def sums_and_products(
+    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`label_sums`, and in the same pass `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D)."""
+    products = share.new_zeros((*key.shape[:2], key.shape[3], value.shape[3]))
+    return _sums(key, value, label, share, count, {"middle": middle.contiguous(), "products": products}), products
+
+
+def _sums(
+    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, others: dict[str, Tensor | None]
+) -> Tensor:
     (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
-    held = pointers({"label": label, "share": share, "sums": sums})
+    held = pointers({"label": label, "share": share, "sums": sums, **others})
     call("fewkeys_label_sums", _Sums(**_rows(key, value), **held, count=count), key.dtype)
     return sums
 

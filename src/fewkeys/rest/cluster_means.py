@@ -10,9 +10,9 @@ from torch import Tensor
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
 from fewkeys.rest.base import Rest, StandIns, unkept
-from fewkeys.sketch.clusters import TILT, clusters, frame, key_statistics, query_moments, sample
-from fewkeys.sketch.gram import working
-from fewkeys.sketch.sums import label_sums
+from fewkeys.sketch.clusters import TILT, clusters, frame, key_statistics, query_moments
+from fewkeys.sketch.sums import label_sums, sums_and_products
+from fewkeys.totals import Totals
 from fewkeys.validation import check_count
 from fewkeys.weights import Softmax, Weights
 
@@ -38,7 +38,7 @@ class ClusterMeans(Rest):
 
         value_c + f_c (q - t (m + C key_c))^T S,   S = sum e_j (k_j - key_c)(v_j - value_c)^T / sum e_j
 
-    with S pooled over clusters (from every s-th key once there are many) and cut to rank r in the query metric,
+    with S pooled over clusters and cut to rank r in the query metric,
     f_c = sqrt(spread of cluster c / mean spread) at most 2, and m, C the queries' mean and covariance. Other kernels
     have no such tilt: they take plain means, and rank must be 0.
 
@@ -83,30 +83,29 @@ def represent(
     `label` (B, Hkv, Nk) tells the cluster of every real key, 0 .. count - 1; `importance` (B, Hkv, count) the mean
     importance g_c, which `Softmax` needs.
     """
-    totals, share = inputs.whole.totals, unkept(inputs, graph)
+    x, totals, share = inputs, inputs.whole.totals, unkept(inputs, graph)
     if not isinstance(weights, Softmax) or importance is None:
-        return StandIns(*_means(inputs, label, share, count)[:2], label, share)
+        mass, sums = _mass(totals, label, share, count), label_sums(x.key, x.value, label, share, count)
+        mean_key, mean_value = (totals.sum(part) / mass for part in sums)
+        return StandIns(mean_key, mean_value, label, share)
     known, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
     with torch.no_grad():
         log_e = TILT * (seen.importance - importance.gather(-1, label))
         share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
-    mean_key, mean_value, mass = _means(inputs, label, share, count)
+    mass = _mass(totals, label, share, count)
+    if rank:
+        key_sum, value_sum, products = sums_and_products(x.key, x.value, label, share, count, known.mean)
+    else:
+        key_sum, value_sum = label_sums(x.key, x.value, label, share, count)
+    mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
     with torch.no_grad():
         offset = mean_key - known.mean
         bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
     if not rank:
         return StandIns(mean_key, mean_value, label, share, bias)
 
-    picked = sample(inputs, count)
-    key, value, weight = (working(picked.take(x)) for x in (inputs.key, inputs.value, share.unsqueeze(-1)))
-    own = picked.take(label)
-    # Whole rows of all heads at once: far faster than gathering number by number.
-    own = (own + count * torch.arange(own.shape[0] * own.shape[1], device=own.device).view(*own.shape[:2], 1)).flatten()
-    off_key, off_value = (
-        rows - means.flatten(0, 2).index_select(0, own).view(rows.shape)
-        for rows, means in ((key, mean_key), (value, mean_value))
-    )
-    pooled = totals.sum((off_key * weight).mT @ off_value) / _at_least_tiny(totals.sum(weight.sum(-2, keepdim=True)))
+    # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never written down.
+    pooled = (totals.sum(products) - (mass * (mean_key - known.mean)).mT @ mean_value) / mass.sum(-2, keepdim=True)
     with torch.no_grad():
         second = moments.second
         right = top_subspace(pooled.mT @ second @ pooled, min(rank, *pooled.shape[-2:])).mT
@@ -123,14 +122,11 @@ def represent(
     return StandIns(mean_key, moved, label, share, bias, left, right, factor)
 
 
-def _means(inputs: Inputs, label: Tensor, share: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every cluster's weighted mean key (B, Hkv, C, D) and value (B, Hkv, C, Dv), and its weight (B, Hkv, C, 1)."""
-    totals = inputs.whole.totals
+def _mass(totals: Totals, label: Tensor, share: Tensor, count: int) -> Tensor:
+    """Every cluster's weight, (B, Hkv, C, 1)."""
     with torch.no_grad():
         mass = share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share)
-        mass = _at_least_tiny(totals.sum(mass)).unsqueeze(-1)
-    key, value = (totals.sum(part) / mass for part in label_sums(inputs.key, inputs.value, label, share, count))
-    return key, value, mass
+        return _at_least_tiny(totals.sum(mass)).unsqueeze(-1)
 
 
 def _at_least_tiny(total: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Weighted sums of keys and values by cluster."""
+"""Weighted sums of keys and values, by cluster or over all."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from fewkeys import native
 from fewkeys.sketch.backend import backend
 from fewkeys.sketch.gram import working
 
@@ -19,6 +20,20 @@ def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: 
         return found[..., : key.shape[-1]], found[..., key.shape[-1] :]
     member = members(label, share, count).mT
     return member @ working(key), member @ working(value)
+
+
+def sums_and_products(
+    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`label_sums`, and beside them `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D).
+
+    `middle` carries no gradient either.
+    """
+    if native.suits(key, value, share, middle):
+        found, products = native.sums_and_products(key, value, label, share, count, middle)
+        return found[..., : key.shape[-1]], found[..., key.shape[-1] :], products
+    products = ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
+    return *label_sums(key, value, label, share, count), products
 
 
 def members(label: Tensor, share: Tensor, count: int) -> Tensor:
