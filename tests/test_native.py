@@ -14,6 +14,7 @@ from fewkeys.execute import compiled, linear, reference
 from fewkeys.graph import Graph
 from fewkeys.native import build
 from fewkeys.rest import StandIns
+from fewkeys.sketch import clusters
 from fewkeys.validation import check_inputs
 from native_cases import CLOSE, needs_compiler, without
 
@@ -261,6 +262,33 @@ def test_mixed_precision_is_read_as_it_is(taken):
     label, share = torch.zeros(k.shape[:3], dtype=torch.int64), torch.ones(k.shape[:3])
     sums = native.label_sums(k, v.float(), label, share, 1)
     torch.testing.assert_close(sums, torch.cat([k, v], -1).float().sum(2, keepdim=True), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("form", ["plain", "grouped", "padded", "cross padded"])
+@pytest.mark.parametrize("count", [1, 3, 9, 50])
+def test_lloyds_steps(form, count, dtype):
+    """From some of the keys or all of them, with and without clusters that nobody joins."""
+    shape = replace(SHAPES[form], keys=300, head_dim=33, value_dim=19)
+    shape = replace(shape, lengths=None if shape.lengths is None else (300, 40))
+    x = check_inputs(*shape.draw(dtype=dtype), **shape.options)
+    known = clusters.frame(x)
+    found, want = clusters._lloyd(x, known, count), without(lambda: clusters._lloyd(x, known, count))
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_products_of_many_keys():
+    """More than are added up at once, in rows that are no multiple of a vector; those of no share do not count."""
+    g = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3, 5000, 33, generator=g) + 3, torch.randn(2, 3, 5000, 7, generator=g)
+    label, share = torch.arange(5000).expand(2, 3, -1) % 7, torch.rand(2, 3, 5000, generator=g)
+    share[:, :, 3] = 0
+    middle = k.mean(2, keepdim=True)
+    sums, products = native.sums_and_products(k, v, label, share, 7, middle)
+    assert torch.equal(sums, native.label_sums(k, v, label, share, 7))
+    want = ((k - middle).double() * share.unsqueeze(-1)).mT @ v.double()
+    torch.testing.assert_close(products.double(), want, rtol=1e-4, atol=1e-3)
 
 
 def test_sums_of_many_keys():

@@ -6,8 +6,19 @@ same work with the same results up to rounding. `FEWKEYS_NATIVE=0` in the enviro
 """
 
 from fewkeys.native.build import missing
-from fewkeys.native.keys import assign, label_sums, statistics, sums_and_products, survey
+from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey
 from fewkeys.native.past import Steps, walk
 from fewkeys.native.tensors import suits
 
-__all__ = ["Steps", "assign", "label_sums", "missing", "statistics", "suits", "sums_and_products", "survey", "walk"]
+__all__ = [
+    "Steps",
+    "assign",
+    "label_sums",
+    "lloyd",
+    "missing",
+    "statistics",
+    "suits",
+    "sums_and_products",
+    "survey",
+    "walk",
+]

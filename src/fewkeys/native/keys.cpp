@@ -59,15 +59,13 @@ static void see(const Survey &p, int64_t head, const float *lanes, float *found,
   }
 }
 
-// The nearest centre of the keys and values in `lanes`; `found` holds C rows.
-static void assign(const Survey &p, int64_t head, const float *lanes, float *found, float *nearest, int32_t *label) {
-  const int both = p.dim + p.value_dim;
-  dots(p.centre + head * p.count * both, both, p.count, both, lanes, found);
+// The largest `found + constant` of every lane, and the first that attains it; found (count, TILE).
+static void nearest_of(const float *found, const float *constant, int count, float *nearest, int32_t *label) {
   for (int v = 0; v < TILE; v += LANES) {
     vec best = all(-INFINITY);
     ivec whose = {};
-    for (int c = 0; c < p.count; c++) {
-      const vec x = load(found + c * TILE + v) + p.constant[head * p.count + c];
+    for (int c = 0; c < count; c++) {
+      const vec x = load(found + c * TILE + v) + constant[c];
       const ivec closer = x > best;
       best = closer ? x : best;
       whose = closer ? ivec{} + c : whose;
@@ -98,7 +96,8 @@ static void survey(const Survey &p, int threads) {
       }
       if (p.count) {
         to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, lanes + p.dim * TILE);
-        assign(p, head, lanes, found, one, label);
+        dots(p.centre + head * p.count * both, both, p.count, both, lanes, found);
+        nearest_of(found, p.constant + head * p.count, p.count, one, label);
         std::copy(one, one + rows, p.nearest + at);
         std::copy(label, label + rows, p.label + at);
         if (p.middle) {

@@ -34,6 +34,15 @@ class _Sums(ctypes.Structure):
     )
 
 
+class _Lloyd(ctypes.Structure):
+    _fields_ = (
+        *((name, Rows) for name in ("key", "value")),
+        *((name, _Pointer) for name in ("real", "form", "shift", "middle", "unit", "centre", "importance")),
+        *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim", "count", "steps")),
+        *((name, ctypes.c_float) for name in ("tilt", "lowest")),
+    )
+
+
 def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Spread and importance of the keys, as `survey` says."""
     spread, importance = form.new_empty((2, *key.shape[:3])).unbind()
@@ -99,6 +108,32 @@ def _sums(
     held = pointers({"label": label, "share": share, "sums": sums, **others})
     call("fewkeys_label_sums", _Sums(**_rows(key, value), **held, count=count), key.dtype)
     return sums
+
+
+def lloyd(
+    key: Tensor,
+    value: Tensor,
+    real: Tensor | None,
+    seen: dict[str, Tensor],
+    *,
+    count: int,
+    steps: int,
+    tilt: float,
+    lowest: float,
+) -> tuple[Tensor, Tensor]:
+    """`count` centres (B, H, count, D + Dv) of sampled keys and values, and their mean importance (B, H, count).
+
+    `real` (B, N): the keys that count. `seen`: `form` and `shift` as `survey` has them, the mean value `middle`
+    (B, H, 1, Dv), and `unit` (B, H, 1, 1). The steps are those that `sketch.clusters` describes.
+    """
+    key, value = alike(key, value)
+    held: dict[str, Tensor | None] = {name: part.contiguous() for name, part in seen.items()}
+    centre = seen["form"].new_empty((*key.shape[:2], count, key.shape[3] + value.shape[3]))
+    importance = centre.new_empty(centre.shape[:3])
+    held |= {"real": None if real is None else real.contiguous(), "centre": centre, "importance": importance}
+    numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
+    call("fewkeys_lloyd", _Lloyd(**_rows(key, value), **pointers(held), **numbers), key.dtype)
+    return centre, importance
 
 
 def _rows(key: Tensor, value: Tensor) -> dict[str, Any]:

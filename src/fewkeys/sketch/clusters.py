@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys import native
 from fewkeys.inputs import Inputs
 from fewkeys.sketch.backend import backend
 from fewkeys.sketch.gram import working
@@ -292,7 +293,12 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
 def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
     some, totals, form = sample(inputs, count), inputs.whole.totals, known.form
-    key, value = (working(some.take(rows.detach())) for rows in (inputs.key, inputs.value))
+    key, value = (some.take(rows.detach()) for rows in (inputs.key, inputs.value))
+    if inputs.shard is None and native.suits(key, value, form):
+        given = {"form": form, "shift": form @ known.mean.mT, "middle": known.value_mean, "unit": known.unit}
+        steps, tilt, lowest = LLOYD_STEPS, TILT, LOWEST_LOG_WEIGHT
+        return native.lloyd(key, value, some.real, given, count=count, steps=steps, tilt=tilt, lowest=lowest)
+    key, value = working(key), working(value)
     seen = (key @ form.mT).sub_(known.mean @ form.mT)
     on_query, on_value = seen[..., :-1], (value * known.unit).sub_(known.value_mean * known.unit)
     importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), seen[..., -1])
@@ -340,7 +346,7 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
     order = scores.argsort(dim=-1, descending=True)
     head = count // 4
     last = (scores > -torch.inf).sum(-1, keepdim=True).clamp_min(1) - 1
-    step = torch.linspace(0, 1, count - head, device=scores.device, dtype=scores.dtype)
-    tail = head + ((last - head).clamp_min(0) * step).round().long()
+    step, parts = torch.arange(count - head, device=scores.device), max(1, count - head - 1)
+    tail = head + (2 * (last - head).clamp_min(0) * step + parts) // (2 * parts)
     rank = torch.cat([torch.arange(head, device=scores.device).expand(*last.shape[:-1], -1), tail], -1)
     return order.gather(-1, rank.minimum(last))

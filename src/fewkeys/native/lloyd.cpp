@@ -1,0 +1,138 @@
+// Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps, head by head.
+#include <numeric>
+
+#include "keys.cpp"
+
+struct Lloyd {
+  Rows key, value;             // (B, Hkv, M, D or Dv)
+  const uint8_t *real;         // (B, M); null: all are
+  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1), as those of `Survey`
+  const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv)
+  float *centre, *importance;  // (B Hkv, C, D + Dv), (B Hkv, C)
+  int64_t batch, heads, rows, dim, value_dim, count, steps;
+  float tilt, lowest;
+};
+
+template <class T>
+class Sample {
+ public:
+  explicit Sample(const Lloyd &p)
+      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(filled(both)), form((dim + 1 + TILE) * dim),
+        copy(SOME_ROWS * dim), found(std::max<int64_t>(SOME_ROWS, p.count) * TILE), rows(p.rows * span),
+        lanes(both * TILE), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count),
+        importance(p.rows), weight(p.rows), order(p.rows) {}
+
+  void cluster(int64_t head) {
+    real = p.real ? p.real + head / p.heads * p.rows : nullptr;
+    look(head);
+    weigh();
+    seed(p.importance + head * p.count);
+    for (int64_t step = 0; step < p.steps; step++) move(p.importance + head * p.count);
+    for (int64_t c = 0; c < p.count; c++) std::copy_n(&centre[c * span], both, p.centre + (head * p.count + c) * both);
+  }
+
+ private:
+  static constexpr int64_t SOME_ROWS = 128;  // rows looked at together: they stay next to the core
+  const Lloyd &p;
+  const int dim, both, span;
+  const uint8_t *real = nullptr;
+  std::vector<float> form, copy, found, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  std::vector<int> order;
+
+  // The features of every key, and its importance.
+  void look(int64_t head) {
+    const int64_t b = head / p.heads, h = head % p.heads;
+    const float *from = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
+    const float *middle = p.middle + head * p.value_dim, unit = p.unit[head];
+    for (int c = 0; c <= dim; c += TILE)
+      to_lanes(from + c * dim, dim, std::min(TILE, dim + 1 - c), dim, 1.0f, &form[c * dim]);
+    for (int64_t first = 0; first < p.rows; first += SOME_ROWS) {
+      const int count = std::min(SOME_ROWS, p.rows - first);
+      int64_t stride = p.key.row;
+      const float *key = floats(p.key.at<T>(b, h, first), stride, count, dim, dim, copy.data());
+      for (int c = 0; c <= dim; c += TILE) {
+        dots(key, stride, count, dim, &form[c * dim], found.data());
+        for (int i = 0; i < count; i++) {
+          float *row = &rows[(first + i) * span];
+          for (int e = 0; e < std::min(TILE, dim - c); e++) row[c + e] = found[i * TILE + e] - shift[c + e];
+          if (c + TILE > dim) importance[first + i] = found[i * TILE + dim - c] - shift[dim];
+        }
+      }
+      for (int i = 0; i < count; i++) {
+        float *row = &rows[(first + i) * span], energy = 0.0f;
+        const T *value = p.value.at<T>(b, h, first + i);
+        for (int d = 0; d < dim; d++) energy += row[d] * row[d];
+        for (int d = 0; d < p.value_dim; d++) row[dim + d] = (number(value[d]) - middle[d]) * unit;
+        const float x = importance[first + i];
+        importance[first + i] = x + 0.5f * (energy - x * x);
+      }
+    }
+  }
+
+  void weigh() {
+    float top = -INFINITY;
+    for (int64_t j = 0; j < p.rows; j++)
+      if (!real || real[j]) top = std::max(top, importance[j]);
+    for (int64_t j = 0; j < p.rows; j++)
+      weight[j] = real && !real[j] ? 0.0f : std::exp(std::max(p.tilt * (importance[j] - top), p.lowest));
+  }
+
+  // A quarter of the most important keys, and others at equal steps of rank.
+  void seed(float *mean_importance) {
+    std::iota(order.begin(), order.end(), 0);
+    const auto heavier = [&](int a, int b) { return importance[a] > importance[b]; };
+    const auto end = std::stable_partition(order.begin(), order.end(), [&](int j) { return !real || real[j]; });
+    std::stable_sort(order.begin(), end, heavier);
+    const int64_t last = std::max<int64_t>(end - order.begin(), 1) - 1, head = p.count / 4;
+    const int64_t reach = std::max<int64_t>(last - head, 0), parts = std::max<int64_t>(p.count - head - 1, 1);
+    for (int64_t c = 0; c < p.count; c++) {
+      const int64_t rank = c < head ? c : head + (2 * reach * (c - head) + parts) / (2 * parts);
+      const int chosen = order[std::min(rank, last)];
+      std::copy_n(&rows[chosen * span], span, &centre[c * span]);
+      mean_importance[c] = importance[chosen];
+    }
+  }
+
+  // One of Lloyd's steps: every key to its nearest centre, every centre to the weighted mean of its keys.
+  void move(float *mean_importance) {
+    for (int64_t c = 0; c < p.count; c++) {
+      float square = 0.0f;
+      for (int d = 0; d < both; d++) square += centre[c * span + d] * centre[c * span + d];
+      half[c] = -0.5f * square;
+    }
+    for (auto *x : {&sums, &mass, &along}) std::fill(x->begin(), x->end(), 0.0f);
+    float closeness[TILE];
+    int32_t label[TILE];
+    for (int64_t first = 0; first < p.rows; first += TILE) {
+      const int count = std::min<int64_t>(TILE, p.rows - first);
+      to_lanes(&rows[first * span], span, count, both, 1.0f, lanes.data());
+      dots(centre.data(), span, p.count, both, lanes.data(), found.data());
+      nearest_of(found.data(), half.data(), p.count, closeness, label);
+      for (int i = 0; i < count; i++) {
+        const float share = weight[first + i];
+        add(&rows[(first + i) * span], share, span, &sums[label[i] * span]);
+        mass[label[i]] += share;
+        along[label[i]] += share * importance[first + i];
+      }
+    }
+    for (int64_t c = 0; c < p.count; c++) {
+      if (!(mass[c] > 0.0f)) continue;
+      for (int d = 0; d < span; d++) centre[c * span + d] = sums[c * span + d] / mass[c];
+      mean_importance[c] = along[c] / mass[c];
+    }
+  }
+};
+
+template <class T>
+static void lloyd(const Lloyd &p, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    Sample<T> sample(p);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t head = 0; head < p.batch * p.heads; head++) sample.cluster(head);
+  }
+}
+
+extern "C" void fewkeys_lloyd(const Lloyd *p, int is_bf16, int threads) {
+  is_bf16 ? lloyd<bf16>(*p, threads) : lloyd<float>(*p, threads);
+}
