@@ -266,12 +266,15 @@ def test_mixed_precision_is_read_as_it_is(taken):
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("form", ["plain", "grouped", "padded", "cross padded"])
-@pytest.mark.parametrize("count", [1, 3, 9, 50])
-def test_lloyds_steps(form, count, dtype):
-    """From some of the keys or all of them, with and without clusters that nobody joins."""
+@pytest.mark.parametrize(
+    ("count", "size", "mean"), [(1, 1, 0), (3, 1, 0), (9, 1, 0), (50, 1, 0), (3, 6, 0), (3, 1, 10)]
+)
+def test_lloyds_steps(form, count, size, mean, dtype):
+    """From some of the keys or all, with clusters that nobody joins, keys of hardly any weight, and far padding."""
     shape = replace(SHAPES[form], keys=300, head_dim=33, value_dim=19)
     shape = replace(shape, lengths=None if shape.lengths is None else (300, 40))
-    x = check_inputs(*shape.draw(dtype=dtype), **shape.options)
+    query, key, value = shape.draw(dtype=dtype)
+    x = check_inputs(query, size * key + mean, value, **shape.options)
     known = clusters.frame(x)
     found, want = clusters._lloyd(x, known, count), without(lambda: clusters._lloyd(x, known, count))
     for one, other in zip(found, want, strict=True):
