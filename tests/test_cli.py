@@ -363,6 +363,8 @@ class TestProcess:
         process = self.start(
             "compare", f"--model={encoder}", f"--text={words}", "--length=32", f"--out={tmp_path / 'out'}",
             "--slots=" + ",".join(map(str, range(2, 60))),
+            # What a shell runs in the background ignores ctrl-c, and so would all that it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         seen = ""
         while "layer" not in seen:

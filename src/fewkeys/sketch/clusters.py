@@ -27,7 +27,7 @@ TILT = 0.5
 """Keys are weighted by `exp(TILT * g)`: halfway, on the log scale, between all alike and as the queries see them."""
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
-QUERY_SAMPLE = 2048
+QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers held per thread where keys are taken piece by piece: about half the cache next to a core."""
 KEYS_PER_CLUSTER = 16
