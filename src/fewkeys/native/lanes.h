@@ -129,25 +129,29 @@ static inline __attribute__((always_inline)) void transpose(vec (&x)[LANES]) {
   }
 }
 
-// Rows (count, dim) of any type, turned into lanes (dim, TILE) and scaled; lanes beyond count are zero.
-template <class T>
-static __attribute__((noinline)) void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale,
-                                               float *into) {
+// The rows at(0), at(1), .. (count, dim) of any type, turned into lanes (dim, TILE) and scaled; lanes beyond count are
+// zero.
+template <class At>
+static __attribute__((noinline)) void turn(At at, int count, int dim, float scale, float *into) {
   for (int part = 0; part < TILE; part += LANES) {
-    const T *from = rows + part * stride;
     int d = 0;
     for (; d + LANES <= dim; d += LANES) {
       vec x[LANES];
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) x[i] = part + i < count ? load(from + i * stride + d) * scale : vec{};
+      for (int i = 0; i < LANES; i++) x[i] = part + i < count ? load(at(part + i) + d) * scale : vec{};
       transpose<LANES / 2>(x);
 #pragma GCC unroll 16
       for (int e = 0; e < LANES; e++) store(into + (d + e) * TILE + part, x[e]);
     }
     for (; d < dim; d++)
       for (int i = 0; i < LANES; i++)
-        into[d * TILE + part + i] = part + i < count ? number(from[i * stride + d]) * scale : 0.0f;
+        into[d * TILE + part + i] = part + i < count ? number(at(part + i)[d]) * scale : 0.0f;
   }
+}
+
+template <class T>
+static void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
+  turn([=](int i) { return rows + i * stride; }, count, dim, scale, into);
 }
 
 template <int R>

@@ -26,7 +26,7 @@ class Walker {
  public:
   Walker(const Past &p, int64_t head)
       : p(p), head(head), dim(p.dim), wide(p.dim + p.value_dim), span(filled(p.dim + filled(p.value_dim))), most(p.count + p.leaving),
-        fill(filled(p.dim)), rows(most * span), image(most * fill), sorted(most * span), sorted_image(most * span), found((most + TILE) * TILE), lanes(wide * TILE), form(dim * (dim + TILE)),
+        fill(filled(p.dim)), rows(most * span), image(most * fill), sorted(most * span), found((most + TILE) * TILE), lanes(wide * TILE), form(dim * (dim + TILE)),
         mean(span + LANES), mean_query(fill), asked_total(fill), asked_square((dim + SOME) * fill), seen_total(span),
         questions(p.queries * fill), excess(most), size(most), log_mass(most), total(most), mass(most + TILE),
         lightness(most + TILE), square(most + TILE), least(most + TILE), key(most + TILE), rank(most + TILE),
@@ -77,7 +77,7 @@ class Walker {
   const int dim, wide, span, most, fill;
   int used = 0;
   // image: keys less their mean, multiplied by the metric; sorted: rows less their mean, in the order of mass.
-  std::vector<float> rows, image, sorted, sorted_image, found, lanes, form, mean, mean_query;
+  std::vector<float> rows, image, sorted, found, lanes, form, mean, mean_query;
   std::vector<float> asked_total, asked_square, seen_total, questions;
   float asked, seen, seen_square, unit = 0.0f;
   std::vector<float> excess, size, log_mass, total;
@@ -150,11 +150,14 @@ class Walker {
     for (int d = 0; d < wide; d++) mean[d] = seen_total[d] / seen;
     const float variance = seen_square / seen - product(&mean[dim], &mean[dim], p.value_dim);
     unit = 1.0f / std::max(variance, 1.1920929e-07f);
-    for (int a = 0; a < used; a++)
-      for (int d = 0; d < dim; d += LANES) store(&sorted[a * span + d], load(&rows[a * span + d]) - load(&mean[d]));
+    // Images are those of the keys less that of the mean.
     for (int c = 0; c < dim; c += TILE) {
-      dots(sorted.data(), span, used, dim, &form[c * dim], found.data());
-      for (int a = 0; a < used; a++) copy(&image[a * fill + c], &found[a * TILE], std::min(TILE, fill - c));
+      float middle[TILE];
+      dots(mean.data(), span, 1, dim, &form[c * dim], middle);
+      dots(rows.data(), span, used, dim, &form[c * dim], found.data());
+      for (int a = 0; a < used; a++)
+        for (int d = 0; d < std::min(TILE, fill - c); d += LANES)
+          store(&image[a * fill + c + d], load(&found[a * TILE + d]) - load(middle + d));
     }
     for (int a = 0; a < used; a++) log_mass[a] = excess[a] + log_weight(&rows[a * span], &image[a * fill]);
   }
@@ -179,7 +182,10 @@ class Walker {
     const int count = arrange(first);
     for (int tile = 0; tile < count; tile += TILE) {
       const int end = std::min(tile + TILE, count);
-      to_lanes(&sorted_image[tile * span], span, end - tile, wide, 1.0f, lanes.data());
+      // The images of the rows: of the keys as measured, of the values in their unit.
+      const auto image_at = [this, tile](int i) { return &image[slot[tile + i] * fill]; };
+      turn(image_at, end - tile, dim, 1.0f, lanes.data());
+      to_lanes(&sorted[tile * span + dim], span, end - tile, p.value_dim, unit, &lanes[dim * TILE]);
       dots(sorted.data(), span, end, wide, lanes.data(), found.data());
       for (int i = tile; i < end; i++) square[i] = found[i * TILE + i - tile];
       for (int part = 0; part < TILE; part += LANES) seek(tile, part, end);
@@ -222,10 +228,7 @@ class Walker {
     for (int i = 0; i < count; i++) {
       mass[i] = log_mass[slot[i]];
       const float *row = &rows[slot[i] * span];
-      float *to = &sorted[i * span], *image_to = &sorted_image[i * span];
-      for (int d = 0; d < span; d += LANES) store(to + d, load(row + d) - load(&mean[d]));
-      copy(image_to, &image[slot[i] * fill], fill);
-      for (int d = dim; d < wide; d += LANES) store(image_to + d, load(to + d) * unit);
+      for (int d = 0; d < span; d += LANES) store(&sorted[i * span + d], load(row + d) - load(&mean[d]));
     }
     const vec top = all(mass[0]), lowest = all(p.lowest);
     for (int i = 0; i < count; i += LANES)
@@ -256,7 +259,10 @@ class Walker {
       ivec own, smaller = {};
       memcpy(&own, &key[a], sizeof own);
       const ivec lane = count_up() + a;
-      for (int b = 0; b < count; b++) smaller -= (own > key[b]) | ((own == key[b]) & (lane > b));
+      const int near = std::min(a + LANES, count);
+      for (int b = 0; b < a; b++) smaller -= own >= key[b];
+      for (int b = a; b < near; b++) smaller -= (own > key[b]) | ((own == key[b]) & (lane > b));
+      for (int b = near; b < count; b++) smaller -= own > key[b];
       memcpy(&rank[a], &smaller, sizeof smaller);
     }
   }

@@ -2,6 +2,7 @@
 //
 // The means of a block are read by its queries alone, so those of a few blocks are all that is ever held.
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <thread>
 
@@ -38,7 +39,8 @@ class Queue {
     int64_t block = begun;
     do {
       if (block >= made.load(std::memory_order_acquire)) {
-        std::this_thread::yield();
+        // Who waits must not slow down a neighbour on the same core.
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
         return false;
       }
     } while (!begun.compare_exchange_weak(block, block + 1));

@@ -9,7 +9,9 @@
 template <class T>
 static void copy_rows(const T *rows, int64_t stride, int count, int dim, int width, float *into) {
   for (int j = 0; j < count; j++, rows += stride, into += width) {
-    for (int d = 0; d < dim; d++) into[d] = number(rows[d]);
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES) store(into + d, load(rows + d));
+    for (; d < dim; d++) into[d] = number(rows[d]);
     for (int d = dim; d < width; d++) into[d] = 0.0f;
   }
 }
