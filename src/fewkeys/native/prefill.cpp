@@ -1,6 +1,7 @@
 // Softmax over a list of keys and means of the past, where the past moves on meanwhile: `blocks.cpp` over `past.cpp`.
 //
-// The means of a block are read by its queries alone, so those of a few blocks are all that is ever held.
+// One thread moves the means of a head on; others may prepare the keys that come next and attend to the blocks whose
+// means are known. The means of a block are read by its queries alone, so those of a few blocks are all that is held.
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -9,40 +10,77 @@
 #include "blocks.cpp"
 #include "past.cpp"
 
-// The blocks of one head on their way from the one thread that makes their means to all that attend to them.
 template <class T>
-class Queue {
+class Prefill {
  public:
-  Queue(const Blocks &p, int64_t head) : p(p), head(head) {
+  Prefill(const Blocks &p, int64_t head) : p(p), head(head) {
     for (int64_t slot = 0; slot < HELD; slot++) free[slot] = slot;
   }
 
-  void make_all(Block<T> &mine) {
-    const int64_t wide = p.dim + p.value_dim;
-    rows.reset(new float[HELD * p.means * wide]), excess.reset(new float[HELD * p.means]);
+  // By one thread.
+  void walk(Block<T> &mine) {
+    const Widths w(p.dim, p.value_dim);
+    rows.reset(new float[HELD * p.means * w.wide]), excess.reset(new float[HELD * p.means]);
+    arrivals.reset(new Arrivals<T, T>(*p.past, head));
+    for (int64_t i = 0; i < AHEAD; i++) batches.emplace_back(*p.past, w);
     Walker walker(*p.past, head);
+    open.store(true, std::memory_order_release);
     for (int64_t block = 0; block < p.blocks; block++) {
-      if (block) walker.move<T, T>(block - 1);
+      if (block) {
+        while (prepared.load(std::memory_order_acquire) < block)
+          if (!prepare_one()) attend_one(mine);
+        walker.take(batches[(block - 1) % AHEAD]);
+        taken.store(block, std::memory_order_release);
+      }
       const int64_t slot = block % HELD;
       // Where nobody helps, this thread attends to them all.
       while (free[slot].load(std::memory_order_acquire) != block) attend_one(mine);
-      walker.write(&rows[slot * p.means * wide], &excess[slot * p.means], nullptr);
+      walker.write(&rows[slot * p.means * w.wide], &excess[slot * p.means], nullptr);
       made.store(block + 1, std::memory_order_release);
     }
-    walker.finish();
     while (done.load(std::memory_order_acquire) < p.blocks) attend_one(mine);
-    rows.reset(), excess.reset();
+    walker.finish();
+    arrivals->finish();
+    rows.reset(), excess.reset(), arrivals.reset(), batches.clear();
+  }
+
+  // By any thread; false where there is nothing to do at the moment.
+  bool help(Block<T> &mine) { return (open.load(std::memory_order_acquire) && prepare_one()) || attend_one(mine); }
+
+  bool empty() const { return begun >= p.blocks; }
+
+ private:
+  static constexpr int64_t HELD = 8, AHEAD = 2;  // blocks and batches: they fit in the cache next to a core
+  const Blocks &p;
+  const int64_t head;
+  std::unique_ptr<float[]> rows, excess;
+  std::unique_ptr<Arrivals<T, T>> arrivals;
+  std::deque<Batch> batches;
+  std::atomic<bool> open{false}, preparing{false};
+  std::atomic<int64_t> prepared{0}, taken{0};                   // batches
+  std::atomic<int64_t> made{0}, begun{0}, done{0}, free[HELD];  // blocks; free: the block that a slot is next for
+
+  // Makes the next batch, if there is room for it and nobody else does.
+  bool prepare_one() {
+    const auto wanted = [this] {
+      const int64_t next = prepared.load(std::memory_order_acquire);
+      return next + 1 < p.blocks && next - taken.load(std::memory_order_acquire) < AHEAD;
+    };
+    if (!wanted() || preparing.exchange(true, std::memory_order_acquire)) return false;
+    const bool still = wanted();
+    if (still) {
+      arrivals->make(prepared, batches[prepared % AHEAD]);
+      prepared.fetch_add(1, std::memory_order_release);
+    }
+    preparing.store(false, std::memory_order_release);
+    return still;
   }
 
   // Attends to the next block whose means are known, if there is one.
   bool attend_one(Block<T> &mine) {
     int64_t block = begun;
     do {
-      if (block >= made.load(std::memory_order_acquire)) {
-        // Who waits must not slow down a neighbour on the same core.
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-        return false;
-      }
+      if (block >= made.load(std::memory_order_acquire)) return false;
     } while (!begun.compare_exchange_weak(block, block + 1));
     const int64_t slot = block % HELD, wide = p.dim + p.value_dim;
     const float *row = &rows[slot * p.means * wide];
@@ -51,30 +89,22 @@ class Queue {
     done.fetch_add(1, std::memory_order_release);
     return true;
   }
-
-  bool empty() const { return begun >= p.blocks; }
-
- private:
-  static constexpr int64_t HELD = 16;  // blocks: their means fit in the cache next to a core
-  const Blocks &p;
-  const int64_t head;
-  std::unique_ptr<float[]> rows, excess;
-  std::atomic<int64_t> made{0}, begun{0}, done{0}, free[HELD];  // free: the block that a slot is next for
 };
 
 template <class T>
 static void prefill(const Blocks &p, int threads) {
-  std::deque<Queue<T>> queues;
-  for (int64_t head = 0; head < p.batch * (p.heads / p.groups); head++) queues.emplace_back(p, head);
+  std::deque<Prefill<T>> heads;
+  for (int64_t head = 0; head < p.batch * (p.heads / p.groups); head++) heads.emplace_back(p, head);
   std::atomic<size_t> next{0};
 #pragma omp parallel num_threads(threads)
   {
     const std::unique_ptr<float[]> scratch(new float[scratch_of(p)]);
     Block<T> block(p, scratch.get());
-    for (size_t head; (head = next++) < queues.size();) queues[head].make_all(block);
-    // Who has no head left helps the others.
-    for (auto &queue : queues)
-      while (!queue.empty()) queue.attend_one(block);
+    for (size_t head; (head = next++) < heads.size();) heads[head].walk(block);
+    // Who has no head left helps the others, and rests where there is nothing to do: the core may have other threads.
+    for (auto &head : heads)
+      while (!head.empty())
+        if (!head.help(block)) std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 }
 

@@ -1,0 +1,243 @@
+// Stand-ins that merge: `fewkeys.sketch.summary` has the equations.
+#pragma once
+#include <vector>
+
+#include "tile.h"
+
+static inline float total_of(vec x) {
+  float part[LANES];
+  store(part, x);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) part[i] += part[i + half];
+  return part[0];
+}
+
+static inline float product(const float *x, const float *y, int count) {
+  vec sum = {};
+  int d = 0;
+  for (; d + LANES <= count; d += LANES) sum += load(x + d) * load(y + d);
+  float found = 0.0f;
+  for (; d < count; d++) found += x[d] * y[d];
+  return found + total_of(sum);
+}
+
+// Of rows filled up to a multiple of the vector's length.
+static inline void copy(float *to, const float *from, int count) {
+  for (int d = 0; d < count; d += LANES) store(to + d, load(from + d));
+}
+static inline void add(float *to, const float *from, float share, int count) {
+  for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) + load(from + d) * share);
+}
+static inline void scale(float *to, float by, int count) {
+  for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) * by);
+}
+
+// Sizes of rows: keys and values side by side are `span` apart, keys alone `fill`, both filled up with zeros.
+struct Widths {
+  int dim, value_dim, wide, span, fill;
+  Widths(int dim, int value_dim)
+      : dim(dim), value_dim(value_dim), wide(dim + value_dim), span(filled(dim + filled(value_dim))), fill(filled(dim)) {}
+};
+
+// How far apart stand-ins are and how much attention they may expect, by the keys and queries seen so far.
+struct Metric {
+  std::vector<float> form;        // (D, D), TILE columns after the other: the second moment of the queries
+  std::vector<float> mean_query;  // filled up with zeros
+  std::vector<float> mean;        // of keys and values
+  float unit, tilt;               // 1 / var(v); tilt 0: all weights are one
+
+  explicit Metric(const Widths &w) : form(w.dim * (w.dim + TILE)), mean_query(w.fill), mean(w.span + LANES) {}
+
+  // t g for the centred key x, from m . x and E (q . x)^2 = x^T C x + (m . x)^2; `image` is C x. Beyond dim, m and the
+  // image are zero.
+  float log_weight(const float *row, const float *image, int dim) const {
+    if (tilt == 0.0f) return 0.0f;
+    vec first = {}, second = {};
+    for (int d = 0; d < dim; d += LANES) {
+      const vec x = load(row + d) - load(&mean[d]);
+      first += x * load(&mean_query[d]);
+      second += x * load(image + d);
+    }
+    const float along = total_of(first), energy = total_of(second);
+    return tilt * (along + 0.5f * (energy - along * along));
+  }
+};
+
+// Stand-ins in the order of their coming.
+class Group {
+ public:
+  int used = 0;
+  std::vector<float> rows, image;  // image: the centred key, multiplied by the metric
+  std::vector<float> excess, size, log_mass;
+  std::vector<uint8_t> merged;  // since they were last settled
+
+  Group(const Widths &w, int most, float lowest)
+      : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), merged(most), w(w),
+        lowest(lowest), sorted(most * w.span), found((most + TILE) * TILE), lanes(w.wide * TILE), mass(most + TILE),
+        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), key(most + TILE),
+        rank(most + TILE), partner(most + TILE), order(most), slot(most), alive(most, 1) {}
+
+  // One more, of a single key; returns its row.
+  float *append() {
+    excess[used] = 0.0f, size[used] = 1.0f, merged[used] = 0;
+    return &rows[used++ * w.span];
+  }
+
+  // One more, which another group has measured.
+  void append(const Group &other, int a) {
+    copy(&rows[used * w.span], &other.rows[a * w.span], w.span);
+    copy(&image[used * w.fill], &other.image[a * w.fill], w.fill);
+    excess[used] = other.excess[a], size[used] = other.size[a], log_mass[used] = other.log_mass[a];
+    merged[used++] = other.merged[a];
+  }
+
+  // The images and masses of all.
+  void measure(const Metric &metric) {
+    // The image of the mean is taken off.
+    for (int c = 0; c < w.dim; c += TILE) {
+      float middle[TILE];
+      dots(metric.mean.data(), w.span, 1, w.dim, &metric.form[c * w.dim], middle);
+      dots(rows.data(), w.span, used, w.dim, &metric.form[c * w.dim], found.data());
+      for (int a = 0; a < used; a++)
+        for (int d = 0; d < std::min(TILE, w.fill - c); d += LANES)
+          store(&image[a * w.fill + c + d], load(&found[a * TILE + d]) - load(middle + d));
+    }
+    for (int a = 0; a < used; a++)
+      log_mass[a] = excess[a] + metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
+  }
+
+  // `joining` of them join the partner of larger mass that costs least, the cheapest first, all at once.
+  void join(const Metric &metric, int joining) {
+    if (joining == 0) return;
+    const int count = arrange(metric);
+    for (int tile = 0; tile < count; tile += TILE) {
+      const int end = std::min(tile + TILE, count);
+      // The images of the rows: of the keys as measured, of the values in their unit.
+      const auto image_at = [this, tile](int i) { return &image[slot[tile + i] * w.fill]; };
+      turn(image_at, end - tile, w.dim, 1.0f, lanes.data());
+      to_lanes(&sorted[tile * w.span + w.dim], w.span, end - tile, w.value_dim, metric.unit, &lanes[w.dim * TILE]);
+      dots(sorted.data(), w.span, end, w.wide, lanes.data(), found.data());
+      for (int i = tile; i < end; i++) square[i] = found[i * TILE + i - tile];
+      for (int part = 0; part < TILE; part += LANES) seek(tile, part, end);
+    }
+    for (int i = 0; i < count; i++) key[i] = ascending(least[i]);
+    // Nobody is heavier than the first; even where costs overflow it stays.
+    key[0] = INT32_MAX;
+    by_key(count);
+    for (int i = 0; i < count; i++) total[i] = 1.0f;
+    for (int i = 0; i < count; i++) {
+      if (rank[i] >= joining) continue;
+      int leader = partner[i];
+      while (rank[leader] < joining) leader = partner[leader];
+      const int a = slot[i], to = slot[leader];
+      const float share = std::exp(mass[i] - mass[leader]);
+      add(&rows[to * w.span], &rows[a * w.span], share, w.span);
+      add(&image[to * w.fill], &image[a * w.fill], share, w.fill);
+      total[leader] += share;
+      size[to] += size[a];
+      alive[a] = 0, merged[to] = 1;
+    }
+    for (int i = 0; i < count; i++) {
+      if (total[i] == 1.0f) continue;
+      scale(&rows[slot[i] * w.span], 1.0f / total[i], w.span);
+      scale(&image[slot[i] * w.fill], 1.0f / total[i], w.fill);
+      log_mass[slot[i]] += std::log(total[i]);
+    }
+    close_up();
+  }
+
+  // Who met somebody gets the excess that keeps its mass.
+  void settle(const Metric &metric) {
+    for (int a = 0; a < used; a++) {
+      if (merged[a]) excess[a] = log_mass[a] - metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
+      merged[a] = 0;
+    }
+  }
+
+ private:
+  const Widths w;
+  const float lowest;
+  std::vector<float> sorted;  // rows less their mean, in the order of mass, as all that follows
+  std::vector<float> found, lanes, mass, lightness, square, least, total;
+  std::vector<int> key, rank, partner, order, slot;
+  std::vector<uint8_t> alive;
+
+  // By mass: the largest first, of equal ones the earlier. Returns their number.
+  int arrange(const Metric &metric) {
+    for (int a = 0; a < used; a++) key[a] = ascending(0.0f - log_mass[a]);
+    by_key(used);
+    for (int a = 0; a < used; a++) slot[rank[a]] = a;
+    for (int i = 0; i < used; i++) {
+      mass[i] = log_mass[slot[i]];
+      const float *row = &rows[slot[i] * w.span];
+      for (int d = 0; d < w.span; d += LANES) store(&sorted[i * w.span + d], load(row + d) - load(&metric.mean[d]));
+    }
+    const vec top = all(mass[0]), least_mass = all(lowest);
+    for (int i = 0; i < used; i += LANES)
+      store(&lightness[i], inverse(exponential(larger(load(&mass[i]) - top, least_mass))));
+    return used;
+  }
+
+  // The cheapest partner, among those before it, of each of LANES stand-ins; of equal costs, the first.
+  void seek(int tile, int part, int end) {
+    const ivec own = count_up() + tile + part;
+    const vec light = load(&lightness[tile + part]), mine = load(&square[tile + part]);
+    vec best = all(INFINITY);
+    ivec whose = own - 1;
+    for (int b = 0; b < end; b++) {
+      const vec apart = larger(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
+      const vec cost = apart * inverse(light + lightness[b]);
+      const ivec closer = (cost < best) & (own > b);
+      best = closer ? cost : best;
+      whose = closer ? ivec{} + b : whose;
+    }
+    store(&least[tile + part], best);
+    memcpy(&partner[tile + part], &whose, sizeof whose);
+  }
+
+  // Every key's place in ascending order, of equal ones the earlier first: for so few, counting is faster than sorting.
+  void by_key(int count) {
+    for (int a = 0; a < count; a += LANES) {
+      ivec own, smaller = {};
+      memcpy(&own, &key[a], sizeof own);
+      const ivec lane = count_up() + a;
+      const int near = std::min(a + LANES, count);
+      for (int b = 0; b < a; b++) smaller -= own >= key[b];
+      for (int b = a; b < near; b++) smaller -= (own > key[b]) | ((own == key[b]) & (lane > b));
+      for (int b = near; b < count; b++) smaller -= own > key[b];
+      memcpy(&rank[a], &smaller, sizeof smaller);
+    }
+  }
+
+  // Those that are left move to the front.
+  void close_up() {
+    int kept = 0;
+    for (int a = 0; a < used; a++) {
+      if (!alive[a]) {
+        alive[a] = 1;
+        continue;
+      }
+      if (kept != a) {
+        copy(&rows[kept * w.span], &rows[a * w.span], w.span);
+        copy(&image[kept * w.fill], &image[a * w.fill], w.fill);
+        excess[kept] = excess[a], size[kept] = size[a], log_mass[kept] = log_mass[a], merged[kept] = merged[a];
+      }
+      kept++;
+    }
+    used = kept;
+  }
+
+  // The bits of x as an integer whose order is that of the numbers.
+  static int ascending(float x) {
+    int bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits ^ ((bits >> 31) & INT32_MAX);
+  }
+
+  // 1 / x for x between 1e-3 and 1e5, to float32's rounding: Newton's steps are faster than the division.
+  static vec inverse(vec x) {
+    vec found = (vec)(ivec{} + 0x7ef311c3 - (ivec)x);
+    for (int i = 0; i < 3; i++) found *= 2.0f - x * found;
+    return found;
+  }
+};
