@@ -36,7 +36,8 @@ static inline void scale(float *to, float by, int count) {
 struct Widths {
   int dim, value_dim, wide, span, fill;
   Widths(int dim, int value_dim)
-      : dim(dim), value_dim(value_dim), wide(dim + value_dim), span(filled(dim + filled(value_dim))), fill(filled(dim)) {}
+      : dim(dim), value_dim(value_dim), wide(dim + value_dim), span(filled(dim + filled(value_dim))),
+        fill(filled(dim)) {}
 };
 
 // How far apart stand-ins are and how much attention they may expect, by the keys and queries seen so far.
