@@ -1,6 +1,7 @@
 """Law 2 for the compiled kernels: they equal the reference and the torch path, or are not taken."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -332,6 +333,11 @@ class TestBuilding:
         build._load.cache_clear()
         monkeypatch.setattr(build, "_compile", None)
         assert native.missing() is None
+
+    def test_every_source_decides_what_is_kept(self):
+        """A file that is left out would be compiled, but not again once it changes."""
+        here = Path(build.__file__).parent
+        assert sorted(build.SOURCES) == sorted(file.name for file in here.iterdir() if file.suffix in (".cpp", ".h"))
 
     def test_another_processor_compiles_again(self, tmp_path, monkeypatch):
         assert native.missing() is None
