@@ -75,8 +75,10 @@ class Group {
   Group(const Widths &w, int most, float lowest)
       : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), merged(most), w(w),
         lowest(lowest), sorted(most * w.span), found((most + TILE) * TILE), lanes(w.wide * TILE), mass(most + TILE),
-        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), key(most + TILE),
-        rank(most + TILE), partner(most + TILE), order(most), slot(most), alive(most, 1) {}
+        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), slot(most),
+        leader_of(most), key(most + TILE), rank(most + TILE), partner(most + TILE), alive(most, 1) {
+    places.reserve(most);
+  }
 
   // One more, of a single key; returns its row.
   float *append() {
@@ -107,31 +109,35 @@ class Group {
       log_mass[a] = excess[a] + metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
   }
 
-  // `joining` of them join the partner of larger mass that costs least, the cheapest first, all at once.
-  void join(const Metric &metric, int joining) {
+  // `joining` of those from `first` on join the partner of larger mass that costs least, the cheapest first, all at once.
+  void join(const Metric &metric, int joining, int first) {
     if (joining == 0) return;
     const int count = arrange(metric);
-    for (int tile = 0; tile < count; tile += TILE) {
-      const int end = std::min(tile + TILE, count);
+    places.clear();
+    for (int i = 0; i < count; i++)
+      if (slot[i] >= first) places.push_back(i);
+    const int some = places.size();
+    for (int tile = 0; tile < some; tile += TILE) {
+      const int end = std::min(tile + TILE, some), before = places[end - 1];
       // The images of the rows: of the keys as measured, of the values in their unit.
-      const auto image_at = [this, tile](int i) { return &image[slot[tile + i] * w.fill]; };
+      const auto image_at = [this, tile](int i) { return &image[slot[places[tile + i]] * w.fill]; };
+      const auto value_at = [this, tile](int i) { return &sorted[places[tile + i] * w.span + w.dim]; };
       turn(image_at, end - tile, w.dim, 1.0f, lanes.data());
-      to_lanes(&sorted[tile * w.span + w.dim], w.span, end - tile, w.value_dim, metric.unit, &lanes[w.dim * TILE]);
-      dots(sorted.data(), w.span, end, w.wide, lanes.data(), found.data());
-      for (int i = tile; i < end; i++) square[i] = found[i * TILE + i - tile];
-      for (int part = 0; part < TILE; part += LANES) seek(tile, part, end);
+      turn(value_at, end - tile, w.value_dim, metric.unit, &lanes[w.dim * TILE]);
+      dots(sorted.data(), w.span, before, w.wide, lanes.data(), found.data());
+      for (int part = 0; part < TILE; part += LANES) seek(tile, part, before);
     }
-    for (int i = 0; i < count; i++) key[i] = ascending(least[i]);
+    for (int i = 0; i < some; i++) key[i] = ascending(least[i]);
     // Nobody is heavier than the first; even where costs overflow it stays.
-    key[0] = INT32_MAX;
-    by_key(count);
-    for (int i = 0; i < count; i++) total[i] = 1.0f;
-    for (int i = 0; i < count; i++) {
+    if (places[0] == 0) key[0] = INT32_MAX;
+    by_key(some);
+    for (int i = 0; i < count; i++) total[i] = 1.0f, leader_of[i] = i;
+    for (int i = 0; i < some; i++) {
       if (rank[i] >= joining) continue;
-      int leader = partner[i];
-      while (rank[leader] < joining) leader = partner[leader];
-      const int a = slot[i], to = slot[leader];
-      const float share = std::exp(mass[i] - mass[leader]);
+      // Who comes before has found its leader already.
+      const int place = places[i], leader = leader_of[place] = leader_of[partner[i]];
+      const int a = slot[place], to = slot[leader];
+      const float share = std::exp(mass[place] - mass[leader]);
       add(&rows[to * w.span], &rows[a * w.span], share, w.span);
       add(&image[to * w.fill], &image[a * w.fill], share, w.fill);
       total[leader] += share;
@@ -160,7 +166,10 @@ class Group {
   const float lowest;
   std::vector<float> sorted;  // rows less their mean, in the order of mass, as all that follows
   std::vector<float> found, lanes, mass, lightness, square, least, total;
-  std::vector<int> key, rank, partner, order, slot;
+  std::vector<int> slot;  // where in the group each stands
+  std::vector<int> leader_of;
+  std::vector<int> places;              // of those that may join
+  std::vector<int> key, rank, partner;  // theirs
   std::vector<uint8_t> alive;
 
   // By mass: the largest first, of equal ones the earlier. Returns their number.
@@ -171,7 +180,9 @@ class Group {
     for (int i = 0; i < used; i++) {
       mass[i] = log_mass[slot[i]];
       const float *row = &rows[slot[i] * w.span];
-      for (int d = 0; d < w.span; d += LANES) store(&sorted[i * w.span + d], load(row + d) - load(&metric.mean[d]));
+      float *to = &sorted[i * w.span], *value = to + w.dim;
+      for (int d = 0; d < w.span; d += LANES) store(to + d, load(row + d) - load(&metric.mean[d]));
+      square[i] = product(to, &image[slot[i] * w.fill], w.dim) + metric.unit * product(value, value, w.value_dim);
     }
     const vec top = all(mass[0]), least_mass = all(lowest);
     for (int i = 0; i < used; i += LANES)
@@ -179,13 +190,17 @@ class Group {
     return used;
   }
 
-  // The cheapest partner, among those before it, of each of LANES stand-ins; of equal costs, the first.
-  void seek(int tile, int part, int end) {
-    const ivec own = count_up() + tile + part;
-    const vec light = load(&lightness[tile + part]), mine = load(&square[tile + part]);
+  // The cheapest partner, among those before it, of each of LANES at `places`; of equal costs, the first.
+  void seek(int tile, int part, int before) {
+    ivec own;
+    vec light, mine;
+    for (int i = 0; i < LANES; i++) {
+      const int at = std::min<int>(tile + part + i, places.size() - 1);
+      own[i] = places[at], light[i] = lightness[places[at]], mine[i] = square[places[at]];
+    }
     vec best = all(INFINITY);
     ivec whose = own - 1;
-    for (int b = 0; b < end; b++) {
+    for (int b = 0; b < before; b++) {
       const vec apart = larger(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
       const vec cost = apart * inverse(light + lightness[b]);
       const ivec closer = (cost < best) & (own > b);

@@ -14,11 +14,11 @@ struct Past {
   Rows key, value;
   const int64_t *index;  // (B Hkv, steps, E)
   const uint8_t *real;   // (B Hkv, steps, E)
-  int64_t batch, heads, groups, dim, value_dim, count, steps, queries, leaving, rounds, tilted;
+  int64_t batch, heads, groups, dim, value_dim, count, steps, queries, leaving, tilted;
   float scale, tilt, lowest;
 };
 
-// What one step brings: its keys, some of which have merged with one another, and the metric in which others must.
+// What one step brings: its keys, and the metric in which stand-ins merge.
 struct Batch {
   Metric metric;
   Group fresh;
@@ -43,21 +43,14 @@ class Arrivals {
     std::copy_n(p.seen_value + head * w.value_dim, w.value_dim, seen_total.begin() + dim);
   }
 
-  // Half of those that must merge do so among themselves.
   void make(int64_t step, Batch &batch) {
     ask(step);
     take_up(step, batch.fresh);
-    const int surplus = std::max<int>(0, known + batch.fresh.used - p.count), among_new = surplus / 2;
-    known += batch.fresh.used - surplus;
-    batch.surplus = surplus - among_new;
-    if (!surplus) return;
+    batch.surplus = std::max<int>(0, known + batch.fresh.used - p.count);
+    known += batch.fresh.used - batch.surplus;
+    if (!batch.surplus) return;
     set(batch.metric);
     batch.fresh.measure(batch.metric);
-    for (int joining = among_new, left = p.rounds; left > 0; left--) {
-      const int now = (joining + left - 1) / left;
-      batch.fresh.join(batch.metric, now);
-      joining -= now;
-    }
   }
 
   // What is known at the end.
@@ -142,10 +135,12 @@ class Walker {
   }
 
   void take(const Batch &batch) {
+    const int before = known.used, new_ones = batch.surplus / 2;
     if (batch.surplus) known.measure(batch.metric);
     for (int a = 0; a < batch.fresh.used; a++) known.append(batch.fresh, a);
     if (!batch.surplus) return;
-    known.join(batch.metric, batch.surplus);
+    known.join(batch.metric, new_ones, before);
+    known.join(batch.metric, batch.surplus - new_ones, 0);
     known.settle(batch.metric);
   }
 

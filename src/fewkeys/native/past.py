@@ -17,7 +17,7 @@ _STATE = (
     *("asked", "asked_total", "asked_square"),
 )
 _BY_STEP = ("rows_by", "excess_by", "size_by")
-_SIZES = ("batch", "heads", "groups", "dim", "value_dim", "count", "steps", "queries", "leaving", "rounds", "tilted")
+_SIZES = ("batch", "heads", "groups", "dim", "value_dim", "count", "steps", "queries", "leaving", "tilted")
 
 
 class Steps(NamedTuple):
@@ -35,7 +35,6 @@ class Steps(NamedTuple):
     tilted: bool
     tilt: float
     lowest: float
-    rounds: int
 
     @property
     def suit(self) -> bool:
@@ -85,7 +84,6 @@ class Problem:
             steps=count,
             queries=query.shape[2] // count if count else 0,
             leaving=index.shape[3],
-            rounds=steps.rounds,
             tilted=steps.tilted,
             scale=steps.scale,
             tilt=steps.tilt,

@@ -12,7 +12,7 @@ from fewkeys import native
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT
 from fewkeys.sketch.gram import working
 from fewkeys.sketch.running import RunningKeys, RunningQueries
-from fewkeys.sketch.summary import ROUNDS, Summary
+from fewkeys.sketch.summary import Summary
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,5 +131,4 @@ class Walk:
             self.tilted,
             TILT,
             LOWEST_LOG_WEIGHT,
-            ROUNDS,
         )

@@ -8,9 +8,8 @@ places, those are merged whose union moves the output least: Ward's cost
 the squared difference of scores and values, weighted by the attention that both may expect (w at least e^-8 of the
 largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries seen so far, t = `TILT`.
 Merging goes in rounds; in each, stand-ins join the partner of larger weight that costs least, the cheapest first, all
-at once: nearly as good as merging pair after pair, and a few matrix products. Of the keys of one batch, half of those
-that must join somebody first do so among themselves, in `ROUNDS` rounds, then the others among all, in one: as good
-as `ROUNDS` rounds among all, and with fewer pairs.
+at once: nearly as good as merging pair after pair, and a few matrix products. There are two: in the first, where keys
+are taken up, only those join (others may be joined), half as many as must; in the second all may.
 
 A stand-in of keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -30,8 +29,6 @@ from torch import Tensor
 
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, QueryMoments
 from fewkeys.sketch.running import RunningKeys
-
-ROUNDS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,15 +89,16 @@ class Summary:
         )
         metric = _Metric(self.seen + new.seen, queries, tilted)
         surplus = (self.taken + new.taken - self.count).clamp_min(0)
-        among_new = surplus // 2
-        both = _beside(self, _joined(new, among_new, metric, ROUNDS))
-        return _first(_joined(both, surplus - among_new, metric, 1), self.count)
+        both = _joined(_beside(self, new), surplus // 2, metric, self.count)
+        return _first(_joined(both, surplus - surplus // 2, metric), self.count)
 
     def merged(self, other: Summary, queries: QueryMoments, *, tilted: bool) -> Summary:
         """One summary of this count for the keys of both."""
         both = _beside(self, other)
         metric = _Metric(both.seen, queries, tilted)
-        return _first(_joined(both, (both.taken - self.count).clamp_min(0), metric, ROUNDS), self.count)
+        surplus = (both.taken - self.count).clamp_min(0)
+        both = _joined(both, -(-surplus // 2), metric)
+        return _first(_joined(both, surplus // 2, metric), self.count)
 
 
 def _beside(one: Summary, other: Summary) -> Summary:
@@ -151,21 +149,17 @@ class _Metric:
         return cost.div_(lightness.unsqueeze(-1) + lightness.unsqueeze(-2))
 
 
-def _joined(summary: Summary, joining: Tensor, metric: _Metric, rounds: int) -> Summary:
-    """`joining` (B, Hkv) stand-ins join others, in so many rounds, and leave their places free."""
-    # Every head by its own number: what happens in one never depends on another.
-    for left in range(rounds, 0, -1):
-        now = -(-joining // left)
-        summary, joining = _merge(summary, now, metric) if bool(now.any()) else summary, joining - now
-    return summary
+def _joined(summary: Summary, joining: Tensor, metric: _Metric, first: int = 0) -> Summary:
+    """One round: `joining` (B, Hkv) of the stand-ins at places from `first` on join others and leave theirs free.
 
-
-def _merge(summary: Summary, joining: Tensor, metric: _Metric) -> Summary:
-    """One round: `joining` (B, Hkv) stand-ins join others and leave their places free."""
+    Every head by its own number: what happens in one never depends on another.
+    """
+    if not bool(joining.any()):
+        return summary
     with torch.no_grad():
         rows = summary.rows.detach()
         log_mass = summary.excess + metric.log_weight(rows)
-        gone, valid, leader = _joins(rows, log_mass, joining, metric)
+        gone, valid, leader = _joins(rows, log_mass, joining, metric, first)
         share = (log_mass.gather(-1, gone) - log_mass.gather(-1, leader)).exp().masked_fill_(~valid, 0.0)
         places = torch.arange(summary.count, device=gone.device)
         into = (leader.unsqueeze(-2) == places.unsqueeze(-1)) & valid.unsqueeze(-2)  # (B, Hkv, M, J)
@@ -184,8 +178,10 @@ def _merge(summary: Summary, joining: Tensor, metric: _Metric) -> Summary:
     return Summary(merged, excess, size, summary.seen)
 
 
-def _joins(rows: Tensor, log_mass: Tensor, joining: Tensor, metric: _Metric) -> tuple[Tensor, Tensor, Tensor]:
-    """The `joining` (B, Hkv) stand-ins that join another most cheaply, and whom each ends up with.
+def _joins(
+    rows: Tensor, log_mass: Tensor, joining: Tensor, metric: _Metric, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `joining` (B, Hkv) stand-ins from `first` on that join another most cheaply, and whom each ends up with.
 
     Returns places (B, Hkv, J), which of them count, and the places of the leaders (B, Hkv, J). Everyone may join one of
     larger mass, of equal ones the earlier; so there is no circle, and leaders of leaders are found by jumping.
@@ -197,7 +193,7 @@ def _joins(rows: Tensor, log_mass: Tensor, joining: Tensor, metric: _Metric) -> 
     after = torch.ones(cost.shape[-2:], dtype=torch.bool, device=cost.device).triu_()
     least, partner = cost.masked_fill_(after, math.inf).min(-1)
     # A free place joins nobody.
-    least = least.masked_fill_(log_mass == -math.inf, math.inf)
+    least = least.masked_fill_((log_mass == -math.inf) | (order < first), math.inf)
     most = int(joining.max())
     gone = least.argsort(dim=-1, stable=True)[..., :most]
     valid = torch.arange(most, device=cost.device) < joining.unsqueeze(-1)
