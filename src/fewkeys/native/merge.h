@@ -109,7 +109,8 @@ class Group {
       log_mass[a] = excess[a] + metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
   }
 
-  // `joining` of those from `first` on join the partner of larger mass that costs least, the cheapest first, all at once.
+  // `joining` of those from `first` on join the partner of larger mass that costs least, the cheapest first, all at
+  // once.
   void join(const Metric &metric, int joining, int first) {
     if (joining == 0) return;
     const int count = arrange(metric);
