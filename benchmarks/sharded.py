@@ -128,7 +128,8 @@ def costs():
     graph = plan.keep.select(inputs)
 
     def prepare():
-        return plan.rest.prepare(inputs, graph, plan.weights).by_step  # asked for, or they would be made while attending
+        # Asked for, or the means would be made while attending.
+        return plan.rest.prepare(inputs, graph, plan.weights).by_step
 
     pair = clock(lambda: exact(q[:, :, : n // 4], k, v, False)) / (n // 4 * n)
     whole = clock(lambda: fk.attention(q, k, v, plan=plan, is_causal=True, impl="torch")) / n
