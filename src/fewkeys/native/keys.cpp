@@ -109,11 +109,6 @@ static void survey(const Survey &p, int threads) {
   }
 }
 
-template <class T>
-static void add(const T *row, float share, int dim, float *into) {
-  for (int d = 0; d < dim; d++) into[d] += share * number(row[d]);
-}
-
 // The sums of some keys, a few at a time.
 template <class T>
 class Adder {
@@ -132,8 +127,8 @@ class Adder {
         const float share = p.share[head * p.keys + j];
         if (share == 0.0f) continue;
         float *into = sums + p.label[head * p.keys + j] * both;
-        add(p.key.at<T>(b, h, j), share, p.dim, into);
-        add(p.value.at<T>(b, h, j), share, p.value_dim, into + p.dim);
+        add(into, p.key.at<T>(b, h, j), share, p.dim);
+        add(into + p.dim, p.value.at<T>(b, h, j), share, p.value_dim);
       }
       if (p.middle) multiply(b, h, head, begin, end - begin, products);
     }
@@ -177,9 +172,9 @@ static void label_sums(const Sums &p, int threads) {
     for (int64_t head = 0; head < heads; head++)
       for (int64_t piece = 0; piece < pieces; piece++) {
         const float *from = &parts[(head * pieces + piece) * (size + square)];
-        add(from, 1.0f, size, p.sums + head * size);
+        add(p.sums + head * size, from, 1.0f, size);
         for (int64_t d = 0; p.middle && d < p.dim; d++)
-          add(from + size + d * wide, 1.0f, p.value_dim, p.products + (head * p.dim + d) * p.value_dim);
+          add(p.products + (head * p.dim + d) * p.value_dim, from + size + d * wide, 1.0f, p.value_dim);
       }
   }
 }

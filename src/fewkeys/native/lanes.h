@@ -97,6 +97,40 @@ static inline vec exponential(vec x) {
   return x < -80.0f ? all(0.0f) : x == x ? found : x;
 }
 
+static inline float total_of(vec x) {
+  float part[LANES];
+  store(part, x);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) part[i] += part[i + half];
+  return part[0];
+}
+
+// The inner product of two rows.
+static inline float product(const float *x, const float *y, int count) {
+  vec sum = {};
+  int d = 0;
+  for (; d + LANES <= count; d += LANES) sum += load(x + d) * load(y + d);
+  float found = 0.0f;
+  for (; d < count; d++) found += x[d] * y[d];
+  return found + total_of(sum);
+}
+
+// Adds a row of any type.
+template <class T>
+static inline void add(float *to, const T *from, float share, int64_t count) {
+  int64_t d = 0;
+  for (; d + LANES <= count; d += LANES) store(to + d, load(to + d) + load(from + d) * share);
+  for (; d < count; d++) to[d] += number(from[d]) * share;
+}
+
+// Of rows filled up to a multiple of FILL.
+static inline void copy(float *to, const float *from, int count) {
+  for (int d = 0; d < count; d += LANES) store(to + d, load(from + d));
+}
+static inline void scale(float *to, float by, int count) {
+  for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) * by);
+}
+
 // One step of transposing: where bit `step` of the lane is set, lanes of a and b change sides.
 template <int step>
 static inline __attribute__((always_inline)) void exchange(vec &a, vec &b) {

@@ -9,7 +9,7 @@ struct Lloyd {
   const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1), as those of `Survey`
   const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv)
   float *centre, *importance;  // (B Hkv, C, D + Dv), (B Hkv, C)
-  int64_t batch, heads, rows, dim, value_dim, count, steps;
+  int64_t batch, heads, keys, dim, value_dim, count, steps;
   float tilt, lowest;
 };
 
@@ -18,12 +18,12 @@ class Sample {
  public:
   explicit Sample(const Lloyd &p)
       : p(p), dim(p.dim), both(p.dim + p.value_dim), span(filled(both)), form((dim + 1 + TILE) * dim),
-        copy(SOME_ROWS * dim), found(std::max<int64_t>(SOME_ROWS, p.count) * TILE), rows(p.rows * span),
+        copy(SOME_ROWS * dim), found(std::max<int64_t>(SOME_ROWS, p.count) * TILE), rows(p.keys * span),
         lanes(both * TILE), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count),
-        importance(p.rows), weight(p.rows), order(p.rows) {}
+        importance(p.keys), weight(p.keys), order(p.keys) {}
 
   void cluster(int64_t head) {
-    real = p.real ? p.real + head / p.heads * p.rows : nullptr;
+    real = p.real ? p.real + head / p.heads * p.keys : nullptr;
     look(head);
     weigh();
     seed(p.importance + head * p.count);
@@ -46,8 +46,8 @@ class Sample {
     const float *middle = p.middle + head * p.value_dim, unit = p.unit[head];
     for (int c = 0; c <= dim; c += TILE)
       to_lanes(from + c * dim, dim, std::min(TILE, dim + 1 - c), dim, 1.0f, &form[c * dim]);
-    for (int64_t first = 0; first < p.rows; first += SOME_ROWS) {
-      const int count = std::min(SOME_ROWS, p.rows - first);
+    for (int64_t first = 0; first < p.keys; first += SOME_ROWS) {
+      const int count = std::min(SOME_ROWS, p.keys - first);
       int64_t stride = p.key.row;
       const float *key = floats(p.key.at<T>(b, h, first), stride, count, dim, dim, copy.data());
       for (int c = 0; c <= dim; c += TILE) {
@@ -59,9 +59,9 @@ class Sample {
         }
       }
       for (int i = 0; i < count; i++) {
-        float *row = &rows[(first + i) * span], energy = 0.0f;
+        float *row = &rows[(first + i) * span];
         const T *value = p.value.at<T>(b, h, first + i);
-        for (int d = 0; d < dim; d++) energy += row[d] * row[d];
+        const float energy = product(row, row, dim);
         for (int d = 0; d < p.value_dim; d++) row[dim + d] = (number(value[d]) - middle[d]) * unit;
         const float x = importance[first + i];
         importance[first + i] = x + 0.5f * (energy - x * x);
@@ -71,9 +71,9 @@ class Sample {
 
   void weigh() {
     float top = -INFINITY;
-    for (int64_t j = 0; j < p.rows; j++)
+    for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) top = std::max(top, importance[j]);
-    for (int64_t j = 0; j < p.rows; j++)
+    for (int64_t j = 0; j < p.keys; j++)
       weight[j] = real && !real[j] ? 0.0f : std::exp(std::max(p.tilt * (importance[j] - top), p.lowest));
   }
 
@@ -95,22 +95,18 @@ class Sample {
 
   // One of Lloyd's steps: every key to its nearest centre, every centre to the weighted mean of its keys.
   void move(float *mean_importance) {
-    for (int64_t c = 0; c < p.count; c++) {
-      float square = 0.0f;
-      for (int d = 0; d < both; d++) square += centre[c * span + d] * centre[c * span + d];
-      half[c] = -0.5f * square;
-    }
+    for (int64_t c = 0; c < p.count; c++) half[c] = -0.5f * product(&centre[c * span], &centre[c * span], both);
     for (auto *x : {&sums, &mass, &along}) std::fill(x->begin(), x->end(), 0.0f);
     float closeness[TILE];
     int32_t label[TILE];
-    for (int64_t first = 0; first < p.rows; first += TILE) {
-      const int count = std::min<int64_t>(TILE, p.rows - first);
+    for (int64_t first = 0; first < p.keys; first += TILE) {
+      const int count = std::min<int64_t>(TILE, p.keys - first);
       to_lanes(&rows[first * span], span, count, both, 1.0f, lanes.data());
       dots(centre.data(), span, p.count, both, lanes.data(), found.data());
       nearest_of(found.data(), half.data(), p.count, closeness, label);
       for (int i = 0; i < count; i++) {
         const float share = weight[first + i];
-        add(&rows[(first + i) * span], share, span, &sums[label[i] * span]);
+        add(&sums[label[i] * span], &rows[(first + i) * span], share, span);
         mass[label[i]] += share;
         along[label[i]] += share * importance[first + i];
       }

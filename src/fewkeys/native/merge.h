@@ -4,34 +4,6 @@
 
 #include "tile.h"
 
-static inline float total_of(vec x) {
-  float part[LANES];
-  store(part, x);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) part[i] += part[i + half];
-  return part[0];
-}
-
-static inline float product(const float *x, const float *y, int count) {
-  vec sum = {};
-  int d = 0;
-  for (; d + LANES <= count; d += LANES) sum += load(x + d) * load(y + d);
-  float found = 0.0f;
-  for (; d < count; d++) found += x[d] * y[d];
-  return found + total_of(sum);
-}
-
-// Of rows filled up to a multiple of the vector's length.
-static inline void copy(float *to, const float *from, int count) {
-  for (int d = 0; d < count; d += LANES) store(to + d, load(from + d));
-}
-static inline void add(float *to, const float *from, float share, int count) {
-  for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) + load(from + d) * share);
-}
-static inline void scale(float *to, float by, int count) {
-  for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) * by);
-}
-
 // Sizes of rows: keys and values side by side are `span` apart, keys alone `fill`, both filled up with zeros.
 struct Widths {
   int dim, value_dim, wide, span, fill;
@@ -70,28 +42,24 @@ class Group {
   int used = 0;
   std::vector<float> rows, image;  // image: the centred key, multiplied by the metric
   std::vector<float> excess, size, log_mass;
-  std::vector<uint8_t> merged;  // since they were last settled
 
-  Group(const Widths &w, int most, float lowest)
-      : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), merged(most), w(w),
-        lowest(lowest), sorted(most * w.span), found((most + TILE) * TILE), lanes(w.wide * TILE), mass(most + TILE),
-        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), slot(most),
-        leader_of(most), key(most + TILE), rank(most + TILE), partner(most + TILE), alive(most, 1) {
-    places.reserve(most);
-  }
+  Group(const Widths &w, int most)
+      : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), w(w),
+        found((most + TILE) * TILE) {}
 
   // One more, of a single key; returns its row.
   float *append() {
-    excess[used] = 0.0f, size[used] = 1.0f, merged[used] = 0;
+    excess[used] = 0.0f, size[used] = 1.0f;
     return &rows[used++ * w.span];
   }
 
-  // One more, which another group has measured.
-  void append(const Group &other, int a) {
-    copy(&rows[used * w.span], &other.rows[a * w.span], w.span);
-    copy(&image[used * w.fill], &other.image[a * w.fill], w.fill);
-    excess[used] = other.excess[a], size[used] = other.size[a], log_mass[used] = other.log_mass[a];
-    merged[used++] = other.merged[a];
+  // All of another group, which has measured them.
+  void append(const Group &other) {
+    for (int a = 0; a < other.used; a++, used++) {
+      copy(&rows[used * w.span], &other.rows[a * w.span], w.span);
+      copy(&image[used * w.fill], &other.image[a * w.fill], w.fill);
+      excess[used] = other.excess[a], size[used] = other.size[a], log_mass[used] = other.log_mass[a];
+    }
   }
 
   // The images and masses of all.
@@ -107,6 +75,20 @@ class Group {
     }
     for (int a = 0; a < used; a++)
       log_mass[a] = excess[a] + metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
+  }
+
+ protected:
+  const Widths w;
+  std::vector<float> found;  // inner products of all with a tile
+};
+
+class MergingGroup : public Group {
+ public:
+  MergingGroup(const Widths &w, int most, float lowest)
+      : Group(w, most), lowest(lowest), sorted(most * w.span), lanes(w.wide * TILE), mass(most + TILE),
+        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), slot(most), leader_of(most),
+        key(most + TILE), rank(most + TILE), partner(most + TILE), alive(most, 1), merged(most) {
+    places.reserve(most);
   }
 
   // `joining` of those from `first` on join the partner of larger mass that costs least, the cheapest first, all at
@@ -156,22 +138,20 @@ class Group {
 
   // Who met somebody gets the excess that keeps its mass.
   void settle(const Metric &metric) {
-    for (int a = 0; a < used; a++) {
+    for (int a = 0; a < used; a++)
       if (merged[a]) excess[a] = log_mass[a] - metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
-      merged[a] = 0;
-    }
+    std::fill(merged.begin(), merged.end(), 0);
   }
 
  private:
-  const Widths w;
   const float lowest;
   std::vector<float> sorted;  // rows less their mean, in the order of mass, as all that follows
-  std::vector<float> found, lanes, mass, lightness, square, least, total;
+  std::vector<float> lanes, mass, lightness, square, least, total;
   std::vector<int> slot;  // where in the group each stands
   std::vector<int> leader_of;
   std::vector<int> places;              // of those that may join
   std::vector<int> key, rank, partner;  // theirs
-  std::vector<uint8_t> alive;
+  std::vector<uint8_t> alive, merged;  // merged: since they were last settled
 
   // By mass: the largest first, of equal ones the earlier. Returns their number.
   int arrange(const Metric &metric) {

@@ -24,7 +24,7 @@ struct Batch {
   Group fresh;
   int surplus = 0;  // so many have to join somebody
 
-  Batch(const Past &p, const Widths &w) : metric(w), fresh(w, p.leaving, p.lowest) {}
+  Batch(const Past &p, const Widths &w) : metric(w), fresh(w, p.leaving) {}
 };
 
 // The steps' queries and keys, as far as they do not depend on the stand-ins: batches can be made ahead.
@@ -137,7 +137,7 @@ class Walker {
   void take(const Batch &batch) {
     const int before = known.used, new_ones = batch.surplus / 2;
     if (batch.surplus) known.measure(batch.metric);
-    for (int a = 0; a < batch.fresh.used; a++) known.append(batch.fresh, a);
+    known.append(batch.fresh);
     if (!batch.surplus) return;
     known.join(batch.metric, new_ones, before);
     known.join(batch.metric, batch.surplus - new_ones, 0);
@@ -162,7 +162,7 @@ class Walker {
   const Past &p;
   const int64_t head;
   const Widths w;
-  Group known;
+  MergingGroup known;
 };
 
 template <class Q, class T>

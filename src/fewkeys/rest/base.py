@@ -76,7 +76,7 @@ class BlockStandIns:
     @property
     def walk(self) -> Walk | None:
         """What would still have to make them."""
-        return self.means if isinstance(self.means, Walk) and "by_step" not in vars(self.means) else None
+        return self.means if isinstance(self.means, Walk) and not self.means.is_made else None
 
     @property
     def by_step(self) -> ByStep:

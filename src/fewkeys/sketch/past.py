@@ -89,6 +89,11 @@ class Walk:
         return self.run()[0]
 
     @property
+    def is_made(self) -> bool:
+        """Whether somebody has asked for the stand-ins."""
+        return "by_step" in self.__dict__  # where the property above keeps them
+
+    @property
     def count(self) -> int:
         """Stand-ins at every step."""
         return self.past.summary.count
