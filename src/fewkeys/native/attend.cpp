@@ -1,5 +1,5 @@
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
-#include "tile.h"
+#include "matrix.h"
 
 struct Attend {
   Rows query, key, value, out;
@@ -16,114 +16,143 @@ struct Attend {
 
 constexpr float ROUNDING = 1e-5f;
 
-static int64_t reach_of(const Attend &p) {
-  return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
-}
+// A tile of queries after the other.
+template <class Products>
+class Attention {
+ public:
+  typedef typename Products::Columns Columns;
+  typedef typename Products::Number Number;
 
-static int64_t scratch_of(const Attend &p) {
-  const int64_t rows = p.entries + 2 * p.means + p.rank + reach_of(p), wide = filled(p.value_dim);
-  return TILE * (p.dim + rows + wide) + reach_of(p) * (p.dim + wide);
-}
+  explicit Attention(const Attend &p)
+      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim),
+        score(stepped(p.entries + p.means + p.rank) * TILE), near(stepped(reach()) * TILE), count(p.means * TILE) {}
 
-template <class T>
-static void attend_tile(const Attend &p, int64_t b, int64_t h, int64_t first, float *scratch) {
-  const int64_t shared_head = h / p.groups, head = b * (p.heads / p.groups) + shared_head;
-  const int dim = p.dim, wide = filled(p.value_dim), entries = p.entries, means = p.means;
-  const int columns = entries + means, shared = columns + p.rank, rows = std::min<int64_t>(TILE, p.queries - first);
-  const int64_t position = first + p.offset;  // of the first query among the keys
-  const int64_t begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
-  const int64_t end = std::clamp<int64_t>(position + rows + p.right, begin, p.keys);
-  const int band = end - begin;
+  void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
+    const int64_t shared_head = h / p.groups, head = b * (p.heads / p.groups) + shared_head;
+    const int rows = std::min<int64_t>(TILE, p.queries - first), columns = p.entries + p.means + p.rank;
+    const int64_t position = first + p.offset;  // of the first query among the keys
+    const int64_t begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
+    const int64_t end = std::clamp<int64_t>(position + rows + p.right, begin, p.keys);
+    const int reached = end - begin;
 
-  float *query = scratch, *score = query + dim * TILE, *near = score + (int64_t)shared * TILE;
-  float *count = near + (int64_t)band * TILE, *mixed = count + means * TILE, *copy = mixed + TILE * wide;
-  to_lanes(p.query.at<T>(b, h, first), p.query.row, rows, dim, p.scale, query);
-  dots(p.shared_key + head * shared * dim, dim, shared, dim, query, score);
-  int64_t key_stride = p.key.row, value_stride = p.value.row;
-  const float *key = floats(p.key.at<T>(b, shared_head, begin), key_stride, band, dim, dim, copy);
-  const float *value =
-      floats(p.value.at<T>(b, shared_head, begin), value_stride, band, p.value_dim, wide, copy + (int64_t)band * dim);
-  dots(key, key_stride, band, dim, query, near);
+    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
+    shared.dots(query, columns, score.data());
+    band.read(p.key.at<Number>(b, shared_head, begin), p.key.row, p.value.at<Number>(b, shared_head, begin),
+              p.value.row, reached);
+    band.dots(query, reached, near.data());
 
+    Tile tile(p.scale);
+    look_near(tile, head, position, begin, reached);
+    look_at_list(tile, head, position);
+    look_at_means(tile, head);
+    tile.settle();
+    tile.weigh(near.data(), reached);
+    tile.weigh(score.data(), p.entries);
+    weigh_means(tile, head);
+
+    mixed.clear();
+    shared.mix(score.data(), columns, rows, [](int, int &, int &) {}, mixed);
+    const auto reach = [&](int i, int &low, int &high) {
+      low = std::clamp<int64_t>(position + i - p.left - begin, 0, reached);
+      high = std::clamp<int64_t>(position + i + SOME + p.right - begin, low, reached);
+    };
+    band.mix(near.data(), reached, rows, reach, mixed);
+    tile.write(mixed.rows(), filled(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
+               p.value_dim);
+  }
+
+ private:
+  const Attend &p;
+  const typename Products::Session session = {};
+  typename Products::Queries query;
+  typename Products::Mixed mixed;
+  Columns band;
+  Numbers<float> score, near, count;
   const ivec lane = count_up();
-  const vec none = all(-INFINITY);
-  const float *total = p.total + head * means;
-  for (int c = 0; c < means; c++)
-    for (int v = 0; v < TILE; v += LANES) store(count + c * TILE + v, all(total[c]));
-  Tile tile;
 
-  // The band: queries within reach see a key, and no stand-in speaks for it to them.
-  for (int j = 0; j < band; j++) {
-    const int64_t at = begin + j, index = head * p.keys + at;
-    const float share = means ? p.share[index] : 0.0f;
-    const int low = std::max<int64_t>(at - p.right - position, 0);
-    const int high = std::min<int64_t>(at + p.left - position, TILE);
-    tile.show(near + j * TILE, lane, p.hidden && p.hidden[index] ? TILE : low, high);
-    if (share == 0.0f) continue;
-    float *left = count + p.label[index] * TILE;
-    for (int v = 0; v < TILE; v += LANES)
-      store(left + v, load(left + v) - within(lane + v, low, high, all(share), all(0.0f)));
-  }
-  for (int c = 0; c < entries; c++) {
-    const int64_t place = p.place[head * entries + c];
-    const int low = place >= p.keys ? TILE : p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;
-    tile.show(score + c * TILE, lane, low, TILE);
-  }
-  float *mean_score = score + entries * TILE;
-  for (int c = 0; c < means; c++) {
-    const float bias = p.bias[head * means + c];
-    // A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
-    const vec least = all(ROUNDING * total[c]);
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = load(count + c * TILE + v) > least ? load(mean_score + c * TILE + v) + bias : none;
-      store(mean_score + c * TILE + v, x);
-      tile.top[w] = larger(tile.top[w], x);
+  int64_t reach() const { return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right)); }
+
+  // Queries within reach see a key, and no stand-in speaks for it to them.
+  void look_near(Tile &tile, int64_t head, int64_t position, int64_t begin, int reached) {
+    const float *total = p.total + head * p.means;
+    for (int c = 0; c < p.means; c++)
+      for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], all(total[c]));
+    for (int j = 0; j < reached; j++) {
+      const int64_t at = begin + j, index = head * p.keys + at;
+      const float share = p.means ? p.share[index] : 0.0f;
+      const int low = std::max<int64_t>(at - p.right - position, 0);
+      const int high = std::min<int64_t>(at + p.left - position, TILE);
+      tile.show(&near[j * TILE], lane, p.hidden && p.hidden[index] ? TILE : low, high);
+      if (share == 0.0f) continue;
+      float *left = &count[p.label[index] * TILE];
+      for (int v = 0; v < TILE; v += LANES)
+        store(left + v, load(left + v) - within(lane + v, low, high, all(share), all(0.0f)));
     }
   }
 
-  tile.settle();
-  tile.weigh(near, band);
-  tile.weigh(score, entries);
-  vec slope[WIDE] = {};
-  for (int c = 0; c < means; c++) {
-    const float factor = p.rank ? p.factor[head * means + c] : 0.0f;
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = exponential(load(mean_score + c * TILE + v) - tile.top[w]) * load(count + c * TILE + v);
-      store(mean_score + c * TILE + v, x);
-      tile.sum[w] += x;
-      slope[w] += x * factor;
+  void look_at_list(Tile &tile, int64_t head, int64_t position) {
+    for (int c = 0; c < p.entries; c++) {
+      const int64_t place = p.place[head * p.entries + c];
+      const int low = place >= p.keys ? TILE : p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;
+      tile.show(&score[c * TILE], lane, low, TILE);
     }
   }
-  // The first-order term is `rank` more columns: q left, times what the stand-ins' factors sum up to.
-  for (int r = 0; r < p.rank; r++)
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      float *x = score + (columns + r) * TILE + v;
-      store(x, load(x) * slope[w]);
+
+  void look_at_means(Tile &tile, int64_t head) {
+    for (int c = 0; c < p.means; c++) {
+      const float bias = p.bias[head * p.means + c];
+      // A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
+      const vec least = all(ROUNDING * p.total[head * p.means + c]);
+      float *to = &score[(p.entries + c) * TILE];
+      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+        const vec x = load(&count[c * TILE + v]) > least ? load(to + v) * p.scale + bias : all(-INFINITY);
+        store(to + v, x);
+        tile.top[w] = larger(tile.top[w], x);
+      }
     }
-
-  memset(mixed, 0, sizeof(float) * TILE * wide);
-  for (int i = 0; i < rows; i += SOME) {
-    mix<SOME>(p.shared_value + head * shared * wide, wide, shared, wide, score + i, TILE, mixed + i * wide, wide);
-    const int low = std::clamp<int64_t>(position + i - p.left - begin, 0, band);
-    const int high = std::clamp<int64_t>(position + i + SOME + p.right - begin, low, band);
-    mix<SOME>(value + low * value_stride, value_stride, high - low, wide, near + low * TILE + i, TILE,
-              mixed + i * wide, wide);
   }
-  tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
-}
 
-template <class T>
+  void weigh_means(Tile &tile, int64_t head) {
+    vec slope[WIDE] = {};
+    for (int c = 0; c < p.means; c++) {
+      const float factor = p.rank ? p.factor[head * p.means + c] : 0.0f;
+      float *to = &score[(p.entries + c) * TILE];
+      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+        const vec x = exponential(load(to + v) - tile.top[w]) * load(&count[c * TILE + v]);
+        store(to + v, x);
+        tile.sum[w] += x;
+        slope[w] += x * factor;
+      }
+    }
+    // The first-order term is `rank` more columns: q left, times what the stand-ins' factors sum up to.
+    for (int r = 0; r < p.rank; r++)
+      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+        float *to = &score[(p.entries + p.means + r) * TILE + v];
+        store(to, load(to) * (slope[w] * p.scale));
+      }
+  }
+};
+
+template <class Products>
 static void attend(const Attend &p, int threads) {
+  const int64_t shared_heads = p.heads / p.groups, lists = p.batch * shared_heads;
   const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
+  const int64_t columns = p.entries + p.means + p.rank, wide = filled(p.value_dim);
+  std::vector<typename Products::Columns> shared(lists, {(int)p.dim, (int)p.value_dim});
 #pragma omp parallel num_threads(threads)
   {
-    const std::unique_ptr<float[]> scratch(new float[scratch_of(p)]);
+#pragma omp for
+    for (int64_t i = 0; i < lists; i++)
+      shared[i].read(p.shared_key + i * columns * p.dim, p.dim, p.shared_value + i * columns * wide, wide, columns);
+    Attention<Products> attention(p);
 #pragma omp for schedule(dynamic, 4)
-    for (int64_t t = 0; t < work; t++)
-      attend_tile<T>(p, t / tiles / p.heads, t / tiles % p.heads, t % tiles * TILE, scratch.get());
+    for (int64_t t = 0; t < work; t++) {
+      const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
+      attention.attend(shared[b * shared_heads + h / p.groups], b, h, t % tiles * TILE);
+    }
   }
 }
 
 extern "C" void fewkeys_attend(const Attend *p, int is_bf16, int threads) {
-  is_bf16 ? attend<bf16>(*p, threads) : attend<float>(*p, threads);
+  with_products(is_bf16, [=](auto products) { attend<decltype(products)>(*p, threads); });
 }

@@ -1,5 +1,5 @@
 // Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
-#include "tile.h"
+#include "matrix.h"
 
 struct Blocks {
   Rows query, key, value, out;
@@ -12,11 +12,6 @@ struct Blocks {
   float scale;
 };
 
-static int64_t scratch_of(const Blocks &p) {
-  const int64_t wide = filled(p.value_dim), rows = p.entries + p.means;
-  return TILE * (p.dim + rows + wide) + p.entries * p.dim + rows * wide;
-}
-
 // Means of one block: rows of keys and values, and the bias of their scores.
 struct Means {
   const float *key, *value, *bias;
@@ -24,13 +19,12 @@ struct Means {
 };
 
 // The keys of one block, and all queries of the block that read them.
-template <class T>
+template <class Products>
 class Block {
  public:
-  Block(const Blocks &p, float *scratch)
-      : p(p), dim(p.dim), wide(filled(p.value_dim)), query(scratch), score(query + dim * TILE),
-        mixed(score + (p.entries + p.means) * TILE), key_copy(mixed + wide * TILE),
-        value_copy(key_copy + p.entries * dim), copy(value_copy + p.entries * wide), place(p.entries) {}
+  explicit Block(const Blocks &p)
+      : p(p), query(p.dim), mixed(p.value_dim), list(p.dim, p.value_dim), means(p.dim, p.value_dim),
+        score((stepped(p.entries) + stepped(p.means)) * TILE), place(p.entries) {}
 
   void attend(int64_t head, int64_t block) {
     const int64_t b = head / (p.heads / p.groups), h = head % (p.heads / p.groups), first = block * p.means;
@@ -44,25 +38,24 @@ class Block {
     const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
     const int64_t begin = (p.offset / p.size + block) * p.size - p.offset, at = head * p.blocks + block;
     gather(b, h, p.place + at * p.entries);
-    means = of;
-    means.value = floats(of.value, means.value_stride, p.means, p.value_dim, wide, copy);
+    means.read(of.key, of.key_stride, of.value, of.value_stride, p.means);
     const int64_t end = std::min(p.queries, begin + p.size);
     for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
       for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
-        attend_tile(b, g, first, std::min<int64_t>(TILE, end - first));
+        attend_tile(b, g, first, std::min<int64_t>(TILE, end - first), of.bias);
   }
 
  private:
+  typedef typename Products::Number Number;
   const Blocks &p;
-  const int dim, wide;
-  float *query, *score, *mixed, *key_copy, *value_copy, *copy;
-  const float *key = nullptr, *value = nullptr;
-  int64_t key_stride = 0, value_stride = 0;
-  Means means = {};
+  const typename Products::Session session = {};
+  typename Products::Queries query;
+  typename Products::Mixed mixed;
+  typename Products::Columns list, means;
+  Numbers<float> score;
   int listed = 0;
   std::vector<int64_t> place;
 
-  // Keys that follow one another are read where they lie, if they can be.
   void gather(int64_t b, int64_t h, const int64_t *index) {
     listed = 0;
     bool in_a_row = true;
@@ -71,61 +64,56 @@ class Block {
       in_a_row &= !listed || index[e] == place[listed - 1] + 1;
       place[listed++] = index[e];
     }
-    key = key_copy, value = value_copy, key_stride = dim, value_stride = wide;
-    if (in_a_row && listed) {
-      key_stride = p.key.row, value_stride = p.value.row;
-      key = floats(p.key.at<T>(b, h, place[0]), key_stride, listed, dim, dim, key_copy);
-      value = floats(p.value.at<T>(b, h, place[0]), value_stride, listed, p.value_dim, wide, value_copy);
-      return;
-    }
-    for (int e = 0; e < listed; e++) {
-      copy_rows(p.key.at<T>(b, h, place[e]), 0, 1, dim, dim, key_copy + e * dim);
-      copy_rows(p.value.at<T>(b, h, place[e]), 0, 1, p.value_dim, wide, value_copy + e * wide);
-    }
+    const int64_t first = in_a_row && listed ? place[0] : 0;
+    const Number *key = p.key.at<Number>(b, h, first), *value = p.value.at<Number>(b, h, first);
+    if (in_a_row)
+      list.read(key, p.key.row, value, p.value.row, listed);
+    else
+      list.gather(key, p.key.row, value, p.value.row, place.data(), listed);
   }
 
-  void attend_tile(int64_t b, int64_t h, int64_t first, int rows) {
+  void attend_tile(int64_t b, int64_t h, int64_t first, int rows, const float *bias) {
     const int64_t position = first + p.offset;
     const ivec lane = count_up();
     int seen = listed;
     if (p.causal)
       while (seen && place[seen - 1] > position + rows - 1) seen--;
-    to_lanes(p.query.at<T>(b, h, first), p.query.row, rows, dim, p.scale, query);
-    float *mean_score = score + seen * TILE;
-    dots(key, key_stride, seen, dim, query, score);
-    dots(means.key, means.key_stride, p.means, dim, query, mean_score);
-    Tile tile;
+    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
+    float *mean_score = &score[stepped(seen) * TILE];
+    list.dots(query, seen, score.data());
+    means.dots(query, p.means, mean_score);
+    Tile tile(p.scale);
     for (int c = 0; c < seen; c++)
-      tile.show(score + c * TILE, lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
+      tile.show(&score[c * TILE], lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
     for (int c = 0; c < p.means; c++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = load(mean_score + c * TILE + v) + means.bias[c];
+        const vec x = load(mean_score + c * TILE + v) * p.scale + bias[c];
         store(mean_score + c * TILE + v, x);
         tile.top[w] = larger(tile.top[w], x);
       }
     tile.settle();
-    tile.weigh(score, seen + p.means);
-    memset(mixed, 0, sizeof(float) * TILE * wide);
-    for (int i = 0; i < rows; i += SOME) {
-      mix<SOME>(value, value_stride, seen, wide, score + i, TILE, mixed + i * wide, wide);
-      mix<SOME>(means.value, means.value_stride, p.means, wide, mean_score + i, TILE, mixed + i * wide, wide);
-    }
-    tile.write(mixed, wide, (T *)p.out.at<T>(b, h, first), p.out.row, rows, p.value_dim);
+    tile.weigh(score.data(), seen);
+    tile.weigh(mean_score, p.means);
+    mixed.clear();
+    const auto everywhere = [](int, int &, int &) {};
+    list.mix(score.data(), seen, rows, everywhere, mixed);
+    means.mix(mean_score, p.means, rows, everywhere, mixed);
+    tile.write(mixed.rows(), filled(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
+               p.value_dim);
   }
 };
 
-template <class T>
+template <class Products>
 static void attend_blocks(const Blocks &p, int threads) {
   const int64_t work = p.batch * (p.heads / p.groups) * p.blocks;
 #pragma omp parallel num_threads(threads)
   {
-    const std::unique_ptr<float[]> scratch(new float[scratch_of(p)]);
-    Block<T> block(p, scratch.get());
+    Block<Products> block(p);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < work; t++) block.attend(t / p.blocks, t % p.blocks);
   }
 }
 
 extern "C" void fewkeys_attend_blocks(const Blocks *p, int is_bf16, int threads) {
-  is_bf16 ? attend_blocks<bf16>(*p, threads) : attend_blocks<float>(*p, threads);
+  with_products(is_bf16, [=](auto products) { attend_blocks<decltype(products)>(*p, threads); });
 }

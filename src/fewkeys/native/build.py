@@ -17,7 +17,7 @@ import torch
 
 SOURCES = (
     *("kernels.cpp", "attend.cpp", "blocks.cpp", "keys.cpp", "lloyd.cpp", "past.cpp", "prefill.cpp"),
-    *("merge.h", "tile.h", "lanes.h"),
+    *("merge.h", "matrix.h", "columns.h", "tile.h", "lanes.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),

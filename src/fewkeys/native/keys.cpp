@@ -80,7 +80,7 @@ static void survey(const Survey &p, int threads) {
   const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads, both = p.dim + p.value_dim;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> scratch((both + std::max(p.dim + 1, p.count)) * TILE);
+    Numbers<float> scratch((both + std::max(p.dim + 1, p.count)) * TILE);
     float *lanes = scratch.data(), *found = lanes + both * TILE;
 #pragma omp for schedule(dynamic, 16)
     for (int64_t t = 0; t < work; t++) {
@@ -137,7 +137,7 @@ class Adder {
  private:
   const Sums &p;
   const int64_t both, tall, wide;
-  std::vector<float> keys, copy;
+  Numbers<float> keys, copy;
 
   void multiply(int64_t b, int64_t h, int64_t head, int64_t begin, int count, float *products) {
     const float *middle = p.middle + head * p.dim;
@@ -158,7 +158,7 @@ template <class T>
 static void label_sums(const Sums &p, int threads) {
   const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, both = p.dim + p.value_dim;
   const int64_t size = p.count * both, wide = filled(p.value_dim), square = p.middle ? filled(p.dim) * wide : 0;
-  std::vector<float> parts(heads * pieces * (size + square));
+  Numbers<float> parts(heads * pieces * (size + square));
 #pragma omp parallel num_threads(threads)
   {
     Adder<T> adder(p);

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, ROWS = 12;
@@ -28,6 +30,22 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 struct bf16 {
   uint16_t bits;
 };
+
+// Numbers that begin where a line of the cache does.
+template <class T>
+struct Lined {
+  typedef T value_type;
+  static constexpr std::align_val_t LINE{64};
+  Lined() = default;
+  template <class U>
+  Lined(const Lined<U> &) {}
+  T *allocate(size_t count) { return (T *)::operator new(count * sizeof(T), LINE); }
+  void deallocate(T *held, size_t) { ::operator delete(held, LINE); }
+  bool operator==(const Lined &) const { return true; }
+  bool operator!=(const Lined &) const { return false; }
+};
+template <class T>
+using Numbers = std::vector<T, Lined<T>>;
 
 // (B, H, N, dim) in any layout whose last dimension is dense; strides are counted in elements
 struct Rows {
@@ -97,22 +115,39 @@ static inline vec exponential(vec x) {
   return x < -80.0f ? all(0.0f) : x == x ? found : x;
 }
 
+// Lanes i and i ^ step change places.
+template <int step>
+static inline vec crossed(vec x) {
+#if defined(__clang__)
+  vec found;
+  for (int i = 0; i < LANES; i++) found[i] = x[i ^ step];
+  return found;
+#else
+  return __builtin_shuffle(x, count_up() ^ step);
+#endif
+}
+
+template <int step = LANES / 2>
 static inline float total_of(vec x) {
-  float part[LANES];
-  store(part, x);
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) part[i] += part[i + half];
-  return part[0];
+  if constexpr (step == 0)
+    return x[0];
+  else
+    return total_of<step / 2>(x + crossed<step>(x));
+}
+
+// Products of two rows of whole vectors, still to be summed.
+static inline vec products(const float *x, const float *y, int count) {
+  vec sum = {};
+  for (int d = 0; d < count; d += LANES) sum += load(x + d) * load(y + d);
+  return sum;
 }
 
 // The inner product of two rows.
 static inline float product(const float *x, const float *y, int count) {
-  vec sum = {};
-  int d = 0;
-  for (; d + LANES <= count; d += LANES) sum += load(x + d) * load(y + d);
-  float found = 0.0f;
-  for (; d < count; d++) found += x[d] * y[d];
-  return found + total_of(sum);
+  const int whole = count / LANES * LANES;
+  float found = total_of(products(x, y, whole));
+  for (int d = whole; d < count; d++) found += x[d] * y[d];
+  return found;
 }
 
 // Adds a row of any type.

@@ -36,7 +36,7 @@ class Sample {
   const Lloyd &p;
   const int dim, both, span;
   const uint8_t *real = nullptr;
-  std::vector<float> form, copy, found, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  Numbers<float> form, copy, found, rows, lanes, centre, sums, half, mass, along, importance, weight;
   std::vector<int> order;
 
   // The features of every key, and its importance.

@@ -14,9 +14,9 @@ struct Widths {
 
 // How far apart stand-ins are and how much attention they may expect, by the keys and queries seen so far.
 struct Metric {
-  std::vector<float> form;        // (D, D), TILE columns after the other: the second moment of the queries
-  std::vector<float> mean_query;  // filled up with zeros
-  std::vector<float> mean;        // of keys and values
+  Numbers<float> form;        // (D, D), TILE columns after the other: the second moment of the queries
+  Numbers<float> mean_query;  // filled up with zeros
+  Numbers<float> mean;        // of keys and values
   float unit, tilt;               // 1 / var(v); tilt 0: all weights are one
 
   explicit Metric(const Widths &w) : form(w.dim * (w.dim + TILE)), mean_query(w.fill), mean(w.span + LANES) {}
@@ -40,8 +40,8 @@ struct Metric {
 class Group {
  public:
   int used = 0;
-  std::vector<float> rows, image;  // image: the centred key, multiplied by the metric
-  std::vector<float> excess, size, log_mass;
+  Numbers<float> rows, image;  // image: the centred key, multiplied by the metric
+  Numbers<float> excess, size, log_mass;
 
   Group(const Widths &w, int most)
       : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), w(w),
@@ -79,7 +79,7 @@ class Group {
 
  protected:
   const Widths w;
-  std::vector<float> found;  // inner products of all with a tile
+  Numbers<float> found;  // inner products of all with a tile
 };
 
 class MergingGroup : public Group {
@@ -145,8 +145,8 @@ class MergingGroup : public Group {
 
  private:
   const float lowest;
-  std::vector<float> sorted;  // rows less their mean, in the order of mass, as all that follows
-  std::vector<float> lanes, mass, lightness, square, least, total;
+  Numbers<float> sorted;  // rows less their mean, in the order of mass, as all that follows
+  Numbers<float> lanes, mass, lightness, square, least, total;
   std::vector<int> slot;  // where in the group each stands
   std::vector<int> leader_of;
   std::vector<int> places;              // of those that may join
@@ -163,11 +163,12 @@ class MergingGroup : public Group {
       const float *row = &rows[slot[i] * w.span];
       float *to = &sorted[i * w.span], *value = to + w.dim;
       for (int d = 0; d < w.span; d += LANES) store(to + d, load(row + d) - load(&metric.mean[d]));
-      square[i] = product(to, &image[slot[i] * w.fill], w.dim) + metric.unit * product(value, value, w.value_dim);
+      square[i] = total_of(products(to, &image[slot[i] * w.fill], w.fill) +
+                           metric.unit * products(value, value, filled(w.value_dim)));
     }
     const vec top = all(mass[0]), least_mass = all(lowest);
     for (int i = 0; i < used; i += LANES)
-      store(&lightness[i], inverse(exponential(larger(load(&mass[i]) - top, least_mass))));
+      store(&lightness[i], 1.0f / exponential(larger(load(&mass[i]) - top, least_mass)));
     return used;
   }
 
@@ -179,16 +180,18 @@ class MergingGroup : public Group {
       const int at = std::min<int>(tile + part + i, places.size() - 1);
       own[i] = places[at], light[i] = lightness[places[at]], mine[i] = square[places[at]];
     }
-    vec best = all(INFINITY);
+    // Costs are fractions; which of two is the smaller needs no division.
+    vec best = all(INFINITY), under = all(1.0f);
     ivec whose = own - 1;
     for (int b = 0; b < before; b++) {
       const vec apart = larger(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
-      const vec cost = apart * inverse(light + lightness[b]);
-      const ivec closer = (cost < best) & (own > b);
-      best = closer ? cost : best;
+      const vec weight = light + lightness[b];
+      const ivec closer = (apart * under < best * weight) & (own > b);
+      best = closer ? apart : best;
+      under = closer ? weight : under;
       whose = closer ? ivec{} + b : whose;
     }
-    store(&least[tile + part], best);
+    store(&least[tile + part], best / under);
     memcpy(&partner[tile + part], &whose, sizeof whose);
   }
 
@@ -229,12 +232,5 @@ class MergingGroup : public Group {
     int bits;
     memcpy(&bits, &x, sizeof bits);
     return bits ^ ((bits >> 31) & INT32_MAX);
-  }
-
-  // 1 / x for x between 1e-3 and 1e5, to float32's rounding: Newton's steps are faster than the division.
-  static vec inverse(vec x) {
-    vec found = (vec)(ivec{} + 0x7ef311c3 - (ivec)x);
-    for (int i = 0; i < 3; i++) found *= 2.0f - x * found;
-    return found;
   }
 };

@@ -68,7 +68,7 @@ class Arrivals {
   const int64_t head;
   const Widths w;
   int known = 0;  // stand-ins after the steps so far
-  std::vector<float> asked_total, asked_square, seen_total, questions;
+  Numbers<float> asked_total, asked_square, seen_total, questions;
   float asked, seen, seen_square;
 
   void ask(int64_t step) {

@@ -5,12 +5,13 @@
 #include <atomic>
 #include <chrono>
 #include <deque>
+#include <memory>
 #include <thread>
 
 #include "blocks.cpp"
 #include "past.cpp"
 
-template <class T>
+template <class Products>
 class Prefill {
  public:
   Prefill(const Blocks &p, int64_t head) : p(p), head(head) {
@@ -18,10 +19,10 @@ class Prefill {
   }
 
   // By one thread.
-  void walk(Block<T> &mine) {
+  void walk(Block<Products> &mine) {
     const Widths w(p.dim, p.value_dim);
     rows.reset(new float[HELD * p.means * w.wide]), excess.reset(new float[HELD * p.means]);
-    arrivals.reset(new Arrivals<T, T>(*p.past, head));
+    arrivals.reset(new Arrivals<Number, Number>(*p.past, head));
     for (int64_t i = 0; i < AHEAD; i++) batches.emplace_back(*p.past, w);
     Walker walker(*p.past, head);
     open.store(true, std::memory_order_release);
@@ -45,16 +46,17 @@ class Prefill {
   }
 
   // By any thread; false where there is nothing to do at the moment.
-  bool help(Block<T> &mine) { return (open.load(std::memory_order_acquire) && prepare_one()) || attend_one(mine); }
+  bool help(Block<Products> &mine) { return (open.load(std::memory_order_acquire) && prepare_one()) || attend_one(mine); }
 
   bool empty() const { return begun >= p.blocks; }
 
  private:
+  typedef typename Products::Number Number;
   static constexpr int64_t HELD = 8, AHEAD = 2;  // blocks and batches: they fit in the cache next to a core
   const Blocks &p;
   const int64_t head;
   std::unique_ptr<float[]> rows, excess;
-  std::unique_ptr<Arrivals<T, T>> arrivals;
+  std::unique_ptr<Arrivals<Number, Number>> arrivals;
   std::deque<Batch> batches;
   std::atomic<bool> open{false}, preparing{false};
   std::atomic<int64_t> prepared{0}, taken{0};                   // batches
@@ -77,7 +79,7 @@ class Prefill {
   }
 
   // Attends to the next block whose means are known, if there is one.
-  bool attend_one(Block<T> &mine) {
+  bool attend_one(Block<Products> &mine) {
     int64_t block = begun;
     do {
       if (block >= made.load(std::memory_order_acquire)) return false;
@@ -91,15 +93,14 @@ class Prefill {
   }
 };
 
-template <class T>
+template <class Products>
 static void prefill(const Blocks &p, int threads) {
-  std::deque<Prefill<T>> heads;
+  std::deque<Prefill<Products>> heads;
   for (int64_t head = 0; head < p.batch * (p.heads / p.groups); head++) heads.emplace_back(p, head);
   std::atomic<size_t> next{0};
 #pragma omp parallel num_threads(threads)
   {
-    const std::unique_ptr<float[]> scratch(new float[scratch_of(p)]);
-    Block<T> block(p, scratch.get());
+    Block<Products> block(p);
     for (size_t head; (head = next++) < heads.size();) heads[head].walk(block);
     // Who has no head left helps the others, and rests where there is nothing to do: the core may have other threads.
     for (auto &head : heads)
@@ -109,5 +110,5 @@ static void prefill(const Blocks &p, int threads) {
 }
 
 extern "C" void fewkeys_prefill(const Blocks *p, int is_bf16, int threads) {
-  is_bf16 ? prefill<bf16>(*p, threads) : prefill<float>(*p, threads);
+  with_products(is_bf16, [=](auto products) { prefill<decltype(products)>(*p, threads); });
 }

@@ -1,8 +1,5 @@
 // What every kernel of attention does with a tile of queries, each in its lane.
 #pragma once
-#include <memory>
-#include <vector>
-
 #include "lanes.h"
 
 // Copies rows as floats, filled up with zeros to `width`.
@@ -26,18 +23,19 @@ static const float *floats(const T *rows, int64_t &stride, int count, int dim, i
   return into;
 }
 
-// A tile's running figures: the largest score and the sum of the weights of every query.
+// A tile's running figures: the largest score and the sum of the weights of every query. Scores are `scale` q . k.
 struct Tile {
+  const float scale;
   vec top[WIDE], sum[WIDE] = {};
 
-  Tile() {
+  explicit Tile(float scale) : scale(scale) {
     for (int w = 0; w < WIDE; w++) top[w] = all(-INFINITY);
   }
 
-  // Hides the scores of one key from the queries before `low` and after `high`.
+  // Products with one key become scores, hidden from the queries before `low` and after `high`.
   void show(float *score, ivec lane, int low, int high) {
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = within(lane + v, low, high, load(score + v), all(-INFINITY));
+      const vec x = within(lane + v, low, high, load(score + v) * scale, all(-INFINITY));
       store(score + v, x);
       top[w] = larger(top[w], x);
     }

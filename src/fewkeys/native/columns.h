@@ -1,0 +1,92 @@
+// What attention multiplies, in lanes of floats. `matrix.h` offers the same for bfloat16 on the matrix unit.
+#pragma once
+#include "tile.h"
+
+// Columns of scores and of weights have room for a multiple of this.
+constexpr int STEP = 32;
+static inline int64_t stepped(int64_t count) { return (count + STEP - 1) / STEP * STEP; }
+
+template <class T>
+struct Lanes {
+  typedef T Number;
+  struct Session {};  // what a thread holds while it multiplies
+
+  // A tile of queries.
+  class Queries {
+   public:
+    explicit Queries(int dim) : dim(dim), lanes(dim * TILE) {}
+    void set(const T *rows, int64_t stride, int count) { to_lanes(rows, stride, count, dim, 1.0f, lanes.data()); }
+
+   private:
+    friend Lanes;
+    const int dim;
+    Numbers<float> lanes;
+  };
+
+  // Sums of values, one for every query of a tile: (TILE, Dv filled up).
+  class Mixed {
+   public:
+    explicit Mixed(int value_dim) : wide(filled(value_dim)), sums(TILE * wide) {}
+    void clear() { std::fill(sums.begin(), sums.end(), 0.0f); }
+    const float *rows() { return sums.data(); }
+
+   private:
+    friend Lanes;
+    const int wide;
+    Numbers<float> sums;
+  };
+
+  // Keys and values side by side.
+  class Columns {
+   public:
+    Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), wide(filled(value_dim)) {}
+
+    // Rows that follow one another are read where they lie, if they can be.
+    template <class R>
+    void read(const R *keys, int64_t key_pitch, const R *values, int64_t value_pitch, int count) {
+      key_stride = key_pitch, value_stride = value_pitch;
+      make_room(count);
+      key = floats(keys, key_stride, count, dim, dim, copy.data());
+      value = floats(values, value_stride, count, value_dim, wide, &copy[count * dim]);
+    }
+
+    void gather(const T *keys, int64_t key_pitch, const T *values, int64_t value_pitch, const int64_t *place,
+                int count) {
+      key_stride = dim, value_stride = wide;
+      make_room(count);
+      float *to_key = copy.data(), *to_value = to_key + count * dim;
+      key = to_key, value = to_value;
+      for (int i = 0; i < count; i++, to_key += dim, to_value += wide) {
+        copy_rows(keys + place[i] * key_pitch, 0, 1, dim, dim, to_key);
+        copy_rows(values + place[i] * value_pitch, 0, 1, value_dim, wide, to_value);
+      }
+    }
+
+    // Inner products (count, TILE) of the first `count` keys.
+    void dots(const Queries &query, int count, float *score) const {
+      ::dots(key, key_stride, count, dim, query.lanes.data(), score);
+    }
+
+    // Adds the first `count` values to the sums of `rows` queries under weights (count, TILE), which are lost.
+    // `reach(i, low, high)`: all but those between have no weight for the queries i .. i + SOME - 1.
+    template <class Reach>
+    void mix(float *weight, int count, int rows, Reach reach, Mixed &into) const {
+      for (int i = 0; i < rows; i += SOME) {
+        int low = 0, high = count;
+        reach(i, low, high);
+        ::mix<SOME>(value + low * value_stride, value_stride, high - low, wide, weight + low * TILE + i, TILE,
+                    &into.sums[i * wide], wide);
+      }
+    }
+
+   private:
+    int dim, value_dim, wide;
+    const float *key = nullptr, *value = nullptr;
+    int64_t key_stride = 0, value_stride = 0;
+    Numbers<float> copy;
+
+    void make_room(int64_t count) {
+      if ((int64_t)copy.size() < count * (dim + wide)) copy.resize(count * (dim + wide));
+    }
+  };
+};

@@ -1,0 +1,249 @@
+// Products of bfloat16 on the matrix unit (AMX), summed in float32, where the machine has one.
+//
+// The unit adds A B to C: A holds 16 rows of 32 numbers, B 32 rows of 16, of which it wants two rows' numbers side by
+// side, C 16 x 16 sums. Scores are keys x queries, so keys are A where they lie in rows; sums of values are dimensions x
+// queries, so weights are B in the order in which scores come, and values are turned once for all queries.
+#pragma once
+#include "columns.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define FEWKEYS_MATRIX
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+constexpr int EDGE = 16;  // rows of a tile of the unit
+
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+// Two numbers as bfloat16 side by side, rounded to nearest.
+static inline uvec pair(vec low, vec high) {
+  return ((uvec)low + 0x8000) >> 16 | (((uvec)high + 0x8000) & 0xffff0000);
+}
+
+// EDGE floats of a row of `dim` from d on, zeros beyond its end.
+template <class R>
+static inline vec floats_of(const R *row, int d, int dim) {
+  if (d + EDGE <= dim) return load(row + d);
+  vec found = {};
+  for (int e = d; e < dim; e++) found[e - d] = number(row[e]);
+  return found;
+}
+
+// STEP numbers of a row of `dim` from d on as bfloat16, zeros beyond its end.
+static inline vec numbers_of(const bf16 *row, int d, int dim) {
+  vec found = {};
+  if (d + STEP <= dim)
+    memcpy(&found, row + d, sizeof found);
+  else
+    memcpy(&found, row + d, (dim - d) * sizeof(bf16));
+  return found;
+}
+static inline vec numbers_of(const float *row, int d, int dim) {
+  const vec low = floats_of(row, d, dim), high = floats_of(row, d + EDGE, dim);
+  const auto both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  vec found;
+  memcpy(&found, &both, sizeof found);
+  return found;
+}
+
+// Turns EDGE rows of EDGE numbers of 32 bits.
+template <class From, class To>
+static inline __attribute__((always_inline)) void turn_square(From from, To to) {
+  vec x[EDGE];
+#pragma GCC unroll 16
+  for (int i = 0; i < EDGE; i++) x[i] = from(i);
+  transpose<EDGE / 2>(x);
+#pragma GCC unroll 16
+  for (int i = 0; i < EDGE; i++) to(i, x[i]);
+}
+
+// What the unit reads it does not tell the compiler, which could put off the stores that come before.
+static inline void told_nothing() { asm volatile("" ::: "memory"); }
+
+// Four tiles of the unit hold the sums of TILE queries: EDGE rows above, and as many below.
+static inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+static inline void load_sums(const float *above, const float *below) {
+  constexpr int PITCH = TILE * sizeof(float);
+  _tile_loadd(0, above, PITCH);
+  _tile_loadd(1, above + EDGE, PITCH);
+  _tile_loadd(2, below, PITCH);
+  _tile_loadd(3, below + EDGE, PITCH);
+}
+static inline void store_sums(float *above, float *below) {
+  constexpr int PITCH = TILE * sizeof(float);
+  _tile_stored(0, above, PITCH);
+  _tile_stored(1, above + EDGE, PITCH);
+  _tile_stored(2, below, PITCH);
+  _tile_stored(3, below + EDGE, PITCH);
+}
+// Adds the products of rows, `pitch` bytes apart, with pairs (EDGE, TILE).
+static inline void multiply(const bf16 *above, const bf16 *below, int64_t pitch, const float *pairs) {
+  constexpr int PITCH = TILE * sizeof(float);
+  _tile_loadd(4, above, pitch);
+  _tile_loadd(5, below, pitch);
+  _tile_loadd(6, pairs, PITCH);
+  _tile_loadd(7, pairs + EDGE, PITCH);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+struct Matrix {
+  typedef bf16 Number;
+
+  // Linux lends the unit to a process that asks for it.
+  static bool is_there() {
+    constexpr int ASK = 0x1023, TILES = 18;
+    static const bool lent = syscall(SYS_arch_prctl, ASK, TILES) == 0;
+    return lent;
+  }
+
+  struct Session {
+    Session() {
+      struct {
+        uint8_t palette = 1, start = 0, none[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+      } shape;
+      for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = EDGE;
+      _tile_loadconfig(&shape);
+    }
+    ~Session() { _tile_release(); }
+  };
+
+  class Queries {
+   public:
+    explicit Queries(int dim) : dim(dim), deep(stepped(dim)), pairs(deep / 2 * TILE) {}
+
+    void set(const bf16 *rows, int64_t stride, int count) {
+      for (int part = 0; part < TILE; part += EDGE)
+        for (int d = 0; d < deep; d += STEP)
+          turn_square(
+              [&](int i) {
+                const bf16 *row = rows + (part + i) * stride;
+                return part + i < count ? numbers_of(row, d, dim) : vec{};
+              },
+              [&](int i, vec x) { store(&pairs[(d / 2 + i) * TILE + part], x); });
+    }
+
+   private:
+    friend Matrix;
+    const int dim, deep;
+    Numbers<float> pairs;  // (dimensions / 2, TILE)
+  };
+
+  class Mixed {
+   public:
+    explicit Mixed(int value_dim) : wide(filled(value_dim)), sums(wide * TILE), turned(TILE * wide) {}
+    void clear() { std::fill(sums.begin(), sums.end(), 0.0f); }
+
+    const float *rows() {
+      for (int part = 0; part < TILE; part += EDGE)
+        for (int d = 0; d < wide; d += EDGE)
+          turn_square([&](int i) { return load(&sums[(d + i) * TILE + part]); },
+                      [&](int i, vec x) { store(&turned[(part + i) * wide + d], x); });
+      return turned.data();
+    }
+
+   private:
+    friend Matrix;
+    const int wide;
+    Numbers<float> sums, turned;  // (Dv, TILE), (TILE, Dv)
+  };
+
+  class Columns {
+   public:
+    Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), deep(stepped(dim)), wide(filled(value_dim)) {}
+
+    template <class R>
+    void read(const R *keys, int64_t key_pitch, const R *values, int64_t value_pitch, int count) {
+      take([=](int i) { return keys + i * key_pitch; }, [=](int i) { return values + i * value_pitch; }, count);
+    }
+
+    void gather(const bf16 *keys, int64_t key_pitch, const bf16 *values, int64_t value_pitch, const int64_t *place,
+                int count) {
+      take([=](int i) { return keys + place[i] * key_pitch; }, [=](int i) { return values + place[i] * value_pitch; },
+           count);
+    }
+
+    __attribute__((noinline)) void dots(const Queries &query, int count, float *score) const {
+      told_nothing();
+      for (int c = 0; c < count; c += STEP) {
+        const bf16 *row = &key[c * deep];
+        clear_sums();
+        for (int d = 0; d < deep; d += STEP)
+          multiply(row + d, row + EDGE * deep + d, deep * sizeof(bf16), &query.pairs[d / 2 * TILE]);
+        store_sums(score + c * TILE, score + (c + EDGE) * TILE);
+      }
+    }
+
+    template <class Reach>
+    void mix(float *weight, int count, int, Reach, Mixed &into) const {
+      for (int c = 0; c < count; c += 2)
+        for (int v = 0; v < TILE; v += LANES) {
+          const uvec both = pair(load(weight + c * TILE + v), c + 1 < count ? load(weight + (c + 1) * TILE + v) : vec{});
+          memcpy(weight + c / 2 * TILE + v, &both, sizeof both);
+        }
+      std::fill(weight + (count + 1) / 2 * TILE, weight + stepped(count) / 2 * TILE, 0.0f);
+      mix_pairs(weight, count, into);
+    }
+
+   private:
+    int dim, value_dim, deep, wide;
+    Numbers<bf16> key;    // (count, D), both filled up to STEP
+    Numbers<bf16> value;  // (count / STEP, Dv filled up, STEP)
+
+    __attribute__((noinline)) void mix_pairs(const float *weight, int count, Mixed &into) const {
+      told_nothing();
+      for (int d = 0; d < wide; d += 2 * EDGE) {
+        // Of an odd number of halves the last is summed twice.
+        const int other = d + EDGE < wide ? EDGE : 0;
+        float *sums = &into.sums[d * TILE];
+        load_sums(sums, sums + other * TILE);
+        for (int c = 0; c < count; c += STEP) {
+          const bf16 *row = &value[(c / STEP * wide + d) * STEP];
+          multiply(row, row + other * STEP, STEP * sizeof(bf16), weight + c / 2 * TILE);
+        }
+        store_sums(sums, sums + other * TILE);
+      }
+    }
+
+    template <class KeyAt, class ValueAt>
+    void take(KeyAt key_at, ValueAt value_at, int count) {
+      const int64_t room = stepped(count);
+      if ((int64_t)key.size() < room * deep) key.resize(room * deep), value.resize(room * wide);
+      for (int i = 0; i < count; i++)
+        for (int d = 0; d < deep; d += STEP) {
+          const vec x = numbers_of(key_at(i), d, dim);
+          memcpy(&key[i * deep + d], &x, sizeof x);
+        }
+      for (int c = 0; c < room; c += STEP)
+        for (int d = 0; d < wide; d += EDGE)
+          turn_square(
+              [&](int i) {
+                const int low = c + 2 * i;
+                const vec first = low < count ? floats_of(value_at(low), d, value_dim) : vec{};
+                return (vec)pair(first, low + 1 < count ? floats_of(value_at(low + 1), d, value_dim) : vec{});
+              },
+              [&](int i, vec x) { store((float *)&value[((int64_t)c / STEP * wide + d + i) * STEP], x); });
+    }
+  };
+};
+#endif
+
+// Calls with the products that suit: of floats, or of bfloat16.
+template <class Call>
+static void with_products(int is_bf16, Call call) {
+  if (!is_bf16) return call(Lanes<float>());
+#ifdef FEWKEYS_MATRIX
+  if (Matrix::is_there()) return call(Matrix());
+#endif
+  call(Lanes<bf16>());
+}
