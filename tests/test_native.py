@@ -257,6 +257,10 @@ def test_statistics_clusters_and_sums(form, dtype):
     sums = native.label_sums(k, v, label, share, 13)
     member = torch.nn.functional.one_hot(label, 13) * share.unsqueeze(-1)
     torch.testing.assert_close(sums, member.mT @ torch.cat([k, v], -1).float(), rtol=1e-4, atol=1e-4)
+    *totals, square = native.totals(k, v)
+    for total, rows in zip(totals, (k, v), strict=True):
+        torch.testing.assert_close(total, rows.float().sum(2, keepdim=True), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(square[..., 0], v.float().square().sum((2, 3)), rtol=1e-4, atol=1e-4)
 
 
 def test_mixed_precision_is_read_as_it_is(taken):
@@ -310,6 +314,9 @@ def test_sums_of_many_keys():
     sums = native.label_sums(k, k, label, share, 7)
     want = torch.stack([k[:, :, own::7].double().sum(2) for own in range(7)], 2)
     torch.testing.assert_close(sums.double(), torch.cat([want, want], -1), rtol=1e-4, atol=1e-3)
+    total, _, square = native.totals(k, k)
+    torch.testing.assert_close(total[:, :, 0].double(), want.sum(2), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(square[..., 0].double(), k.double().square().sum((2, 3)), rtol=1e-5, atol=1e-3)
 
 
 def test_whole_plans_with_and_without():

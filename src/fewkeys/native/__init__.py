@@ -6,7 +6,7 @@ does the same work with the same results up to rounding. `FEWKEYS_NATIVE=0` in t
 """
 
 from fewkeys.native.build import missing
-from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey
+from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
 from fewkeys.native.past import Steps, walk
 from fewkeys.native.tensors import suits
 
@@ -20,5 +20,6 @@ __all__ = [
     "suits",
     "sums_and_products",
     "survey",
+    "totals",
     "walk",
 ]

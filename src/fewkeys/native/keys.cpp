@@ -28,6 +28,12 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
+struct Totals {
+  Rows key, value;
+  float *sums, *square;  // (B, Hkv, D + Dv), (B, Hkv): of all keys and values; of |v|^2
+  int64_t batch, heads, keys, dim, value_dim;
+};
+
 constexpr int64_t PIECE = 4096;  // keys added up by themselves, so that sums do not depend on the number of threads
 
 // Squared distances of the rows in `lanes` from `middle`.
@@ -179,6 +185,30 @@ static void label_sums(const Sums &p, int threads) {
   }
 }
 
+template <class T>
+static void totals(const Totals &p, int threads) {
+  const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, size = p.dim + p.value_dim + 1;
+  Numbers<float> parts(heads * pieces * size);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t t = 0; t < heads * pieces; t++) {
+    const int64_t b = t / pieces / p.heads, h = t / pieces % p.heads, first = t % pieces * PIECE;
+    float *sums = &parts[t * size];
+    for (int64_t j = first; j < std::min(p.keys, first + PIECE); j++) {
+      const T *value = p.value.at<T>(b, h, j);
+      add(sums, p.key.at<T>(b, h, j), 1.0f, p.dim);
+      add(sums + p.dim, value, 1.0f, p.value_dim);
+      sums[size - 1] += product(value, value, p.value_dim);
+    }
+  }
+  for (int64_t t = 0; t < heads * pieces; t++) {
+    add(p.sums + t / pieces * (size - 1), &parts[t * size], 1.0f, size - 1);
+    p.square[t / pieces] += parts[t * size + size - 1];
+  }
+}
+
+extern "C" void fewkeys_totals(const Totals *p, int is_bf16, int threads) {
+  is_bf16 ? totals<bf16>(*p, threads) : totals<float>(*p, threads);
+}
 extern "C" void fewkeys_survey(const Survey *p, int is_bf16, int threads) {
   is_bf16 ? survey<bf16>(*p, threads) : survey<float>(*p, threads);
 }

@@ -34,6 +34,14 @@ class _Sums(ctypes.Structure):
     )
 
 
+class _Totals(ctypes.Structure):
+    _fields_ = (
+        *((name, Rows) for name in ("key", "value")),
+        *((name, _Pointer) for name in ("sums", "square")),
+        *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim")),
+    )
+
+
 class _Lloyd(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("key", "value")),
@@ -108,6 +116,17 @@ def _sums(
     held = pointers({"label": label, "share": share, "sums": sums, **others})
     call("fewkeys_label_sums", _Sums(**_rows(key, value), **held, count=count), key.dtype)
     return sums
+
+
+def totals(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`sum_j k_j` (B, H, 1, D), `sum_j v_j` (B, H, 1, Dv) and `sum_j |v_j|^2` (B, H, 1), all float32."""
+    key, value = alike(key, value)
+    dim, value_dim = key.shape[3], value.shape[3]
+    found = torch.zeros((*key.shape[:2], dim + value_dim), dtype=torch.float32)
+    square = found.new_zeros((*key.shape[:2], 1))
+    call("fewkeys_totals", _Totals(**_rows(key, value), **pointers({"sums": found, "square": square})), key.dtype)
+    key_sum, value_sum = found.unsqueeze(2).split([dim, value_dim], -1)
+    return key_sum, value_sum, square
 
 
 def lloyd(

@@ -142,7 +142,7 @@ class Drop(Rest):
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:
     """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in the statistics' precision."""
-    dtype = working(inputs.key).dtype
+    dtype = working(inputs.key[:0]).dtype
     free = inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
     if inputs.valid is not None:
         free = free * inputs.valid[:, None]

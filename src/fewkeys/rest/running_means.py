@@ -47,7 +47,8 @@ class RunningMeans(Rest):
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
         x, columns = inputs, blocks_of(graph)
         index, real = departures(x, columns)
-        past = Past(Summary.empty(self.count, working(x.key), working(x.value)), RunningQueries.empty(working(x.key)))
+        key, value = (working(rows[:, :, :0]) for rows in (x.key, x.value))
+        past = Past(Summary.empty(self.count, key, value), RunningQueries.empty(key))
         # A block sees the queries of the blocks before it.
         last = (columns.blocks - 1) * columns.size
         answered = _real_queries(x)

@@ -57,7 +57,7 @@ class BestColumns(Selector):
 
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
-        mass = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=working(x.key).dtype, device=x.key.device)
+        mass = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=working(x.key[:0]).dtype, device=x.key.device)
         for start, scores in score_blocks(x):
             weights = scores.softmax(-1).nan_to_num(0.0)
             if x.valid_queries is not None:

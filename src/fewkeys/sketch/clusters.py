@@ -210,11 +210,13 @@ def _frame(inputs: Inputs) -> Frame:
     totals, dtype, count = inputs.whole.totals, second.dtype, second.new_full((1, 1, 1), inputs.whole.keys)
     if inputs.valid is not None:
         count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)
-    key_mean, value_mean = (
-        totals.sum(rows.sum(-2, keepdim=True, dtype=dtype)) / count.unsqueeze(-1) for rows in (key, value)
-    )
-    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
-    square = totals.sum(square) / count
+    if native.suits(key, value):
+        sums = native.totals(key, value)
+    else:
+        square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
+        sums = (*(rows.sum(-2, keepdim=True, dtype=dtype) for rows in (key, value)), square)
+    key_sum, value_sum, square = (totals.sum(part) for part in sums)
+    key_mean, value_mean, square = key_sum / count.unsqueeze(-1), value_sum / count.unsqueeze(-1), square / count
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
     return Frame(key_mean, value_mean, root, unit, moments.mean)
