@@ -1,8 +1,8 @@
 // Products of bfloat16 on the matrix unit (AMX), summed in float32, where the machine has one.
 //
 // The unit adds A B to C: A holds 16 rows of 32 numbers, B 32 rows of 16, of which it wants two rows' numbers side by
-// side, C 16 x 16 sums. Scores are keys x queries, so keys are A where they lie in rows; sums of values are dimensions x
-// queries, so weights are B in the order in which scores come, and values are turned once for all queries.
+// side, C 16 x 16 sums. Scores are keys x queries: keys are A, row by row. Sums of values are dimensions x queries:
+// weights are B, in the order in which scores come, and values are turned once for all queries.
 #pragma once
 #include "columns.h"
 
@@ -47,19 +47,27 @@ static inline vec numbers_of(const float *row, int d, int dim) {
   return found;
 }
 
-// Turns EDGE rows of EDGE numbers of 32 bits.
-template <class From, class To>
-static inline __attribute__((always_inline)) void turn_square(From from, To to) {
+// Turns EDGE rows of EDGE numbers of 32 bits; compiled once.
+static __attribute__((noinline)) void turn_in_place(vec *rows) {
   vec x[EDGE];
 #pragma GCC unroll 16
-  for (int i = 0; i < EDGE; i++) x[i] = from(i);
+  for (int i = 0; i < EDGE; i++) x[i] = rows[i];
   transpose<EDGE / 2>(x);
 #pragma GCC unroll 16
+  for (int i = 0; i < EDGE; i++) rows[i] = x[i];
+}
+
+// The same from and to wherever they lie.
+template <class From, class To>
+static inline void turn_square(From from, To to) {
+  alignas(64) vec x[EDGE];
+  for (int i = 0; i < EDGE; i++) x[i] = from(i);
+  turn_in_place(x);
   for (int i = 0; i < EDGE; i++) to(i, x[i]);
 }
 
-// What the unit reads it does not tell the compiler, which could put off the stores that come before.
-static inline void told_nothing() { asm volatile("" ::: "memory"); }
+// The unit reads memory unknown to the compiler, which could otherwise put off or leave out what is written there.
+static inline void written(const void *there) { asm volatile("" : : "r"(there) : "memory"); }
 
 // Four tiles of the unit hold the sums of TILE queries: EDGE rows above, and as many below.
 static inline void clear_sums() {
@@ -113,6 +121,7 @@ struct Matrix {
         uint8_t rows[16] = {};
       } shape;
       for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = EDGE;
+      written(&shape);
       _tile_loadconfig(&shape);
     }
     ~Session() { _tile_release(); }
@@ -174,7 +183,7 @@ struct Matrix {
     }
 
     __attribute__((noinline)) void dots(const Queries &query, int count, float *score) const {
-      told_nothing();
+      written(query.pairs.data());
       for (int c = 0; c < count; c += STEP) {
         const bf16 *row = &key[c * deep];
         clear_sums();
@@ -184,6 +193,7 @@ struct Matrix {
       }
     }
 
+    // Weights beyond the queries' reach are zeros.
     template <class Reach>
     void mix(float *weight, int count, int, Reach, Mixed &into) const {
       for (int c = 0; c < count; c += 2)
@@ -201,7 +211,7 @@ struct Matrix {
     Numbers<bf16> value;  // (count / STEP, Dv filled up, STEP)
 
     __attribute__((noinline)) void mix_pairs(const float *weight, int count, Mixed &into) const {
-      told_nothing();
+      written(weight);
       for (int d = 0; d < wide; d += 2 * EDGE) {
         // Of an odd number of halves the last is summed twice.
         const int other = d + EDGE < wide ? EDGE : 0;
