@@ -21,6 +21,7 @@ from fewkeys.native.build import call
 from fewkeys.native.past import Problem
 from fewkeys.native.tensors import Rows, dense, filled, pointers, suits
 from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.sketch.past import ByStep
 from fewkeys.weights import Softmax, Weights
 
 _ROWS = ("query", "key", "value", "out")
@@ -38,7 +39,9 @@ class _Attend(ctypes.Structure):
     )
 
 
-class _Blocks(ctypes.Structure):
+class Blocks(ctypes.Structure):
+    """Lists by blocks, and means of the past beside them."""
+
     _fields_ = (
         *((name, Rows) for name in (*_ROWS, "mean_key", "mean_value")),
         *((name, ctypes.c_void_p) for name in ("bias", "place", "past")),
@@ -50,9 +53,8 @@ class _Blocks(ctypes.Structure):
 
 def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
     """Whether `attend` answers such a problem."""
-    if not isinstance(weights, Softmax) or graph.rows is not None or graph.full or graph.groups is not None:
-        return False
-    if _by_block(graph, stand_ins) and (graph.band is not None or isinstance(stand_ins, StandIns)):
+    x = inputs
+    if not knows(graph, stand_ins, weights):
         return False
     means: tuple[Tensor | None, ...] = ()
     if isinstance(stand_ins, BlockStandIns):
@@ -61,26 +63,37 @@ def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns |
         elif not stand_ins.walk.steps().suit:
             return False
     elif stand_ins is not None:
-        if stand_ins.curvature is not None or (stand_ins.left is not None and stand_ins.right is None):
-            return False
         means = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.left, stand_ins.right)
-    x = inputs
     return x.query.dtype == x.key.dtype == x.value.dtype and suits(x.query, x.key, x.value, *means)
 
 
-def _by_block(graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> bool:
+def knows(graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
+    """Whether there is a kernel of this form."""
+    if not isinstance(weights, Softmax) or graph.rows is not None or graph.full or graph.groups is not None:
+        return False
+    if by_block(graph, stand_ins) and (graph.band is not None or isinstance(stand_ins, StandIns)):
+        return False
+    if not isinstance(stand_ins, StandIns):
+        return True
+    return stand_ins.curvature is None and (stand_ins.left is None or stand_ins.right is not None)
+
+
+def by_block(graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> bool:
+    """Whether blocks of queries have lists or means of their own."""
     return isinstance(stand_ins, BlockStandIns) or (graph.columns is not None and graph.columns.blocks > 1)
 
 
 def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, for what `supports` lets pass.
 
-    Computed in float32 whatever the input's dtype. Cost O(n (slots + tile) (D + Dv)); nothing but the output is stored.
+    Scores and sums are float32 whatever the input's dtype. Where the processor multiplies bfloat16 on a matrix unit,
+    bfloat16 inputs are: then weights and stand-ins are rounded to bfloat16, each by 2^-8 of itself at most. Cost
+    O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
     output = value.new_empty((*query.shape[:3], x.value_dim))
-    if not _by_block(graph, stand_ins):
+    if not by_block(graph, stand_ins):
         _attend(x, graph, cast("StandIns | None", stand_ins), output)
     elif graph.columns is not None:
         _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
@@ -89,18 +102,27 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
 
 def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
     """Write the output of lists by blocks, and of the means of the past beside them."""
+    if stand_ins is not None and stand_ins.walk is not None:
+        past = Problem(stand_ins.walk.steps())
+        problem, _alive = blocks(x, columns, None, output)
+        problem.means, problem.past = stand_ins.walk.count, ctypes.addressof(past.told)
+        call("fewkeys_prefill", problem, x.query.dtype)
+    else:
+        problem, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.by_step, output)
+        call("fewkeys_attend_blocks", problem, x.query.dtype)
+
+
+def blocks(x: Inputs, columns: Columns, by_step: ByStep | None, output: Tensor) -> tuple[Blocks, tuple[Tensor, ...]]:
+    """The problem as the kernels are told of it, and tensors that must live as long."""
     place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
-    means, mean_key, mean_value, bias, past = 0, x.key[:, :, :0].float(), x.value[:, :, :0].float(), None, None
-    walk = None if stand_ins is None else stand_ins.walk
-    if walk is not None:
-        means, past = walk.count, Problem(walk.steps())
-    elif stand_ins is not None:
-        means, bias = stand_ins.key.shape[3], stand_ins.bias.contiguous()
-        mean_key, mean_value = (dense(rows.flatten(2, 3)) for rows in (stand_ins.key, stand_ins.value))
-    problem = _Blocks(
+    rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
+    bias, means = None, 0
+    if by_step is not None:
+        rows, bias, means = dense(by_step.rows.flatten(2, 3)), by_step.excess.contiguous(), by_step.rows.shape[3]
+    mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
+    problem = Blocks(
         **_common(x, output),
         **pointers({"bias": bias, "place": place}),
-        past=None if past is None else ctypes.addressof(past.told),
         mean_key=Rows.of(mean_key),
         mean_value=Rows.of(mean_value),
         blocks=columns.blocks,
@@ -109,7 +131,7 @@ def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None,
         entries=place.shape[3],
         means=means,
     )
-    call("fewkeys_attend_blocks" if past is None else "fewkeys_prefill", problem, x.query.dtype)
+    return problem, (place, rows, *(() if bias is None else (bias,)))
 
 
 def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> None:

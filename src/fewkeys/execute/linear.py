@@ -9,12 +9,13 @@ the others are joined. Graphs with rows (oracles) run through the reference, som
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.execute import compiled, grouped, reference
+from fewkeys.execute import compiled, compiled_gradient, grouped, reference
 from fewkeys.execute.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
 from fewkeys.graph import Graph
 from fewkeys.inputs import Inputs
@@ -34,12 +35,22 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
         return reference.attend(x, graph, stand_ins, weights, block)
     if compiled.supports(x, graph, stand_ins, weights):
         return compiled.attend(x, graph, stand_ins)
+    if compiled_gradient.supports(x, graph, stand_ins, weights):
+        again = partial(_attend_by_torch, graph=graph, weights=weights)
+        return compiled_gradient.attend(x, graph, stand_ins, again)
+    return _attend_by_torch(x, stand_ins, graph, weights)
+
+
+def _attend_by_torch(
+    inputs: Inputs, stand_ins: StandIns | BlockStandIns | None, graph: Graph, weights: Weights
+) -> Tensor:
+    x = inputs
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
     if lead:
         # Lists serve blocks of absolute positions: the first block is filled up from the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
-        return attend(whole, _led(graph, whole, lead), stand_ins, weights)[:, :, lead:]
+        return _attend_by_torch(whole, stand_ins, _led(graph, whole, lead), weights)[:, :, lead:]
     sources, means = _sources(x, graph, stand_ins, weights, size)
     query = x.grouped_query().flatten(0, 1)
     width, limit = sum(source.width for source in sources) * x.groups, CHUNK

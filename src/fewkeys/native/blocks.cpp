@@ -1,4 +1,5 @@
 // Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
+#pragma once
 #include "matrix.h"
 
 struct Blocks {

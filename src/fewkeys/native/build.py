@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 SOURCES = (
-    *("kernels.cpp", "attend.cpp", "blocks.cpp", "keys.cpp", "lloyd.cpp", "past.cpp", "prefill.cpp"),
+    *("kernels.cpp", "attend.cpp", "backward.cpp", "blocks.cpp", "keys.cpp", "lloyd.cpp", "past.cpp", "prefill.cpp"),
     *("merge.h", "matrix.h", "columns.h", "tile.h", "lanes.h"),
 )
 FLAGS = (

@@ -198,7 +198,8 @@ struct Matrix {
     void mix(float *weight, int count, int, Reach, Mixed &into) const {
       for (int c = 0; c < count; c += 2)
         for (int v = 0; v < TILE; v += LANES) {
-          const uvec both = pair(load(weight + c * TILE + v), c + 1 < count ? load(weight + (c + 1) * TILE + v) : vec{});
+          const vec other = c + 1 < count ? load(weight + (c + 1) * TILE + v) : vec{};
+          const uvec both = pair(load(weight + c * TILE + v), other);
           memcpy(weight + c / 2 * TILE + v, &both, sizeof both);
         }
       std::fill(weight + (count + 1) / 2 * TILE, weight + stepped(count) / 2 * TILE, 0.0f);

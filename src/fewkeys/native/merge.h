@@ -82,18 +82,30 @@ class Group {
   Numbers<float> found;  // inner products of all with a tile
 };
 
+// Where every one of some stand-ins went, and its share in the mean that is there now.
+struct Moves {
+  std::vector<int> place;
+  Numbers<float> share;
+
+  void begin(int count) {
+    place.resize(count), share.assign(count, 1.0f);
+    for (int a = 0; a < count; a++) place[a] = a;
+  }
+};
+
 class MergingGroup : public Group {
  public:
   MergingGroup(const Widths &w, int most, float lowest)
       : Group(w, most), lowest(lowest), sorted(most * w.span), lanes(w.wide * TILE), mass(most + TILE),
-        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), slot(most), leader_of(most),
-        key(most + TILE), rank(most + TILE), partner(most + TILE), alive(most, 1), merged(most) {
+        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), share(most), weight(most),
+        slot(most), goes_to(most), leader_of(most), key(most + TILE), rank(most + TILE), partner(most + TILE),
+        alive(most, 1), merged(most) {
     places.reserve(most);
   }
 
   // `joining` of those from `first` on join the partner of larger mass that costs least, the cheapest first, all at
-  // once.
-  void join(const Metric &metric, int joining, int first) {
+  // once. Who asks is told their `moves`.
+  void join(const Metric &metric, int joining, int first, Moves *moves) {
     if (joining == 0) return;
     const int count = arrange(metric);
     places.clear();
@@ -114,16 +126,16 @@ class MergingGroup : public Group {
     // Nobody is heavier than the first; even where costs overflow it stays.
     if (places[0] == 0) key[0] = INT32_MAX;
     by_key(some);
-    for (int i = 0; i < count; i++) total[i] = 1.0f, leader_of[i] = i;
+    for (int i = 0; i < count; i++) total[i] = share[i] = 1.0f, leader_of[i] = i;
     for (int i = 0; i < some; i++) {
       if (rank[i] >= joining) continue;
       // Who comes before has found its leader already.
       const int place = places[i], leader = leader_of[place] = leader_of[partner[i]];
       const int a = slot[place], to = slot[leader];
-      const float share = std::exp(mass[place] - mass[leader]);
-      add(&rows[to * w.span], &rows[a * w.span], share, w.span);
-      add(&image[to * w.fill], &image[a * w.fill], share, w.fill);
-      total[leader] += share;
+      share[place] = std::exp(mass[place] - mass[leader]);
+      add(&rows[to * w.span], &rows[a * w.span], share[place], w.span);
+      add(&image[to * w.fill], &image[a * w.fill], share[place], w.fill);
+      total[leader] += share[place];
       size[to] += size[a];
       alive[a] = 0, merged[to] = 1;
     }
@@ -133,6 +145,7 @@ class MergingGroup : public Group {
       scale(&image[slot[i] * w.fill], 1.0f / total[i], w.fill);
       log_mass[slot[i]] += std::log(total[i]);
     }
+    if (moves) tell(*moves, count);
     close_up();
   }
 
@@ -147,7 +160,8 @@ class MergingGroup : public Group {
   const float lowest;
   Numbers<float> sorted;  // rows less their mean, in the order of mass, as all that follows
   Numbers<float> lanes, mass, lightness, square, least, total;
-  std::vector<int> slot;  // where in the group each stands
+  Numbers<float> share, weight;    // of each in what it joins: before and after that is divided by the total
+  std::vector<int> slot, goes_to;  // where in the group each stands, and where those will stand
   std::vector<int> leader_of;
   std::vector<int> places;              // of those that may join
   std::vector<int> key, rank, partner;  // theirs
@@ -206,6 +220,17 @@ class MergingGroup : public Group {
       for (int b = a; b < near; b++) smaller -= (own > key[b]) | ((own == key[b]) & (lane > b));
       for (int b = near; b < count; b++) smaller -= own > key[b];
       memcpy(&rank[a], &smaller, sizeof smaller);
+    }
+  }
+
+  void tell(Moves &moves, int count) {
+    for (int a = 0, kept = 0; a < used; a++) goes_to[a] = alive[a] ? kept++ : -1;
+    for (int i = 0; i < count; i++) weight[slot[i]] = share[i] / total[leader_of[i]];
+    for (int i = 0; i < count; i++)
+      if (leader_of[i] != i) goes_to[slot[i]] = goes_to[slot[leader_of[i]]];
+    for (size_t i = 0; i < moves.place.size(); i++) {
+      moves.share[i] *= weight[moves.place[i]];
+      moves.place[i] = goes_to[moves.place[i]];
     }
   }
 

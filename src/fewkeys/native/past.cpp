@@ -8,6 +8,9 @@ struct Past {
   float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
   // What is known at the beginning and after every step.
   float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
+  // Where the stand-ins and the keys of every step go, and their shares there: (B Hkv, steps, M + E); or null.
+  int64_t *place;
+  float *share;
   // Every step's queries, and the keys that it takes up.
   Rows query;               // (B, Hq, steps x S, D)
   const uint8_t *answered;  // (B, steps x S), ones for queries that count; or null: all do
@@ -134,14 +137,30 @@ class Walker {
     }
   }
 
-  void take(const Batch &batch) {
+  void take(const Batch &batch, Moves *moves = nullptr) {
     const int before = known.used, new_ones = batch.surplus / 2;
     if (batch.surplus) known.measure(batch.metric);
     known.append(batch.fresh);
+    if (moves) moves->begin(known.used);
     if (!batch.surplus) return;
-    known.join(batch.metric, new_ones, before);
-    known.join(batch.metric, batch.surplus - new_ones, 0);
+    known.join(batch.metric, new_ones, before, moves);
+    known.join(batch.metric, batch.surplus - new_ones, 0, moves);
     known.settle(batch.metric);
+  }
+
+  // Takes them, and writes where everything goes.
+  void take_and_tell(const Batch &batch, int64_t step, Moves &moves) {
+    const int before = known.used;
+    take(batch, &moves);
+    const int64_t both = p.count + p.leaving, at = (head * p.steps + step) * both;
+    const uint8_t *real = p.real + (head * p.steps + step) * p.leaving;
+    for (int64_t i = 0, next = before; i < both; i++) {
+      const bool is_there = i < p.count ? i < before : real[i - p.count];
+      const int64_t from = i < p.count ? i : next;
+      p.place[at + i] = is_there ? moves.place[from] : 0;
+      p.share[at + i] = is_there ? moves.share[from] : 0.0f;
+      next += i >= p.count && is_there;
+    }
   }
 
   // Rows (M, D + Dv), excess (M), and size (M) if wanted.
@@ -173,10 +192,11 @@ static void walk(const Past &p, int threads) {
     Arrivals<Q, T> arrivals(p, head);
     Walker walker(p, head);
     Batch batch(p, Widths(p.dim, p.value_dim));
+    Moves moves;
     for (int64_t step = 0; step <= p.steps; step++) {
       if (step) {
         arrivals.make(step - 1, batch);
-        walker.take(batch);
+        p.place ? walker.take_and_tell(batch, step - 1, moves) : walker.take(batch);
       }
       const int64_t at = (head * (p.steps + 1) + step) * p.count;
       walker.write(p.rows_by + at * wide, p.excess_by + at, p.size_by + at);

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, dense, pointers, suits
+from fewkeys.native.tensors import Rows, alike, dense, pointers, readable, suits
 
 _STATE = (
     *("rows", "excess", "size", "seen", "seen_key", "seen_value", "seen_square"),
     *("asked", "asked_total", "asked_square"),
 )
 _BY_STEP = ("rows_by", "excess_by", "size_by")
+_MOVES = ("place", "share")
 _SIZES = ("batch", "heads", "groups", "dim", "value_dim", "count", "steps", "queries", "leaving", "tilted")
 
 
@@ -41,10 +42,16 @@ class Steps(NamedTuple):
         """Whether kernels can take them."""
         return suits(*self.state, self.query, *self.leaving[:2])
 
+    @property
+    def readable(self) -> bool:
+        """Whether kernels can take them where gradients through the rows are followed by hand."""
+        return readable(*self.state, self.query, *self.leaving[:2])
+
 
 class _Past(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (*_STATE, *_BY_STEP)),
+        *((name, ctypes.c_void_p) for name in _MOVES),
         ("query", Rows),
         ("answered", ctypes.c_void_p),
         ("key", Rows),
@@ -59,7 +66,7 @@ class _Past(ctypes.Structure):
 class Problem:
     """Steps as the kernels are told of them, and the tensors that they read and write, which live as long as this."""
 
-    def __init__(self, steps: Steps, by_step: Sequence[Tensor] = ()) -> None:
+    def __init__(self, steps: Steps, by_step: Sequence[Tensor] = (), moves: Sequence[Tensor] = ()) -> None:
         self.steps = steps
         # They move in place, so these are copies.
         self.moved = [part.detach().clone(memory_format=torch.contiguous_format) for part in steps.state]
@@ -68,7 +75,8 @@ class Problem:
         answered = None if steps.answered is None else steps.answered.contiguous()
         count, heads = index.shape[2], key.shape[1]
         held: dict[str, Tensor | None] = dict(zip(_STATE, self.moved, strict=True))
-        held |= dict(zip(_BY_STEP, by_step, strict=False)) | {"answered": answered, "index": index, "real": real}
+        held |= dict(zip(_BY_STEP, by_step, strict=False)) | dict(zip(_MOVES, moves, strict=False))
+        held |= {"answered": answered, "index": index, "real": real}
         self.dtypes, self._alive = (key.dtype, query.dtype), (held, query, key, value)
         self.told = _Past(
             **pointers(held),
@@ -91,10 +99,14 @@ class Problem:
         )
 
 
-def walk(steps: Steps) -> tuple[list[Tensor], list[Tensor]]:
-    """What `sketch.past.Walk` promises: rows, excess and size by step, and the state at the end."""
+def walk(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    """What `sketch.past.Walk` promises: rows, excess and size by step, and the state at the end.
+
+    `moves`: place, int64, and share (B, Hkv, steps, M + E), to be written if given: at every step, old stand-in or key
+    i becomes `share_i` of the mean at place `place_i`; what is not there has share zero.
+    """
     count = steps.leaving[2].shape[2]
     by_step = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
-    problem = Problem(steps, by_step)
+    problem = Problem(steps, by_step, moves)
     call("fewkeys_walk", problem.told, *problem.dtypes)
     return by_step, problem.moved

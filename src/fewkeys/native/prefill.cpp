@@ -46,7 +46,9 @@ class Prefill {
   }
 
   // By any thread; false where there is nothing to do at the moment.
-  bool help(Block<Products> &mine) { return (open.load(std::memory_order_acquire) && prepare_one()) || attend_one(mine); }
+  bool help(Block<Products> &mine) {
+    return (open.load(std::memory_order_acquire) && prepare_one()) || attend_one(mine);
+  }
 
   bool empty() const { return begun >= p.blocks; }
 

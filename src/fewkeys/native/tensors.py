@@ -18,17 +18,29 @@ FILL = 16
 
 def suits(*tensors: Tensor | None) -> bool:
     """Whether kernels can read these tensors, and whether nobody asks how the result depends on them."""
+    return readable(*tensors) and not wants_gradient(*tensors)
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether kernels can read these tensors, inside an `autograd.Function` if somebody asks for gradients."""
     given = [tensor for tensor in tensors if tensor is not None]
     if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in given):
         return False
-    return unwatched(*given) and missing() is None
+    return _plain(*given) and missing() is None
 
 
 def unwatched(*tensors: Tensor) -> bool:
     """Whether these are plain tensors, and nobody asks how a result depends on them."""
+    return _plain(*tensors) and not wants_gradient(*tensors)
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether somebody may ask for gradients."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _plain(*tensors: Tensor) -> bool:
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
-        return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     # Transforms and forward derivatives follow torch's operations; what a kernel does, they would not see.
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from fewkeys import native
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT
 from fewkeys.sketch.gram import working
+from fewkeys.sketch.past_gradient import walk_with_gradient
 from fewkeys.sketch.running import RunningKeys, RunningQueries
 from fewkeys.sketch.summary import Summary
 
@@ -101,8 +102,8 @@ class Walk:
     def run(self) -> tuple[ByStep, Past]:
         """The stand-ins before and after every step, and the past at the end."""
         steps = self.steps()
-        if steps.suit:
-            by_step, moved = native.walk(steps)
+        if steps.suit or steps.readable:
+            by_step, moved = native.walk(steps) if steps.suit else walk_with_gradient(steps)
             summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
             return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))
         summary, asked, leaving, answered = self.past.summary, self.past.queries, self.leaving, self.answered

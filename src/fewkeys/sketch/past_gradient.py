@@ -1,0 +1,53 @@
+"""How stand-ins of the past depend on the keys that they stand for.
+
+What merges, and with which weights, is a choice that carries no gradient; given it, every step is linear: the old
+stand-ins and the keys that it takes up go to the places p_i, with shares a_i of the mean there,
+
+    row'_c = sum_{i: p_i = c} a_i row_i,     so     gradient_i = a_i gradient'_(p_i).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewkeys import native
+
+
+def walk_with_gradient(steps: native.Steps) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """`native.walk`, where gradients flow through the rows to the rows at the beginning, the keys and the values."""
+    found = _Walked.apply(steps.state[0], *steps.leaving[:2], steps)  # type: ignore[no-untyped-call]
+    return found[:3], found[3:]
+
+
+class _Walked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, key: Tensor, value: Tensor, steps: native.Steps) -> tuple[Tensor, ...]:
+        index = steps.leaving[2]
+        both = (*index.shape[:3], rows.shape[2] + index.shape[3])
+        place, share = index.new_empty(both), rows.new_empty(both, dtype=torch.float32)
+        by_step, moved = native.walk(steps, (place, share))
+        ctx.save_for_backward(place, share, index)
+        ctx.shapes, ctx.dtypes = (key.shape, value.shape), (rows.dtype, key.dtype, value.dtype)
+        ctx.mark_non_differentiable(*by_step[1:], *moved[1:])
+        return (*by_step, *moved)
+
+    @staticmethod
+    def backward(ctx: Any, by_step: Tensor, _excess: Tensor, _size: Tensor, last: Tensor, *_: Tensor) -> Any:
+        place, share, index = ctx.saved_tensors
+        count, wide = last.shape[2:]
+        *earlier, flow = by_step.unbind(2)
+        flow, fresh = flow + last, []
+        for step in reversed(range(place.shape[2])):
+            moved = flow.gather(2, place[:, :, step].unsqueeze(-1).expand(-1, -1, -1, wide))
+            moved = moved * share[:, :, step].unsqueeze(-1)
+            fresh.append(moved[:, :, count:])
+            flow = moved[:, :, :count] + earlier[step]
+        gradients = [flow]
+        index = index.flatten(2).unsqueeze(-1)
+        new = torch.stack(fresh[::-1], 2).flatten(2, 3) if fresh else flow[:, :, :0]
+        for shape, part in zip(ctx.shapes, new.split([shape[-1] for shape in ctx.shapes], -1), strict=True):
+            gradients.append(part.new_zeros(shape).scatter_add(2, index.expand_as(part), part))
+        return (*(part.to(dtype) for part, dtype in zip(gradients, ctx.dtypes, strict=True)), None)

@@ -1,0 +1,125 @@
+"""Gradients of causal plans by compiled kernels: those of torch's operations, in both directions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, RUNNING_PLANS
+from fewkeys import native
+from fewkeys.execute import compiled_gradient
+from fewkeys.sketch.past import Leaving, Past, Walk
+from fewkeys.sketch.running import RunningQueries
+from fewkeys.sketch.summary import Summary
+from native_cases import needs_compiler, without
+
+pytestmark = needs_compiler
+
+CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-4}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
+PLANS = [plan for plan in RUNNING_PLANS.values() if isinstance(plan.weights, fk.Softmax)]
+PLANS.append(fk.Plan(fk.RecentBlocks(8) | fk.Sinks(1)))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the kernel was taken."""
+    calls = []
+    attend = compiled_gradient.attend
+
+    def spied(*problem):
+        calls.append(problem)
+        return attend(*problem)
+
+    monkeypatch.setattr(compiled_gradient, "attend", spied)
+    return calls
+
+
+def gradients(shape, plan, dtype=torch.float32):
+    """The output and the gradients of queries, keys and values."""
+    tensors = [x.requires_grad_() for x in shape.draw(dtype=dtype)]
+    output = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    push = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    return (output.detach(), *torch.autograd.grad(output, tensors, push))
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("form", CAUSAL_SHAPES)
+def test_they_are_those_of_torch(form, plan, dtype, taken):
+    found = gradients(CAUSAL_SHAPES[form], plan, dtype)
+    assert bool(taken) == (
+        form != "causal decode" or isinstance(plan.rest, fk.RunningMeans)
+    )  # a single list: not by blocks
+    want = without(lambda: gradients(CAUSAL_SHAPES[form], plan, dtype))
+    for pair in zip(found, want, strict=True):
+        torch.testing.assert_close(*pair, **CLOSE[dtype])
+    assert all(x.abs().sum() > 0 for x in found[1:])
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (5, 33), (64, 64), (80, 96)])
+@pytest.mark.parametrize("plan", PLANS[:1], ids=str)
+def test_head_sizes(plan, dim, value_dim):
+    shape = replace(CAUSAL_SHAPES["causal grouped"], head_dim=dim, value_dim=value_dim)
+    found, want = gradients(shape, plan), without(lambda: gradients(shape, plan))
+    for pair in zip(found, want, strict=True):
+        torch.testing.assert_close(*pair, **CLOSE[torch.float32])
+
+
+def test_the_number_of_threads_changes_nothing():
+    """Keys that many blocks list get their gradients in the same order."""
+    plan = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(20), fk.RunningMeans(8))
+    shape = replace(CAUSAL_SHAPES["causal"], queries=900, keys=900)
+    threads, found = torch.get_num_threads(), []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found.append(gradients(shape, plan))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_gradients_of_gradients(taken):
+    """They go through torch's operations, whatever made the first ones."""
+
+    def squared():
+        shape = CAUSAL_SHAPES["causal grouped"]
+        tensors = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
+        output = fk.attention(*tensors, plan=PLANS[0], impl="torch", **shape.options)
+        first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), tensors)
+
+    found = squared()
+    assert taken
+    for pair in zip(found, without(squared), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-2)
+
+
+def test_gradients_of_the_past(monkeypatch):
+    """A past that moves on depends on what it was; padding and free places have no part in it."""
+    g = torch.Generator().manual_seed(0)
+    rows, key, value = (torch.randn(2, 3, n, 6, generator=g) for n in (4, 60, 60))
+    query = torch.randn(2, 6, 40, 6, generator=g)
+    index = torch.randperm(60, generator=g)[:40].view(4, 10).expand(2, 3, -1, -1)
+    real = torch.rand(2, 3, 4, 10, generator=g) > 0.3
+    push = torch.randn(2, 3, 5, 9, 12, generator=g), torch.randn(2, 3, 9, 12, generator=g)
+
+    def walked():
+        given = [x.clone().requires_grad_() for x in (rows, key, value)]
+        empty = Summary.empty(9, key, value)
+        start = torch.cat([given[0], given[0] * 2], -1)
+        start = torch.nn.functional.pad(start, (0, 0, 0, 5))
+        there = (torch.arange(9) < 4).float().expand(2, 3, -1)
+        summary = replace(empty, rows=start, excess=empty.excess.masked_fill(there > 0, 0.0), size=there)
+        past = Past(summary, RunningQueries.empty(key))
+        by_step, last = Walk(past, query, None, 0.4, Leaving(given[1], given[2], index, real), True).run()
+        moved = (by_step.rows * push[0]).sum() + (last.summary.rows * push[1]).sum()
+        return torch.autograd.grad(moved, given)
+
+    calls = []
+    walk = native.walk
+    monkeypatch.setattr(native, "walk", lambda *given: calls.append(given) or walk(*given))
+    found = walked()
+    assert len(calls) == 1
+    for pair in zip(found, without(walked), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
+    assert not found[1][:, :, sorted(set(range(60)) - set(index[0, 0].flatten().tolist()))].any()
