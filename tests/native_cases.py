@@ -6,12 +6,42 @@ import shutil
 import pytest
 import torch
 
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, RUNNING_PLANS, SHAPES
 from fewkeys.native import build
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)) or os.environ.get(build.SWITCH) == "0", reason="no C++ compiler"
 )
 CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2}}
+FORMS = {**SHAPES, **CAUSAL_SHAPES}
+MEANS = [
+    fk.Plan(fk.Outliers(5, 8) | fk.Window(9), fk.ClusterMeans(8, rank=3)),
+    fk.Plan(fk.Leverage(7) | fk.Window(4), fk.ClusterMeans(8)),
+    fk.Plan(fk.Window(7), fk.ClusterMeans(8, rank=3)),
+    fk.Plan(fk.KeyNorm(5), fk.ClusterMeans(8, rank=3)),
+    fk.Plan(fk.KeyNorm(5) | fk.Window(6), fk.UniformSample(8)),
+    fk.Plan(fk.KeyNorm(5) | fk.Window(6)),
+    fk.Plan(fk.Window(6)),
+    fk.Plan(fk.Sinks(3)),
+    fk.Plan(fk.Sinks(3) | fk.Window(41)),
+    fk.Plan(fk.RecentBlocks(8, 3)),
+    fk.Plan(fk.RecentBlocks(64) | fk.KeyNorm(5)),
+    *RUNNING_PLANS.values(),
+]
+CASES = [
+    (plan, form)
+    for plan in MEANS
+    for form, shape in FORMS.items()
+    if (plan.keep.causal and plan.rest.causal if shape.is_causal else not plan.rest.needs_causal)
+]
+
+
+def has_kernel(plan, x):
+    """Whether there is one: not for a band beside lists by blocks, nor for other weights; nor is one needed for all."""
+    graph = plan.keep.select(x)
+    beside = graph.band is not None and graph.columns is not None and graph.columns.blocks > 1
+    return isinstance(plan.weights, fk.Softmax) and not beside and not plan.keep.covers(x)
 
 
 def without(call):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
+from cases import PLANS, SHAPES
 from fewkeys import native
 from fewkeys.execute import compiled, linear, reference
 from fewkeys.graph import Graph
@@ -18,25 +18,9 @@ from fewkeys.native import build
 from fewkeys.rest import StandIns
 from fewkeys.sketch import clusters
 from fewkeys.validation import check_inputs
-from native_cases import CLOSE, needs_compiler, without
+from native_cases import CASES, CLOSE, FORMS, MEANS, has_kernel, needs_compiler, without
 
 pytestmark = needs_compiler
-
-FORMS = {**SHAPES, **CAUSAL_SHAPES}
-MEANS = [
-    fk.Plan(fk.Outliers(5, 8) | fk.Window(9), fk.ClusterMeans(8, rank=3)),
-    fk.Plan(fk.Leverage(7) | fk.Window(4), fk.ClusterMeans(8)),
-    fk.Plan(fk.Window(7), fk.ClusterMeans(8, rank=3)),
-    fk.Plan(fk.KeyNorm(5), fk.ClusterMeans(8, rank=3)),
-    fk.Plan(fk.KeyNorm(5) | fk.Window(6), fk.UniformSample(8)),
-    fk.Plan(fk.KeyNorm(5) | fk.Window(6)),
-    fk.Plan(fk.Window(6)),
-    fk.Plan(fk.Sinks(3)),
-    fk.Plan(fk.Sinks(3) | fk.Window(41)),
-    fk.Plan(fk.RecentBlocks(8, 3)),
-    fk.Plan(fk.RecentBlocks(64) | fk.KeyNorm(5)),
-    *RUNNING_PLANS.values(),
-]
 
 
 @pytest.fixture
@@ -53,14 +37,6 @@ def taken(monkeypatch):
     return calls
 
 
-CASES = [
-    (plan, form)
-    for plan in MEANS
-    for form, shape in FORMS.items()
-    if (plan.keep.causal and plan.rest.causal if shape.is_causal else not plan.rest.needs_causal)
-]
-
-
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("plan", "form"), CASES, ids=str)
 def test_it_is_the_reference(plan, form, dtype, taken):
@@ -70,10 +46,7 @@ def test_it_is_the_reference(plan, form, dtype, taken):
     want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
     assert found.dtype == dtype
     torch.testing.assert_close(found, want, **CLOSE[dtype])
-    x = check_inputs(*tensors, **shape.options)
-    graph = plan.keep.select(x)
-    beside = graph.band is not None and graph.columns is not None and graph.columns.blocks > 1
-    assert bool(taken) == (isinstance(plan.weights, fk.Softmax) and not beside and not plan.keep.covers(x))
+    assert bool(taken) == has_kernel(plan, check_inputs(*tensors, **shape.options))
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -214,13 +187,12 @@ def test_other_weights_and_curved_scores_go_another_way(name, taken):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func itself
-def test_whoever_asks_for_derivatives_goes_another_way(taken):
+def test_forward_derivatives_and_doubles_go_another_way(taken):
     tensors = SHAPES["plain"].draw(dtype=torch.float32)
 
     def call(*tensors):
         return fk.attention(*tensors, plan=MEANS[5], impl="torch")
 
-    call(*(x.clone().requires_grad_() for x in tensors))
     _, forward = torch.func.jvp(call, tuple(tensors), tuple(tensors))
     with torch.autograd.forward_ad.dual_level():
         dual = [torch.autograd.forward_ad.make_dual(x, x) for x in tensors]

@@ -29,7 +29,9 @@ _HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "labe
 _SIZES = ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim")
 
 
-class _Attend(ctypes.Structure):
+class Near(ctypes.Structure):
+    """A band, one shared list and stand-ins."""
+
     _fields_ = (
         *((name, Rows) for name in _ROWS),
         *((name, ctypes.c_void_p) for name in _HELD),
@@ -94,7 +96,8 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
     x = replace(inputs, query=query, key=key, value=value)
     output = value.new_empty((*query.shape[:3], x.value_dim))
     if not by_block(graph, stand_ins):
-        _attend(x, graph, cast("StandIns | None", stand_ins), output)
+        problem, _alive = near(x, graph, cast("StandIns | None", stand_ins), output)
+        call("fewkeys_attend", problem, x.query.dtype)
     elif graph.columns is not None:
         _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
     return output
@@ -134,8 +137,8 @@ def blocks(x: Inputs, columns: Columns, by_step: ByStep | None, output: Tensor) 
     return problem, (place, rows, *(() if bias is None else (bias,)))
 
 
-def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> None:
-    """Write the output of a band, one shared list and stand-ins."""
+def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> tuple[Near, dict[str, Tensor | None]]:
+    """The problem as the kernels are told of it, and tensors that must live as long."""
     list_key, list_value, place = listed(x, graph)
     keys, values = [list_key], [list_value]
     bias = total = factor = label = share = None
@@ -159,7 +162,7 @@ def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor)
     parts = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
     held = {name: None if part is None else part.contiguous() for name, part in zip(_HELD, parts, strict=True)}
     reach = x.keys + x.queries + x.offset
-    problem = _Attend(
+    problem = Near(
         **_common(x, output),
         **pointers(held),
         entries=list_key.shape[2],
@@ -168,7 +171,7 @@ def _attend(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor)
         left=min(left, reach),
         right=min(right, reach),
     )
-    call("fewkeys_attend", problem, x.query.dtype)
+    return problem, held
 
 
 def _common(x: Inputs, output: Tensor) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
+#pragma once
 #include "matrix.h"
 
 struct Attend {
@@ -49,6 +50,7 @@ class Attention {
     tile.weigh(near.data(), reached);
     tile.weigh(score.data(), p.entries);
     weigh_means(tile, head);
+    weigh_first_order();
 
     mixed.clear();
     shared.mix(score.data(), columns, rows, [](int, int &, int &) {}, mixed);
@@ -61,13 +63,14 @@ class Attention {
                p.value_dim);
   }
 
- private:
+ protected:
   const Attend &p;
   const typename Products::Session session = {};
   typename Products::Queries query;
   typename Products::Mixed mixed;
   Columns band;
-  Numbers<float> score, near, count;
+  Numbers<float> score, near, count;  // of what is shared; of the band; what every stand-in speaks for
+  vec slope[WIDE];                    // what the factors of the stand-ins sum up to
   const ivec lane = count_up();
 
   int64_t reach() const { return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right)); }
@@ -113,7 +116,7 @@ class Attention {
   }
 
   void weigh_means(Tile &tile, int64_t head) {
-    vec slope[WIDE] = {};
+    for (vec &sum : slope) sum = vec{};
     for (int c = 0; c < p.means; c++) {
       const float factor = p.rank ? p.factor[head * p.means + c] : 0.0f;
       float *to = &score[(p.entries + c) * TILE];
@@ -124,7 +127,10 @@ class Attention {
         slope[w] += x * factor;
       }
     }
-    // The first-order term is `rank` more columns: q left, times what the stand-ins' factors sum up to.
+  }
+
+  // `rank` more columns: q left, times the slope.
+  void weigh_first_order() {
     for (int r = 0; r < p.rank; r++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         float *to = &score[(p.entries + p.means + r) * TILE + v];

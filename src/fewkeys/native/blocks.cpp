@@ -86,12 +86,7 @@ class Block {
     Tile tile(p.scale);
     for (int c = 0; c < seen; c++)
       tile.show(&score[c * TILE], lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
-    for (int c = 0; c < p.means; c++)
-      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = load(mean_score + c * TILE + v) * p.scale + bias[c];
-        store(mean_score + c * TILE + v, x);
-        tile.top[w] = larger(tile.top[w], x);
-      }
+    tile.show_means(mean_score, bias, p.means);
     tile.settle();
     tile.weigh(score.data(), seen);
     tile.weigh(mean_score, p.means);

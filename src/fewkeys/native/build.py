@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 SOURCES = (
-    *("kernels.cpp", "attend.cpp", "backward.cpp", "blocks.cpp", "keys.cpp", "lloyd.cpp", "past.cpp", "prefill.cpp"),
-    *("merge.h", "matrix.h", "columns.h", "tile.h", "lanes.h"),
+    *("kernels.cpp", "attend.cpp", "attend_back.cpp", "blocks.cpp", "blocks_back.cpp", "keys.cpp", "lloyd.cpp"),
+    *("past.cpp", "prefill.cpp", "back.h", "merge.h", "matrix.h", "columns.h", "tile.h", "lanes.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),

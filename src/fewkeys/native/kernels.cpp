@@ -1,5 +1,5 @@
 // All kernels as one unit, so that the products they share are compiled once.
-#include "attend.cpp"
-#include "backward.cpp"
+#include "attend_back.cpp"
+#include "blocks_back.cpp"
 #include "lloyd.cpp"
 #include "prefill.cpp"

@@ -1,0 +1,119 @@
+// What gradients of attention share: rows that are looked at tile by tile, and get their own share of other rows.
+//
+// With weights P, values v and the gradient g of the output, the weights have the gradient G = g v^T, the scores
+// S = P (G - sum_c P_c G_c), and queries, keys and values get S k, S^T q and P^T g.
+#pragma once
+#include <atomic>
+#include <thread>
+
+#include "columns.h"
+
+// Keys and values, filled up, and their gradients.
+struct Pairs {
+  const int deep, wide;
+  Numbers<float> key, value, to_key, to_value;
+
+  // Gradients are added to SOME rows at once, the last of which may be nobody's.
+  Pairs(int64_t most, int dim, int value_dim)
+      : deep(filled(dim)), wide(filled(value_dim)), key(most * deep), value(most * wide),
+        to_key((most + SOME) * deep), to_value((most + SOME) * wide) {}
+
+  void clear() {
+    std::fill(to_key.begin(), to_key.end(), 0.0f);
+    std::fill(to_value.begin(), to_value.end(), 0.0f);
+  }
+};
+
+// A tile of queries and the gradients of their outputs: as rows, and in lanes.
+template <class T>
+class Asked {
+ public:
+  Asked(int dim, int value_dim)
+      : dim(dim), value_dim(value_dim), deep(filled(dim)), wide(filled(value_dim)), query(TILE * deep),
+        out(TILE * wide), query_lanes(dim * TILE), out_lanes(value_dim * TILE), to_query(TILE * deep),
+        turned(TILE * TILE) {}
+
+  void set(const T *queries, int64_t query_pitch, const T *outs, int64_t out_pitch, int count) {
+    rows = count;
+    copy_rows(queries, query_pitch, rows, dim, deep, query.data());
+    copy_rows(outs, out_pitch, rows, value_dim, wide, out.data());
+    to_lanes(query.data(), deep, rows, dim, 1.0f, query_lanes.data());
+    to_lanes(out.data(), wide, rows, value_dim, 1.0f, out_lanes.data());
+    std::fill(to_query.begin(), to_query.end(), 0.0f);
+  }
+
+  // Products (count, TILE) of keys with the queries, of values with the gradients.
+  void look(const Pairs &at, int first, int count, float *found) const {
+    dots(&at.key[first * deep], deep, count, dim, query_lanes.data(), found);
+  }
+  void value(const Pairs &at, int first, int count, float *found) const {
+    dots(&at.value[first * wide], wide, count, value_dim, out_lanes.data(), found);
+  }
+
+  // Everybody gets their share, by weights P and slopes S (count, TILE).
+  void share_out(const float *weight, const float *slope, Pairs &with, int first, int count) {
+    for (int i = 0; i < rows; i += SOME)
+      mix<SOME>(&with.key[first * deep], deep, count, deep, slope + i, TILE, &to_query[i * deep], deep);
+    gather(slope, query, deep, &with.to_key[first * deep], count);
+    gather(weight, out, wide, &with.to_value[first * wide], count);
+  }
+
+  void write(float *to) const {
+    for (int i = 0; i < rows; i++) std::copy_n(&to_query[i * deep], dim, to + i * dim);
+  }
+
+ private:
+  const int dim, value_dim, deep, wide;
+  int rows = 0;
+  Numbers<float> query, out, query_lanes, out_lanes, to_query, turned;
+
+  // Adds to every column the rows of the tile under its weights.
+  void gather(const float *weight, const Numbers<float> &from, int width, float *into, int count) {
+    for (int begin = 0; begin < count; begin += TILE) {
+      const int some = std::min(TILE, count - begin);
+      turn([=](int c) { return weight + (begin + c) * TILE; }, some, TILE, 1.0f, turned.data());
+      // Beyond the last column are zeros.
+      for (int c = 0; c < some; c += SOME)
+        mix<SOME>(from.data(), width, rows, width, &turned[c], TILE, into + (begin + c) * width, width);
+    }
+  }
+};
+
+// Weights become shares of one, for every query.
+static inline void divide(float *weight, int count, const vec *inverse) {
+  for (int c = 0; c < count; c++)
+    for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
+      store(weight + c * TILE + v, load(weight + c * TILE + v) * inverse[w]);
+}
+static inline void invert(const Tile &tile, vec *inverse) {
+  for (int w = 0; w < WIDE; w++) inverse[w] = tile.sum[w] == 0.0f ? vec{} : 1.0f / tile.sum[w];
+}
+// Adds P G to the sums.
+static inline void add_products(const float *weight, const float *slope, int count, vec *sum) {
+  for (int c = 0; c < count; c++)
+    for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
+      sum[w] += load(weight + c * TILE + v) * load(slope + c * TILE + v);
+}
+// G becomes S.
+static inline void settle_slopes(const float *weight, float *slope, int count, const vec *mean, float scale) {
+  for (int c = 0; c < count; c++)
+    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+      float *to = slope + c * TILE + v;
+      store(to, load(weight + c * TILE + v) * (load(to) - mean[w]) * scale);
+    }
+}
+
+// Threads add their gradients in one order, which decides the rounding.
+class Turns {
+ public:
+  explicit Turns(int64_t count) : next(count) {
+    for (auto &turn : next) turn = 0;
+  }
+  void wait(int64_t which, int64_t number) {
+    while (next[which].load(std::memory_order_acquire) != number) std::this_thread::yield();
+  }
+  void pass_on(int64_t which) { next[which].fetch_add(1, std::memory_order_release); }
+
+ private:
+  std::vector<std::atomic<int64_t>> next;
+};

@@ -1,0 +1,107 @@
+// Gradients of `blocks.cpp`: every block once more, its weights made again from the inputs.
+#include "back.h"
+#include "blocks.cpp"
+
+struct BlocksBack {
+  Blocks of;           // its output is not read
+  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
+  float *query;        // (B, Hq, Nq, D)
+  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, to be added to
+  float *means;        // (B, Hkv, blocks, M, D + Dv): keys and values side by side
+};
+
+template <class T>
+class BlockBack {
+ public:
+  explicit BlockBack(const BlocksBack &all)
+      : all(all), p(all.of), dim(p.dim), value_dim(p.value_dim), pairs(p.entries + p.means, dim, value_dim),
+        asked(dim, value_dim), weight((p.entries + p.means) * TILE), slope((p.entries + p.means) * TILE),
+        place(p.entries) {}
+
+  void attend(int64_t head, int64_t block, Turns &turns) {
+    const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
+    const int64_t begin = (p.offset / p.size + block) * p.size - p.offset, end = std::min(p.queries, begin + p.size);
+    take(b, h, head, block);
+    pairs.clear();
+    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
+      for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
+        attend_tile(b, g, first, std::min<int64_t>(TILE, end - first));
+    for (int64_t c = 0; c < p.means; c++) {
+      float *to = all.means + ((head * p.blocks + block) * p.means + c) * (dim + value_dim);
+      std::copy_n(&pairs.to_key[(listed + c) * pairs.deep], dim, to);
+      std::copy_n(&pairs.to_value[(listed + c) * pairs.wide], value_dim, to + dim);
+    }
+    turns.wait(head, block);
+    for (int e = 0; e < listed; e++) {
+      add(all.key + (head * p.keys + place[e]) * dim, &pairs.to_key[e * pairs.deep], 1.0f, dim);
+      add(all.value + (head * p.keys + place[e]) * value_dim, &pairs.to_value[e * pairs.wide], 1.0f, value_dim);
+    }
+    turns.pass_on(head);
+  }
+
+ private:
+  const BlocksBack &all;
+  const Blocks &p;
+  const int dim, value_dim;
+  Pairs pairs;  // the list, and the means behind it
+  Asked<T> asked;
+  Numbers<float> weight, slope;
+  const float *bias = nullptr;
+  int listed = 0;
+  std::vector<int64_t> place;
+
+  void take(int64_t b, int64_t h, int64_t head, int64_t block) {
+    const int64_t at = head * p.blocks + block;
+    listed = 0;
+    for (int64_t e = 0; e < p.entries; e++)
+      if (p.place[at * p.entries + e] < p.keys) place[listed++] = p.place[at * p.entries + e];
+    bias = p.bias + at * p.means;
+    for (int e = 0; e < listed; e++) {
+      copy_rows(p.key.at<T>(b, h, place[e]), 0, 1, dim, pairs.deep, &pairs.key[e * pairs.deep]);
+      copy_rows(p.value.at<T>(b, h, place[e]), 0, 1, value_dim, pairs.wide, &pairs.value[e * pairs.wide]);
+    }
+    copy_rows(p.mean_key.at<float>(b, h, block * p.means), p.mean_key.row, p.means, dim, pairs.deep,
+              &pairs.key[listed * pairs.deep]);
+    copy_rows(p.mean_value.at<float>(b, h, block * p.means), p.mean_value.row, p.means, value_dim, pairs.wide,
+              &pairs.value[listed * pairs.wide]);
+  }
+
+  void attend_tile(int64_t b, int64_t h, int64_t first, int rows) {
+    const int64_t position = first + p.offset;
+    const int columns = listed + p.means;
+    const ivec lane = count_up();
+    asked.set(p.query.at<T>(b, h, first), p.query.row, all.out.at<T>(b, h, first), all.out.row, rows);
+    asked.look(pairs, 0, columns, weight.data());
+    Tile tile(p.scale);
+    for (int c = 0; c < listed; c++)
+      tile.show(&weight[c * TILE], lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
+    tile.show_means(&weight[listed * TILE], bias, p.means);
+    tile.settle();
+    tile.weigh(weight.data(), columns);
+    vec inverse[WIDE], mean[WIDE] = {};
+    invert(tile, inverse);
+    divide(weight.data(), columns, inverse);
+    asked.value(pairs, 0, columns, slope.data());
+    add_products(weight.data(), slope.data(), columns, mean);
+    settle_slopes(weight.data(), slope.data(), columns, mean, p.scale);
+    asked.share_out(weight.data(), slope.data(), pairs, 0, columns);
+    asked.write(all.query + ((b * p.heads + h) * p.queries + first) * dim);
+  }
+};
+
+template <class T>
+static void attend_blocks_back(const BlocksBack &all, int threads) {
+  const Blocks &p = all.of;
+  const int64_t heads = p.batch * (p.heads / p.groups);
+  Turns turns(heads);
+#pragma omp parallel num_threads(threads)
+  {
+    BlockBack<T> block(all);
+#pragma omp for schedule(monotonic : dynamic, 1)
+    for (int64_t t = 0; t < heads * p.blocks; t++) block.attend(t / p.blocks, t % p.blocks, turns);
+  }
+}
+
+extern "C" void fewkeys_attend_blocks_back(const BlocksBack *p, int is_bf16, int threads) {
+  is_bf16 ? attend_blocks_back<bf16>(*p, threads) : attend_blocks_back<float>(*p, threads);
+}
