@@ -48,3 +48,16 @@ def without(call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEWKEYS_NATIVE", "0")
         return call()
+
+
+def spy(monkeypatch, module):
+    """The arguments of every call of the module's `attend`, from now on."""
+    calls = []
+    attend = module.attend
+
+    def spied(*problem):
+        calls.append(problem)
+        return attend(*problem)
+
+    monkeypatch.setattr(module, "attend", spied)
+    return calls

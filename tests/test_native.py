@@ -18,7 +18,7 @@ from fewkeys.native import build
 from fewkeys.rest import StandIns
 from fewkeys.sketch import clusters
 from fewkeys.validation import check_inputs
-from native_cases import CASES, CLOSE, FORMS, MEANS, has_kernel, needs_compiler, without
+from native_cases import CASES, CLOSE, FORMS, MEANS, has_kernel, needs_compiler, spy, without
 
 pytestmark = needs_compiler
 
@@ -26,15 +26,7 @@ pytestmark = needs_compiler
 @pytest.fixture
 def taken(monkeypatch):
     """How often the kernel was taken."""
-    calls = []
-    attend = compiled.attend
-
-    def spied(*problem):
-        calls.append(problem)
-        return attend(*problem)
-
-    monkeypatch.setattr(compiled, "attend", spied)
-    return calls
+    return spy(monkeypatch, compiled)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

@@ -12,8 +12,9 @@ from fewkeys.execute import compiled_gradient
 from fewkeys.sketch.past import Leaving, Past, Walk
 from fewkeys.sketch.running import RunningQueries
 from fewkeys.sketch.summary import Summary
+from fewkeys.sketch.sums import sums_and_products
 from fewkeys.validation import check_inputs
-from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, without
+from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy, without
 
 pytestmark = needs_compiler
 
@@ -24,15 +25,7 @@ BY_BLOCKS = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(20), fk.RunningMeans(8))
 @pytest.fixture
 def taken(monkeypatch):
     """How often the kernel was taken."""
-    calls = []
-    attend = compiled_gradient.attend
-
-    def spied(*problem):
-        calls.append(problem)
-        return attend(*problem)
-
-    monkeypatch.setattr(compiled_gradient, "attend", spied)
-    return calls
+    return spy(monkeypatch, compiled_gradient)
 
 
 def by_torch(call):
@@ -112,6 +105,25 @@ def test_gradients_of_gradients(plan, taken):
     assert taken
     for pair in zip(found, by_torch(squared), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_gradients_of_sums(dtype):
+    g = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(2, 3, 50, d, generator=g).to(dtype) for d in (6, 9))
+    label, share = torch.randint(4, (2, 3, 50), generator=g), torch.rand(2, 3, 50, generator=g)
+    push = [torch.randn(2, 3, *size, generator=g) for size in ((5, 6), (5, 9), (6, 9))]
+
+    def summed():
+        given = [x.clone().requires_grad_() for x in (key, value)]
+        found = sums_and_products(*given, label, share, 5, key.float().mean(2, keepdim=True))
+        first = torch.autograd.grad(found, given, push, create_graph=True)
+        if dtype == torch.bfloat16:
+            return *found, *first
+        return *found, *first, *torch.autograd.grad(sum(x.square().sum() for x in first), given)
+
+    for pair in zip(summed(), without(summed), strict=True):
+        torch.testing.assert_close(*pair, **CLOSE[dtype])
 
 
 def test_gradients_of_the_past(monkeypatch):

@@ -1,15 +1,15 @@
 """Compiled kernels for the CPU: what the plain torch path does in many passes over memory, in one.
 
 They are C++ of this package, compiled by the machine's own compiler when first needed (some seconds, once per
-machine and version), and loaded with ctypes. What they do has no gradient of its own: `execute.compiled_gradient` and
-`sketch.past_gradient` give it one. Where there is no compiler, torch does the same work with the same results up to
-rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
+machine and version), and loaded with ctypes. What they do has no gradient of its own: `execute.compiled_gradient`,
+`sketch.past_gradient` and `sketch.sums` give it one. Where there is no compiler, torch does the same work with the same
+results up to rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
 from fewkeys.native.build import missing
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
 from fewkeys.native.past import Steps, walk
-from fewkeys.native.tensors import suits
+from fewkeys.native.tensors import readable, suits
 
 __all__ = [
     "Steps",
@@ -17,6 +17,7 @@ __all__ = [
     "label_sums",
     "lloyd",
     "missing",
+    "readable",
     "statistics",
     "suits",
     "sums_and_products",

@@ -102,7 +102,7 @@ class Walk:
     def run(self) -> tuple[ByStep, Past]:
         """The stand-ins before and after every step, and the past at the end."""
         steps = self.steps()
-        if steps.suit or steps.readable:
+        if steps.readable:
             by_step, moved = native.walk(steps) if steps.suit else walk_with_gradient(steps)
             summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
             return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))

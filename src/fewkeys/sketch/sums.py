@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from fewkeys import native
@@ -29,11 +32,31 @@ def sums_and_products(
 
     `middle` carries no gradient either.
     """
-    if native.suits(key, value, share, middle):
-        found, products = native.sums_and_products(key, value, label, share, count, middle)
+    if native.readable(key, value, share, middle):
+        found, products = _Summed.apply(key, value, label, share, count, middle)  # type: ignore[no-untyped-call]
         return found[..., : key.shape[-1]], found[..., key.shape[-1] :], products
     products = ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
     return *label_sums(key, value, label, share, count), products
+
+
+class _Summed(torch.autograd.Function):
+    """With gradients of keys and values: key j has a part, share_j, in the sums of its label, and in the products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(key, value, label, share, middle)
+        return native.sums_and_products(key, value, label, share, count, middle)
+
+    @staticmethod
+    def backward(ctx: Any, sums: Tensor, products: Tensor) -> Any:
+        key, value, label, share, middle = ctx.saved_tensors
+        rows = sums.gather(2, label.unsqueeze(-1).expand(*label.shape, sums.shape[-1]))
+        to_key, to_value = rows.split([key.shape[-1], value.shape[-1]], -1)
+        to_key = (to_key + working(value) @ products.mT) * share.unsqueeze(-1)
+        to_value = (to_value + (working(key) - middle) @ products) * share.unsqueeze(-1)
+        return to_key.to(key.dtype), to_value.to(value.dtype), None, None, None, None
 
 
 def members(label: Tensor, share: Tensor, count: int) -> Tensor:
