@@ -27,6 +27,7 @@ MEANS = [
     fk.Plan(fk.Sinks(3) | fk.Window(41)),
     fk.Plan(fk.RecentBlocks(8, 3)),
     fk.Plan(fk.RecentBlocks(64) | fk.KeyNorm(5)),
+    fk.Plan(fk.RecentBlocks(64, 1) | fk.Sinks(1)),
     *RUNNING_PLANS.values(),
 ]
 CASES = [

@@ -8,7 +8,7 @@ import torch
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES
 from fewkeys import native
-from fewkeys.execute import compiled_gradient
+from fewkeys.execute import compiled_gradient, linear
 from fewkeys.sketch.past import Leaving, Past, Walk
 from fewkeys.sketch.running import RunningQueries
 from fewkeys.sketch.summary import Summary
@@ -105,6 +105,21 @@ def test_gradients_of_gradients(plan, taken):
     assert taken
     for pair in zip(found, by_torch(squared), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-3, atol=2e-2)
+
+
+def test_whoever_asks_for_other_gradients_goes_another_way(taken):
+    """Plans take a bias for a constant; who makes stand-ins by hand need not."""
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    x = check_inputs(q, k, v)
+    graph = fk.KeyNorm(4).select(x)
+    means = MEANS[1].rest.prepare(x, graph, fk.Softmax())
+    means = replace(means, key=means.key.clone().requires_grad_())
+    linear.attend(x, graph, means, fk.Softmax()).sum().backward()
+    assert len(taken) == 1
+    bias = means.bias.clone().requires_grad_()
+    linear.attend(x, graph, replace(means, bias=bias), fk.Softmax()).square().sum().backward()
+    assert len(taken) == 1
+    assert bias.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)

@@ -138,9 +138,10 @@ def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Te
     list_key, mean_key, left = shared[0].split(sizes, 2)
     list_value, mean_value, _ = shared[1][..., : x.value_dim].split(sizes, 2)
     if graph.columns is not None:
-        index, used = graph.columns.index.squeeze(2).unsqueeze(-1), graph.columns.used.squeeze(2).unsqueeze(-1)
+        # Fillings of the list have no weight, so their gradients are zero.
+        index = graph.columns.index.squeeze(2).unsqueeze(-1)
         for to, rows in ((key, list_key), (value, list_value)):
-            to.scatter_add_(2, index.expand_as(rows), rows * used)
+            to.scatter_add_(2, index.expand_as(rows), rows)
     if stand_ins is None:
         return found
     return (query, key, value, mean_key, mean_value, *(() if stand_ins.left is None else (left.mT,)))
