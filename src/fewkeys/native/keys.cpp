@@ -185,24 +185,49 @@ static void label_sums(const Sums &p, int threads) {
   }
 }
 
+// Adds up V vectors of every row, and their squares.
+template <int V, class T>
+static void add_up(const T *row, int64_t stride, int64_t count, float *sums, vec &square) {
+  vec sum[V] = {};
+  for (int64_t j = 0; j < count; j++, row += stride)
+    for (int v = 0; v < V; v++) {
+      const vec x = load(row + v * LANES);
+      sum[v] += x;
+      square += x * x;
+    }
+  for (int v = 0; v < V; v++) store(sums + v * LANES, load(sums + v * LANES) + sum[v]);
+}
+
+// Adds up rows; returns the sum of all squares.
+template <class T>
+static float add_rows(const T *row, int64_t stride, int64_t count, int64_t dim, float *sums) {
+  vec square = {};
+  int64_t d = 0;
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) add_up<4>(row + d, stride, count, sums + d, square);
+  for (; d + LANES <= dim; d += LANES) add_up<1>(row + d, stride, count, sums + d, square);
+  float found = total_of(square);
+  for (; d < dim; d++)
+    for (int64_t j = 0; j < count; j++) {
+      const float x = number(row[j * stride + d]);
+      sums[d] += x, found += x * x;
+    }
+  return found;
+}
+
 template <class T>
 static void totals(const Totals &p, int threads) {
-  const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, size = p.dim + p.value_dim + 1;
-  Numbers<float> parts(heads * pieces * size);
+  const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, size = p.dim + p.value_dim;
+  Numbers<float> parts(heads * pieces * size), squares(heads * pieces);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (int64_t t = 0; t < heads * pieces; t++) {
     const int64_t b = t / pieces / p.heads, h = t / pieces % p.heads, first = t % pieces * PIECE;
-    float *sums = &parts[t * size];
-    for (int64_t j = first; j < std::min(p.keys, first + PIECE); j++) {
-      const T *value = p.value.at<T>(b, h, j);
-      add(sums, p.key.at<T>(b, h, j), 1.0f, p.dim);
-      add(sums + p.dim, value, 1.0f, p.value_dim);
-      sums[size - 1] += product(value, value, p.value_dim);
-    }
+    const int64_t count = std::min(p.keys - first, PIECE);
+    add_rows(p.key.at<T>(b, h, first), p.key.row, count, p.dim, &parts[t * size]);
+    squares[t] = add_rows(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, &parts[t * size + p.dim]);
   }
   for (int64_t t = 0; t < heads * pieces; t++) {
-    add(p.sums + t / pieces * (size - 1), &parts[t * size], 1.0f, size - 1);
-    p.square[t / pieces] += parts[t * size + size - 1];
+    add(p.sums + t / pieces * size, &parts[t * size], 1.0f, size);
+    p.square[t / pieces] += squares[t];
   }
 }
 

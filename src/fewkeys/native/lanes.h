@@ -136,19 +136,17 @@ static inline float total_of(vec x) {
 }
 
 // Products of two rows of whole vectors, still to be summed.
-template <class T>
-static inline vec products(const T *x, const T *y, int count) {
+static inline vec products(const float *x, const float *y, int count) {
   vec sum = {};
   for (int d = 0; d < count; d += LANES) sum += load(x + d) * load(y + d);
   return sum;
 }
 
 // The inner product of two rows.
-template <class T>
-static inline float product(const T *x, const T *y, int count) {
+static inline float product(const float *x, const float *y, int count) {
   const int whole = count / LANES * LANES;
   float found = total_of(products(x, y, whole));
-  for (int d = whole; d < count; d++) found += number(x[d]) * number(y[d]);
+  for (int d = whole; d < count; d++) found += x[d] * y[d];
   return found;
 }
 
