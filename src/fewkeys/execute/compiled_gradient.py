@@ -46,7 +46,7 @@ def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns |
     x, s = inputs, stand_ins
     if not compiled.knows(graph, s, weights) or (isinstance(s, BlockStandIns) and graph.columns is None):
         return False
-    # What decides is a choice, and carries no gradient.
+    # Plans take these for constants, and so do the kernels.
     if isinstance(s, StandIns) and wants_gradient(s.bias, s.factor, s.right):
         return False
     return x.query.dtype == x.key.dtype == x.value.dtype and readable(x.query, x.key, x.value, *_parts(s))

@@ -17,7 +17,7 @@ struct Metric {
   Numbers<float> form;        // (D, D), TILE columns after the other: the second moment of the queries
   Numbers<float> mean_query;  // filled up with zeros
   Numbers<float> mean;        // of keys and values
-  float unit, tilt;               // 1 / var(v); tilt 0: all weights are one
+  float unit, tilt;           // 1 / var(v); tilt 0: all weights are one
 
   explicit Metric(const Widths &w) : form(w.dim * (w.dim + TILE)), mean_query(w.fill), mean(w.span + LANES) {}
 
@@ -199,10 +199,10 @@ class MergingGroup : public Group {
     ivec whose = own - 1;
     for (int b = 0; b < before; b++) {
       const vec apart = larger(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
-      const vec weight = light + lightness[b];
-      const ivec closer = (apart * under < best * weight) & (own > b);
+      const vec below = light + lightness[b];
+      const ivec closer = (apart * under < best * below) & (own > b);
       best = closer ? apart : best;
-      under = closer ? weight : under;
+      under = closer ? below : under;
       whose = closer ? ivec{} + b : whose;
     }
     store(&least[tile + part], best / under);
@@ -223,6 +223,7 @@ class MergingGroup : public Group {
     }
   }
 
+  // While the stand-ins are where they were.
   void tell(Moves &moves, int count) {
     for (int a = 0, kept = 0; a < used; a++) goes_to[a] = alive[a] ? kept++ : -1;
     for (int i = 0; i < count; i++) weight[slot[i]] = share[i] / total[leader_of[i]];
