@@ -151,16 +151,16 @@ def sample(inputs: Inputs, count: int) -> Sample:
     if inputs.valid is None:
         stride = max(1, inputs.whole.keys // most)
         return Sample(stride, -inputs.whole.first_key % stride)
-    chosen = _thinned(inputs.valid, most)
+    return Sample(1, 0, *_thinned(inputs.valid, most))
+
+
+def _thinned(real: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Places (B, M) of every s-th true entry of each row (B, N), s such that about `most` remain, and which count."""
+    stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
+    chosen = real & ((real.cumsum(-1) - 1) % stride == 0)
     longest = max(1, int(chosen.sum(-1).max()))
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
-    return Sample(1, 0, index, chosen.gather(-1, index))
-
-
-def _thinned(real: Tensor, most: int) -> Tensor:
-    """Every s-th true entry of each row (B, N), s such that about `most` remain."""
-    stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
-    return real & ((real.cumsum(-1) - 1) % stride == 0)
+    return index, chosen.gather(-1, index)
 
 
 def clusters(inputs: Inputs, count: int) -> Clusters:
@@ -192,10 +192,11 @@ def _query_moments(inputs: Inputs) -> QueryMoments:
         count: Tensor | int = -(-whole.queries // stride) * inputs.groups
         total, square = (whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
     else:
-        query = working(inputs.grouped_query().detach())
-        flag = _thinned(real, QUERY_SAMPLE)[:, None, None, :, None]
-        count = (flag.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(query.dtype)
-        rows = (query * flag).flatten(2, 3)
+        query = inputs.grouped_query().detach()
+        index, there = (part[:, None, None, :, None] for part in _thinned(real, QUERY_SAMPLE))
+        rows = working(query.gather(3, index.expand(*query.shape[:3], -1, query.shape[4])))
+        rows = rows.masked_fill(~there, 0.0).flatten(2, 3)
+        count = (there.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(rows.dtype)
         total, square = rows.sum(-2, keepdim=True), rows.mT @ rows
     return QueryMoments(scale * total / count, scale**2 * square / count)
 
