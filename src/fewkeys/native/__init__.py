@@ -8,7 +8,7 @@ results up to rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
 
 from fewkeys.native.build import missing
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
-from fewkeys.native.past import Steps, walk
+from fewkeys.native.past import Steps, walk, walk_back
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "survey",
     "totals",
     "walk",
+    "walk_back",
 ]

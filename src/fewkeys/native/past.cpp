@@ -206,6 +206,46 @@ static void walk(const Past &p, int threads) {
   }
 }
 
+// The gradients of a walk, which is linear given its moves: `fewkeys.sketch.past_gradient`.
+struct PastBack {
+  const float *rows_by, *last;  // that come: (B Hkv, steps + 1, M, D + Dv), (B Hkv, M, D + Dv)
+  const int64_t *place;         // the moves: (B Hkv, steps, M + E)
+  const float *share;
+  const int64_t *index;         // (B Hkv, steps, E)
+  float *rows;                  // of the rows at the beginning: (B Hkv, M, D + Dv)
+  float *key, *value;           // (B Hkv, Nk, D), (B Hkv, Nk, Dv): zeros, to be added to
+  int64_t heads, keys, dim, value_dim, count, steps, leaving;
+};
+
+static void walk_back(const PastBack &p, int64_t head) {
+  const int64_t wide = p.dim + p.value_dim, size = p.count * wide;
+  const float *by = p.rows_by + head * (p.steps + 1) * size, *last = p.last + head * size;
+  Numbers<float> flow(by + p.steps * size, by + (p.steps + 1) * size), before(size);
+  add(flow.data(), last, 1.0f, size);
+  for (int64_t step = p.steps - 1; step >= 0; step--) {
+    const int64_t at = head * p.steps + step, first = at * (p.count + p.leaving);
+    std::copy_n(by + step * size, size, before.data());
+    for (int64_t i = 0; i < p.count + p.leaving; i++) {
+      const float share = p.share[first + i], *from = &flow[p.place[first + i] * wide];
+      if (share == 0.0f) continue;
+      if (i < p.count) {
+        add(&before[i * wide], from, share, wide);
+        continue;
+      }
+      const int64_t key = head * p.keys + p.index[at * p.leaving + i - p.count];
+      add(p.key + key * p.dim, from, share, p.dim);
+      add(p.value + key * p.value_dim, from + p.dim, share, p.value_dim);
+    }
+    flow.swap(before);
+  }
+  std::copy_n(flow.data(), size, p.rows + head * size);
+}
+
+extern "C" void fewkeys_walk_back(const PastBack *p, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t head = 0; head < p->heads; head++) walk_back(*p, head);
+}
+
 extern "C" void fewkeys_walk(const Past *p, int is_bf16, int query_is_bf16, int threads) {
   if (query_is_bf16)
     is_bf16 ? walk<bf16, bf16>(*p, threads) : walk<bf16, float>(*p, threads);

@@ -63,6 +63,13 @@ class _Past(ctypes.Structure):
     )
 
 
+class _PastBack(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows_by", "last", *_MOVES, "index", "rows", "key", "value")),
+        *((name, ctypes.c_int64) for name in ("heads", "keys", "dim", "value_dim", "count", "steps", "leaving")),
+    )
+
+
 class Problem:
     """Steps as the kernels are told of them, and the tensors that they read and write, which live as long as this."""
 
@@ -110,3 +117,30 @@ def walk(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list
     problem = Problem(steps, by_step, moves)
     call("fewkeys_walk", problem.told, *problem.dtypes)
     return by_step, problem.moved
+
+
+def walk_back(
+    by_step: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the rows at the beginning, of `keys` keys of `dim` dimensions and of the values, all float32.
+
+    by_step (B, Hkv, steps + 1, M, D + Dv) and last (B, Hkv, M, D + Dv): the gradients that come. `place` and `share`:
+    the moves of `walk`; index (B, Hkv, steps, E): the keys that every step takes up.
+    """
+    *head, count, wide = last.shape
+    rows, key = torch.empty_like(last, memory_format=torch.contiguous_format), last.new_zeros((*head, keys, dim))
+    value = last.new_zeros((*head, keys, wide - dim))
+    given = (by_step.contiguous(), last.contiguous(), place, share, index.contiguous())
+    told = _PastBack(
+        **pointers(dict(zip(("rows_by", "last", *_MOVES, "index"), given, strict=True))),
+        **pointers({"rows": rows, "key": key, "value": value}),
+        heads=head[0] * head[1],
+        keys=keys,
+        dim=dim,
+        value_dim=wide - dim,
+        count=count,
+        steps=index.shape[2],
+        leaving=index.shape[3],
+    )
+    call("fewkeys_walk_back", told)
+    return rows, key, value

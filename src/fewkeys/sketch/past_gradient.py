@@ -30,24 +30,31 @@ class _Walked(torch.autograd.Function):
         place, share = index.new_empty(both), rows.new_empty(both, dtype=torch.float32)
         by_step, moved = native.walk(steps, (place, share))
         ctx.save_for_backward(place, share, index)
-        ctx.shapes, ctx.dtypes = (key.shape, value.shape), (rows.dtype, key.dtype, value.dtype)
+        ctx.shape, ctx.dtypes = key.shape, (rows.dtype, key.dtype, value.dtype)
         ctx.mark_non_differentiable(*by_step[1:], *moved[1:])
         return (*by_step, *moved)
 
     @staticmethod
     def backward(ctx: Any, by_step: Tensor, _excess: Tensor, _size: Tensor, last: Tensor, *_: Tensor) -> Any:
         place, share, index = ctx.saved_tensors
-        count, wide = last.shape[2:]
-        *earlier, flow = by_step.unbind(2)
-        flow, fresh = flow + last, []
-        for step in reversed(range(place.shape[2])):
-            moved = flow.gather(2, place[:, :, step].unsqueeze(-1).expand(-1, -1, -1, wide))
-            moved = moved * share[:, :, step].unsqueeze(-1)
-            fresh.append(moved[:, :, count:])
-            flow = moved[:, :, :count] + earlier[step]
-        gradients = [flow]
-        index = index.flatten(2).unsqueeze(-1)
-        new = torch.stack(fresh[::-1], 2).flatten(2, 3) if fresh else flow[:, :, :0]
-        for shape, part in zip(ctx.shapes, new.split([shape[-1] for shape in ctx.shapes], -1), strict=True):
-            gradients.append(part.new_zeros(shape).scatter_add(2, index.expand_as(part), part))
+        back = _walk_back if torch.is_grad_enabled() else native.walk_back
+        gradients = back(by_step, last, place, share, index, *ctx.shape[2:])
         return (*(part.to(dtype) for part, dtype in zip(gradients, ctx.dtypes, strict=True)), None)
+
+
+def _walk_back(
+    by_step: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`native.walk_back` by torch's operations: through them go derivatives of the gradients."""
+    count, wide = last.shape[2:]
+    *earlier, flow = by_step.unbind(2)
+    flow, fresh = flow + last, []
+    for step in reversed(range(place.shape[2])):
+        moved = flow.gather(2, place[:, :, step].unsqueeze(-1).expand(-1, -1, -1, wide))
+        moved = moved * share[:, :, step].unsqueeze(-1)
+        fresh.append(moved[:, :, count:])
+        flow = moved[:, :, :count] + earlier[step]
+    new = torch.stack(fresh[::-1], 2).flatten(2, 3) if fresh else flow[:, :, :0]
+    index = index.flatten(2).unsqueeze(-1).expand(*new.shape[:3], wide)
+    key, value = new.new_zeros((*new.shape[:2], keys, wide)).scatter_add(2, index, new).split([dim, wide - dim], -1)
+    return flow, key, value
