@@ -17,63 +17,56 @@ struct Attend {
 
 constexpr float ROUNDING = 1e-5f;
 
-// A tile of queries after the other.
-template <class Products>
-class Attention {
+// The keys that some queries of a tile reach.
+struct Reach {
+  int64_t begin;
+  int count;
+};
+
+// How products with keys become weights, a tile of queries after the other.
+class NearWeights {
  public:
-  typedef typename Products::Columns Columns;
-  typedef typename Products::Number Number;
+  Numbers<float> score, near;  // of what is shared; of the band
+  vec slope[WIDE];             // what the factors of the stand-ins sum up to
 
-  explicit Attention(const Attend &p)
-      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim),
-        score(stepped(p.entries + p.means + p.rank) * TILE), near(stepped(reach()) * TILE), count(p.means * TILE) {}
+  explicit NearWeights(const Attend &p)
+      : score(stepped(p.entries + p.means + p.rank) * TILE), near(stepped(most_reached(p)) * TILE), p(p),
+        count(p.means * TILE) {}
 
-  void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
-    const int64_t shared_head = h / p.groups, head = b * (p.heads / p.groups) + shared_head;
-    const int rows = std::min<int64_t>(TILE, p.queries - first), columns = p.entries + p.means + p.rank;
-    const int64_t position = first + p.offset;  // of the first query among the keys
-    const int64_t begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
-    const int64_t end = std::clamp<int64_t>(position + rows + p.right, begin, p.keys);
-    const int reached = end - begin;
+  Reach reach_of(int64_t first, int rows) const {
+    const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
+    return {begin, int(std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin)};
+  }
 
-    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
-    shared.dots(query, columns, score.data());
-    band.read(p.key.at<Number>(b, shared_head, begin), p.key.row, p.value.at<Number>(b, shared_head, begin),
-              p.value.row, reached);
-    band.dots(query, reached, near.data());
-
-    Tile tile(p.scale);
-    look_near(tile, head, position, begin, reached);
+  // All but those of the first-order term.
+  void weigh(Tile &tile, int64_t head, int64_t first, const Reach &reach) {
+    const int64_t position = first + p.offset;
+    look_near(tile, head, position, reach.begin, reach.count);
     look_at_list(tile, head, position);
     look_at_means(tile, head);
     tile.settle();
-    tile.weigh(near.data(), reached);
+    tile.weigh(near.data(), reach.count);
     tile.weigh(score.data(), p.entries);
     weigh_means(tile, head);
-    weigh_first_order();
-
-    mixed.clear();
-    shared.mix(score.data(), columns, rows, [](int, int &, int &) {}, mixed);
-    const auto reach = [&](int i, int &low, int &high) {
-      low = std::clamp<int64_t>(position + i - p.left - begin, 0, reached);
-      high = std::clamp<int64_t>(position + i + SOME + p.right - begin, low, reached);
-    };
-    band.mix(near.data(), reached, rows, reach, mixed);
-    tile.write(mixed.rows(), filled(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
-               p.value_dim);
   }
 
- protected:
+  // `rank` more columns: q left, times the slope.
+  void weigh_first_order() {
+    for (int r = 0; r < p.rank; r++)
+      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+        float *to = &score[(p.entries + p.means + r) * TILE + v];
+        store(to, load(to) * (slope[w] * p.scale));
+      }
+  }
+
+ private:
   const Attend &p;
-  const typename Products::Session session = {};
-  typename Products::Queries query;
-  typename Products::Mixed mixed;
-  Columns band;
-  Numbers<float> score, near, count;  // of what is shared; of the band; what every stand-in speaks for
-  vec slope[WIDE];                    // what the factors of the stand-ins sum up to
+  Numbers<float> count;  // what every stand-in speaks for
   const ivec lane = count_up();
 
-  int64_t reach() const { return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right)); }
+  static int64_t most_reached(const Attend &p) {
+    return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
+  }
 
   // Queries within reach see a key, and no stand-in speaks for it to them.
   void look_near(Tile &tile, int64_t head, int64_t position, int64_t begin, int reached) {
@@ -128,15 +121,51 @@ class Attention {
       }
     }
   }
+};
 
-  // `rank` more columns: q left, times the slope.
-  void weigh_first_order() {
-    for (int r = 0; r < p.rank; r++)
-      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        float *to = &score[(p.entries + p.means + r) * TILE + v];
-        store(to, load(to) * (slope[w] * p.scale));
-      }
+template <class Products>
+class Attention {
+ public:
+  typedef typename Products::Columns Columns;
+  typedef typename Products::Number Number;
+
+  explicit Attention(const Attend &p)
+      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p) {}
+
+  void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
+    const int64_t shared_head = h / p.groups, head = b * (p.heads / p.groups) + shared_head;
+    const int rows = std::min<int64_t>(TILE, p.queries - first), columns = p.entries + p.means + p.rank;
+    const Reach reach = weights.reach_of(first, rows);
+    float *score = weights.score.data(), *near = weights.near.data();
+    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
+    shared.dots(query, columns, score);
+    band.read(p.key.at<Number>(b, shared_head, reach.begin), p.key.row,
+              p.value.at<Number>(b, shared_head, reach.begin), p.value.row, reach.count);
+    band.dots(query, reach.count, near);
+
+    Tile tile(p.scale);
+    weights.weigh(tile, head, first, reach);
+    weights.weigh_first_order();
+
+    mixed.clear();
+    shared.mix(score, columns, rows, Everywhere(), mixed);
+    const auto reached = [&](int i, int &low, int &high) {
+      const int64_t from = first + p.offset - reach.begin + i;
+      low = std::clamp<int64_t>(from - p.left, 0, reach.count);
+      high = std::clamp<int64_t>(from + SOME + p.right, low, reach.count);
+    };
+    band.mix(near, reach.count, rows, reached, mixed);
+    tile.write(mixed.rows(), filled(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
+               p.value_dim);
   }
+
+ private:
+  const Attend &p;
+  const typename Products::Session session = {};
+  typename Products::Queries query;
+  typename Products::Mixed mixed;
+  Columns band;
+  NearWeights weights;
 };
 
 template <class Products>

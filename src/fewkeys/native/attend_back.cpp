@@ -14,21 +14,21 @@ struct AttendBack {
 // phi = sum_r u_r (g . right_r) joins the gradient of every stand-in's weight, times its factor, and q . left_r has the
 // gradient s (g . right_r).
 template <class T>
-class AttentionBack : Attention<Lanes<T>> {
+class AttentionBack {
  public:
   static constexpr int TILES = 16;  // whose gradients are added up before they are handed on
 
   explicit AttentionBack(const AttendBack &all)
-      : Attention<Lanes<T>>(all.of), all(all), dim(p.dim), value_dim(p.value_dim), columns(p.entries + p.means),
+      : all(all), p(all.of), dim(p.dim), value_dim(p.value_dim), columns(p.entries + p.means),
         shared(columns + p.rank, dim, value_dim),
         band(std::min<int64_t>(p.keys, std::max<int64_t>(0, TILES * TILE + p.left + p.right)), dim, value_dim),
-        asked(dim, value_dim), slope_shared((columns + p.rank) * TILE), slope_near(near.size()), raw(p.rank * TILE) {}
+        tile_back(dim, value_dim), weights(p), grad_shared(weights.score.size()), grad_near(weights.near.size()) {}
 
   void attend(int64_t b, int64_t h, int64_t piece, int64_t pieces, Turns &turns) {
     const int64_t shared_head = h / p.groups, head = b * (p.heads / p.groups) + shared_head;
     const int64_t begin = piece * TILES * TILE, end = std::min(p.queries, begin + TILES * TILE);
-    const int64_t low = std::clamp<int64_t>(begin + p.offset - p.left, 0, p.keys);
-    const int64_t high = std::clamp<int64_t>(end + p.offset + p.right, low, p.keys);
+    const Reach all_reached = weights.reach_of(begin, end - begin);
+    const int64_t low = all_reached.begin, high = low + all_reached.count;
     take(b, shared_head, head, low, high);
     for (int64_t first = begin; first < end; first += TILE)
       attend_tile(b, h, head, first, std::min<int64_t>(TILE, end - first), low);
@@ -38,71 +38,64 @@ class AttentionBack : Attention<Lanes<T>> {
   }
 
  private:
-  typedef Attention<Lanes<T>> Base;
-  using Base::p, Base::score, Base::near, Base::slope;
   const AttendBack &all;
+  const Attend &p;
   const int dim, value_dim, columns;
-  Pairs shared, band;
-  Asked<T> asked;
-  Numbers<float> slope_shared, slope_near, raw;
+  KeyValues shared, band;
+  TileBack<T> tile_back;
+  NearWeights weights;
+  Numbers<float> grad_shared, grad_near;
 
   void take(int64_t b, int64_t h, int64_t head, int64_t low, int64_t high) {
     const int64_t count = columns + p.rank;
     const float *key = p.shared_key + head * count * dim, *value = p.shared_value + head * count * shared.wide;
     copy_rows(key, dim, count, dim, shared.deep, shared.key.data());
     copy_rows(value, shared.wide, count, shared.wide, shared.wide, shared.value.data());
-    copy_rows(all.of.key.at<T>(b, h, low), p.key.row, high - low, dim, band.deep, band.key.data());
-    copy_rows(all.of.value.at<T>(b, h, low), p.value.row, high - low, value_dim, band.wide, band.value.data());
+    copy_rows(p.key.at<T>(b, h, low), p.key.row, high - low, dim, band.deep, band.key.data());
+    copy_rows(p.value.at<T>(b, h, low), p.value.row, high - low, value_dim, band.wide, band.value.data());
     shared.clear();
     band.clear();
   }
 
   void attend_tile(int64_t b, int64_t h, int64_t head, int64_t first, int rows, int64_t low) {
-    const int64_t position = first + p.offset;
-    const int64_t begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
-    const int reached = std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin;
-    const T *query = all.of.query.at<T>(b, h, first), *out = all.out.at<T>(b, h, first);
-    asked.set(query, p.query.row, out, all.out.row, rows);
-    asked.look(shared, 0, columns + p.rank, score.data());
-    asked.look(band, begin - low, reached, near.data());
+    const Reach reach = weights.reach_of(first, rows);
+    const int reached = reach.count, from = reach.begin - low;
+    float *score = weights.score.data(), *near = weights.near.data();
+    tile_back.set(p.query.at<T>(b, h, first), p.query.row, all.out.at<T>(b, h, first), all.out.row, rows);
+    tile_back.key_products(shared, 0, columns + p.rank, score);
+    tile_back.key_products(band, from, reached, near);
+    tile_back.value_products(shared, 0, columns + p.rank, grad_shared.data());
+    tile_back.value_products(band, from, reached, grad_near.data());
     Tile tile(p.scale);
-    this->look_near(tile, head, position, begin, reached);
-    this->look_at_list(tile, head, position);
-    this->look_at_means(tile, head);
-    tile.settle();
-    tile.weigh(near.data(), reached);
-    tile.weigh(score.data(), p.entries);
-    this->weigh_means(tile, head);
-    std::copy_n(&score[columns * TILE], p.rank * TILE, raw.data());
-    this->weigh_first_order();
     vec inverse[WIDE], mean[WIDE] = {};
+    weights.weigh(tile, head, first, reach);
     invert(tile, inverse);
-    divide(near.data(), reached, inverse);
-    divide(score.data(), columns + p.rank, inverse);
-
-    asked.value(band, begin - low, reached, slope_near.data());
-    asked.value(shared, 0, columns + p.rank, slope_shared.data());
     first_order(head, inverse);
-    add_products(near.data(), slope_near.data(), reached, mean);
-    add_products(score.data(), slope_shared.data(), columns, mean);
-    settle_slopes(near.data(), slope_near.data(), reached, mean, p.scale);
-    settle_slopes(score.data(), slope_shared.data(), columns, mean, p.scale);
-    asked.share_out(near.data(), slope_near.data(), band, begin - low, reached);
-    asked.share_out(score.data(), slope_shared.data(), shared, 0, columns + p.rank);
-    asked.write(all.query + ((b * p.heads + h) * p.queries + first) * dim);
+    weights.weigh_first_order();
+    divide(near, reached, inverse);
+    divide(score, columns + p.rank, inverse);
+    add_products(near, grad_near.data(), reached, mean);
+    add_products(score, grad_shared.data(), columns, mean);
+    grads_of_scores(near, grad_near.data(), reached, mean, p.scale);
+    grads_of_scores(score, grad_shared.data(), columns, mean, p.scale);
+    tile_back.accumulate(near, grad_near.data(), band, from, reached);
+    tile_back.accumulate(score, grad_shared.data(), shared, 0, columns + p.rank);
+    tile_back.write(all.query + ((b * p.heads + h) * p.queries + first) * dim);
   }
 
+  // While products with left are what they were.
   void first_order(int64_t head, const vec *inverse) {
     vec phi[WIDE] = {};
     for (int r = 0; r < p.rank; r++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        float *to = &slope_shared[(columns + r) * TILE + v];
-        phi[w] += load(&raw[r * TILE + v]) * load(to) * p.scale;
-        store(to, load(to) * slope[w] * inverse[w] * p.scale);
+        const int64_t at = (columns + r) * TILE + v;
+        float *to = &grad_shared[at];
+        phi[w] += load(&weights.score[at]) * load(to) * p.scale;
+        store(to, load(to) * weights.slope[w] * inverse[w] * p.scale);
       }
     for (int c = 0; p.rank && c < p.means; c++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        float *to = &slope_shared[(p.entries + c) * TILE + v];
+        float *to = &grad_shared[(p.entries + c) * TILE + v];
         store(to, load(to) + phi[w] * p.factor[head * p.means + c]);
       }
   }

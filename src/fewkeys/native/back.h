@@ -9,12 +9,12 @@
 #include "columns.h"
 
 // Keys and values, filled up, and their gradients.
-struct Pairs {
+struct KeyValues {
   const int deep, wide;
   Numbers<float> key, value, to_key, to_value;
 
   // Gradients are added to SOME rows at once, the last of which may be nobody's.
-  Pairs(int64_t most, int dim, int value_dim)
+  KeyValues(int64_t most, int dim, int value_dim)
       : deep(filled(dim)), wide(filled(value_dim)), key(most * deep), value(most * wide),
         to_key((most + SOME) * deep), to_value((most + SOME) * wide) {}
 
@@ -26,9 +26,9 @@ struct Pairs {
 
 // A tile of queries and the gradients of their outputs: as rows, and in lanes.
 template <class T>
-class Asked {
+class TileBack {
  public:
-  Asked(int dim, int value_dim)
+  TileBack(int dim, int value_dim)
       : dim(dim), value_dim(value_dim), deep(filled(dim)), wide(filled(value_dim)), query(TILE * deep),
         out(TILE * wide), query_lanes(dim * TILE), out_lanes(value_dim * TILE), to_query(TILE * deep),
         turned(TILE * TILE) {}
@@ -43,19 +43,19 @@ class Asked {
   }
 
   // Products (count, TILE) of keys with the queries, of values with the gradients.
-  void look(const Pairs &at, int first, int count, float *found) const {
+  void key_products(const KeyValues &at, int first, int count, float *found) const {
     dots(&at.key[first * deep], deep, count, dim, query_lanes.data(), found);
   }
-  void value(const Pairs &at, int first, int count, float *found) const {
+  void value_products(const KeyValues &at, int first, int count, float *found) const {
     dots(&at.value[first * wide], wide, count, value_dim, out_lanes.data(), found);
   }
 
-  // Everybody gets their share, by weights P and slopes S (count, TILE).
-  void share_out(const float *weight, const float *slope, Pairs &with, int first, int count) {
+  // Adds to the gradients of queries, keys and values, by weights P and score gradients S (count, TILE).
+  void accumulate(const float *weight, const float *grad, KeyValues &with, int first, int count) {
     for (int i = 0; i < rows; i += SOME)
-      mix<SOME>(&with.key[first * deep], deep, count, deep, slope + i, TILE, &to_query[i * deep], deep);
-    gather(slope, query, deep, &with.to_key[first * deep], count);
-    gather(weight, out, wide, &with.to_value[first * wide], count);
+      mix<SOME>(&with.key[first * deep], deep, count, deep, grad + i, TILE, &to_query[i * deep], deep);
+    accumulate_rows(grad, query, deep, &with.to_key[first * deep], count);
+    accumulate_rows(weight, out, wide, &with.to_value[first * wide], count);
   }
 
   void write(float *to) const {
@@ -68,7 +68,7 @@ class Asked {
   Numbers<float> query, out, query_lanes, out_lanes, to_query, turned;
 
   // Adds to every column the rows of the tile under its weights.
-  void gather(const float *weight, const Numbers<float> &from, int width, float *into, int count) {
+  void accumulate_rows(const float *weight, const Numbers<float> &from, int width, float *into, int count) {
     for (int begin = 0; begin < count; begin += TILE) {
       const int some = std::min(TILE, count - begin);
       turn([=](int c) { return weight + (begin + c) * TILE; }, some, TILE, 1.0f, turned.data());
@@ -89,16 +89,16 @@ static inline void invert(const Tile &tile, vec *inverse) {
   for (int w = 0; w < WIDE; w++) inverse[w] = tile.sum[w] == 0.0f ? vec{} : 1.0f / tile.sum[w];
 }
 // Adds P G to the sums.
-static inline void add_products(const float *weight, const float *slope, int count, vec *sum) {
+static inline void add_products(const float *weight, const float *grad, int count, vec *sum) {
   for (int c = 0; c < count; c++)
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
-      sum[w] += load(weight + c * TILE + v) * load(slope + c * TILE + v);
+      sum[w] += load(weight + c * TILE + v) * load(grad + c * TILE + v);
 }
 // G becomes S.
-static inline void settle_slopes(const float *weight, float *slope, int count, const vec *mean, float scale) {
+static inline void grads_of_scores(const float *weight, float *grad, int count, const vec *mean, float scale) {
   for (int c = 0; c < count; c++)
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      float *to = slope + c * TILE + v;
+      float *to = grad + c * TILE + v;
       store(to, load(weight + c * TILE + v) * (load(to) - mean[w]) * scale);
     }
 }

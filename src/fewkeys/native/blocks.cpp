@@ -19,6 +19,19 @@ struct Means {
   int64_t key_stride, value_stride;
 };
 
+// Places of the keys that a block really lists, in their order; returns their number.
+static int places_of(const Blocks &p, int64_t head, int64_t block, int64_t *place) {
+  const int64_t *index = p.place + (head * p.blocks + block) * p.entries;
+  return std::copy_if(index, index + p.entries, place, [&](int64_t at) { return at < p.keys; }) - place;
+}
+
+// Hides the keys of a list from the queries before them.
+static void show_list(const Blocks &p, Tile &tile, const int64_t *place, int count, int64_t position, float *score) {
+  const ivec lane = count_up();
+  for (int c = 0; c < count; c++)
+    tile.show(score + c * TILE, lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
+}
+
 // The keys of one block, and all queries of the block that read them.
 template <class Products>
 class Block {
@@ -37,8 +50,9 @@ class Block {
 
   void attend(int64_t head, int64_t block, const Means &of) {
     const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
-    const int64_t begin = (p.offset / p.size + block) * p.size - p.offset, at = head * p.blocks + block;
-    gather(b, h, p.place + at * p.entries);
+    const int64_t begin = (p.offset / p.size + block) * p.size - p.offset;
+    listed = places_of(p, head, block, place.data());
+    gather(b, h);
     means.read(of.key, of.key_stride, of.value, of.value_stride, p.means);
     const int64_t end = std::min(p.queries, begin + p.size);
     for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
@@ -57,14 +71,9 @@ class Block {
   int listed = 0;
   std::vector<int64_t> place;
 
-  void gather(int64_t b, int64_t h, const int64_t *index) {
-    listed = 0;
+  void gather(int64_t b, int64_t h) {
     bool in_a_row = true;
-    for (int64_t e = 0; e < p.entries; e++) {
-      if (index[e] >= p.keys) continue;
-      in_a_row &= !listed || index[e] == place[listed - 1] + 1;
-      place[listed++] = index[e];
-    }
+    for (int e = 1; e < listed; e++) in_a_row &= place[e] == place[e - 1] + 1;
     const int64_t first = in_a_row && listed ? place[0] : 0;
     const Number *key = p.key.at<Number>(b, h, first), *value = p.value.at<Number>(b, h, first);
     if (in_a_row)
@@ -75,7 +84,6 @@ class Block {
 
   void attend_tile(int64_t b, int64_t h, int64_t first, int rows, const float *bias) {
     const int64_t position = first + p.offset;
-    const ivec lane = count_up();
     int seen = listed;
     if (p.causal)
       while (seen && place[seen - 1] > position + rows - 1) seen--;
@@ -84,16 +92,14 @@ class Block {
     list.dots(query, seen, score.data());
     means.dots(query, p.means, mean_score);
     Tile tile(p.scale);
-    for (int c = 0; c < seen; c++)
-      tile.show(&score[c * TILE], lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
+    show_list(p, tile, place.data(), seen, position, score.data());
     tile.show_means(mean_score, bias, p.means);
     tile.settle();
     tile.weigh(score.data(), seen);
     tile.weigh(mean_score, p.means);
     mixed.clear();
-    const auto everywhere = [](int, int &, int &) {};
-    list.mix(score.data(), seen, rows, everywhere, mixed);
-    means.mix(mean_score, p.means, rows, everywhere, mixed);
+    list.mix(score.data(), seen, rows, Everywhere(), mixed);
+    means.mix(mean_score, p.means, rows, Everywhere(), mixed);
     tile.write(mixed.rows(), filled(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
                p.value_dim);
   }

@@ -15,7 +15,7 @@ class BlockBack {
  public:
   explicit BlockBack(const BlocksBack &all)
       : all(all), p(all.of), dim(p.dim), value_dim(p.value_dim), pairs(p.entries + p.means, dim, value_dim),
-        asked(dim, value_dim), weight((p.entries + p.means) * TILE), slope((p.entries + p.means) * TILE),
+        tile_back(dim, value_dim), weight((p.entries + p.means) * TILE), grad((p.entries + p.means) * TILE),
         place(p.entries) {}
 
   void attend(int64_t head, int64_t block, Turns &turns) {
@@ -43,19 +43,16 @@ class BlockBack {
   const BlocksBack &all;
   const Blocks &p;
   const int dim, value_dim;
-  Pairs pairs;  // the list, and the means behind it
-  Asked<T> asked;
-  Numbers<float> weight, slope;
+  KeyValues pairs;  // the list, and the means behind it
+  TileBack<T> tile_back;
+  Numbers<float> weight, grad;
   const float *bias = nullptr;
   int listed = 0;
   std::vector<int64_t> place;
 
   void take(int64_t b, int64_t h, int64_t head, int64_t block) {
-    const int64_t at = head * p.blocks + block;
-    listed = 0;
-    for (int64_t e = 0; e < p.entries; e++)
-      if (p.place[at * p.entries + e] < p.keys) place[listed++] = p.place[at * p.entries + e];
-    bias = p.bias + at * p.means;
+    listed = places_of(p, head, block, place.data());
+    bias = p.bias + (head * p.blocks + block) * p.means;
     for (int e = 0; e < listed; e++) {
       copy_rows(p.key.at<T>(b, h, place[e]), 0, 1, dim, pairs.deep, &pairs.key[e * pairs.deep]);
       copy_rows(p.value.at<T>(b, h, place[e]), 0, 1, value_dim, pairs.wide, &pairs.value[e * pairs.wide]);
@@ -67,25 +64,22 @@ class BlockBack {
   }
 
   void attend_tile(int64_t b, int64_t h, int64_t first, int rows) {
-    const int64_t position = first + p.offset;
     const int columns = listed + p.means;
-    const ivec lane = count_up();
-    asked.set(p.query.at<T>(b, h, first), p.query.row, all.out.at<T>(b, h, first), all.out.row, rows);
-    asked.look(pairs, 0, columns, weight.data());
+    tile_back.set(p.query.at<T>(b, h, first), p.query.row, all.out.at<T>(b, h, first), all.out.row, rows);
+    tile_back.key_products(pairs, 0, columns, weight.data());
     Tile tile(p.scale);
-    for (int c = 0; c < listed; c++)
-      tile.show(&weight[c * TILE], lane, p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);
+    show_list(p, tile, place.data(), listed, first + p.offset, weight.data());
     tile.show_means(&weight[listed * TILE], bias, p.means);
     tile.settle();
     tile.weigh(weight.data(), columns);
     vec inverse[WIDE], mean[WIDE] = {};
     invert(tile, inverse);
     divide(weight.data(), columns, inverse);
-    asked.value(pairs, 0, columns, slope.data());
-    add_products(weight.data(), slope.data(), columns, mean);
-    settle_slopes(weight.data(), slope.data(), columns, mean, p.scale);
-    asked.share_out(weight.data(), slope.data(), pairs, 0, columns);
-    asked.write(all.query + ((b * p.heads + h) * p.queries + first) * dim);
+    tile_back.value_products(pairs, 0, columns, grad.data());
+    add_products(weight.data(), grad.data(), columns, mean);
+    grads_of_scores(weight.data(), grad.data(), columns, mean, p.scale);
+    tile_back.accumulate(weight.data(), grad.data(), pairs, 0, columns);
+    tile_back.write(all.query + ((b * p.heads + h) * p.queries + first) * dim);
   }
 };
 

@@ -6,6 +6,11 @@
 constexpr int STEP = 32;
 static inline int64_t stepped(int64_t count) { return (count + STEP - 1) / STEP * STEP; }
 
+// Queries may have weights for all columns.
+struct Everywhere {
+  void operator()(int, int &, int &) const {}
+};
+
 template <class T>
 struct Lanes {
   typedef T Number;

@@ -1,4 +1,4 @@
-"""The past of a causal plan moves on, block by block (`past.cpp`); without gradient."""
+"""The past of a causal plan moves on, block by block, and is followed back (`past.cpp`)."""
 
 from __future__ import annotations
 
