@@ -47,6 +47,14 @@ def made_past(places, dim, value_dim, seed=0):
     return Past(summary, past.queries.add(torch.randn(2, 3, 2, 9, dim, generator=g)))
 
 
+def in_order(stand_ins):
+    """Rows, excess and size by the first number of the rows: equal masses, as counts often are, leave places open."""
+    rows, excess, size = stand_ins.rows, stand_ins.excess, stand_ins.size
+    order = rows[..., 0].masked_fill(size == 0, torch.inf).argsort(-1)
+    by_row = order.unsqueeze(-1).expand_as(rows)
+    return rows.gather(-2, by_row), excess.gather(-1, order), size.gather(-1, order)
+
+
 @pytest.mark.parametrize("tilted", [True, False])
 @pytest.mark.parametrize("answers", ["all", "some"])
 @pytest.mark.parametrize(
@@ -69,8 +77,8 @@ def test_the_past_moves_on_as_torch_moves_it(places, leaving, dim, value_dim, sp
 
     assert native.suits(past.summary.rows, query, key)
     (fast, moved), (slow, want) = call(), without(call)
-    pairs = [(getattr(fast, name), getattr(slow, name)) for name in ("rows", "excess", "size")]
-    pairs += [(getattr(moved.summary, name), getattr(want.summary, name)) for name in ("rows", "excess", "size")]
+    pairs = [*zip(in_order(fast), in_order(slow), strict=True)]
+    pairs += zip(in_order(moved.summary), in_order(want.summary), strict=True)
     pairs += [(getattr(moved.summary.seen, name), part) for name, part in vars(want.summary.seen).items()]
     pairs += [(getattr(moved.queries, name), part) for name, part in vars(want.queries).items()]
     for found, expected in pairs:

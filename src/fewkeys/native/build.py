@@ -20,9 +20,10 @@ SOURCES = (
     *("past.cpp", "prefill.cpp", "back.h", "merge.h", "matrix.h", "columns.h", "tile.h", "lanes.h"),
 )
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
-    # Compilers stop at half of the widest vectors of their own accord.
-    *(("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD64") else ()),
+    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
+    "-march=native",
+    # Compilers stop at half of the widest vectors of their own accord, and for some processors split every wide move.
+    *(("-mtune=generic", "-mprefer-vector-width=512") if platform.machine() in ("x86_64", "AMD64") else ()),
 )
 COMPILERS = ("g++", "clang++", "c++")
 SWITCH, CACHE, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_CACHE", "CXX"

@@ -11,11 +11,11 @@
 #include <vector>
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 12;
+constexpr int LANES = 16, ROWS = 12, ABREAST = 4;
 #elif defined(__AVX__)
-constexpr int LANES = 8, ROWS = 6;
+constexpr int LANES = 8, ROWS = 6, ABREAST = 2;
 #else
-constexpr int LANES = 4, ROWS = 12;
+constexpr int LANES = 4, ROWS = 6, ABREAST = 2;
 #endif
 // ROWS x 2 sums fill the registers, but for the two vectors and the number that are multiplied.
 constexpr int TILE = 32, WIDE = TILE / LANES;
@@ -72,18 +72,15 @@ static inline void put(float x, bf16 &into) {
   into.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 
-static inline vec load(const float *from) {
-  vec found;
-  memcpy(&found, from, sizeof found);
-  return found;
-}
+// One move each. Through memcpy, compilers split moves as they think best for the processor, and do so through the stack.
+static inline vec load(const float *from) { return *(const vec *)from; }
 static inline vec load(const bf16 *from) {
   typedef uint16_t half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
   half bits;
   memcpy(&bits, from, sizeof bits);
   return (vec)(__builtin_convertvector(bits, ivec) << 16);
 }
-static inline void store(float *to, vec x) { memcpy(to, &x, sizeof x); }
+static inline void store(float *to, vec x) { *(vec *)to = x; }
 static inline vec all(float x) { return vec{} + x; }
 static inline vec larger(vec a, vec b) { return a > b ? a : b; }
 static inline ivec count_up() {
@@ -237,7 +234,8 @@ static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, 
         sum[r][1] += b * row[r * stride + d];
       }
     }
-    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {  // unrolled like the loop above: sums that are ever indexed live in memory
       store(into + r * TILE + part, sum[r][0]);
       store(into + r * TILE + part + LANES, sum[r][1]);
     }
@@ -266,7 +264,9 @@ template <int Q, int V>
 static __attribute__((noinline)) void mix_of(const float *value, int64_t stride, int count, const float *weight,
                                              int64_t pitch, float *into, int64_t to) {
   vec sum[Q][V];
+#pragma GCC unroll 16
   for (int q = 0; q < Q; q++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) sum[q][v] = load(into + q * to + v * LANES);
   for (int c = 0; c < count; c++, value += stride, weight += pitch) {
     vec x[V];
@@ -277,7 +277,9 @@ static __attribute__((noinline)) void mix_of(const float *value, int64_t stride,
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) sum[q][v] += x[v] * weight[q];
   }
+#pragma GCC unroll 16
   for (int q = 0; q < Q; q++)
+#pragma GCC unroll 16
     for (int v = 0; v < V; v++) store(into + q * to + v * LANES, sum[q][v]);
 }
 
@@ -286,6 +288,7 @@ template <int Q>
 static inline void mix(const float *value, int64_t stride, int count, int dim, const float *weight, int64_t pitch,
                        float *into, int64_t to) {
   int v = 0;
-  for (; v + 4 * LANES <= dim; v += 4 * LANES) mix_of<Q, 4>(value + v, stride, count, weight, pitch, into + v, to);
+  constexpr int STEP = ABREAST * LANES;
+  for (; v + STEP <= dim; v += STEP) mix_of<Q, ABREAST>(value + v, stride, count, weight, pitch, into + v, to);
   for (; v + LANES <= dim; v += LANES) mix_of<Q, 1>(value + v, stride, count, weight, pitch, into + v, to);
 }
