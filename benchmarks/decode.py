@@ -17,8 +17,8 @@ from time import perf_counter
 import torch
 
 import fewkeys as fk
-from fewkeys.files import write_json
-from fewkeys.measure.machine import machine, versions
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 SLOTS, STRETCH = 256, 2560

@@ -27,8 +27,8 @@ from entmax import entmax15
 from torch.nn.functional import scaled_dot_product_attention
 
 import fewkeys as fk
-from fewkeys.files import write_json
-from fewkeys.measure.machine import machine, versions
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
 from fewkeys.select import Selector
 
 DIM, TOPICS, LLOYD, BLOCK = 64, 200, 10, 1024

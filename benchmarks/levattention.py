@@ -32,12 +32,12 @@ from time import perf_counter
 import torch
 
 import fewkeys as fk
-from fewkeys.files import write_json
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
 from fewkeys.heavy import Sketched, heavy_entries
 from fewkeys.heavy.gram import exact_form
 from fewkeys.heavy.keys import BLOCK, ScaledKeys
 from fewkeys.heavy.sketched import sketch_rows
-from fewkeys.measure.machine import machine, versions
 from fewkeys.sketch.projections import PROJECTIONS
 from fewkeys.sketch.tensor_power import width
 

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from fewkeys.files import write_whole
+from fewkeys.core.files import write_whole
 
 HERE = Path(__file__).parent
 

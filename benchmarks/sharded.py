@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 import fewkeys as fk
 import fewkeys.distributed as fkd
-from fewkeys.files import read_json, write_json, write_whole
-from fewkeys.measure.machine import machine, versions
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import read_json, write_json, write_whole
 
 RESULTS = Path(__file__).parent / "results"
 SLOTS, DIM, TURNS = 256, 64, 3

@@ -6,8 +6,8 @@ import torch
 
 import fewkeys as fk
 from cases import Shape
-from fewkeys.graph import visible
-from fewkeys.validation import check_inputs
+from fewkeys.core.graph import visible
+from fewkeys.core.validation import check_inputs
 
 SELF = Shape(queries=23, keys=23, head_dim=5)
 FORMS = {

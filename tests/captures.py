@@ -2,7 +2,7 @@
 
 import torch
 
-from fewkeys.measure.capture import AttentionInputs, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs, CaptureWriter
 
 
 def captured(layers=2, batches=2, size=3, heads=4, kv_heads=2, length=40, dim=8, causal=False, lengths=None, seed=0):

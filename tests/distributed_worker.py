@@ -14,7 +14,7 @@ import torch.distributed as dist
 import fewkeys as fk
 import fewkeys.distributed as fkd
 from fewkeys.distributed.communicator import RECORD
-from test_guarantees import KINDS, keys
+from odd_keys import KINDS, keys
 
 U = torch.finfo(torch.float64).eps
 TIMEOUT = 1.5

@@ -3,7 +3,7 @@
 import torch
 
 import fewkeys as fk
-from fewkeys.measure.capture import AttentionInputs, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs, CaptureWriter
 from fewkeys.select import Edges, Joined
 
 GROUPINGS = {

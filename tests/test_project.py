@@ -68,7 +68,7 @@ LAZY = {
     "execute/triton/grouped_backward.py",
     "sketch/triton/op.py",
     "sketch/triton/kernels.py",
-    "tiles.py",
+    "sketch/triton/tiles.py",
 }
 """torch's compiler, subclasses of transformers' own classes, Triton's kernels: imported by functions that need them."""
 

@@ -21,10 +21,10 @@ from experiments.value_aware.data import read, token_ids
 from torch import Tensor
 
 import fewkeys as fk
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
 from fewkeys.demo import model_folder
-from fewkeys.files import write_json
 from fewkeys.integrations.transformers import load_model
-from fewkeys.measure.machine import machine, versions
 
 LENGTH, TEXTS, LAST = 512, 16, 256
 

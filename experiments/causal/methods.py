@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fewkeys as fk
+from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations.interface import attach
-from fewkeys.measure.capture import AttentionInputs
 
 SINKS = 4
 PLANS: dict[str, Callable[[int], fk.Plan]] = {

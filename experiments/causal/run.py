@@ -33,9 +33,9 @@ from experiments.value_aware.models import train_tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fewkeys.files import read_json, write_json, write_whole
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import read_json, write_json, write_whole
 from fewkeys.integrations.quiet import quiet
-from fewkeys.measure.machine import machine, versions
 
 Say = Callable[[str], None]
 

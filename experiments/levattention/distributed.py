@@ -24,8 +24,8 @@ from torch import Tensor
 
 import fewkeys as fk
 import fewkeys.distributed as fkd
-from fewkeys.files import write_json
-from fewkeys.measure.machine import machine, versions
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
 
 HEADS, DIM, COUNT, BLOCK = 2, 64, 64, 1024
 PLANS = {"leverage": fk.Leverage(COUNT), "key norm": fk.KeyNorm(COUNT), "random keys": fk.RandomKeys(COUNT)}

@@ -1,6 +1,6 @@
 """Which keys leverage recovers, on problems whose heavy keys are known: `python experiments/levattention/recovery.py`.
 
-Two problems of `fewkeys.synthetic`, softmax attention with the usual scale:
+Two problems of `synthetic.py`, softmax attention with the usual scale:
 
 - *planted*: 16 relevant keys of 64 dimensions among many irrelevant ones, 512 queries, each about two of them. Every
   method keeps as many keys as are relevant. `relevant`: the share of the relevant keys that are kept. `heavy`: the
@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from experiments.levattention.synthetic import planted, random_signs
 
 import fewkeys as fk
-from fewkeys.files import write_json
-from fewkeys.measure.machine import versions
-from fewkeys.synthetic import planted, random_signs
+from fewkeys.bench.machine import versions
+from fewkeys.core.files import write_json
 
 HERE = Path(__file__).parent / "results"
 RELEVANT, DIM, QUERIES, COMBINE, EPS = 16, 64, 512, 2, 0.2

@@ -25,8 +25,8 @@ from vit_report import report
 from vit_study import inference
 from vit_train import Recipe, accuracy, train, vit
 
-from fewkeys.files import write_json
-from fewkeys.measure.machine import machine, versions
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
 
 SIZES = {
     "hidden_size": 48,

@@ -30,7 +30,7 @@ from vit_plans import PLANS
 from vit_train import accuracy
 
 import fewkeys as fk
-from fewkeys.files import write_json
+from fewkeys.core.files import write_json
 
 ROWS = ("leverage", "leverage, centred", "key norm", "random", "window", "fewkeys budget")
 STUDIED, TESTED = 128, 500

@@ -11,7 +11,7 @@ from typing import Any
 
 from vit_plans import PLANS
 
-from fewkeys.files import write_json
+from fewkeys.core.files import write_json
 
 
 @dataclass(frozen=True)

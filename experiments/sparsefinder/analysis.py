@@ -27,11 +27,11 @@ from experiments.sparsefinder.tags import Occupancy, Tagger, closed_class, occup
 from torch import Tensor
 
 import fewkeys as fk
-from fewkeys.entmax import entmax
-from fewkeys.files import read_json, write_json
+from fewkeys.core.entmax import entmax
+from fewkeys.core.files import read_json, write_json
 from fewkeys.integrations.quiet import quiet
-from fewkeys.measure.score import problem_of
 from fewkeys.select import Selector
+from fewkeys.tuning.score import problem_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations.interface import attach
-from fewkeys.measure.capture import AttentionInputs
 
 
 @contextmanager

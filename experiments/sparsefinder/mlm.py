@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fewkeys as fk
-from fewkeys.files import read_json, write_json
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import read_json, write_json
 from fewkeys.integrations.quiet import quiet
-from fewkeys.measure.machine import machine, versions
 from fewkeys.select import Selector
 
 WINDOW = 3

@@ -27,9 +27,9 @@ from experiments.sparsefinder.mt_data import Pairs
 from experiments.sparsefinder.mt_judge import Judge
 from experiments.sparsefinder.score import fronts
 
-from fewkeys.files import read_json, write_json
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import read_json, write_json
 from fewkeys.integrations.quiet import quiet
-from fewkeys.measure.machine import machine, versions
 
 PARTS = ("encoder", "decoder", "cross")
 

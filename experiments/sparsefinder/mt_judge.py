@@ -14,7 +14,7 @@ from experiments.sparsefinder.score import Point
 from experiments.sparsefinder.study import ALPHA, Say
 
 import fewkeys as fk
-from fewkeys.files import read_json, write_json
+from fewkeys.core.files import read_json, write_json
 from fewkeys.select import Selector
 
 WINDOWS: Mapping[str, tuple[int, ...]] = {"encoder": (1, 3), "decoder": (3,)}

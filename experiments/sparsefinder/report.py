@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.sparsefinder.score import Point, front, sparsest
 
-from fewkeys.files import write_whole
+from fewkeys.core.files import write_whole
 from fewkeys.report.figure import Look
 
 if TYPE_CHECKING:

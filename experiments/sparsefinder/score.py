@@ -10,11 +10,11 @@ from experiments.sparsefinder.methods import WINDOWS, Family
 from torch import Tensor
 
 import fewkeys as fk
-from fewkeys.graph import visible
-from fewkeys.inputs import Inputs
-from fewkeys.measure import metrics
-from fewkeys.measure.capture import Capture
-from fewkeys.measure.score import problem_of
+from fewkeys.captures.capture import Capture
+from fewkeys.core import metrics
+from fewkeys.core.graph import visible
+from fewkeys.core.inputs import Inputs
+from fewkeys.tuning.score import problem_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from experiments.sparsefinder.score import Point, score
 from torch import Tensor
 
 import fewkeys as fk
-from fewkeys.files import read_json, write_json
-from fewkeys.measure.capture import Capture
+from fewkeys.captures.capture import Capture
+from fewkeys.core.files import read_json, write_json
 
 ALPHA = 1.5
 Say = Callable[[str], None]

@@ -12,7 +12,7 @@ from experiments.value_aware.data import Batch, following, masked, token_ids
 from experiments.value_aware.methods import METHODS
 from experiments.value_aware.stages import KERNELS, MODELS, Keeper, Settings
 
-from fewkeys.files import read_json, write_json
+from fewkeys.core.files import read_json, write_json
 from fewkeys.integrations.quiet import quiet
 
 Say = Callable[[str], None]

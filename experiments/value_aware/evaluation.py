@@ -11,14 +11,14 @@ import torch
 from experiments.value_aware.data import Batch
 from experiments.value_aware.methods import METHODS, Call, aware, solver
 from experiments.value_aware.models import judge
+from experiments.value_aware.skew import entropy, gini, top_mass
 from torch import Tensor, nn
 
 import fewkeys as fk
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.metrics import relative_error
+from fewkeys.core.weights import Weights
 from fewkeys.integrations.interface import attach, attention_modules
-from fewkeys.measure.capture import AttentionInputs
-from fewkeys.measure.metrics import relative_error
-from fewkeys.measure.skew import entropy, gini, top_mass
-from fewkeys.weights import Weights
 
 SUBSET = 6
 """Every so many heads are solved with the best solver too, to learn what the quick ones miss."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.weights import Weights, positive
+from fewkeys.core.weights import Weights, positive
 
 PLANES = 7
 """Random hyperplanes of the hash, as in the published code: 128 buckets."""

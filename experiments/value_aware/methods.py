@@ -11,10 +11,10 @@ from experiments.value_aware.prefix import keep_best, prefix_leverage
 from torch import Tensor
 
 import fewkeys as fk
-from fewkeys.measure.capture import AttentionInputs
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.weights import Weights
 from fewkeys.oracle.value_aware import Method as Solver
 from fewkeys.select import Selector
-from fewkeys.weights import Weights
 
 
 @dataclass(frozen=True)

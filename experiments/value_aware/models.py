@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fewkeys as fk
+from fewkeys.core.weights import Weights
 from fewkeys.demo import model_folder
 from fewkeys.integrations.quiet import quiet
-from fewkeys.weights import Weights
 
 VOCABULARY = 1024
 """Byte pairs of the causal model's own tokenizer: so few that a short training sees each of them often."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.weights import Weights
+from fewkeys.core.weights import Weights
 
 
 def keep_best(scores: Tensor, importance: Tensor, kernel: Weights, r: int) -> Tensor:

@@ -27,8 +27,8 @@ from experiments.value_aware.stages import MODELS, Keeper, Settings
 from experiments.value_aware.summary import summarise
 from experiments.value_aware.table import table
 
-from fewkeys.files import read_json, write_json, write_whole
-from fewkeys.measure.machine import machine, versions
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import read_json, write_json, write_whole
 
 QUICK = Settings(
     length=24,

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 import fewkeys as fk
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_json
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.metrics import relative_error
 from fewkeys.demo import NAME, model_folder
-from fewkeys.files import write_json
-from fewkeys.inputs import Inputs
+from fewkeys.guard.interval import Estimates, estimates, pool
+from fewkeys.guard.sample import Spread, draw, uniform
 from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
-from fewkeys.measure.interval import Estimates, estimates, pool
-from fewkeys.measure.machine import machine, versions
-from fewkeys.measure.metrics import relative_error
-from fewkeys.measure.spot_check import check_tensors
-from fewkeys.sample import Spread, draw, uniform
+from fewkeys.judge.spot_check import check_tensors
 
 CONFIDENCE = 0.95
 BLOCK = 100

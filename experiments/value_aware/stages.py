@@ -13,9 +13,9 @@ from experiments.value_aware import models
 from experiments.value_aware.data import Batch, following, masked, token_ids, windows
 
 import fewkeys as fk
-from fewkeys.files import read_json, write_json
+from fewkeys.core.files import read_json, write_json
+from fewkeys.core.weights import Weights
 from fewkeys.integrations.quiet import quiet
-from fewkeys.weights import Weights
 
 KERNELS: Mapping[str, Weights] = {"softmax": fk.Softmax(), "elu": fk.Elu(), "relu": fk.Relu()}
 """exp(x), elu(x) + 1 and max(0, x)."""

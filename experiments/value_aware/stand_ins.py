@@ -20,10 +20,10 @@ from stand_in_variants import Settings, attend, calibrated
 
 import fewkeys as fk
 from fewkeys import demo
-from fewkeys.files import write_whole
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_whole
 from fewkeys.integrations import text
 from fewkeys.integrations.transformers import capture, load_model
-from fewkeys.measure.machine import machine, versions
 
 FULL = Settings()
 ROWS = {

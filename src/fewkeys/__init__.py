@@ -13,21 +13,21 @@ heads will use.
 
 from fewkeys import distributed, oracle
 from fewkeys.attention import attention
-from fewkeys.explain import Explanation, explain
-from fewkeys.graph import Graph
-from fewkeys.groups import Groups
-from fewkeys.guard import Fallbacks, Guard
+from fewkeys.captures.capture import Capture
+from fewkeys.core import metrics
+from fewkeys.core.graph import Graph
+from fewkeys.core.groups import Groups
+from fewkeys.core.weights import Elu, Entmax, Power, Relu, Softmax
+from fewkeys.cost.explain import Explanation, explain
+from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.heavy import HeavyEntries, Sketched, heavy_entries
 from fewkeys.integrations.cache import cache
+from fewkeys.integrations.compare import compare
 from fewkeys.integrations.spot_check import spot_check
 from fewkeys.integrations.transformers import apply, capture
 from fewkeys.integrations.warm_start import WarmStart
-from fewkeys.measure import metrics
-from fewkeys.measure.capture import Capture
-from fewkeys.measure.compare import compare
-from fewkeys.measure.result import Report
-from fewkeys.measure.spot_check import SpotCheck
-from fewkeys.measure.tune import tune
+from fewkeys.judge.result import Report
+from fewkeys.judge.spot_check import SpotCheck
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan, budget
 from fewkeys.predict import Sparsefinder
@@ -65,7 +65,7 @@ from fewkeys.select import (
 from fewkeys.sketch.key_sketch import KeySketch, UniversalKeys
 from fewkeys.sketch.leverage import leverage_scores, universal_set
 from fewkeys.streaming import Stream, stream
-from fewkeys.weights import Elu, Entmax, Power, Relu, Softmax
+from fewkeys.tuning.tune import tune
 
 __version__ = "0.1.0"
 

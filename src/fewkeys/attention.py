@@ -9,17 +9,19 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from fewkeys.crossover import exact_is_faster
-from fewkeys.execute import exact, fused, linear, reference
-from fewkeys.guard import Guard
-from fewkeys.inputs import Inputs
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_inputs
+from fewkeys.core.weights import Softmax, Weights
+from fewkeys.cost.crossover import exact_is_faster
+from fewkeys.execute import exact, reference
+from fewkeys.execute.torch import attend as linear
+from fewkeys.execute.triton import launch as fused
+from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
 from fewkeys.rest.base import StandIns
 from fewkeys.select import Selector
 from fewkeys.sketch.backend import by_triton
-from fewkeys.validation import check_inputs
-from fewkeys.weights import Softmax, Weights
 
 Impl = Literal["auto", "torch", "triton", "reference"]
 

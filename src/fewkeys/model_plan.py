@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fewkeys.files import read_json, write_json
-from fewkeys.learned import Learned, load_learned, save_learned
+from fewkeys.core.files import read_json, write_json
+from fewkeys.core.learned import Learned, load_learned, save_learned
 from fewkeys.plan import Plan
 from fewkeys.select import PARTS
 

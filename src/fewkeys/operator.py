@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fewkeys.learned import Learned, pack
+from fewkeys.core.learned import Learned, pack
 from fewkeys.plan import FORMAT, Plan
 from fewkeys.select import SELECTORS, Selector, Union
 
 if TYPE_CHECKING:
     from fewkeys.attention import Impl
-    from fewkeys.guard import Guard
+    from fewkeys.guard.fallback import Guard
 
 _known: dict[str, Learned] = {}
 """By fingerprint, the learned values of the plans that were compiled here."""

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fewkeys.files import read_json, write_json
-from fewkeys.inputs import Inputs
-from fewkeys.learned import Learned, load_learned, pack, save_learned, unpack
+from fewkeys.core.files import read_json, write_json
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
+from fewkeys.core.validation import check_count
+from fewkeys.core.weights import Elu, Entmax, Power, Relu, Softmax, Weights
 from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans
 from fewkeys.select import (
     PARTS,
@@ -25,8 +27,6 @@ from fewkeys.select import (
     Window,
 )
 from fewkeys.select.base import CAUSAL_BLOCK
-from fewkeys.validation import check_count
-from fewkeys.weights import Elu, Entmax, Power, Relu, Softmax, Weights
 
 FORMAT = 1
 FILE = "plan.json"

@@ -12,7 +12,7 @@ from fewkeys.cli.options import budgets, positive
 from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
-    from fewkeys.measure.bench import Problem
+    from fewkeys.bench.timing import Problem
     from fewkeys.plan import Plan
 
 METHODS = ("budget", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> None:
     texts = inputs.read_texts(arguments.text) if real else []
     import torch
 
-    from fewkeys.measure.bench import as_dict, bench, growth
-    from fewkeys.measure.machine import machine, versions
+    from fewkeys.bench.machine import machine, versions
+    from fewkeys.bench.timing import as_dict, bench, growth
 
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device: expected a device of this machine, got cuda, which torch does not find; use cpu")
@@ -127,7 +127,7 @@ def _problem(arguments: argparse.Namespace, texts: list[str], step: Step) -> Pro
     """Where the inputs come from."""
     import torch
 
-    from fewkeys.measure.long_inputs import captured_inputs, random_inputs
+    from fewkeys.bench.long_inputs import captured_inputs, random_inputs
 
     kind = {"dtype": getattr(torch, arguments.dtype), "device": torch.device(arguments.device)}
     if not texts:

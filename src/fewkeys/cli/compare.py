@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> None:
     with progress() as step:
         model, batches, name = inputs.open_model(arguments, texts, step)
 
+        from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
-        from fewkeys.measure.compare import compare
-        from fewkeys.measure.standard import standard_plans
+        from fewkeys.judge.standard import standard_plans
 
         step(0, 1, "exact attention of every layer")
         captured = capture(model, batches)

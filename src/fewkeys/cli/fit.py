@@ -17,7 +17,7 @@ from fewkeys.cli.options import above_one, above_zero, positive, share, whole
 from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
-    from fewkeys.measure.capture import Capture
+    from fewkeys.captures.capture import Capture
     from fewkeys.predict.judge import Found
 
 WORK = ".fitting"
@@ -132,7 +132,7 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
     if arguments.capture is not None:
         if arguments.text:
             raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
-        from fewkeys.measure.capture import Capture
+        from fewkeys.captures.capture import Capture
 
         try:
             return Capture.load(arguments.capture)
@@ -143,8 +143,8 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
     texts = inputs.read_texts(arguments.text)
     model, batches, _ = inputs.open_model(arguments, texts, step)
 
+    from fewkeys.core.weights import Entmax
     from fewkeys.integrations.transformers import capture
-    from fewkeys.weights import Entmax
 
     step(0, 1, "entmax attention of every layer")
     return capture(model, batches, weights=Entmax(arguments.alpha))

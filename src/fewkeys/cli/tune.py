@@ -60,10 +60,10 @@ def run(arguments: argparse.Namespace) -> None:
         model, batches, name = inputs.open_model(arguments, texts, step)
         seen, held_out = _split(batches, arguments.held_out)
 
+        from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
-        from fewkeys.measure.compare import compare
-        from fewkeys.measure.standard import standard_plans
-        from fewkeys.measure.tune import tune
+        from fewkeys.judge.standard import standard_plans
+        from fewkeys.tuning.tune import tune
 
         step(0, 1, "exact attention of every layer")
         captured = capture(model, seen)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fewkeys.core.validation import check_finite, check_tensor
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.validation import check_finite, check_tensor
 
 
 @contextmanager

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_inputs
+from fewkeys.core.weights import Softmax, Weights
 from fewkeys.distributed import causal, means
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
 from fewkeys.distributed.selection import ALONE, Kept, select
-from fewkeys.execute import linear
-from fewkeys.graph import Columns, Graph
-from fewkeys.inputs import Inputs
+from fewkeys.execute.torch import attend as linear
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
 from fewkeys.select import Selector
-from fewkeys.sketch.gram import working
-from fewkeys.validation import check_inputs
-from fewkeys.weights import Softmax, Weights
 
 if TYPE_CHECKING:  # torch may be built without it
     from torch.distributed import ProcessGroup

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.sketch.running import RunningQueries
-from fewkeys.sketch.summary import Summary
+from fewkeys.past.running import RunningQueries
+from fewkeys.past.summary import Summary
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Softmax
 from fewkeys.distributed.carry import Carry, hand_on, take_over
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.execute import linear
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.execute.torch import attend as linear
+from fewkeys.past.scan import ByStep, Leaving, Past, Walk
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockStandIns
 from fewkeys.select import RecentBlocks
-from fewkeys.sketch.gram import working
-from fewkeys.sketch.past import ByStep, Leaving, Past, Walk
 from fewkeys.streaming.parts import Parts, parts_of
-from fewkeys.weights import Softmax
 
 
 def check_causal(plan: Plan) -> Parts:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fewkeys.validation import check_real
+from fewkeys.core.validation import check_real
 
 if TYPE_CHECKING:  # torch may be built without them
     from torch.distributed import ProcessGroup, Work

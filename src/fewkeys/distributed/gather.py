@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from fewkeys.core.precision import working
 from fewkeys.distributed.agreement import agree
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.sketch.gram import working
 
 
 def gather(own: Tensor, counts: Tensor, comm: Communicator) -> Tensor:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fewkeys.core.precision import working
+from fewkeys.core.totals import Totals
+from fewkeys.core.validation import check_real
 from fewkeys.distributed.agreement import agree, check_shard, check_tokens, checking
 from fewkeys.distributed.communicator import Communicator, communicator
-from fewkeys.sketch.gram import gram64, score_rows, whitener, working
+from fewkeys.sketch.gram import gram64, score_rows, whitener
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
-from fewkeys.totals import Totals
-from fewkeys.validation import check_real
 
 if TYPE_CHECKING:  # torch may be built without it
     from torch.distributed import ProcessGroup

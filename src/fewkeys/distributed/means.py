@@ -1,6 +1,6 @@
 """Windows and cluster means over token shards.
 
-    moments, means, clusters    sums over ranks (`fewkeys.totals`), and Lloyd's steps on the sample of all ranks
+    moments, means, clusters    sums over ranks (`fewkeys.core.totals`), and Lloyd's steps on the sample of all ranks
     kept keys                   chosen in two rounds, gathered
     window                      the last and first keys of the neighbouring shards, gathered
 
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs, Shard
+from fewkeys.core.precision import working
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import OverRanks
 from fewkeys.distributed.selection import Kept, best, kept_of, select
-from fewkeys.execute import linear
-from fewkeys.graph import Columns, Graph
-from fewkeys.inputs import Inputs, Shard
+from fewkeys.execute.torch import attend as linear
 from fewkeys.plan import Plan
 from fewkeys.rest import ClusterMeans, Drop, StandIns
 from fewkeys.select import KeyNorm, Leverage, Outliers, RandomKeys, Selector, Sinks, Union, Window
-from fewkeys.sketch.gram import working
 
 CHOSEN = (Leverage, KeyNorm, RandomKeys, Outliers, Sinks)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.keys import OverRanks
-from fewkeys.inputs import Inputs
 from fewkeys.select import KeyNorm, Leverage, RandomKeys
 from fewkeys.select.controls import uniform
-from fewkeys.sketch.gram import working
 from fewkeys.sketch.leverage import ROUNDING
 from fewkeys.sketch.lewis import sensitivity_bounds
 

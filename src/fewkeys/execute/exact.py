@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fewkeys.core.graph import Graph, visible
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.weights import Softmax, Weights
 from fewkeys.execute import reference
-from fewkeys.graph import Graph, visible
-from fewkeys.inputs import Inputs
-from fewkeys.weights import Softmax, Weights
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:

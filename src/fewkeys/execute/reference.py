@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.rest.base import BlockStandIns, StandIns
-from fewkeys.sketch.gram import working
-from fewkeys.weights import Softmax, Weights, positive
 
 
 def attend(

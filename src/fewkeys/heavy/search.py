@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_inputs, check_real
 from fewkeys.heavy.direct import directly, raised
 from fewkeys.heavy.entries import Entries, HeavyEntries
 from fewkeys.heavy.gram import TRUST, Form, candidates, exact_form
 from fewkeys.heavy.keys import ScaledKeys
 from fewkeys.heavy.sketched import Numerators, Sketched, sketched_parts
-from fewkeys.inputs import Inputs
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
-from fewkeys.validation import check_inputs, check_real
 
 CHUNK = 1 << 19
 """Scores, or features, held at once."""

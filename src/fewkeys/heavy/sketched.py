@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_real
 from fewkeys.heavy.gram import CHUNK, MARGIN, Form, at_least, basis, candidates, exact_form, sketched_form
 from fewkeys.heavy.keys import BLOCK, ScaledKeys
-from fewkeys.sketch.gram import working
 from fewkeys.sketch.projections import PROJECTIONS, CountSketch, normal
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
-from fewkeys.validation import check_real
 
 
 @dataclass(frozen=True)

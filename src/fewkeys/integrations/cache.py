@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.validation import check_inputs
+from fewkeys.core.weights import Softmax
 from fewkeys.execute import exact
 from fewkeys.integrations import interface, streams
-from fewkeys.measure.capture import AttentionInputs
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming import Stream
 from fewkeys.streaming.parts import parts_of
-from fewkeys.validation import check_inputs
-from fewkeys.weights import Softmax
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations import streams
 from fewkeys.integrations.quiet import quiet
-from fewkeys.measure.capture import AttentionInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

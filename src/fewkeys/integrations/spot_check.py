@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from fewkeys.guard import QUERIES
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.validation import check_inputs
+from fewkeys.guard.fallback import QUERIES
 from fewkeys.integrations.interface import attention_modules
 from fewkeys.integrations.transformers import Batch, Plans, check_readable, exact_passes, plans_per_layer
-from fewkeys.measure.capture import AttentionInputs
-from fewkeys.measure.spot_check import CallCheck, SpotCheck, check_call, check_options, check_tensors, overall
+from fewkeys.judge.spot_check import CallCheck, SpotCheck, check_call, check_options, check_tensors, overall
 from fewkeys.plan import Plan
-from fewkeys.validation import check_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
     `fewkeys.compare` reports. Of every sequence and head `queries` queries are drawn, one from each of as many equal
     stretches of positions, and answered exactly; the plan runs on the whole input, as it would without the check, so
     that its statistics are those of all queries and keys. The estimate is unbiased. The interval is Student's, with
-    variances of groups of stretches and a longer upper arm (`fewkeys.measure.interval`); it holds for the queries of
+    variances of groups of stretches and a longer upper arm (`fewkeys.guard.interval`); it holds for the queries of
     this input and assumes that no single one of them, unseen, carries most of the error (docs/quality-control.md has
     the coverage measured).
 

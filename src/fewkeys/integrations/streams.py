@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from fewkeys.measure.capture import AttentionInputs
+from fewkeys.captures.capture import AttentionInputs
 
 
 class Waiting(Protocol):

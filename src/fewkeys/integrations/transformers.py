@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fewkeys.attention import Impl, attention
-from fewkeys.guard import Fallbacks, Guard
+from fewkeys.captures.capture import AttentionInputs, Capture, CaptureWriter
+from fewkeys.core.weights import Weights
+from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.interface import attach, attention_modules
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.projections import ProjectionFinder
-from fewkeys.measure.capture import AttentionInputs, Capture, CaptureWriter
 from fewkeys.plan import Plan
-from fewkeys.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

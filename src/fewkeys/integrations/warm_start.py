@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from fewkeys.attention import Impl
+from fewkeys.core.validation import check_count, check_real
 from fewkeys.integrations.transformers import Applied, Plans, apply
 from fewkeys.plan import Plan
-from fewkeys.validation import check_count, check_real
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

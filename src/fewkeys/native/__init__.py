@@ -8,8 +8,8 @@ results up to rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
 
 from fewkeys.native.build import missing
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
-from fewkeys.native.past import Steps, walk, walk_back
 from fewkeys.native.tensors import readable, suits
+from fewkeys.past.native import Steps, walk, walk_back
 
 __all__ = [
     "Steps",

@@ -1,4 +1,4 @@
-// Stand-ins that merge: `fewkeys.sketch.summary` has the equations.
+// Stand-ins that merge: `fewkeys.past.summary` has the equations.
 #pragma once
 #include <vector>
 

@@ -1,4 +1,4 @@
-// How the means of the past move on, block by block: `fewkeys.sketch.past.Walk`.
+// How the means of the past move on, block by block: `fewkeys.past.scan.Walk`.
 #include "merge.h"
 
 struct Past {
@@ -206,7 +206,7 @@ static void walk(const Past &p, int threads) {
   }
 }
 
-// The gradients of a walk, which is linear given its moves: `fewkeys.sketch.past_gradient`.
+// The gradients of a walk, which is linear given its moves: `fewkeys.past.gradient`.
 struct PastBack {
   const float *rows_by, *last;  // that come: (B Hkv, steps + 1, M, D + Dv), (B Hkv, M, D + Dv)
   const int64_t *place;         // the moves: (B Hkv, steps, M + E)

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fewkeys.core.validation import check_count
 from fewkeys.oracle.value_aware import check_pair
-from fewkeys.validation import check_count
 
 
 def low_rank(

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fewkeys.core.validation import check_count, check_finite
 from fewkeys.oracle import supports
 from fewkeys.oracle.caratheodory import caratheodory
 from fewkeys.oracle.simplex import nearest_in_hull
 from fewkeys.oracle.supports import Fit, Rows
-from fewkeys.validation import check_count, check_finite
 
 Method = Literal["auto", "caratheodory", "nearest", "greedy", "eliminate", "pairwise", "exhaustive"]
 SOLVERS: dict[str, Callable[[Rows, int], Fit]] = {

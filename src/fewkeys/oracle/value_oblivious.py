@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fewkeys.validation import check_count
+from fewkeys.core.validation import check_count
 
 
 def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "projected"] = "renormalised") -> Tensor:

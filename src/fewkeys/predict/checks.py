@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fewkeys.measure.capture import Capture
+from fewkeys.captures.capture import Capture
+from fewkeys.core.validation import check_count
 from fewkeys.predict.settings import Settings
 from fewkeys.predict.space import kind_of
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

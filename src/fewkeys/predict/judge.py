@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fewkeys.measure.capture import Capture
-from fewkeys.measure.graphs import score_graphs
+from fewkeys.captures.capture import Capture
+from fewkeys.judge.graphs import score_graphs
 from fewkeys.predict.sparsefinder import Sparsefinder
 from fewkeys.select import Grouping, RandomEdges, Selector, Window
 
 
 @dataclass(frozen=True)
 class Found:
-    """Means over layers, heads and sequences of what `fewkeys.measure.graphs.GraphScores` describes.
+    """Means over layers, heads and sequences of what `fewkeys.judge.graphs.GraphScores` describes.
 
     `window` and `random` are the recall of a window and of random edges that keep as many keys per query.
     """

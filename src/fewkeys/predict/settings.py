@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fewkeys.validation import check_count, check_real
+from fewkeys.core.validation import check_count, check_real
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fewkeys.measure.capture import AttentionInputs, Capture
-from fewkeys.measure.score import problem_of
+from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.predict.train import generator, gold_graph, pieces
 from fewkeys.select.groupings import Edges, Joined, nearest
 from fewkeys.select.projection import Centroids
+from fewkeys.tuning.score import problem_of
 
 
 def kind_of(capture: Capture) -> str:

@@ -11,9 +11,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fewkeys.files import read_json, write_json
-from fewkeys.learned import fingerprint, read_tensors, write_tensors
-from fewkeys.measure.capture import Capture
+from fewkeys.captures.capture import Capture
+from fewkeys.core.files import read_json, write_json
+from fewkeys.core.learned import fingerprint, read_tensors, write_tensors
+from fewkeys.core.validation import check_count
+from fewkeys.core.weights import Entmax, Weights
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.predict.checks import Shape, check_capture, check_same, check_shape, check_tensors, shape_of
@@ -32,8 +34,6 @@ from fewkeys.select import (
     Projection,
     Selector,
 )
-from fewkeys.validation import check_count
-from fewkeys.weights import Entmax, Weights
 
 FORMAT = 1
 FILE = "sparsefinder.json"

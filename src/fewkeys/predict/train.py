@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fewkeys.entmax import entmax
-from fewkeys.files import write_whole
-from fewkeys.graph import visible
-from fewkeys.measure.capture import AttentionInputs, Capture
-from fewkeys.measure.score import digest, problem_of
+from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.core.entmax import entmax
+from fewkeys.core.files import write_whole
+from fewkeys.core.graph import visible
 from fewkeys.predict.loss import hinge, signs, told
 from fewkeys.predict.settings import Settings
+from fewkeys.tuning.score import digest, problem_of
 
 PAIRS = 2**24
 """Pairs of a query and a key whose scores are held at once."""

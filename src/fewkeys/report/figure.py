@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fewkeys.measure.result import Report, Row
+from fewkeys.judge.result import Report, Row
 from fewkeys.report.table import title
 
 if TYPE_CHECKING:

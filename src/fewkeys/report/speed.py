@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from fewkeys.measure.bench import Timing, growth
+from fewkeys.bench.timing import Timing, growth
 from fewkeys.report.figure import OTHERS
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fewkeys.measure.pareto import best, front, oracle
-from fewkeys.measure.result import Report, Row
+from fewkeys.judge.pareto import best, front, oracle
+from fewkeys.judge.result import Report, Row
 
 if TYPE_CHECKING:
     from rich.console import Console

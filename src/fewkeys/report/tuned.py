@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fewkeys.measure.result import Report
+from fewkeys.judge.result import Report
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.rest import ClusterMeans

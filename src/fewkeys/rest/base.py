@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
-from fewkeys.sketch.gram import working
-from fewkeys.sketch.past import ByStep, Walk
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Weights
+from fewkeys.past.scan import ByStep, Walk
 from fewkeys.sketch.sums import members
-from fewkeys.weights import Weights
 
 
 @dataclass(frozen=True, eq=False)

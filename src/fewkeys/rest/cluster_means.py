@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.totals import Totals
+from fewkeys.core.validation import check_count
+from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.sketch.clusters import TILT, clusters, frame, key_statistics, query_moments
 from fewkeys.sketch.sums import label_sums, sums_and_products
-from fewkeys.totals import Totals
-from fewkeys.validation import check_count
-from fewkeys.weights import Softmax, Weights
 
 LARGEST_TILT = 2.0
 """Exponents of the tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""

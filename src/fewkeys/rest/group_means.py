@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
+from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest.base import Rest, StandIns
 from fewkeys.rest.cluster_means import represent
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, key_statistics
-from fewkeys.validation import check_count
-from fewkeys.weights import Softmax, Weights
 
 
 @dataclass(frozen=True)

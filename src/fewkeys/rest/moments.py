@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest.base import Rest, StandIns, unkept
-from fewkeys.sketch.gram import working
-from fewkeys.weights import Softmax, Weights
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Columns, Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_count
+from fewkeys.core.weights import Softmax, Weights
+from fewkeys.past.running import RunningQueries
+from fewkeys.past.scan import Leaving, Past, Walk
+from fewkeys.past.summary import Summary
 from fewkeys.rest.base import BlockStandIns, Rest
-from fewkeys.sketch.gram import working
-from fewkeys.sketch.past import Leaving, Past, Walk
-from fewkeys.sketch.running import RunningQueries
-from fewkeys.sketch.summary import Summary
-from fewkeys.validation import check_count
-from fewkeys.weights import Softmax, Weights
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RunningMeans(Rest):
 
     Beside `RecentBlocks`, and as many `Sinks` and causal rules (`Leverage`, `KeyNorm`, `RandomKeys`) as wanted: when
     a block of queries begins, the keys that no list holds any more are taken up into a summary of `count` means, in
-    which the cheapest are merged (`fewkeys.sketch.summary` has the equations). The metric knows the queries up to the
+    which the cheapest are merged (`fewkeys.past.summary` has the equations). The metric knows the queries up to the
     block's beginning. What is taken up never comes back and nothing later changes it, so a block's stand-ins are the
     same whether a sequence is given whole, in pieces (`fewkeys.stream`) or token by token.
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
+from fewkeys.core.weights import Weights
 from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.select.controls import uniform
-from fewkeys.validation import check_count
-from fewkeys.weights import Weights
 
 
 @dataclass(frozen=True)

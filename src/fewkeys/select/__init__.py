@@ -1,4 +1,4 @@
-"""Who is kept: one file per idea. Each selector turns a problem into a `fewkeys.graph.Graph`."""
+"""Who is kept: one file per idea. Each selector turns a problem into a `fewkeys.core.graph.Graph`."""
 
 from typing import Any
 

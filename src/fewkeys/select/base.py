@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Columns, Graph
-from fewkeys.inputs import Inputs
-from fewkeys.validation import check_inputs
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_inputs
 
 if TYPE_CHECKING:
     from fewkeys.select.causal import OnlineScore
@@ -43,7 +43,7 @@ class Selector(ABC):
         """Scores that a query's kept keys cost, and operations per key of choosing them, before the data is read.
 
         Rules whose `count` is no number of keys (clusters, buckets) must say so here; None leaves it to
-        `fewkeys.operations`, which knows the others.
+        `fewkeys.cost.operations`, which knows the others.
         """
         return None
 

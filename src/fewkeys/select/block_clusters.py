@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.groups import Groups
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.groups import Groups
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector
 from fewkeys.select.memberships import member_ids, nearest_members
 from fewkeys.select.projection import Centroids, Projection, check_space, projected, space_work
 from fewkeys.select.recent import RecentBlocks
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.graph import Columns, Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
 from fewkeys.select.base import CAUSAL_BLOCK
-from fewkeys.sketch.gram import working
 
 
 class OnlineScore(ABC):

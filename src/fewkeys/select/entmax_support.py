@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fewkeys.entmax import entmax
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.entmax import entmax
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_real
 from fewkeys.select.base import Selector
 from fewkeys.select.rows import listed
 from fewkeys.select.top_k import score_blocks
-from fewkeys.validation import check_real
 
 
 @dataclass(frozen=True)

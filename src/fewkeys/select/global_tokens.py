@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.groups import Groups
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.groups import Groups
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector
 from fewkeys.select.window import Sinks
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

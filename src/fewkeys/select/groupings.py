@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fewkeys.graph import Graph, visible
-from fewkeys.groups import Groups
-from fewkeys.inputs import Inputs
-from fewkeys.learned import Learned
+from fewkeys.core.graph import Graph, visible
+from fewkeys.core.groups import Groups
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.learned import Learned
+from fewkeys.core.validation import check_count, check_real
 from fewkeys.select.projection import Centroids
 from fewkeys.select.rows import listed, query_blocks
-from fewkeys.validation import check_count, check_real
 
 Metric = Literal["l2", "cosine"]
 Kind = Literal["equal_size", "uniform"]

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Columns, Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_count, check_real
 from fewkeys.select.base import Selector, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.sketch.clusters import centre
-from fewkeys.sketch.gram import gram, score_rows, whitener, working
+from fewkeys.sketch.gram import gram, score_rows, whitener
 from fewkeys.sketch.leverage import leverage_scores, universal_set
-from fewkeys.validation import check_count, check_real
 
 
 @dataclass(frozen=True)

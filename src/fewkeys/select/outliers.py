@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector, shared_top
 from fewkeys.sketch.clusters import clusters, key_statistics
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

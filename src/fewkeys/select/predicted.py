@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
 from fewkeys.select.base import Selector
 from fewkeys.select.groupings import Buckets, ClusterPairs, Clusters, Distance, Edges, Fitted, Grouping, Joined
 from fewkeys.select.projection import Centroids, Projection, check_space, projected

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fewkeys.inputs import Inputs
-from fewkeys.learned import Learned
-from fewkeys.sketch.gram import working
-from fewkeys.validation import check_finite
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.learned import Learned
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_finite
 
 
 @dataclass(frozen=True, eq=False, repr=False)

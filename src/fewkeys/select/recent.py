@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fewkeys.graph import Columns, Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

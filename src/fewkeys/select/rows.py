@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
 
 
 def query_blocks(inputs: Inputs) -> Iterator[tuple[int, int]]:

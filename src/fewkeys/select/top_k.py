@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph, visible
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph, visible
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector, shared_top
-from fewkeys.sketch.gram import working
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
-from fewkeys.inputs import Inputs
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
 from fewkeys.sketch.backend import backend
-from fewkeys.sketch.gram import working
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5

@@ -14,11 +14,6 @@ BLOCK = 4096
 """Rows that are converted to float64 and summed at once."""
 
 
-def working(tensor: Tensor) -> Tensor:
-    """`tensor` in the precision of statistics: float64 stays, everything else becomes float32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
 def gram(rows: Tensor) -> Tensor:
     """`K^T K` (..., D, D) of rows (..., N, D)."""
     return rows.mT @ rows

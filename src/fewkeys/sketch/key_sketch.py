@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fewkeys.sketch.gram import BLOCK, gram, root64, working
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.sketch.gram import BLOCK, gram, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
-from fewkeys.validation import check_finite, check_real, check_tensor
 
 FORMAT = 1
 STATE, INDEX = "state.safetensors", "key_sketch.json"

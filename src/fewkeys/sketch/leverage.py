@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.sketch.gram import gram, score_rows, whitener, working
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.sketch.gram import gram, score_rows, whitener
 from fewkeys.sketch.lewis import sensitivity_bounds
-from fewkeys.validation import check_finite, check_real, check_tensor
 
 ROUNDING = 1e-9
 """Rounding must not drop a key that sits exactly at eps: float64 scores count from `eps * (1 - ROUNDING)` on."""

@@ -41,9 +41,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.totals import WHOLE, Totals
 from fewkeys.sketch.gram import gram64, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
-from fewkeys.totals import WHOLE, Totals
 
 TOLERANCE = 1e-6
 MAX_STEPS = 1000

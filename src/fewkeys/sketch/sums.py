@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
+from fewkeys.core.precision import working
 from fewkeys.sketch.backend import backend
-from fewkeys.sketch.gram import working
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> tuple[Tensor, Tensor]:

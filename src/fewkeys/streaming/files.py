@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fewkeys.files import write_whole
+from fewkeys.core.files import write_whole
 
 FORMAT = 1
 KEY = "fewkeys.stream"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.precision import working
 from fewkeys.select.causal import OnlineScore
-from fewkeys.sketch.gram import working
 from fewkeys.streaming.rows import Rows
 
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Softmax, positive
+from fewkeys.past.running import RunningKeys, RunningQueries
+from fewkeys.past.scan import Leaving, Past, Walk
+from fewkeys.past.summary import Summary
 from fewkeys.plan import Plan
 from fewkeys.select.base import CAUSAL_BLOCK
-from fewkeys.sketch.gram import working
-from fewkeys.sketch.past import Leaving, Past, Walk
-from fewkeys.sketch.running import RunningKeys, RunningQueries
-from fewkeys.sketch.summary import Summary
 from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import Parts
 from fewkeys.streaming.rows import Rows
-from fewkeys.weights import Softmax, positive
 
 
 class Memory:

@@ -13,11 +13,11 @@ import os
 import torch
 from torch import Tensor
 
+from fewkeys.core.validation import check_finite, check_real, check_tensor
 from fewkeys.plan import Plan
 from fewkeys.streaming import files
 from fewkeys.streaming.memory import Memory
 from fewkeys.streaming.parts import parts_of
-from fewkeys.validation import check_finite, check_real, check_tensor
 
 
 def stream(plan: Plan, *, scale: float | None = None, generator: torch.Generator | None = None) -> Stream:

@@ -23,7 +23,7 @@ from fewkeys.execute.triton.forward import (
     query_base,
     unkept,
 )
-from fewkeys.tiles import dot, load_rows, store_rows
+from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
 
 
 @triton.jit

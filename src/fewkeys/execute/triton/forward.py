@@ -13,7 +13,7 @@ outside a tensor is read as zeros.
 import triton
 import triton.language as tl
 
-from fewkeys.tiles import dot, load_rows, store_rows
+from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROUNDING = tl.constexpr(1e-5)

@@ -25,7 +25,7 @@ from fewkeys.execute.triton.grouped_forward import (
     tile_scores,
     tokens_at,
 )
-from fewkeys.tiles import dot, load_rows, store_rows
+from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
 
 
 @triton.jit

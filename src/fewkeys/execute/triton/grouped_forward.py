@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fewkeys.execute.triton.forward import add_entries, key_bases, query_base
-from fewkeys.tiles import dot, load_rows, store_rows
+from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
 
 CLOSE = tl.constexpr(2e-6)
 """A step of the level that is smaller, beside the level or 1, is the last: convergence is quadratic."""

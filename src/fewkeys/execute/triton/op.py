@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from fewkeys.execute.triton import backward, forward
-from fewkeys.tiles import power_of_two, precision
+from fewkeys.sketch.triton.tiles import power_of_two, precision
 
 PROGRAMS = 512
 """Programs that a sum over all queries is split among: a few for each processor of a large GPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.inputs import Inputs
+from fewkeys.core.inputs import Inputs
 from fewkeys.select.controls import uniform
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fewkeys.graph import Graph
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector
 from fewkeys.select.global_tokens import GlobalTokens
 from fewkeys.select.window import Window
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewkeys.entmax import entmax
-from fewkeys.graph import Graph, visible
-from fewkeys.inputs import Inputs
+from fewkeys.core.entmax import entmax
+from fewkeys.core.graph import Graph, visible
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count, check_real
 from fewkeys.select.base import Selector
 from fewkeys.select.baselines.draws import normal
 from fewkeys.select.projection import Projection, check_space, projected
 from fewkeys.select.rows import listed, query_blocks
-from fewkeys.validation import check_count, check_real
 
 
 @dataclass(frozen=True)

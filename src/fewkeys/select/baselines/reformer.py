@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Graph
-from fewkeys.groups import Groups
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Graph
+from fewkeys.core.groups import Groups
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector
 from fewkeys.select.baselines.draws import normal
 from fewkeys.select.projection import Projection, check_space, projected, space_work
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.graph import Columns, Graph
-from fewkeys.groups import Groups
-from fewkeys.inputs import Inputs
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.groups import Groups
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
 from fewkeys.select.base import Selector
-from fewkeys.validation import check_count
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ three of every row: what the spread of a cluster's keys exceeds that of their me
 import triton
 import triton.language as tl
 
-from fewkeys.tiles import dot, load_rows, store_rows
+from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fewkeys.native.tensors import dense
 from fewkeys.sketch.triton import kernels
-from fewkeys.tiles import power_of_two, precision
+from fewkeys.sketch.triton.tiles import power_of_two, precision
 
 PROGRAMS = 512
 """Programs that sums over all keys are split among: a few for each processor of a large GPU."""

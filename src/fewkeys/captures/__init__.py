@@ -1,0 +1,1 @@
+"""Queries, keys and values taken from a model: in memory, or as a folder of files."""

@@ -1,0 +1,198 @@
+"""Which keys each query attends to exactly.
+
+A `Graph` is a union of four kinds of edges, each stored in the space its pattern needs, never as n x n:
+
+* a band: every query sees the keys from `left` before to `right` after its own position;
+* columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
+* rows: every query has its own list of keys (only oracles need this);
+* groups: every query sees the keys that share one of its groups.
+
+Causality and padding hold for every kind: hidden keys are never edges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.groups import Groups
+from fewkeys.core.inputs import Inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Key lists shared by blocks of queries.
+
+    `index` (B, Hkv, blocks, S) holds key positions and `used` (same shape, bool) tells real entries from filling;
+    no used entry appears twice in a list. A single block serves all queries; several are blocks of absolute positions:
+    block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size.
+    """
+
+    index: Tensor
+    used: Tensor
+    size: int
+
+    @staticmethod
+    def shared(index: Tensor, used: Tensor, queries: int) -> Columns:
+        """One list (B, Hkv, S) for all queries."""
+        return Columns(index.unsqueeze(2), used.unsqueeze(2), queries)
+
+    @property
+    def blocks(self) -> int:
+        return self.index.shape[2]
+
+    def block(self, inputs: Inputs, start: int, stop: int) -> Tensor:
+        """The block that serves each of the queries start .. stop - 1."""
+        position = torch.arange(start, stop, device=self.index.device) + inputs.offset % self.size
+        return position // self.size if self.blocks > 1 else torch.zeros_like(position)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The edges (query, key) that are attended to exactly, for the problem `inputs` they were chosen for."""
+
+    inputs: Inputs
+    band: tuple[int, int] | None = None
+    columns: Columns | None = None
+    rows: Tensor | None = None  # (B, Hq, Nq, R) key positions, -1 for none
+    full: bool = False
+    groups: Groups | None = None
+
+    def __post_init__(self) -> None:
+        x, groups = self.inputs, self.groups
+        if groups is None:
+            return
+        for name, ids, tokens in (("query", groups.query, x.queries), ("key", groups.key, x.keys)):
+            if ids.shape[:3] != (x.batch, x.query_heads, tokens):
+                raise ValueError(
+                    f"groups: expected {name} ids of shape ({x.batch}, {x.query_heads}, {tokens}, any), got "
+                    f"{tuple(ids.shape)}; ids are per batch entry, query head and token"
+                )
+
+    def __or__(self, other: Graph) -> Graph:
+        if other.inputs is not self.inputs:
+            raise ValueError("graph: expected two graphs of the same inputs, got graphs of different ones")
+        return Graph(
+            self.inputs,
+            _join_bands(self.band, other.band),
+            _join_columns(self.columns, other.columns, self.inputs),
+            _join_rows(self.rows, other.rows),
+            self.full or other.full,
+            _join_groups(self.groups, other.groups),
+        )
+
+    def mask(self, start: int, stop: int) -> Tensor:
+        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+        x = self.inputs
+        device, heads, count = x.query.device, x.query_heads, stop - start
+        position = torch.arange(start, stop, device=device)[:, None] + x.offset
+        key = torch.arange(x.keys, device=device)
+        seen = torch.full((x.batch, heads, count, x.keys), self.full, device=device)
+        if self.band is not None:
+            left, right = self.band
+            seen |= (key >= position - left) & (key <= position + right)
+        if self.columns is not None:
+            columns = self.columns
+            lists = torch.zeros((x.batch, x.kv_heads, columns.blocks, x.keys), dtype=torch.bool, device=device)
+            # Fillings may repeat a used key: count hits instead of writing flags, so that order does not matter.
+            hits = torch.zeros(lists.shape, dtype=torch.int32, device=device)
+            lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
+            seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.groups, 1)
+        if self.rows is not None:
+            rows = self.rows[:, :, start:stop]
+            hits = torch.zeros((x.batch, heads, count, x.keys), dtype=torch.int32, device=device)
+            seen |= hits.scatter_add_(-1, rows.clamp_min(0), (rows >= 0).to(torch.int32)) > 0
+        if self.groups is not None:
+            seen |= self.groups.mask(start, stop)
+        return seen & visible(x, start, stop)
+
+    def to_mask(self) -> Tensor:
+        """All edges as a bool mask (B, Hq, Nq, Nk); O(n^2) memory, for tests, oracles and pictures."""
+        return self.mask(0, self.inputs.queries)
+
+    def edges(self) -> Tensor:
+        """All edges as indices (4, M): batch, query head, query, key; sorted."""
+        return torch.stack(self.to_mask().nonzero(as_tuple=True))
+
+    def sparsity(self) -> float:
+        """`1 - |edges| / |visible pairs|` over real queries."""
+        kept, total = self._counts()
+        return 1.0 - kept.sum().item() / max(1, int(total.sum()))
+
+    def slots(self) -> float:
+        """The mean number of keys that a real query attends to exactly."""
+        kept, total = self._counts()
+        return float(kept.sum().item() / max(1, total.numel()))
+
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """Kept and visible keys of every real query, flat; in blocks of queries, so that memory stays linear."""
+        x = self.inputs
+        step = max(1, 2**24 // (x.batch * x.query_heads * x.keys))
+        kept, total = [], []
+        for start in range(0, x.queries, step):
+            stop = min(start + step, x.queries)
+            real = torch.ones((x.batch, stop - start), dtype=torch.bool, device=x.query.device)
+            if x.valid_queries is not None:
+                real = x.valid_queries[:, start:stop]
+            real = real[:, None].expand(-1, x.query_heads, -1)
+            kept.append(self.mask(start, stop).sum(-1)[real])
+            total.append(visible(x, start, stop).sum(-1).expand(x.batch, x.query_heads, -1)[real])
+        return torch.cat(kept), torch.cat(total)
+
+
+def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
+    """Which keys queries start .. stop - 1 may see at all, broadcastable to (B, Hq, stop - start, Nk)."""
+    device = inputs.query.device
+    seen = torch.ones((1, 1, stop - start, inputs.keys), dtype=torch.bool, device=device)
+    if inputs.is_causal:
+        position = torch.arange(start, stop, device=device)[:, None] + inputs.offset
+        seen = (torch.arange(inputs.keys, device=device) <= position)[None, None]
+    if inputs.valid is not None:
+        seen = seen & inputs.valid[:, None, None]
+    return seen
+
+
+def _join_bands(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
+    if a is None or b is None:
+        return a or b
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Columns | None:
+    if a is None or b is None:
+        return a or b
+    # Shared lists, and those of coarser blocks, are repeated for the finer blocks.
+    a, b = sorted((a, b), key=lambda columns: (-columns.blocks, columns.size))
+    if a.blocks > b.blocks or a.size < b.size:
+        b = _refine(b, a, inputs.offset)
+    keys = inputs.keys
+    index, used = torch.cat([a.index, b.index], -1), torch.cat([a.used, b.used], -1)
+    index = index.masked_fill(~used, keys)  # fillings sort last
+    index, order = index.sort(-1)
+    used = used.gather(-1, order)
+    used[..., 1:] &= index[..., 1:] != index[..., :-1]
+    return Columns(index.clamp_max(keys - 1), used, a.size)
+
+
+def _refine(coarse: Columns, fine: Columns, offset: int) -> Columns:
+    """The coarse lists, one for each fine block."""
+    if coarse.blocks == 1:
+        block = torch.zeros(fine.blocks, dtype=torch.int64, device=fine.index.device)
+    else:
+        place = (torch.arange(fine.blocks, device=fine.index.device) + offset // fine.size) * fine.size
+        block = place // coarse.size - offset // coarse.size
+    return Columns(coarse.index[:, :, block], coarse.used[:, :, block], fine.size)
+
+
+def _join_rows(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return torch.cat([a, b], -1)
+
+
+def _join_groups(a: Groups | None, b: Groups | None) -> Groups | None:
+    if a is None or b is None:
+        return a or b
+    return a | b

@@ -1,0 +1,69 @@
+"""Edges by groups: a query attends to the keys of its own groups.
+
+Clusters, buckets and hash codes all say the same thing: they give every query and every key a few ids, and two that
+share an id are an edge. Several rounds, or several quantised dimensions, are distinct ids in one flat numbering: round
+r of C clusters has ids r C .. (r + 1) C - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.validation import check_count
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Query i and key j are an edge when they share a group; sharing several counts once.
+
+    `query` (B, Hq, Nq, Mq) and `key` (B, Hq, Nk, Mk), int64: the groups, 0 .. count - 1, of every query and of every
+    key, -1 for none. Keys have groups for every *query* head, also where query heads share the keys themselves.
+    """
+
+    query: Tensor
+    key: Tensor
+    count: int
+
+    def __post_init__(self) -> None:
+        check_count("Groups count", self.count)
+        for name, ids in (("query", self.query), ("key", self.key)):
+            if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+                found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+                raise TypeError(f"Groups {name}: expected int64 ids, got {found}; convert them with .long()")
+            if ids.ndim != 4:
+                raise ValueError(
+                    f"Groups {name}: expected shape (batch, query heads, tokens, memberships), got {tuple(ids.shape)}; "
+                    "add the missing dimensions with unsqueeze"
+                )
+            low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (-1, -1)
+            if low < -1 or high >= self.count:
+                raise ValueError(
+                    f"Groups {name}: expected ids in 0 .. {self.count - 1}, or -1 for none, got {low} .. {high}; "
+                    "raise count or clamp the ids"
+                )
+        if self.query.shape[:2] != self.key.shape[:2]:
+            raise ValueError(
+                f"Groups key: expected the batch and query heads of the queries, {tuple(self.query.shape[:2])}, got "
+                f"{tuple(self.key.shape[:2])}; repeat the groups of shared keys for every query head"
+            )
+
+    def __or__(self, other: Groups) -> Groups:
+        """Edges of either: the ids of `other` are shifted behind those of this one."""
+
+        def shifted(ids: Tensor) -> Tensor:
+            return torch.where(ids < 0, ids, ids + self.count)
+
+        query = torch.cat([self.query, shifted(other.query)], -1)
+        return Groups(query, torch.cat([self.key, shifted(other.key)], -1), self.count + other.count)
+
+    def mask(self, start: int, stop: int) -> Tensor:
+        """Whether queries start .. stop - 1 share a group with each key: bool (B, Hq, stop - start, Nk)."""
+        query, key = self.query[:, :, start:stop], self.key
+        shared = torch.zeros((*query.shape[:3], key.shape[2]), dtype=torch.bool, device=key.device)
+        for own in query.masked_fill(query < 0, -2).unbind(-1):
+            for theirs in key.unbind(-1):
+                shared |= own.unsqueeze(-1) == theirs.unsqueeze(-2)
+        return shared

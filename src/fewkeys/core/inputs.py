@@ -1,0 +1,128 @@
+"""The validated attention problem that every other module receives.
+
+`Inputs` is made once, at the public edge, by `fewkeys.core.validation.check_inputs`. Selectors, rests and executors
+trust it. Statistics that several of them need (query moments, clusters of the keys) are remembered in it, so that
+they are computed once per call however many ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.core.totals import WHOLE, Totals
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Where a part of a longer sequence stands in it, and how totals over the whole are had."""
+
+    totals: Totals
+    first_key: int
+    keys: int  # of all parts
+    first_query: int
+    queries: int  # of all parts
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """One attention problem in canonical form.
+
+    Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
+    `h // groups`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
+    Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
+    `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool = False
+    offset: int = 0
+    valid: Tensor | None = None
+    generator: torch.Generator | None = None
+    filler: int = 0
+    shard: Shard | None = None
+    _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def whole(self) -> Shard:
+        """The sequence that the statistics are of: the keys and queries here, or those of all shards."""
+        return Shard(WHOLE, 0, self.keys, 0, self.queries) if self.shard is None else self.shard
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def query_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.query_heads // self.kv_heads
+
+    @property
+    def queries(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def keys(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
+    def valid_queries(self) -> Tensor | None:
+        """(B, Nq) marks the queries that belong to a real token.
+
+        In self-attention (as many queries as keys) a padded key's query is padding too, and must not enter the
+        statistics of the real ones; in cross-attention every query is real.
+        """
+        if self.valid is None or self.queries != self.keys or self.offset:
+            return None
+        return self.valid
+
+    def grouped_query(self) -> Tensor:
+        """The queries by the key head they read, (B, Hkv, groups, Nq, D): a view."""
+        grouped: Tensor = self.query.unflatten(1, (self.kv_heads, self.groups))
+        return grouped
+
+    def heads(self, index: Tensor) -> Inputs:
+        """The same problem for the key heads `index` (H,) and the query heads that read them, in that order."""
+        query = self.grouped_query()[:, index].flatten(1, 2)
+        return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], _memory={})
+
+    def from_start(self) -> Inputs:
+        """The same problem with the places of all earlier tokens filled, so that the first query is at position 0."""
+        query = pad(self.query, (0, 0, self.offset, 0))
+        return replace(self, query=query, offset=0, filler=self.offset, _memory={})
+
+    def branch(self) -> Inputs:
+        """The same problem, remembering what this one does; what it learns from now on goes with it."""
+        return replace(self, _memory=dict(self._memory))
+
+    def remember(self, name: object, compute: Callable[[], T]) -> T:
+        """The statistic called `name`, computed at the first call and kept for the later ones."""
+        if name not in self._memory:
+            self._memory[name] = compute()
+        found: T = self._memory[name]
+        return found

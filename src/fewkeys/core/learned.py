@@ -1,0 +1,177 @@
+"""Values made of tensors that were learned: compared by content, named by a fingerprint, saved in files of their own.
+
+A plan that holds such values is described in JSON by their fingerprints; the tensors lie beside it in safetensors
+files named after them. So a file can be checked against its name, and an older plan in the folder stays whole while a
+new one is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fewkeys.core.files import write_whole
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Learned:
+    """Base of frozen dataclasses all of whose fields are tensors. Two are equal when all their bits are."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that tell the class and every bit of the tensors, on whichever device."""
+        return fingerprint(type(self).__name__, self.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.fingerprint == self.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {tuple(tensor.shape)}" for name, tensor in self.tensors.items())
+        return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
+
+
+def fingerprint(kind: str, tensors: Mapping[str, Tensor]) -> str:
+    """The fingerprint of named tensors; `kind` tells apart what means different things."""
+    found = hashlib.sha256(kind.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return found.hexdigest()[:32]
+
+
+def file_name(mark: str) -> str:
+    """The name of the file that holds the tensors of this fingerprint."""
+    return f"learned-{mark}.safetensors"
+
+
+def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors into `directory` (made if missing), whole or not at all; returns their fingerprint."""
+    folder, mark = Path(directory), fingerprint(kind, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Copies: one tensor under two names may not share memory in a file.
+    form = torch.contiguous_format
+    plain = {name: tensor.detach().cpu().clone(memory_format=form) for name, tensor in tensors.items()}
+    write_whole(folder / file_name(mark), save(plain))
+    return mark
+
+
+def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> dict[str, Tensor]:
+    """The tensors of this fingerprint; `ValueError` where the file is missing or holds anything else."""
+    path = Path(directory) / file_name(str(mark))
+    try:
+        tensors: dict[str, Tensor] = load(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(
+            f"directory: expected {path.name} beside the description that names it, got no such file; copy the whole "
+            "folder, or save again"
+        ) from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"directory: {path} cannot be read ({error}); save again") from None
+    if fingerprint(kind, tensors) != mark:
+        raise ValueError(f"directory: {path} does not hold what its name says: a damaged or exchanged file; save again")
+    return tensors
+
+
+# --- configurations that hold learned values, as JSON --------------------------------------------------------------
+
+
+def pack(part: Any) -> dict[str, Any]:
+    """A configuration dataclass as JSON-able values: its type and fields, learned values by their fingerprint."""
+    if isinstance(part, Learned):
+        return {"type": type(part).__name__, "tensors": part.fingerprint}
+    if not is_dataclass(part):
+        raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {type(part).__name__}")
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return {"type": type(part).__name__, **{name: _packed(value) for name, value in values.items()}}
+
+
+def _packed(value: object) -> object:
+    return pack(value) if is_dataclass(value) else value
+
+
+def unpack(
+    name: str,
+    data: Mapping[str, Any],
+    catalogue: Iterable[type[Any]],
+    parts: Iterable[type[Any]] = (),
+    learned: Mapping[str, Learned] | None = None,
+) -> Any:
+    """The inverse of `pack`: one of `catalogue`, which may hold values of the classes `parts`.
+
+    `learned` holds the learned values by fingerprint, as `load_learned` finds them.
+    """
+    known = {kind.__name__: kind for kind in catalogue}
+    if data["type"] not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(sorted(known))}, got {data['type']!r}")
+    kind = known[data["type"]]
+    if issubclass(kind, Learned):
+        if learned is None or data["tensors"] not in learned:
+            raise ValueError(
+                f"{name}: the description points to learned tensors ({data['type']} {data['tensors']}) and does not "
+                "hold them; load it by from_pretrained from the folder it was saved in"
+            )
+        return learned[data["tensors"]]
+    given = {key: value for key, value in data.items() if key != "type"}
+    return kind(
+        **{
+            key: unpack(key, value, parts, parts, learned) if isinstance(value, Mapping) else value
+            for key, value in given.items()
+        }
+    )
+
+
+def learned_parts(value: object) -> Iterator[Learned]:
+    """The learned values in a configuration, at any depth."""
+    if isinstance(value, Learned):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from learned_parts(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from learned_parts(getattr(value, field.name))
+
+
+def save_learned(directory: str | os.PathLike[str], configuration: object) -> None:
+    """Write a file for each distinct learned value in a configuration."""
+    for part in set(learned_parts(configuration)):
+        write_tensors(directory, type(part).__name__, part.tensors)
+
+
+def load_learned(directory: str | os.PathLike[str], data: object, catalogue: Iterable[type[Any]]) -> dict[str, Learned]:
+    """By fingerprint, the learned values that a description points to, read from beside it."""
+    known = {kind.__name__: kind for kind in catalogue if issubclass(kind, Learned)}
+    found: dict[str, Learned] = {}
+
+    def look(value: object) -> None:
+        if isinstance(value, list):
+            for item in value:
+                look(item)
+        elif isinstance(value, Mapping):
+            mark, kind = value.get("tensors"), value.get("type")
+            if isinstance(mark, str) and kind in known and mark not in found:
+                found[mark] = known[kind](**read_tensors(directory, str(kind), mark))
+            for item in value.values():
+                look(item)
+
+    look(data)
+    return found

@@ -1,0 +1,130 @@
+"""Checks at the public edge: each message names the argument, what was expected, what came, and the fix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.inputs import Inputs
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_count(name: str, value: object, *, least: int = 1) -> int:
+    """`value` as an integer of at least `least`; `bool` and floats are refused."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+    return value
+
+
+def check_real(name: str, value: object, *, above: float = -math.inf, below: float = math.inf) -> float:
+    """`value` as a finite float strictly between `above` and `below`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__} {value!r}")
+    if not (math.isfinite(value) and above < value < below):
+        raise ValueError(f"{name}: expected a finite number in ({above}, {below}), got {value}")
+    return float(value)
+
+
+def check_tensor(name: str, tensor: object) -> Tensor:
+    """`tensor` as a non-empty rank-4 floating tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"{name}: expected shape (batch, heads, tokens, dim), got {tuple(tensor.shape)}; "
+            "add the missing dimensions with unsqueeze"
+        )
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}; cast it first")
+    if 0 in tensor.shape:
+        raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
+    return tensor
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Refuse NaN and infinity, by argument name. Costs one read of each; skipped while `torch.compile` traces."""
+    if torch.compiler.is_compiling():
+        return
+    # One number to look at in the good case: a NaN or an infinity anywhere makes the sum of all sums not finite.
+    # bfloat16, which reaches as far as float32, is summed faster as it is.
+    dtypes = [None if tensor.dtype == torch.bfloat16 else torch.float32 for tensor in tensors.values()]
+    sums = [tensor.detach().sum(dtype=dtype).float() for tensor, dtype in zip(tensors.values(), dtypes, strict=True)]
+    if math.isfinite(sum(sums[1:], sums[0]).item()):
+        return
+    for name, tensor in tensors.items():
+        bad = int((~torch.isfinite(tensor)).sum())
+        if bad:
+            raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
+
+
+def check_inputs(
+    query: object,
+    key: object,
+    value: object,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_offset: int = 0,
+    generator: torch.Generator | None = None,
+) -> Inputs:
+    """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it."""
+    q, k, v = check_tensor("query", query), check_tensor("key", key), check_tensor("value", value)
+    for name, tensor in (("key", k), ("value", v)):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name}: expected {q.dtype} on {q.device} like query, got {tensor.dtype} on {tensor.device}; "
+                f"use {name}.to(query)"
+            )
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected batch {q.shape[0]} like query, got {tensor.shape[0]}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"key: expected head dimension {q.shape[-1]} like query, got {k.shape[-1]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise ValueError(f"value: expected {tuple(k.shape[1:3])} (heads, tokens) like key, got {tuple(v.shape[1:3])}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"query: expected a number of heads that is a multiple of key's {k.shape[1]}, got {q.shape[1]}"
+        )
+    check_count("query_offset", query_offset, least=0)
+    factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
+    valid = _check_valid(lengths, key_mask, k)
+    if valid is not None:
+        k = k.masked_fill(~valid[:, None, :, None], 0.0)
+        v = v.masked_fill(~valid[:, None, :, None], 0.0)
+    check_finite(query=q, key=k, value=v)
+    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator)
+
+
+def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:
+    batch, keys = key.shape[0], key.shape[2]
+    if lengths is not None and key_mask is not None:
+        raise ValueError("lengths, key_mask: expected at most one of the two; key_mask can say what lengths says")
+    if key_mask is not None:
+        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or key_mask.shape != (batch, keys):
+            raise ValueError(
+                f"key_mask: expected a bool tensor of shape {(batch, keys)}, True for real keys, "
+                f"got {_describe(key_mask)}"
+            )
+        return None if bool(key_mask.all()) else key_mask.to(key.device)
+    if lengths is None:
+        return None
+    if not isinstance(lengths, Tensor):
+        lengths = torch.as_tensor(lengths)
+    if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {_describe(lengths)}")
+    if int(lengths.min()) < 0 or int(lengths.max()) > keys:
+        raise ValueError(f"lengths: expected values from 0 to {keys} (the number of keys), got {lengths.tolist()}")
+    if int(lengths.min()) == keys:
+        return None
+    return torch.arange(keys, device=key.device) < lengths.to(key.device)[:, None]
+
+
+def _describe(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

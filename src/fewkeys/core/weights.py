@@ -1,0 +1,149 @@
+"""How scores become weights.
+
+`A_ij = f(s_ij) / sum_l f(s_il)` with f = exp (`Softmax`), `|x|^p` (`Power`), `elu(x) + 1` (`Elu`), `max(0, x)^p`
+(`Relu`). `Entmax` is not of this form: it subtracts a threshold found from the whole row, so there is no sum that a
+stand-in could join.
+
+Every class has `kernel(parts)`: the scores of one row, split over several tensors (kept keys, stand-ins), become
+unnormalised weights. Hidden entries carry -inf and get weight zero. The result is defined up to one positive factor
+per row, shared by the parts; dividing by the row's sum gives the weights. A row whose sum is zero has no weights, and
+its output is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.entmax import entmax, entmax_of_split_rows, largest
+from fewkeys.core.validation import check_real
+
+
+class Weights(ABC):
+    """The rule that turns the scores of a row into weights."""
+
+    has_sum: ClassVar[bool] = True
+    """Whether weights are f(s) over a sum of f, so that one entry can stand in for several."""
+
+    @abstractmethod
+    def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Unnormalised weights of the row whose scores are split over `parts`, each (..., columns)."""
+
+    @abstractmethod
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        """`kernel` where line l of `parts[p]` (lines, columns) is a piece of row `rows[p][l]`, of `count` rows."""
+
+    def normalised(self, scores: Tensor) -> Tensor:
+        """The weights of full rows of scores (..., N): each row sums to one, or is zero where f vanishes."""
+        (weights,) = self.kernel([scores])
+        return weights / positive(weights.sum(-1, keepdim=True))
+
+
+def positive(total: Tensor) -> Tensor:
+    """`total` with ones in place of zeros: a safe divisor for rows that have no weight at all."""
+    return torch.where(total > 0, total, torch.ones_like(total))
+
+
+@dataclass(frozen=True)
+class Softmax(Weights):
+    """`f(x) = exp(x)`: ordinary attention."""
+
+    def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        top = parts[0].detach().amax(-1, keepdim=True)
+        for part in parts[1:]:
+            top = torch.maximum(top, part.detach().amax(-1, keepdim=True))
+        # A row with nothing visible has top = -inf; shifting by zero leaves its weights exp(-inf) = 0.
+        top = top.masked_fill(top == -math.inf, 0.0)
+        if any(part.requires_grad for part in parts):
+            return [(part - top).exp() for part in parts]
+        return [part.sub_(top).exp_() for part in parts]
+
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        top = largest(parts, rows, count)
+        shifts = [top[row].unsqueeze(-1) for row in rows]
+        if any(part.requires_grad for part in parts):
+            return [(part - shift).exp() for part, shift in zip(parts, shifts, strict=True)]
+        return [part.sub_(shift).exp_() for part, shift in zip(parts, shifts, strict=True)]
+
+
+class _Elementwise(Weights):
+    """Kernels that need no shift: f is applied entry by entry, hidden entries give zero."""
+
+    @abstractmethod
+    def f(self, scores: Tensor) -> Tensor:
+        """The kernel function."""
+
+    def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        result = []
+        for part in parts:
+            hidden = part == -math.inf
+            # Filling before f keeps the gradient of hidden entries zero instead of NaN.
+            result.append(self.f(part.masked_fill(hidden, 1.0)).masked_fill(hidden, 0.0))
+        return result
+
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        return self.kernel(parts)
+
+
+@dataclass(frozen=True)
+class Power(_Elementwise):
+    """`f(x) = |x|^p`, p > 0: the kernel of LevAttention's guarantees (arXiv 2410.05462, section 2)."""
+
+    p: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_real("p", self.p, above=0.0)
+
+    def f(self, scores: Tensor) -> Tensor:
+        return scores.abs() ** self.p
+
+
+@dataclass(frozen=True)
+class Elu(_Elementwise):
+    """`f(x) = elu(x) + 1`: positive, exponential on the left and linear on the right."""
+
+    def f(self, scores: Tensor) -> Tensor:
+        return torch.nn.functional.elu(scores) + 1.0
+
+
+@dataclass(frozen=True)
+class Relu(_Elementwise):
+    """`f(x) = max(0, x)^p`, p > 0."""
+
+    p: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_real("p", self.p, above=0.0)
+
+    def f(self, scores: Tensor) -> Tensor:
+        # x^p has no finite gradient at 0 for p < 1: negative entries are moved to 1 before and to 0 after.
+        inside = scores > 0
+        return (scores.masked_fill(~inside, 1.0) ** self.p).masked_fill(~inside, 0.0)
+
+
+@dataclass(frozen=True)
+class Entmax(Weights):
+    """`A_i = argmax_p <p, s_i> + H_alpha(p)` over the simplex: sparse weights, alpha = 2 is sparsemax.
+
+    `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))` (Peters, Niculae, Martins 2019). alpha > 1; for
+    alpha = 1 use `Softmax`. Only `rest=Drop()` is possible: tau depends on every score, so there is no sum to join.
+    """
+
+    alpha: float = 1.5
+    has_sum: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_real("alpha", self.alpha, above=1.0)
+
+    def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        rows = entmax(torch.cat(list(parts), -1), self.alpha)
+        return list(rows.split([part.shape[-1] for part in parts], -1))
+
+    def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
+        return entmax_of_split_rows(parts, rows, count, self.alpha)

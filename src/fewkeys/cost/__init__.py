@@ -1,0 +1,1 @@
+"""What exact attention and a plan cost, and which of them runs."""

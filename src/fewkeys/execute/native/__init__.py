@@ -1,0 +1,1 @@
+"""Plans by the compiled kernels for the CPU."""

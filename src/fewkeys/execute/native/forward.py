@@ -1,0 +1,182 @@
+"""Softmax attention in one pass over the queries, by the compiled kernels.
+
+`native/attend.cpp`: a band, one shared list and stand-ins; `native/blocks.cpp`: lists and means of the past by blocks;
+`native/prefill.cpp`: the same while the past moves on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.weights import Softmax, Weights
+from fewkeys.execute.operands import band_hidden, listed
+from fewkeys.native.build import call
+from fewkeys.native.tensors import Rows, dense, filled, pointers, suits
+from fewkeys.past.native import Problem
+from fewkeys.past.scan import ByStep
+from fewkeys.rest.base import BlockStandIns, StandIns
+
+_ROWS = ("query", "key", "value", "out")
+_HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "label", "share", "hidden")
+_SIZES = ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim")
+
+
+class Near(ctypes.Structure):
+    """A band, one shared list and stand-ins."""
+
+    _fields_ = (
+        *((name, Rows) for name in _ROWS),
+        *((name, ctypes.c_void_p) for name in _HELD),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int64) for name in ("entries", "means", "rank", "offset", "left", "right", "causal")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Blocks(ctypes.Structure):
+    """Lists by blocks, and means of the past beside them."""
+
+    _fields_ = (
+        *((name, Rows) for name in (*_ROWS, "mean_key", "mean_value")),
+        *((name, ctypes.c_void_p) for name in ("bias", "place", "past")),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_int64) for name in ("blocks", "size", "entries", "means", "offset", "causal")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
+    """Whether `attend` answers such a problem."""
+    x = inputs
+    if not knows(graph, stand_ins, weights):
+        return False
+    means: tuple[Tensor | None, ...] = ()
+    if isinstance(stand_ins, BlockStandIns):
+        if stand_ins.walk is None:
+            means = (stand_ins.key, stand_ins.value)
+        elif not stand_ins.walk.steps().suit:
+            return False
+    elif stand_ins is not None:
+        means = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.left, stand_ins.right)
+    return x.query.dtype == x.key.dtype == x.value.dtype and suits(x.query, x.key, x.value, *means)
+
+
+def knows(graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
+    """Whether there is a kernel of this form."""
+    if not isinstance(weights, Softmax) or graph.rows is not None or graph.full or graph.groups is not None:
+        return False
+    if by_block(graph, stand_ins) and (graph.band is not None or isinstance(stand_ins, StandIns)):
+        return False
+    if not isinstance(stand_ins, StandIns):
+        return True
+    return stand_ins.curvature is None and (stand_ins.left is None or stand_ins.right is not None)
+
+
+def by_block(graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> bool:
+    """Whether blocks of queries have lists or means of their own."""
+    return isinstance(stand_ins, BlockStandIns) or (graph.columns is not None and graph.columns.blocks > 1)
+
+
+def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, for what `supports` lets pass.
+
+    Scores and sums are float32 whatever the input's dtype. Where the processor multiplies bfloat16 on a matrix unit,
+    bfloat16 inputs are: then weights and stand-ins are rounded to bfloat16, each by 2^-8 of itself at most. Cost
+    O(n (slots + tile) (D + Dv)); nothing but the output is stored.
+    """
+    query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
+    x = replace(inputs, query=query, key=key, value=value)
+    output = value.new_empty((*query.shape[:3], x.value_dim))
+    if not by_block(graph, stand_ins):
+        problem, _alive = near(x, graph, cast("StandIns | None", stand_ins), output)
+        call("fewkeys_attend", problem, x.query.dtype)
+    elif graph.columns is not None:
+        _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
+    return output
+
+
+def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
+    """Write the output of lists by blocks, and of the means of the past beside them."""
+    if stand_ins is not None and stand_ins.walk is not None:
+        past = Problem(stand_ins.walk.steps())
+        problem, _alive = blocks(x, columns, None, output)
+        problem.means, problem.past = stand_ins.walk.count, ctypes.addressof(past.told)
+        call("fewkeys_prefill", problem, x.query.dtype)
+    else:
+        problem, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.by_step, output)
+        call("fewkeys_attend_blocks", problem, x.query.dtype)
+
+
+def blocks(x: Inputs, columns: Columns, by_step: ByStep | None, output: Tensor) -> tuple[Blocks, tuple[Tensor, ...]]:
+    """The problem as the kernels are told of it, and tensors that must live as long."""
+    place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
+    rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
+    bias, means = None, 0
+    if by_step is not None:
+        rows, bias, means = dense(by_step.rows.flatten(2, 3)), by_step.excess.contiguous(), by_step.rows.shape[3]
+    mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
+    problem = Blocks(
+        **_common(x, output),
+        **pointers({"bias": bias, "place": place}),
+        mean_key=Rows.of(mean_key),
+        mean_value=Rows.of(mean_value),
+        blocks=columns.blocks,
+        # A single list serves all queries.
+        size=columns.size if columns.blocks > 1 else x.queries + x.offset,
+        entries=place.shape[3],
+        means=means,
+    )
+    return problem, (place, rows, *(() if bias is None else (bias,)))
+
+
+def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> tuple[Near, dict[str, Tensor | None]]:
+    """The problem as the kernels are told of it, and tensors that must live as long."""
+    list_key, list_value, place = listed(x, graph)
+    keys, values = [list_key], [list_value]
+    bias = total = factor = label = share = None
+    means = rank = 0
+    if stand_ins is not None:
+        s, means = stand_ins, stand_ins.count
+        keys.append(s.key)
+        values.append(s.value)
+        bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
+        total, label, share = s.total, s.label, s.share
+        if s.left is not None and s.right is not None:
+            rank, factor = s.left.shape[-1], s.factor
+            keys.append(s.left.mT)
+            values.append(s.right)
+    shared_key = torch.cat([rows.float() for rows in keys], 2)
+    shared_value = pad(torch.cat([rows.float() for rows in values], 2), (0, filled(x.value_dim) - x.value_dim))
+    bias, total, factor, share = (None if part is None else part.float() for part in (bias, total, factor, share))
+    hidden = None if graph.band is None else band_hidden(x, graph)
+    # An empty band ends before it begins, for every query.
+    left, right = (0, -(x.queries + x.offset + x.keys)) if graph.band is None else graph.band
+    parts = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
+    held = {name: None if part is None else part.contiguous() for name, part in zip(_HELD, parts, strict=True)}
+    reach = x.keys + x.queries + x.offset
+    problem = Near(
+        **_common(x, output),
+        **pointers(held),
+        entries=list_key.shape[2],
+        means=means,
+        rank=rank,
+        left=min(left, reach),
+        right=min(right, reach),
+    )
+    return problem, held
+
+
+def _common(x: Inputs, output: Tensor) -> dict[str, Any]:
+    """What both kernels are told."""
+    rows = zip(_ROWS, (x.query, x.key, x.value, output), strict=True)
+    sizes = (x.batch, x.query_heads, x.groups, x.queries, x.keys, x.head_dim, x.value_dim)
+    numbers = {"offset": x.offset, "causal": x.is_causal, "scale": x.scale}
+    return {name: Rows.of(tensor) for name, tensor in rows} | dict(zip(_SIZES, sizes, strict=True)) | numbers

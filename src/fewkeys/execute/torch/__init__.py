@@ -1,0 +1,1 @@
+"""Plans by operations of torch, in time and memory linear in the length."""

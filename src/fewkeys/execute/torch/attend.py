@@ -1,0 +1,159 @@
+"""The plan in time and memory linear in the number of tokens, in plain torch.
+
+Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
+product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
+copies. Blocks are grouped into chunks that fit the cache. Groups have an executor of their own (`grouped`), to which
+the others are joined. Graphs with rows (oracles) run through the reference, some queries at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Softmax, Weights, positive
+from fewkeys.execute import reference
+from fewkeys.execute.native import backward as compiled_gradient
+from fewkeys.execute.native import forward as compiled
+from fewkeys.execute.torch import grouped
+from fewkeys.execute.torch.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
+from fewkeys.rest.base import BlockStandIns, StandIns
+
+CHUNK = 2**20
+"""Scores held at a time (4 MB in float32): about the cache next to a core."""
+
+
+def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
+    x = inputs
+    if graph.rows is not None or graph.full:
+        block = max(1, 4 * CHUNK // (x.batch * x.query_heads * x.keys))
+        return reference.attend(x, graph, stand_ins, weights, block)
+    if compiled.supports(x, graph, stand_ins, weights):
+        return compiled.attend(x, graph, stand_ins)
+    if compiled_gradient.supports(x, graph, stand_ins, weights):
+        again = partial(_attend_by_torch, graph=graph, weights=weights)
+        return compiled_gradient.attend(x, graph, stand_ins, again)
+    return _attend_by_torch(x, stand_ins, graph, weights)
+
+
+def _attend_by_torch(
+    inputs: Inputs, stand_ins: StandIns | BlockStandIns | None, graph: Graph, weights: Weights
+) -> Tensor:
+    x = inputs
+    size = block_size(graph)
+    lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
+    if lead:
+        # Lists serve blocks of absolute positions: the first block is filled up from the front.
+        whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
+        return _attend_by_torch(whole, stand_ins, _led(graph, whole, lead), weights)[:, :, lead:]
+    sources, means = _sources(x, graph, stand_ins, weights, size)
+    query = x.grouped_query().flatten(0, 1)
+    width, limit = sum(source.width for source in sources) * x.groups, CHUNK
+    if graph.groups is not None:
+        width, limit = width + grouped.mean_width(x, graph.groups), grouped.CHUNK
+    heads = max(1, min(query.shape[0], limit // max(1, width * x.queries)))
+    span = max(1, limit // (heads * width * size)) * size
+    output = x.value.new_empty((*query.shape[:3], x.value_dim))
+    rows = []
+    for h in range(0, query.shape[0], heads):
+        row, part = [], slice(h, h + heads)
+        keys = None if graph.groups is None else grouped.GroupedKeys(x, graph.groups, part)
+        for start in range(0, x.queries, span):
+            stop = min(start + span, x.queries)
+            chunk = _chunk(x, query, part, start, stop, size)
+            if keys is None:
+                attended = _attend_chunk(chunk, sources, means, weights)
+            else:
+                attended = grouped.attend_chunk(keys, chunk, sources, means, weights)
+            attended = chunk.by_query(attended)[:, :, : stop - start]
+            if attended.requires_grad:
+                row.append(attended.to(x.query.dtype))
+            else:
+                output[part, :, start:stop] = attended
+        if row:
+            rows.append(torch.cat(row, 2))
+    # Written in place without gradients; with them, in-place writes would copy the whole gradient once per chunk.
+    output = torch.cat(rows) if rows else output
+    by_head: Tensor = output.unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
+    return by_head
+
+
+def block_size(graph: Graph) -> int:
+    """Queries per block: those of the graph's lists, or what suits the band's reach.
+
+    A block of m queries scores m + reach keys: small blocks waste less, large ones run nearer the machine's peak.
+    """
+    if graph.columns is not None and graph.columns.blocks > 1:
+        return graph.columns.size
+    if graph.band is None:
+        return 64
+    reach = sum(graph.band)
+    return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
+
+
+def _sources(
+    x: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights, size: int
+) -> tuple[list[Source], Means | BlockMeans | None]:
+    sources: list[Source] = []
+    if graph.columns is not None:
+        sources.append(SharedList(x, graph.columns) if graph.columns.blocks == 1 else BlockLists(x, graph.columns))
+    band = None if graph.band is None else Band(x, graph.band, graph.columns, size)
+    if band is not None:
+        sources.append(band)
+    means: Means | BlockMeans | None = None
+    if isinstance(stand_ins, BlockStandIns):
+        means = BlockMeans(stand_ins, isinstance(weights, Softmax))
+    elif stand_ins is not None:
+        # Beside groups, what a query keeps is counted entry by entry.
+        near = [source for source in sources if isinstance(source, Band | BlockLists)]
+        means = Means(stand_ins, near if graph.groups is None else [])
+    if means is not None:
+        sources.append(means)
+    return sources, means
+
+
+def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: int) -> Chunk:
+    rows = working(query[heads, :, start:stop]) * x.scale
+    blocks = -(-(stop - start) // size)
+    if blocks * size > stop - start:
+        rows = pad(rows, (0, 0, 0, blocks * size - (stop - start)))
+    rows = rows.unflatten(2, (blocks, size)).transpose(1, 2).flatten(1, 3)
+    return Chunk(heads, start, blocks, size, x.groups, x.offset, rows)
+
+
+def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | BlockMeans | None, weights: Weights) -> Tensor:
+    """The output of a chunk's queries, (H, M, Dv)."""
+    parts = [source.scores(chunk) for source in sources]
+    multiplicity = None
+    if means is not None:
+        multiplicity = means.multiplicity(chunk)
+        if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
+            # A stand-in that speaks for nobody must not decide the row's largest score. A mean cannot: it is an average
+            # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
+            parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
+    found = weights.kernel(parts)
+    if multiplicity is not None:
+        found[-1] = found[-1] * multiplicity if found[-1].requires_grad else found[-1].mul_(multiplicity)
+    total = found[0].sum(-1, keepdim=True)
+    mixed = sources[0].mix(found[0], chunk)
+    for source, part in zip(sources[1:], found[1:], strict=True):
+        total += part.sum(-1, keepdim=True)
+        mixed += source.mix(part, chunk)
+    output: Tensor = mixed / positive(total)
+    return output
+
+
+def _led(graph: Graph, inputs: Inputs, lead: int) -> Graph:
+    """The graph for inputs whose first `lead` queries are filling."""
+    groups = graph.groups
+    if groups is not None:
+        groups = replace(groups, query=pad(groups.query, (0, 0, lead, 0), value=-1))
+    return replace(graph, inputs=inputs, groups=groups)

@@ -1,0 +1,344 @@
+"""The sources of a row's entries: shared key lists, block-wise key lists, the band, the stand-ins.
+
+Each source gives the scores of a chunk of queries, (H, M, columns), and mixes its values under their weights,
+(H, M, Dv). A chunk's queries are block-major: M = blocks x (groups x block size), so that queries of all groups at the
+same positions stand together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.core.graph import Columns
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.rest.base import BlockStandIns, StandIns
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Some consecutive blocks of queries of some heads (heads: batch x key heads, flattened)."""
+
+    heads: slice
+    start: int  # first query
+    blocks: int
+    size: int  # queries per block
+    groups: int
+    offset: int
+    query: Tensor  # (H, M, D), scaled, in working precision
+
+    @property
+    def first_key(self) -> int:
+        """Position of the first query among the keys."""
+        return self.start + self.offset
+
+    def positions(self) -> Tensor:
+        """Position of every query among the keys, (M,)."""
+        place = torch.arange(self.blocks * self.size, device=self.query.device) + self.first_key
+        return place.view(self.blocks, 1, self.size).expand(-1, self.groups, -1).flatten()
+
+    def by_block(self, rows: Tensor) -> Tensor:
+        """(H, M, ...) -> (H, blocks, groups x size, ...)."""
+        by_block: Tensor = rows.unflatten(1, (self.blocks, self.groups * self.size))
+        return by_block
+
+    def by_query(self, rows: Tensor) -> Tensor:
+        """(H, M, X) -> (H, groups, blocks x size, X)."""
+        grouped: Tensor = rows.unflatten(1, (self.blocks, self.groups, self.size))
+        return grouped.transpose(1, 2).flatten(2, 3)
+
+
+class Source(ABC):
+    """Some of the entries of every row."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Columns that the source adds to every row."""
+
+    @abstractmethod
+    def scores(self, chunk: Chunk) -> Tensor:
+        """Fresh scores (H, M, width); hidden entries are -inf."""
+
+    @abstractmethod
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        """The weighted sum of the source's values (H, M, Dv)."""
+
+
+class KeySource(Source):
+    """Keys that queries attend to exactly."""
+
+    @abstractmethod
+    def place(self, chunk: Chunk) -> Tensor:
+        """The key of every column, (H or 1, blocks or 1, width); any key where the column is hidden."""
+
+
+def _gather(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows (H, N, D) at index (H, S) -> (H, S, D) in working precision."""
+    return working(rows.gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1])))
+
+
+class SharedList(KeySource):
+    """One list of keys that all queries of a head attend to."""
+
+    def __init__(self, inputs: Inputs, columns: Columns) -> None:
+        index = columns.index.squeeze(2).flatten(0, 1)
+        self.index = index
+        self.hidden = None if bool(columns.used.all()) else ~columns.used.squeeze(2).flatten(0, 1)
+        self.is_causal = inputs.is_causal
+        self.key = _gather(inputs.key.flatten(0, 1), index)
+        self.value = _gather(inputs.value.flatten(0, 1), index)
+
+    @property
+    def width(self) -> int:
+        return self.index.shape[-1]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.query @ self.key[chunk.heads].mT
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden[chunk.heads].unsqueeze(1), -torch.inf)
+        if self.is_causal:
+            scores.masked_fill_(self.index[chunk.heads].unsqueeze(1) > chunk.positions()[:, None], -torch.inf)
+        return scores
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return weights @ self.value[chunk.heads]
+
+    def place(self, chunk: Chunk) -> Tensor:
+        return self.index[chunk.heads].unsqueeze(1)
+
+
+class BlockLists(KeySource):
+    """A list of keys for every block of queries."""
+
+    def __init__(self, inputs: Inputs, columns: Columns) -> None:
+        self.index, self.used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
+        self.is_causal = inputs.is_causal
+        self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
+
+    @property
+    def width(self) -> int:
+        return self.index.shape[-1]
+
+    def _rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        index = self._lists(self.index, chunk)
+        gathered: Tensor = _gather(rows[chunk.heads], index.flatten(1)).unflatten(1, index.shape[1:])
+        return gathered
+
+    def _lists(self, lists: Tensor, chunk: Chunk) -> Tensor:
+        first = chunk.start // chunk.size
+        return lists[chunk.heads, first : first + chunk.blocks]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.by_block(chunk.query) @ self._rows(self.key, chunk).mT
+        hidden = ~self._lists(self.used, chunk).unsqueeze(2)
+        if self.is_causal:
+            place = chunk.positions().view(chunk.blocks, -1, 1)
+            hidden = hidden | (self._lists(self.index, chunk).unsqueeze(2) > place)
+        return scores.masked_fill_(hidden, -torch.inf).flatten(1, 2)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return self.collect(weights, self.value, chunk)
+
+    def place(self, chunk: Chunk) -> Tensor:
+        return self._lists(self.index, chunk)
+
+    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
+        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
+        return (chunk.by_block(weights) @ self._rows(rows, chunk)).flatten(1, 2)
+
+    def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
+        """What the block's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's list."""
+        held = self._rows(member, chunk) * self._lists(self.used, chunk).unsqueeze(-1)
+        return held.sum(2).repeat_interleave(chunk.groups * chunk.size, 1)
+
+
+class Band(KeySource):
+    """The keys from `left` before to `right` after every query, except those that its lists hold already."""
+
+    def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns | None, size: int) -> None:
+        reach = max(inputs.keys, inputs.queries + inputs.offset)
+        self.left, self.right = min(band[0], reach), min(band[1], reach)
+        self.size, self.keys = size, inputs.keys
+        self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
+        device = inputs.key.device
+        step = torch.arange(self.width, device=device) - torch.arange(size, device=device)[:, None]
+        self.inside = (step >= 0) & (step <= self.left + self.right)
+        self.columns = columns
+        self.hidden_keys = None
+        if inputs.valid is not None:
+            self.hidden_keys = (~inputs.valid).repeat_interleave(inputs.kv_heads, 0)
+
+    @property
+    def width(self) -> int:
+        return self.size + self.left + self.right
+
+    def stretch(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """The rows (H, N, D) that each block's band spans: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
+        first = chunk.first_key - self.left
+        last = chunk.first_key + chunk.blocks * chunk.size + self.right
+        inner = rows[chunk.heads, min(max(first, 0), self.keys) : min(max(last, 0), self.keys)]
+        before = min(max(-first, 0), last - first)
+        after = last - first - before - inner.shape[1]
+        if before or after:
+            inner = pad(inner, (0, 0, before, after))
+        return inner.unfold(1, self.width, self.size)
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.by_block(chunk.query) @ working(self.stretch(self.key, chunk))
+        scores.unflatten(2, (chunk.groups, chunk.size)).masked_fill_(~self.inside, -torch.inf)
+        hidden = self._hidden(chunk)
+        if hidden is not None:
+            scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
+        return scores.flatten(1, 2)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return self.collect(weights, self.value, chunk)
+
+    def place(self, chunk: Chunk) -> Tensor:
+        return self._stretch_places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
+
+    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
+        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
+        return (chunk.by_block(weights) @ working(self.stretch(rows, chunk)).mT).flatten(1, 2)
+
+    def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
+        """What the band's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's band."""
+        inside = self.inside
+        if self.columns is not None and self.columns.blocks > 1:
+            # What a block's list holds, the list counts; no stand-in speaks for shared lists.
+            inside = inside & ~self._listed(self.columns, chunk).unsqueeze(2)
+        held = inside.to(member.dtype) @ self.stretch(member, chunk).mT
+        return held.unsqueeze(2).expand(-1, -1, chunk.groups, -1, -1).flatten(1, 3)
+
+    def _stretch_places(self, chunk: Chunk) -> Tensor:
+        """(blocks, width), also outside the sequence."""
+        first = torch.arange(chunk.blocks, device=self.key.device)[:, None] * chunk.size + chunk.first_key - self.left
+        return first + torch.arange(self.width, device=self.key.device)
+
+    def _hidden(self, chunk: Chunk) -> Tensor | None:
+        """(H, blocks, width): keys outside the sequence, padding, and keys that the block's lists hold."""
+        first, place = chunk.first_key - self.left, self._stretch_places(chunk)
+        outside = (place < 0) | (place >= self.keys)
+        heads = self.key[chunk.heads].shape[0]
+        hidden = None
+        if first < 0 or first + chunk.blocks * chunk.size + self.left + self.right > self.keys:
+            hidden = outside.expand(heads, -1, -1)
+        if self.hidden_keys is not None:
+            padding = self.hidden_keys[chunk.heads][:, place.clamp(0, self.keys - 1)]
+            hidden = padding if hidden is None else hidden | padding
+        if self.columns is not None:
+            listed = self._listed(self.columns, chunk)
+            hidden = listed if hidden is None else hidden | listed
+        return hidden
+
+    def _listed(self, columns: Columns, chunk: Chunk) -> Tensor:
+        """(H, blocks, width): keys that the block's list holds."""
+        lists, used = (part.flatten(0, 1)[chunk.heads] for part in (columns.index, columns.used))
+        if columns.blocks > 1:
+            block = chunk.start // chunk.size
+            lists, used = lists[:, block : block + chunk.blocks], used[:, block : block + chunk.blocks]
+        place = lists - self._stretch_places(chunk)[:, :1]
+        inside = used & (place >= 0) & (place < self.width)
+        flags = torch.zeros((*place.shape[:2], self.width + 1), dtype=torch.bool, device=lists.device)
+        # Whatever is not in the stretch is written to a last column that is cut off.
+        return flags.scatter_(-1, place.masked_fill(~inside, self.width), True)[..., : self.width]
+
+
+class Means(Source):
+    """The stand-ins for the keys that a query does not keep."""
+
+    def __init__(self, stand_ins: StandIns, near: Sequence[Band | BlockLists]) -> None:
+        def flat(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else working(tensor).flatten(0, 1)
+
+        self.key, self.value = working(stand_ins.key).flatten(0, 1), working(stand_ins.value).flatten(0, 1)
+        self.bias, self.left, self.right = flat(stand_ins.bias), flat(stand_ins.left), flat(stand_ins.right)
+        self.curvature, factor = flat(stand_ins.curvature), flat(stand_ins.factor)
+        if factor is not None:
+            # The factors ride along as one more value column.
+            self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
+        self.total = stand_ins.total.flatten(0, 1).unsqueeze(1)
+        self.stand_ins, self.near = stand_ins, near
+
+    @property
+    def width(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def member(self) -> Tensor:
+        """(H, Nk, C): what every key counts for in every stand-in."""
+        return self.stand_ins.member.flatten(0, 1)
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        key = self.key[chunk.heads].mT
+        if self.bias is None:
+            scores = chunk.query @ key
+        else:
+            scores = torch.baddbmm(self.bias[chunk.heads].unsqueeze(1), chunk.query, key)
+        if self.curvature is not None:
+            curved = chunk.query @ self.curvature[chunk.heads]
+            scores = scores + 0.5 * (curved * chunk.query).sum(-1, keepdim=True)
+        return scores
+
+    def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor:
+        """How many keys each stand-in speaks for, per query: (H, M, C), or (H, 1, C) where all queries agree.
+
+        `held` (H, M, C): what queries keep of every stand-in besides the keys of `near`.
+        """
+        total = self.total[chunk.heads]
+        kept = [source.represented(self.member, chunk) for source in self.near] + ([] if held is None else [held])
+        if not kept:
+            return total
+        left = total - sum(kept)
+        # A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
+        return left.masked_fill_(left <= 1e-5 * total, 0.0)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        mixed = weights @ self.value[chunk.heads]
+        if self.left is None:
+            return mixed
+        moved = chunk.query @ self.left[chunk.heads]
+        if self.right is not None:
+            moved = moved @ self.right[chunk.heads]
+        return mixed[..., :-1] + mixed[..., -1:] * moved
+
+
+class BlockMeans(Source):
+    """The stand-ins that each block of queries has of its past."""
+
+    def __init__(self, stand_ins: BlockStandIns, tilted: bool) -> None:
+        self.key, self.value, self.bias, self.size = (
+            tensor.flatten(0, 1) for tensor in (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.size)
+        )
+        self.tilted = tilted
+
+    @property
+    def width(self) -> int:
+        return self.key.shape[2]
+
+    def _of(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        first = chunk.start // chunk.size if rows.shape[1] > 1 else 0
+        return rows[chunk.heads, first : first + chunk.blocks]
+
+    def scores(self, chunk: Chunk) -> Tensor:
+        scores = chunk.by_block(chunk.query) @ self._of(self.key, chunk).mT
+        bias = self._of(self.bias, chunk)
+        bias = bias if self.tilted else torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
+        return (scores + bias.unsqueeze(2)).flatten(1, 2)
+
+    def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor | None:
+        """How many keys each stand-in speaks for, (H, M, C); None where the bias has told it."""
+        if self.tilted:
+            return None
+        rows = chunk.groups * chunk.size
+        return self._of(self.size, chunk).unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2)
+
+    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
+        return (chunk.by_block(weights) @ self._of(self.value, chunk)).flatten(1, 2)

@@ -1,0 +1,124 @@
+"""Plans by Triton's kernels: softmax of a band, one shared list and stand-ins, in one pass over the queries.
+
+Graphs with groups have kernels of their own (`fused_grouped`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.weights import Softmax, Weights
+from fewkeys.execute.operands import band_hidden, listed
+from fewkeys.execute.triton import launch_grouped as fused_grouped
+from fewkeys.rest.base import BlockStandIns, StandIns
+
+LARGEST_HEAD = 256
+LARGEST_RANK = 64
+
+
+def unsupported(
+    inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights
+) -> str | None:
+    """Why `attend` cannot answer, to follow "impl='triton':"; None where it can."""
+    x = inputs
+    if graph.groups is not None:
+        if (reason := fused_grouped.unsupported(graph.groups, stand_ins, weights)) is not None:
+            return reason
+    elif not isinstance(weights, Softmax):
+        return f"expected Softmax() weights, got {weights}"
+    if graph.rows is not None or graph.full:
+        return "expected a band and shared keys, got a list of keys for every query"
+    if graph.columns is not None and graph.columns.blocks > 1:
+        return "expected one list of shared keys, got a list for every block of queries"
+    if isinstance(stand_ins, BlockStandIns):
+        return "expected stand-ins that serve all queries, got some for every block of queries"
+    if stand_ins is not None and (reason := _odd(stand_ins)):
+        return reason
+    if x.query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"expected float32, bfloat16 or float16, got {x.query.dtype}"
+    if max(x.head_dim, x.value_dim) > LARGEST_HEAD:
+        return f"expected heads of at most {LARGEST_HEAD} dimensions, got {max(x.head_dim, x.value_dim)}"
+    return _missing(x.query.device)
+
+
+def _odd(stand_ins: StandIns) -> str | None:
+    if stand_ins.curvature is not None:
+        return "expected stand-ins without curvature, got Moments()"
+    if stand_ins.left is not None and (stand_ins.right is None or stand_ins.factor is None):
+        return "expected a first-order term of low rank, got a full one"
+    if stand_ins.left is not None and stand_ins.left.shape[-1] > LARGEST_RANK:
+        return f"expected a first-order term of rank {LARGEST_RANK} or less, got {stand_ins.left.shape[-1]}"
+    return None
+
+
+def _missing(device: torch.device) -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed; pip install triton"
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"expected tensors on a CUDA device, got {device.type}; TRITON_INTERPRET=1 emulates one, slowly"
+    return None
+
+
+def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: Weights) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, for what `unsupported` lets pass.
+
+    Products are taken in the input's dtype and summed in float32; stand-ins are rounded to the input's dtype first.
+    Second derivatives do not exist. Cost O(n (slots + block) (D + Dv)), of which nothing but the output is stored.
+    """
+    x = inputs
+    hidden = None if graph.band is None else band_hidden(x, graph)
+    if graph.groups is not None:
+        return fused_grouped.attend(x, graph, graph.groups, hidden, weights)
+    from fewkeys.execute.triton.op import near_heavy_means
+
+    # An empty band ends before it begins, for every query.
+    left, right = (0, -x.queries) if graph.band is None else graph.band
+    reach = x.keys + x.queries + x.offset
+    output: Tensor = near_heavy_means(
+        x.query,
+        x.key,
+        x.value,
+        hidden,
+        *_listed(x, graph),
+        *_means(x, stand_ins),
+        x.scale,
+        min(left, reach),
+        min(right, reach),
+        x.offset,
+        x.is_causal,
+    )[0]
+    return output
+
+
+def _listed(x: Inputs, graph: Graph) -> tuple[Tensor | None, ...]:
+    if graph.columns is None:
+        return None, None, None
+    key, value, place = listed(x, graph)
+    return key, value, place.to(torch.int32)
+
+
+def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
+    """Key, value, bias, total, label, share, left, right and factor of the stand-ins.
+
+    The shares of every stand-in are divided by their largest, which goes to the bias: the kernel counts in float16.
+    """
+    if stand_ins is None:
+        return (None,) * 9
+    dtype = x.query.dtype
+
+    def cast(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(dtype)
+
+    label, share = stand_ins.label, stand_ins.share.float()
+    peak = share.new_zeros(stand_ins.total.shape).scatter_reduce_(-1, label, share, "amax")
+    peak = torch.where(peak > 0, peak, 1.0)
+    bias = peak.log() if stand_ins.bias is None else stand_ins.bias.float() + peak.log()
+    factor = None if stand_ins.factor is None else stand_ins.factor.float()
+    first_order = (cast(stand_ins.left), cast(stand_ins.right), factor)
+    counts = (stand_ins.total.float() / peak, label.to(torch.int32), share / peak.gather(-1, label))
+    return cast(stand_ins.key), cast(stand_ins.value), bias, *counts, *first_order

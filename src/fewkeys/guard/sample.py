@@ -1,0 +1,164 @@
+"""A few queries answered exactly: what a plan's error is judged by where judging every query would cost O(n^2).
+
+The real queries of a sequence, in order of position, are cut into as many stretches of (almost) equal length as
+queries are wanted, and one is drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). Every
+query is equally likely to be drawn, and errors that change along the text (the first queries of a causal layer, which
+a window covers) add nothing to the variance of the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.inputs import Inputs
+
+# The one definition of the error. It knows tensors only; the measuring around it stays above.
+from fewkeys.core.metrics import relative_error
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Weights
+
+GROUP = 8
+"""Neighbouring stretches whose queries share one estimate of the variance."""
+
+BLOCK = 2**22
+"""Scores held at a time by `exact_rows` (16 MB in float32)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Queries drawn for an exact answer.
+
+    `index` (B, Hq, m) holds their positions; `size` (B, m) says for how many queries of its sequence each of them
+    speaks. A sequence of at most m real queries is there as a whole: sizes of one, then fillings of size zero.
+    """
+
+    index: Tensor
+    size: Tensor
+
+    @property
+    def count(self) -> Tensor:
+        """(B,) the real queries of each sequence."""
+        return self.size.sum(-1)
+
+    def mean(self, errors: Tensor) -> Tensor:
+        """`sum_s (N_s / N) e_s` (B, Hq) of the errors (B, Hq, m), float64, of the sample: unbiased for the mean."""
+        return (self._known(errors) * self._share.unsqueeze(1)).sum(-1)
+
+    def spread(self, errors: Tensor) -> Spread:
+        """How far `mean` of the errors (B, Hq, m) may lie from the mean over all queries.
+
+        A stretch of N_s > 1 queries, one of them drawn, adds `(N_s / N)^2 S^2` to the variance, `S^2` being the sample
+        variance of its group of about `GROUP` stretches. On average that is at least the true variance, whatever the
+        errors, where the stretches of a group are of one length (Cochran, section 5A.12: `E S^2` is the mean variance
+        within a stretch plus the variance of their means). To the third moment a stretch adds
+        `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K`, K being the group's third k-statistic: right on average where
+        errors stand in random order. A stretch that is drawn whole adds nothing.
+        """
+        strata = self.size.shape[-1]
+        groups = max(1, strata // GROUP)
+        group = torch.arange(strata, device=self.size.device) * groups // strata
+        member = torch.nn.functional.one_hot(group, groups).to(errors.dtype)
+        width = member.sum(0)
+        errors = self._known(errors)
+        centred = errors - (errors @ member / width)[..., group]
+        square = centred**2 @ member / (width - 1)
+        cube = centred**3 @ member * width / ((width - 1) * (width - 2)).clamp_min(1)
+        size = self.size.clamp_min(1).double()
+        of_square = self._share.square().masked_fill(self.size <= 1, 0.0) @ member
+        of_cube = (self._share**3 * (1 - 1 / size) * (1 - 2 / size)) @ member
+        return Spread(square * of_square.unsqueeze(1), (cube * of_cube.unsqueeze(1)).sum(-1), width - 1)
+
+    @property
+    def _share(self) -> Tensor:
+        """(B, m) the share of its sequence's queries that each drawn one speaks for, in float64."""
+        return self.size.double() / self.count.clamp_min(1).unsqueeze(-1)
+
+    def _known(self, errors: Tensor) -> Tensor:
+        return errors.masked_fill((self.size == 0).unsqueeze(1), 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Central moments of an estimate about the truth.
+
+    `variance` (B, Hq, groups): what each group of stretches adds; `freedom` (groups,) its degrees of freedom. `third`
+    (B, Hq): the third moment.
+    """
+
+    variance: Tensor
+    third: Tensor
+    freedom: Tensor
+
+
+def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Uniform numbers for `draw`.
+
+    Without a generator they come from a seed that no plan uses: the queries drawn must not follow the keys that a plan
+    drew.
+    """
+    if generator is None:
+        generator = torch.Generator().manual_seed(0x5A3B1E)
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
+
+
+def draw(inputs: Inputs, places: Tensor) -> Sample:
+    """One query from each of m stretches, at the place in it that `places`, in [0, 1), says.
+
+    places: broadcastable to (B, Hq, m). Real queries are those of real tokens that see at least one key.
+    """
+    real, m = real_queries(inputs), places.shape[-1]
+    count = real.sum(-1, keepdim=True)
+    step = torch.arange(m + 1, device=real.device)
+    edge = torch.where(count > m, step * count // m, torch.minimum(step, count))
+    size = edge.diff()
+    inside = (places * size.unsqueeze(1)).long()
+    rank = (edge[:, None, :-1] + inside).clamp_max(inputs.queries - 1)
+    order = torch.argsort((~real).to(torch.uint8), stable=True, dim=-1)
+    rank = rank.expand(-1, inputs.query_heads, -1)
+    return Sample(order.unsqueeze(1).expand(-1, inputs.query_heads, -1).gather(-1, rank), size)
+
+
+def real_queries(inputs: Inputs) -> Tensor:
+    """(B, Nq) marks the queries that belong to a real token and see at least one key."""
+    x = inputs
+    seen = torch.ones((x.batch, x.queries), dtype=torch.bool, device=x.query.device)
+    if x.valid is not None:
+        first = torch.where(x.valid.any(-1), x.valid.to(torch.uint8).argmax(-1), x.keys + x.queries + x.offset)
+        position = torch.arange(x.queries, device=x.query.device) + x.offset
+        last = position if x.is_causal else torch.full_like(position, x.keys)
+        seen = first.unsqueeze(-1) <= last
+    return seen if x.valid_queries is None else seen & x.valid_queries
+
+
+def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
+    """Exact attention (B, Hq, m, Dv) of the queries at `index` (B, Hq, m), in float32 or float64.
+
+    Cost O(B Hq m Nk (D + Dv)), the share m / Nq of exact attention; memory O(B Hkv Nk (D + Dv)).
+    """
+    x, rows = inputs, index.shape[-1]
+    by_key_head = index.unflatten(1, (x.kv_heads, x.groups)).flatten(2, 3)
+    query = working(x.query).gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.head_dim)) * x.scale
+    query = query.unflatten(1, (x.kv_heads, x.groups)).flatten(2, 3)
+    key, value = working(x.key).mT, working(x.value)
+    step = max(1, BLOCK // (x.batch * x.kv_heads * x.keys))
+    parts = []
+    for place, part in zip(by_key_head.split(step, 2), query.split(step, 2), strict=True):
+        scores = part @ key
+        if x.is_causal:
+            future = torch.arange(x.keys, device=index.device) > place.unsqueeze(-1) + x.offset
+            scores = scores.masked_fill(future, -torch.inf)
+        if x.valid is not None:
+            scores = scores.masked_fill(~x.valid[:, None, None], -torch.inf)
+        parts.append(weights.normalised(scores) @ value)
+    output: Tensor = torch.cat(parts, 2).unflatten(2, (x.groups, rows)).flatten(1, 2)
+    return output
+
+
+def sampled_errors(inputs: Inputs, weights: Weights, output: Tensor, sample: Sample) -> Tensor:
+    """`|o~_i - o_i| / |o_i|` (B, Hq, m), in float64, of the plan's output (B, Hq, Nq, Dv) at the sampled queries."""
+    with torch.no_grad():
+        rows = output.gather(2, sample.index.unsqueeze(-1).expand(-1, -1, -1, output.shape[-1]))
+        return relative_error(rows, exact_rows(inputs, weights, sample.index)).double()

@@ -1,0 +1,231 @@
+"""Judge plans on what a model really attends to: error of the output, not of the weights.
+
+For each layer and block of heads the exact weights and outputs are computed once, and every plan is held against
+them. Memory is bounded by one block (`fewkeys.judge.exact`), however long the text; time is O(n^2) per plan, since
+mass and recall need the exact weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from fewkeys.bench.machine import machine, versions
+from fewkeys.captures.capture import Capture
+from fewkeys.integrations.effect import Batch, effects
+from fewkeys.judge.exact import blocks, exact
+from fewkeys.judge.layer import Entry, judge_block, time_block
+from fewkeys.judge.result import Report, Row, Skipped, plain
+from fewkeys.judge.tally import Tally
+from fewkeys.model_plan import ModelPlan
+from fewkeys.plan import Plan
+
+Progress = Callable[[int, int, str], None]
+AnyPlan = Plan | ModelPlan
+Plans = Mapping[str, AnyPlan] | Mapping[int, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
+
+TIMED = 6
+"""Timings per plan, at least: one in each layer, more where there are fewer layers."""
+
+
+def compare(
+    capture: Capture,
+    plans: Plans,
+    *,
+    model: Any = None,
+    batches: Iterable[Batch] | None = None,
+    eps: float = 0.05,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Report:
+    """Hold each plan against exact attention on captured queries, keys and values.
+
+    Args:
+        capture: the attention inputs of every layer, from `fewkeys.capture`.
+        plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` for several budgets at once (a
+            row that is the same at every budget, such as exact attention, is judged once); or a list of plans.
+        model: the model itself, for the effect of replacing attention in every layer; None leaves that out.
+        batches: the token ids that were captured; needed with `model`.
+        eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
+        progress: called as `progress(done, total, what)`.
+        seed: of everything random in the plans. Same seed, same numbers, timings aside.
+
+    A plan may be a `ModelPlan`, as `fewkeys.tune` makes it. A plan that refuses this model, such as stand-ins that
+    cannot be causal, is listed in `skipped` with its reason.
+    Raises ValueError for bad arguments, and if every plan refuses.
+    """
+    if not 0.0 < eps <= 1.0:
+        raise ValueError(f"eps: expected a number in (0, 1], got {eps!r}; the default is 0.05")
+    if (model is None) != (batches is None):
+        raise ValueError("model, batches: expected both or neither, got one; pass the model with the batches captured")
+    entries, budgets = _entries(plans, capture)
+    passes = capture.layers + (0 if model is None else 1)
+    counter = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
+    shape = _judge_layers(capture, entries, eps, seed, counter)
+    running = [entry for entry in entries if entry.reason is None]
+    if not running:
+        raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
+    if model is not None and batches is not None:
+        _judge_model(model, batches, running, seed, counter)
+    counter.finish()
+    lengths = _lengths(capture)
+    return Report(
+        model=capture.model_name,
+        layers=capture.layers,
+        query_heads=capture.query_heads,
+        kv_heads=capture.kv_heads,
+        head_dim=capture.head_dim,
+        value_dim=capture.value_dim,
+        is_causal=capture.is_causal,
+        sequences=capture.sequences,
+        length=max(lengths),
+        tokens=sum(lengths),
+        settings={"eps": eps, "seed": seed, "budgets": budgets, "timed_shape": shape},
+        versions=versions(with_transformers=model is not None),
+        machine=machine(),
+        rows=[_row(entry, capture) for entry in running],
+        skipped=[Skipped(e.name, e.budget, e.reason) for e in entries if e.reason is not None],
+    )
+
+
+class _Counter:
+    """Counts finished sequences (times plans, times layers) for a progress bar."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0.0
+
+    def __call__(self, amount: float, what: str) -> None:
+        self.done += amount
+        if self.progress is not None:
+            self.progress(min(round(self.done), self.total), self.total, what)
+
+    def finish(self) -> None:
+        self(self.total, "done")
+
+
+def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
+    """The rows to judge, in order, and the budgets they were made for."""
+    groups: list[tuple[Any, Any]] = [(None, plans)]
+    if not isinstance(plans, Mapping):
+        groups = [(None, {str(plan): plan for plan in plans})]
+    elif all(isinstance(value, Mapping) for value in plans.values()):
+        groups = list(plans.items())
+    found: list[Entry] = []
+    for budget, rows in groups:
+        for name, plan in rows.items():
+            if not isinstance(plan, Plan | ModelPlan):
+                raise TypeError(
+                    f"plans: expected a Plan under {name!r}, got {type(plan).__name__}; make one with Plan()"
+                )
+            heads = [len(layer) for layer in plan] if isinstance(plan, ModelPlan) else []
+            if heads and heads != [capture.kv_heads] * capture.layers:
+                raise ValueError(
+                    f"plans: expected {capture.layers} layers of {capture.kv_heads} plans under {name!r}, got {heads}; "
+                    "tune on this model"
+                )
+            own = None if isinstance(plan, Plan) and plan.keep is None else budget
+            if all((name, own) != (other.name, other.budget) for other in found):
+                found.append(Entry(name, own, plan, Tally(capture.layers, capture.query_heads)))
+    if not found:
+        raise ValueError("plans: expected at least one plan, got none; standard_plans(64) gives the usual rows")
+    return found, [budget for budget, _ in groups if budget is not None]
+
+
+def _lengths(capture: Capture) -> list[int]:
+    """Valid tokens of every sequence."""
+    found: list[int] = []
+    for call in capture.calls(0):
+        if call.key_mask is None:
+            found += [call.key.shape[2]] * call.key.shape[0]
+        else:
+            found += call.key_mask.sum(-1).tolist()
+    return found
+
+
+def _judge_layers(capture: Capture, entries: Sequence[Entry], eps: float, seed: int, counter: _Counter) -> list[int]:
+    """Fill the tallies and timings of all entries. Returns the shape that was timed."""
+    shape: list[int] = []
+    repeats = math.ceil(TIMED / capture.layers)
+    for layer in range(capture.layers):
+        what = f"layer {layer + 1} of {capture.layers}"
+        timed = False
+        for index, call in enumerate(capture.calls(layer)):
+            cut = list(blocks(call))
+            for number, block in enumerate(cut):
+                share = len(call.query) / len(cut)
+                truth = exact(block, eps)
+                counter(share, what)
+                for entry in entries:
+                    if entry.reason is None:
+                        try:
+                            judge_block(entry, layer, block, truth, f"{seed}/{layer}/{index}/{number}")
+                        except ValueError as error:
+                            entry.reason = str(error)
+                    if entry.reason is None and not timed:
+                        time_block(entry, layer, block, f"{seed}/timing", repeats)
+                    counter(share, what)
+                if not timed:
+                    timed, shape = True, list(block.query.shape)
+    return shape
+
+
+def _judge_model(model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, counter: _Counter) -> None:
+    """Fill the effects of all entries."""
+    what = "whole model"
+    found = effects(
+        model,
+        batches,
+        [entry.plan for entry in entries],
+        generator=lambda i: entries[i].generator(f"{seed}/model", model.device),
+        done=lambda sequences: counter(sequences, what),
+    )
+    for entry, effect in zip(entries, found, strict=True):
+        entry.effect = effect
+
+
+def _row(entry: Entry, capture: Capture) -> Row:
+    """The numbers of a finished entry."""
+    tally, effect = entry.tally, entry.effect
+    error, held = tally.mean("errors"), tally.mean("masses")
+    worst = int(error.argmax())
+    heavy = float(tally.heavy.sum())
+    return Row(
+        name=entry.name,
+        budget=entry.budget,
+        kind=entry.kind,
+        plan=str(entry.plan),
+        config=plain(entry.plan.to_dict()),
+        slots=tally.overall("slots"),
+        error=tally.overall("errors"),
+        error_p50=tally.quantile(0.5),
+        error_p90=tally.quantile(0.9),
+        worst_head=list(divmod(worst, capture.query_heads)),
+        worst_head_error=float(error.flatten()[worst]),
+        mass=tally.overall("masses"),
+        recall=float(tally.found.sum()) / heavy if heavy else None,
+        cosine=None if effect is None else effect.cosine,
+        cosine_min=None if effect is None else effect.cosine_min,
+        token_cosine=None if effect is None else effect.token_cosine,
+        ms=median(entry.ms),
+        exact_ms=median(entry.exact_ms),
+        per_layer={
+            "error": error.mean(1).tolist(),
+            "mass": held.mean(1).tolist(),
+            "recall": _listed(tally.found.sum(1) / tally.heavy.sum(1)),
+            "slots": tally.mean("slots").mean(1).tolist(),
+        },
+        per_head={
+            "error": error.tolist(),
+            "mass": held.tolist(),
+            "recall": [_listed(row) for row in tally.found / tally.heavy],
+        },
+    )
+
+
+def _listed(values: Tensor) -> list[float | None]:
+    """A list with None for what does not exist (0 / 0)."""
+    return [None if math.isnan(value) else value for value in values.tolist()]

@@ -1,0 +1,1 @@
+"""What a plan costs in quality: exact answers of captured attention, and the errors against them."""

@@ -1,0 +1,113 @@
+"""Exact attention in bounded blocks: the truth that every plan of a comparison is held against.
+
+For `query (B, Hq, N, D)`, `key (B, Hkv, N, D)`, `value (B, Hkv, N, Dv)`: `W = softmax(scale * query key^T)` in float32,
+output `W value`. `W` is n x n, so it exists for one block of sequences and heads at a time, and is shared by all plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.captures.capture import AttentionInputs
+
+# Entries of W in a block (float32: 128 MB). A block holds at least one sequence and one key head with its queries.
+BLOCK = 2**25
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some sequences and heads of one attention call, without padding: every query and key in it is real.
+
+    Shapes as in `AttentionInputs`; `heads` are the query heads of the call that it holds.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool
+    query_offset: int
+    heads: slice
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What exact attention does in a block.
+
+    `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N, ) keys that a query sees; `heavy` (M,) are the
+    positions of the weights >= eps in `weights.flatten()`, `heavy_per_head` (H,) their numbers.
+    """
+
+    weights: Tensor
+    output: Tensor
+    visible: Tensor
+    heavy: Tensor
+    heavy_per_head: Tensor
+
+    def count(self, kept: Tensor) -> Tensor:
+        """How many heavy entries of each head (H,) are kept, `kept` (M,) being a flag for each of `heavy`."""
+        heads = self.weights.shape[1]
+        head = self.heavy // (self.weights.shape[2] * self.weights.shape[3]) % heads
+        return torch.bincount(head[kept], minlength=heads)
+
+
+def blocks(call: AttentionInputs) -> Iterator[Block]:
+    """Cut one attention call into blocks of at most `BLOCK` entries of W (or one sequence and key head).
+
+    Padding is cut out, which changes nothing for the rest (masked = deleted); it then takes a block per sequence.
+    Queries at padded positions are padding too.
+    """
+    query, key, value, mask = call.query, call.key, call.value, call.key_mask
+    padded = mask is not None and not bool(mask.all())
+    if padded and call.query_offset:
+        raise ValueError(
+            f"query_offset: expected 0 for padded sequences, got {call.query_offset}; capture whole sequences"
+        )
+    group = query.shape[1] // key.shape[1]
+    size = query.shape[2] * key.shape[2] * group
+    heads = max(1, min(key.shape[1], BLOCK // size))
+    rows = 1 if padded or heads < key.shape[1] else max(1, BLOCK // (size * heads))
+    for b in range(0, query.shape[0], rows):
+        q, k, v = (x[b : b + rows] for x in (query, key, value))
+        if padded and mask is not None:
+            real = mask[b]
+            if not bool(real.any()):
+                continue
+            k, v = k[:, :, real], v[:, :, real]
+            q = q[:, :, real] if query.shape[2] == key.shape[2] else q
+        for h in range(0, key.shape[1], heads):
+            part = slice(h, h + heads)
+            some = slice(h * group, min((h + heads) * group, query.shape[1]))
+            yield Block(q[:, some], k[:, part], v[:, part], call.scale, call.is_causal, call.query_offset, some)
+
+
+def exact(block: Block, eps: float) -> Exact:
+    """Weights, output and entries >= eps of a block, in float32: O(B H N Nk (D + Dv)) time, O(B H N Nk) memory."""
+    group = block.query.shape[1] // block.key.shape[1]
+    key, value = (x.float().repeat_interleave(group, dim=1) for x in (block.key, block.value))
+    weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
+    queries, keys = weights.shape[-2:]
+    visible = torch.full((queries,), keys, device=weights.device)
+    if block.is_causal:
+        seen = torch.ones((queries, keys), dtype=torch.bool, device=weights.device).tril(block.query_offset)
+        weights.masked_fill_(~seen, float("-inf"))
+        visible = seen.sum(-1)
+    weights = weights.softmax(-1)
+    heavy = (weights >= eps).flatten().nonzero().squeeze(-1)
+    head = heavy // (queries * keys) % weights.shape[1]
+    per_head = torch.bincount(head, minlength=weights.shape[1])
+    return Exact(weights, weights @ value, visible, heavy, per_head)
+
+
+def held(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight on the kept keys, and their number, for each query (B, H, N); a head at a time, which stays in cache."""
+    mass, slots = [], []
+    for weight, edge in zip(weights.flatten(0, 1), edges.flatten(0, 1), strict=True):
+        flags = edge.to(weight.dtype)
+        mass.append((weight * flags).sum(-1))
+        slots.append(flags.sum(-1))
+    return torch.stack(mass).view(edges.shape[:3]), torch.stack(slots).view(edges.shape[:3])

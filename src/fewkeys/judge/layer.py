@@ -1,0 +1,146 @@
+"""One plan under judgement: its output, its edges and its time on one block of attention."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fewkeys.attention import attention, by_plan, run
+from fewkeys.core.graph import Graph
+from fewkeys.core.metrics import relative_error
+from fewkeys.core.validation import check_inputs
+from fewkeys.judge.exact import Block, Exact, held
+from fewkeys.judge.result import Effect
+from fewkeys.judge.tally import Tally
+from fewkeys.model_plan import ModelPlan
+from fewkeys.plan import Plan
+
+
+@dataclass
+class Entry:
+    """One plan under judgement. `reason` is why it was given up, None while it runs."""
+
+    name: str
+    budget: int | None
+    plan: Plan | ModelPlan
+    tally: Tally
+    reason: str | None = None
+    ms: list[float] = field(default_factory=list)
+    exact_ms: list[float] = field(default_factory=list)
+    effect: Effect | None = None
+
+    @property
+    def kind(self) -> str:
+        """As in `Row`."""
+        if isinstance(self.plan, ModelPlan):
+            return "method"
+        return "exact" if self.plan.keep is None else "oracle" if self.plan.keep.is_oracle else "method"
+
+    def plans(self, layer: int, block: Block) -> Sequence[Plan]:
+        """The plan of each key head of a block."""
+        if isinstance(self.plan, Plan):
+            return [self.plan] * block.key.shape[1]
+        group = block.query.shape[1] // block.key.shape[1]
+        own: tuple[Plan, ...] = self.plan[layer][block.heads.start // group : block.heads.stop // group]
+        return own
+
+    def generator(self, where: str, device: torch.device) -> torch.Generator:
+        """Randomness that depends on the place (which begins with the seed) and the row, not on the other rows."""
+        return self.restart(torch.Generator(device), where)
+
+    def restart(self, generator: torch.Generator, where: str) -> torch.Generator:
+        """Put a generator where `generator(where, ...)` begins."""
+        return generator.manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
+
+
+def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str) -> None:
+    """Add one block to the tally of an entry."""
+    generator = entry.generator(where, block.query.device)
+    inputs = check_inputs(
+        block.query,
+        block.key,
+        block.value,
+        is_causal=block.is_causal,
+        scale=block.scale,
+        query_offset=block.query_offset,
+        generator=generator,
+    )
+    parts = list(by_plan(inputs, entry.plans(layer, block)))
+    if len(parts) == 1 and parts[0][0].keep is None:
+        output = run(inputs, parts[0][0], "torch")
+        mass, slots, found = truth.weights.new_ones(()), truth.visible, truth.heavy_per_head
+    else:
+        output = torch.empty_like(truth.output)
+        edges = torch.empty(truth.weights.shape, dtype=torch.bool, device=output.device)
+        price = output.new_zeros(inputs.query_heads)
+        for plan, index, part in parts:
+            heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.groups)[index].flatten()
+            entry.restart(generator, where)
+            output[:, heads] = run(part, plan, "torch").float()
+            # The same inputs, and the generator where it began: the edges that the output was made from.
+            entry.restart(generator, where)
+            graph = Graph(part, full=True) if plan.keep is None else plan.keep.select(part)
+            edges[:, heads] = graph.to_mask()
+            price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
+        mass, slots = held(truth.weights, edges)
+        found = truth.count(edges.flatten()[truth.heavy])
+        # Where every key is kept, nothing stands in.
+        slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+    if not bool(output.isfinite().all()):
+        raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
+    errors = relative_error(output.float(), truth.output)
+    mass, slots = mass.expand_as(errors), slots.expand_as(errors)
+    entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy_per_head, found)
+
+
+def _attend(entry: Entry, layer: int, block: Block, where: str) -> Tensor:
+    return attention(
+        block.query,
+        block.key,
+        block.value,
+        plan=entry.plans(layer, block),
+        is_causal=block.is_causal,
+        scale=block.scale,
+        query_offset=block.query_offset,
+        generator=entry.generator(where, block.query.device),
+        impl="torch",
+    )
+
+
+def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int) -> None:
+    """Time the plan and exact attention in turns, so that both meet the same machine. Both have run before."""
+    for _ in range(repeats):
+        entry.exact_ms.append(_clock(lambda: _exact_attention(block), block.query.device))
+        entry.ms.append(_clock(lambda: _attend(entry, layer, block, where), block.query.device))
+
+
+def _exact_attention(block: Block) -> Tensor:
+    if block.is_causal and block.query_offset:  # the fused kernel aligns queries with the first keys only
+        rows = torch.arange(block.query.shape[2])[:, None] + block.query_offset
+        mask = (torch.arange(block.key.shape[2]) <= rows).to(block.query.device)
+        return scaled_dot_product_attention(
+            block.query, block.key, block.value, attn_mask=mask, scale=block.scale, enable_gqa=True
+        )
+    return scaled_dot_product_attention(
+        block.query, block.key, block.value, is_causal=block.is_causal, scale=block.scale, enable_gqa=True
+    )
+
+
+def _clock(work: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds that `work` takes, waiting for a GPU to finish."""
+    _wait(device)
+    start = perf_counter()
+    work()
+    _wait(device)
+    return (perf_counter() - start) * 1000.0
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

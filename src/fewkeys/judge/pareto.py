@@ -1,0 +1,39 @@
+"""Which rows are worth their slots: the Pareto front of error against slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fewkeys.judge.result import Report, Row
+
+
+def front(rows: Iterable[Row]) -> list[Row]:
+    """Rows that no other row beats: none has both fewer (or equal) slots and less error. By slots, ascending.
+
+    Oracles are left out, being no methods; so is exact attention, which nothing beats. Cost: one sort.
+    """
+    best = float("inf")
+    kept = []
+    for row in sorted(methods(rows), key=lambda row: (row.slots, row.error)):
+        if row.error < best:
+            best = row.error
+            kept.append(row)
+    return kept
+
+
+def methods(rows: Iterable[Row]) -> list[Row]:
+    """The rows that could save work: neither oracles nor exact attention."""
+    return [row for row in rows if row.kind == "method"]
+
+
+def best(report: Report, budget: int | None) -> Row | None:
+    """The method with the least error among those that asked for `budget` slots and used no more; None if none did."""
+    limit = float("inf") if budget is None else budget + 1e-6
+    fair = [row for row in methods(report.rows) if row.budget == budget and row.slots <= limit]
+    return min(fair, key=lambda row: row.error, default=None)
+
+
+def oracle(report: Report, budget: int | None) -> Row | None:
+    """The oracle with the least error at `budget`: what choosing keys perfectly would give. None if there is none."""
+    bounds = [row for row in report.rows if row.kind == "oracle" and row.budget == budget]
+    return min(bounds, key=lambda row: row.error, default=None)

@@ -1,0 +1,195 @@
+"""What a comparison found: plain numbers that go to JSON and come back unchanged.
+
+A `Report` knows nothing of tensors, models or plots. `compare` fills it, `fewkeys.report` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fewkeys.core.files import write_whole
+
+SCHEMA = "fewkeys.report/1"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Cosines between the exact and the approximated model.
+
+    `cosine` compares mean-pooled last hidden states: the mean over sequences, `cosine_min` the worst sequence.
+    `token_cosine` compares the states of single tokens: the mean over all valid tokens.
+    """
+
+    cosine: float
+    cosine_min: float
+    token_cosine: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan at one budget, judged over every layer, head and valid query.
+
+    The relative error of a query is `||approximate - exact|| / ||exact||` of its attention output in one head.
+
+    Attributes:
+        name: what the row is called; together with `budget` it is unique in a report.
+        budget: slots that were asked for; None when the plan was not made for a budget (exact attention).
+        kind: "exact" (every key kept), "oracle" (choosing the keys takes every score, so nothing is saved: a bound, not
+            a method) or "method".
+        plan: the plan in words; `config` is the same plan as `Plan.to_dict()` gives it.
+        slots: mean slots used per query: kept keys plus the price of the stand-ins.
+        error: mean relative error over queries, heads and layers; `error_p50` and `error_p90` are quantiles of the
+            same population (to within 0.1 percent, from a histogram).
+        worst_head: [layer, head] with the largest mean error, which is `worst_head_error`.
+        mass: mean share of the exact attention weight of a query that lies on its kept keys.
+        recall: share of exact attention weights >= `settings["eps"]` whose key is kept; None if there are none.
+        cosine: mean over sequences of the cosine between the mean-pooled last hidden states of the exact model and of
+            the model with this plan in every layer; `cosine_min` is the worst sequence. `token_cosine` is the mean
+            over tokens of the cosine between their last hidden states. All None if no model was given.
+        ms: median milliseconds of one attention call (one layer, shape in `settings["timed_shape"]`).
+        exact_ms: the same for exact attention (`scaled_dot_product_attention`), measured in turns with the plan.
+        per_layer: lists of length `layers` under "error", "mass", "recall" and "slots".
+        per_head: lists of `layers` lists of `query_heads` numbers under "error", "mass" and "recall".
+    """
+
+    name: str
+    budget: int | None
+    kind: str
+    plan: str
+    config: dict[str, Any]
+    slots: float
+    error: float
+    error_p50: float
+    error_p90: float
+    worst_head: list[int]
+    worst_head_error: float
+    mass: float
+    recall: float | None
+    cosine: float | None
+    cosine_min: float | None
+    token_cosine: float | None
+    ms: float
+    exact_ms: float
+    per_layer: dict[str, list[float | None]] = field(repr=False)
+    per_head: dict[str, list[list[float | None]]] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A plan that could not be judged on this model, and why (for instance stand-ins that cannot be causal)."""
+
+    name: str
+    budget: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows of one comparison, with what is needed to repeat it.
+
+    The JSON form is an object with these keys and `"schema": "fewkeys.report/1"`; `Row` and `Skipped` describe the
+    objects in `rows` and `skipped`. Numbers that do not exist are null, never NaN. Nothing depends on the date, and
+    nothing but `ms`, `exact_ms`, `versions` and `machine` on where it ran (up to rounding).
+
+    Attributes:
+        model: name or folder of the model.
+        layers, query_heads, kv_heads, head_dim, value_dim: the shape of its attention.
+        is_causal: whether tokens see only what came before them.
+        sequences, length, tokens: sequences judged, the longest one, and all valid tokens together.
+        settings: "eps", "seed", "budgets", "timed_shape" ([batch, query heads, length, head dim]), and what the
+            caller added (the command line adds "text").
+        versions: of fewkeys, python, torch, and transformers where it was used.
+        machine: "cpu", "cores", "threads", "platform", "device".
+        rows: one per plan and budget, in the order given.
+        skipped: plans that gave no row.
+    """
+
+    model: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    is_causal: bool
+    sequences: int
+    length: int
+    tokens: int
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    rows: list[Row]
+    skipped: list[Skipped]
+
+    def row(self, name: str, budget: int | None = None) -> Row:
+        """The row of that name and budget (budget None: the only row of that name)."""
+        found = [r for r in self.rows if r.name == name and (budget is None or r.budget == budget)]
+        if len(found) != 1:
+            have = sorted({(r.name, r.budget) for r in self.rows}, key=str)
+            raise ValueError(
+                f"name, budget: expected one row, got {len(found)} for {name!r}, {budget}; rows are {have}"
+            )
+        return found[0]
+
+    def with_settings(self, **more: Any) -> Report:
+        """The same report with more settings noted (they must be JSON values)."""
+        return replace(self, settings=plain({**self.settings, **more}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object described above, made of dicts, lists, strings and numbers."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """The report whose `to_dict()` is `data`. Raises ValueError if `data` is something else."""
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
+        body = {key: value for key, value in data.items() if key != "schema"}
+        body["rows"] = [_build(Row, row) for row in _listed(body.get("rows"), "rows")]
+        body["skipped"] = [_build(Skipped, row) for row in _listed(body.get("skipped"), "skipped")]
+        return _build(cls, body)
+
+    def to_json(self) -> str:
+        """The JSON text, indented, ending in a newline."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON text to `path`: all of it or, if that fails, nothing."""
+        write_whole(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Read what `save` wrote. Raises ValueError if the file is not such a report."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"path: expected a JSON report, got {os.fspath(path)!r} ({error})") from error
+        return cls.from_dict(data)
+
+
+T = TypeVar("T")
+
+
+def _build(cls: type[T], data: Any) -> T:
+    """A dataclass from a mapping with exactly its fields."""
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]  # every caller passes a dataclass
+    if not isinstance(data, Mapping) or set(data) != names:
+        got = sorted(names ^ set(data)) if isinstance(data, Mapping) else type(data).__name__
+        raise ValueError(f"data: expected exactly the fields of {cls.__name__}, got a difference in {got}")
+    return cls(**data)
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"data: expected a list under {name!r}, got {type(value).__name__}")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON gives it back (tuples become lists), so that a report equals its copy from a file."""
+    return json.loads(json.dumps(value, allow_nan=False))

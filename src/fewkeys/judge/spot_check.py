@@ -1,0 +1,159 @@
+"""The error of a plan on live input, from a few queries answered exactly, with an interval that says how sure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.attention import answers_exactly, by_plan, check_plan, run
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count, check_inputs, check_real
+from fewkeys.guard.fallback import QUERIES
+from fewkeys.guard.interval import Estimates, estimates, pool
+from fewkeys.guard.sample import Spread, draw, real_queries, sampled_errors, uniform
+from fewkeys.plan import Plan
+
+
+@dataclass(frozen=True)
+class SpotCheck:
+    """An estimate of a plan's mean relative output error, `|o~ - o| / |o|` over sequences, heads and queries.
+
+    Attributes:
+        error: the estimate, unbiased.
+        low, high: the ends of its interval.
+        confidence: with which the interval holds the mean over all queries.
+        queries: how many queries (each head of each sequence has its own) were computed exactly; none for heads whose
+            plan is exact attention on such input.
+        of: how many there are. Where `queries` equals `of`, error, low and high are the same: the error itself.
+        per_head: the estimate of each query head. Empty in the result for a whole model.
+        per_layer: the result of each layer, where a whole model was checked.
+    """
+
+    error: float
+    low: float
+    high: float
+    confidence: float
+    queries: int
+    of: int
+    per_head: tuple[float, ...] = ()
+    per_layer: tuple[SpotCheck, ...] = ()
+
+    def __str__(self) -> str:
+        text = (
+            f"error {self.error:.3g}, {100 * self.confidence:g} % interval {self.low:.3g} to {self.high:.3g}, "
+            f"from {self.queries:,} of {self.of:,} queries"
+        )
+        return "\n".join([text, *(f"  layer {i}: {layer}" for i, layer in enumerate(self.per_layer))])
+
+
+@dataclass(frozen=True, eq=False)
+class CallCheck:
+    """What one attention call contributes: its estimates by head, and how many queries were computed and are there.
+
+    `heads` (P,) is the query head of each population of `estimates`.
+    """
+
+    estimates: Estimates
+    heads: Tensor
+    queries: int
+    of: int
+
+
+def check_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan | Sequence[Plan],
+    *,
+    queries: int = QUERIES,
+    confidence: float = 0.95,
+    is_causal: bool = False,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_offset: int = 0,
+    generator: torch.Generator | None = None,
+) -> SpotCheck:
+    """`fewkeys.spot_check` of one attention call."""
+    check_options(queries, confidence)
+    check_plan(plan)
+    inputs = check_inputs(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        scale=scale,
+        lengths=lengths,
+        key_mask=key_mask,
+        query_offset=query_offset,
+        generator=generator,
+    )
+    return summary(check_call(inputs, plan, queries, generator), confidence)
+
+
+def check_options(queries: int, confidence: float) -> None:
+    """Raise for a number of queries that gives no variance, and for what is no probability."""
+    check_count("queries", queries, least=2)
+    check_real("confidence", confidence, above=0.0, below=1.0)
+
+
+def check_call(
+    inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
+) -> list[CallCheck]:
+    """The estimates of one attention call, one entry for each distinct plan of its heads."""
+    if isinstance(plan, Plan):
+        return [_check_part(inputs, plan, torch.arange(inputs.query_heads), queries, generator)]
+    inner = torch.arange(inputs.groups)
+    return [
+        _check_part(part, own, (heads.cpu().unsqueeze(-1) * inputs.groups + inner).flatten(), queries, generator)
+        for own, heads, part in by_plan(inputs, plan)
+    ]
+
+
+def _check_part(
+    inputs: Inputs, plan: Plan, heads: Tensor, queries: int, generator: torch.Generator | None
+) -> CallCheck:
+    with torch.no_grad():
+        shape = (inputs.batch, inputs.query_heads)
+        where = heads.expand(shape).flatten()
+        output = run(inputs, plan, "torch")
+        if answers_exactly(inputs, plan, "torch"):
+            count = real_queries(inputs).sum(-1)
+            zero = torch.zeros(shape, dtype=torch.float64)
+            known = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, torch.ones(1)))
+            return CallCheck(known, where, 0, int(count.sum()) * inputs.query_heads)
+        sample = draw(inputs, uniform((*shape, queries), generator, inputs.query.device))
+        errors = sampled_errors(inputs, plan.weights, output, sample)
+        known = estimates(sample.count, sample.mean(errors), sample.spread(errors))
+        used = int((sample.size > 0).sum()) * inputs.query_heads
+        return CallCheck(known, where, used, int(sample.count.sum()) * inputs.query_heads)
+
+
+def summary(checks: Sequence[CallCheck], confidence: float) -> SpotCheck:
+    """The result over all calls of one layer (or one call)."""
+    error, low, high = pool([check.estimates for check in checks], confidence)
+    heads = 1 + max(int(check.heads.max()) for check in checks)
+    total, weight = torch.zeros(2, heads, dtype=torch.float64)
+    for check in checks:
+        total.index_add_(0, check.heads, check.estimates.count * check.estimates.mean)
+        weight.index_add_(0, check.heads, check.estimates.count)
+    return SpotCheck(
+        error,
+        low,
+        high,
+        confidence,
+        sum(check.queries for check in checks),
+        sum(check.of for check in checks),
+        per_head=tuple((total / weight.clamp_min(1)).tolist()),
+    )
+
+
+def overall(checks: Sequence[Sequence[CallCheck]], confidence: float) -> SpotCheck:
+    """The result over all layers, given the calls of each."""
+    layers = tuple(summary(own, confidence) for own in checks)
+    error, low, high = pool([check.estimates for own in checks for check in own], confidence)
+    queries, of = sum(layer.queries for layer in layers), sum(layer.of for layer in layers)
+    return SpotCheck(error, low, high, confidence, queries, of, per_layer=layers)

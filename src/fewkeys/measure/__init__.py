@@ -1,1 +1,0 @@
-"""What a plan costs in quality: captured attention, its exact answers, and the errors against them."""

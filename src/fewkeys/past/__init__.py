@@ -1,0 +1,1 @@
+"""The past of a causal plan: stand-ins of the keys let go, and how they move on."""

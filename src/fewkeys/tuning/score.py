@@ -1,0 +1,144 @@
+"""How well every candidate plan does in every head of one layer: what tuning decides by.
+
+Two errors per head, means over the real queries of all batches. With `e_h = o~_h - o_h` the error of head h at a query
+and W_h the slice of the output projection that reads it:
+
+    relative    |e_h| / |o_h|                                the error that reports show
+    share       |W_h e_h|^2 / |sum_g W_g o_g|^2              what the head adds to the squared relative error of the
+                                                             layer's output, up to products of different heads
+
+Where the projection is not known, W is the identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.attention import run
+from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.metrics import relative_error
+from fewkeys.core.validation import check_inputs
+from fewkeys.core.weights import Softmax
+from fewkeys.execute import exact
+from fewkeys.plan import Plan
+from fewkeys.sketch.clusters import key_statistics
+from fewkeys.tuning.candidates import Candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """`relative` and `share` (key heads, K), float64: means over queries, and over the query heads that share keys."""
+
+    relative: Tensor
+    share: Tensor
+
+
+def score_layer(
+    capture: Capture, layer: int, candidates: Sequence[Candidate], *, seed: int, done: Callable[[], None]
+) -> Scores:
+    """Run every candidate in every head of a layer, over all batches. `done` is called after each candidate and batch.
+
+    Candidates share what they have in common: query moments, key statistics, and clusters of the same number.
+    Cost: one exact attention, and each candidate's own, per batch. Memory: one batch and one candidate.
+    """
+    projection = capture.projection(layer)
+    total = torch.zeros(2, capture.kv_heads, len(candidates), dtype=torch.float64)
+    queries = 0.0
+    order = sorted(range(len(candidates)), key=lambda i: candidates[i].clusters)
+    for call in capture.calls(layer):
+        common = problem_of(call)
+        truth = exact.attend(common, Softmax()).float()
+        real = _real(common)
+        size = torch.linalg.vector_norm(_project(truth, projection, together=True), dim=-1)
+        key_statistics(common)
+        clusters, problem = -1, common
+        for index in order:
+            if candidates[index].clusters != clusters:
+                clusters, problem = candidates[index].clusters, common.branch()
+            total[:, :, index] += _errors(problem, candidates[index].plan, truth, size, real, projection, seed)
+            done()
+        queries += float(real.sum())
+    relative, share = total / queries
+    return Scores(relative, share)
+
+
+def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: int) -> tuple[float, float]:
+    """The mean relative errors of a layer under one plan per key head: of its heads, and of the layer's output."""
+    projection = capture.projection(layer)
+    heads = whole = queries = 0.0
+    for call in capture.calls(layer):
+        problem = problem_of(call, seed)
+        truth = exact.attend(problem, Softmax()).float()
+        output = run(problem, plans, "torch").float()
+        real = _real(problem)
+        heads += float((relative_error(output, truth).mean(1) * real).double().sum())
+        projected = (_project(x, projection, together=True) for x in (output, truth))
+        whole += float((relative_error(*projected) * real).double().sum())
+        queries += float(real.sum())
+    return heads / queries, whole / queries
+
+
+def digest(capture: Capture, layer: int) -> str:
+    """A fingerprint of everything that scores of a layer depend on in the capture."""
+    found = hashlib.sha256(f"{layer} {capture.scales[layer]} {capture.is_causal}".encode())
+    for call in capture.calls(layer):
+        for tensor in (call.query, call.key, call.value, call.key_mask, call.query_mask):
+            if tensor is not None:
+                found.update(str(tuple(tensor.shape)).encode())
+                found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    projection = capture.projection(layer)
+    if projection is not None:
+        found.update(projection.contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def problem_of(call: AttentionInputs, seed: int = 0) -> Inputs:
+    """The problem that a captured call poses, with a generator of its own."""
+    return check_inputs(
+        call.query,
+        call.key,
+        call.value,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        key_mask=call.key_mask,
+        query_offset=call.query_offset,
+        generator=torch.Generator(call.query.device).manual_seed(seed),
+    )
+
+
+def _real(problem: Inputs) -> Tensor:
+    """(B, Nq), 1 at the queries that count: those of real tokens."""
+    if problem.valid_queries is not None:
+        return problem.valid_queries.float()
+    return problem.query.new_ones((problem.batch, problem.queries), dtype=torch.float32)
+
+
+def _errors(
+    problem: Inputs, plan: Plan, truth: Tensor, size: Tensor, real: Tensor, projection: Tensor | None, seed: int
+) -> Tensor:
+    """Sums over queries of both errors, (2, key heads)."""
+    if problem.generator is not None:
+        problem.generator.manual_seed(seed)
+    output = run(problem, plan, "torch").float()
+    relative = relative_error(output, truth)
+    share = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
+    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, share)])
+    by_key_head: Tensor = sums.unflatten(1, (problem.kv_heads, problem.groups)).mean(2)
+    return by_key_head
+
+
+def _project(output: Tensor, projection: Tensor | None, *, together: bool) -> Tensor:
+    """Of head outputs (B, Hq, N, Dv): the layer's output (B, N, out), or every head's squared part in it (B, Hq, N)."""
+    if projection is None:
+        return output.transpose(1, 2).flatten(2) if together else output.square().sum(-1)
+    weight = projection.float()
+    if together:
+        return output.transpose(1, 2).flatten(2) @ weight.flatten(1).mT
+    by_head = weight.transpose(0, 1)
+    return ((output @ (by_head.mT @ by_head)) * output).sum(-1).clamp_min(0.0)

@@ -1,0 +1,203 @@
+"""Choose a plan for every head: the split of its slots, and how many of the model's slots it gets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.captures.capture import Capture
+from fewkeys.core.validation import check_count, check_real
+from fewkeys.model_plan import ModelPlan
+from fewkeys.plan import Plan
+from fewkeys.tuning.allocate import within_error, within_slots
+from fewkeys.tuning.candidates import Candidate, splits, variants
+from fewkeys.tuning.score import Scores, digest, layer_error, score_layer
+
+Progress = Callable[[int, int, str], None]
+
+ERROR_SLOTS = 64
+"""The budget around which plans are searched where only an error is asked for."""
+
+
+def tune(
+    capture: Capture,
+    slots: int | None = None,
+    *,
+    max_error: float | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> ModelPlan:
+    """The plan of each layer and key head that makes the output of the layers most like exact attention.
+
+    Every candidate split of the slots into outliers, window, rank of the first-order term and cluster means (causal:
+    sinks, leverage, window), from 3/8 to 4 times the mean slots, is run in every head of the captured text; so are
+    other rules for the heavy keys (centred leverage, key norm) and sinks, around the splits that did best. The choice
+    minimises, over all heads h,
+
+        sum_h  share_h / sum_h share_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
+
+    at the price per slot that the budget allows (Lagrange; the optimum among all choices of that many slots). share_h
+    is what head h adds to the squared error of the layer's output *after the output projection*, relative_h the
+    relative error of its own output, both in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`.
+
+    Args:
+        capture: queries, keys and values of the model on text like the text it will see, from `fewkeys.capture`.
+        slots: slots per query, on average over all heads of the model; or
+        max_error: the largest mean relative output error, as reports show it, that is allowed on this text; slots are
+            then as few as the candidates allow. Exactly one of the two; default 64 slots.
+        directory: where finished layers are stored, so that an interrupted run goes on; a run on another capture
+            begins anew. None: nowhere.
+        progress: called as `progress(done, total, what)`.
+        seed: of everything random.
+
+    Returns:
+        `ModelPlan`, whose `record` holds "slots", "error" (mean relative error of head outputs), "layer_error" (of the
+        layers' outputs after the projection) of the choice and the same of `budget(slots)` under "budget", all on the
+        captured text, and the settings.
+
+    Raises:
+        TypeError, ValueError: malformed arguments, naming them.
+
+    Cost: each of about 250 candidates once per layer, in linear time; 8 sequences of 512 tokens of a model with 6
+    layers of 12 heads take two to three minutes on two cores. Deterministic.
+
+    Source: the objective is that of Value-aware Approximate Attention (arXiv 2103.09857), section 3; the search ours.
+    """
+    if slots is not None and max_error is not None:
+        raise ValueError("slots, max_error: expected one of them, got both; drop one")
+    if not isinstance(capture, Capture):
+        raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    if max_error is not None:
+        check_real("max_error", max_error, above=0.0)
+    asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
+    keys = max(call.key.shape[2] for call in capture.calls(0))
+    width = capture.head_dim + capture.value_dim
+    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width)
+    table = _Table(capture, directory, progress, seed)
+
+    def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
+        relative = _padded([score.relative for score in scores])
+        share = _padded([score.share for score in scores])
+        # The first candidate is budget(slots): both errors count by its own.
+        cost = relative / relative[:, 0].mean().clamp_min(1e-30) + share / share[:, 0].mean().clamp_min(1e-30)
+        slots = _padded([torch.tensor([[c.slots for c in row]] * capture.kv_heads).double() for row in candidates])
+        if max_error is None:
+            choice = within_slots(cost, slots, asked)
+        else:
+            choice = within_error(cost, slots, relative, max_error)
+        rows = choice.view(capture.layers, capture.kv_heads).tolist()
+        return [[candidates[layer][index] for index in row] for layer, row in enumerate(rows)]
+
+    scores = table.score([first] * capture.layers)
+    best = choose([first] * capture.layers, scores)
+    more = [_others(first, row, width) for row in best]
+    both = [
+        Scores(torch.cat([a.relative, b.relative], 1), torch.cat([a.share, b.share], 1))
+        for a, b in zip(scores, table.score(more), strict=True)
+    ]
+    chosen = choose([first + others for others in more], both)
+    layers = tuple(tuple(candidate.plan for candidate in row) for row in chosen)
+    paid = sum(candidate.slots for row in chosen for candidate in row) / (capture.layers * capture.kv_heads)
+    record = {
+        "model": capture.model_name,
+        "tokens": capture.tokens,
+        "asked": {"slots": slots, "max_error": max_error} if max_error is not None else {"slots": asked},
+        "seed": seed,
+        **_judged(capture, layers, seed, paid),
+        "budget": _judged(capture, [[first[0].plan] * capture.kv_heads] * capture.layers, seed, first[0].slots),
+    }
+    table.finish()
+    return ModelPlan(layers, record)
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows (H, K_l) of all layers, one below the other, filled with infinity to one length: (L H, K)."""
+    longest = max(row.shape[1] for row in rows)
+    return torch.cat([pad(row, (0, longest - row.shape[1]), value=torch.inf) for row in rows])
+
+
+def _others(first: Sequence[Candidate], best: Sequence[Candidate], width: int) -> list[Candidate]:
+    """What lies near the best candidates of a layer and is not among the first; in a fixed order."""
+    near = dict.fromkeys(other for candidate in best for other in variants(candidate, width=width))
+    return [other for other in near if other not in set(first)]
+
+
+def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots: float) -> dict[str, float]:
+    errors = [layer_error(capture, layer, plans, seed=seed) for layer, plans in enumerate(layers)]
+    heads, whole = (sum(column) / len(errors) for column in zip(*errors, strict=True))
+    return {"slots": slots, "error": heads, "layer_error": whole}
+
+
+class _Table:
+    """Scores of candidates, layer by layer, remembered in a folder so that an interrupted run can go on."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        directory: str | os.PathLike[str] | None,
+        progress: Progress | None,
+        seed: int,
+    ) -> None:
+        self.capture, self.progress, self.seed = capture, progress, seed
+        self.folder = None if directory is None else Path(directory)
+        self.digests = [] if directory is None else [digest(capture, layer) for layer in range(capture.layers)]
+        self.done, self.total = 0, 0
+
+    def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
+        """The scores of each layer's candidates."""
+        self.total += sum(map(len, rows)) * self.capture.batches
+        found = []
+        for layer, candidates in enumerate(rows):
+            path = self._path(layer, candidates)
+            scores = None if path is None else _read(path, (self.capture.kv_heads, len(candidates)))
+            if scores is None:
+                step = partial(self._step, 1, layer)
+                scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=step)
+                if path is not None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    draft = path.with_suffix(f".{os.getpid()}")
+                    save_file({"relative": scores.relative, "share": scores.share}, draft)
+                    draft.replace(path)
+            else:
+                self._step(len(candidates) * self.capture.batches, layer)
+            found.append(scores)
+        return found
+
+    def finish(self) -> None:
+        self._step(self.total - self.done, self.capture.layers - 1)
+
+    def _step(self, amount: int, layer: int) -> None:
+        self.done += amount
+        if self.progress is not None:
+            self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
+
+    def _path(self, layer: int, candidates: Sequence[Candidate]) -> Path | None:
+        """Where the scores of a layer are stored: the name tells everything that they depend on."""
+        if self.folder is None:
+            return None
+        facts: list[Any] = [self.digests[layer], self.seed, torch.__version__]
+        facts += [candidate.plan.to_dict() for candidate in candidates]
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+        return self.folder / f"scores-{layer:03d}-{name}.safetensors"
+
+
+def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
+    """The scores in a file, None where there is no such file or it is not whole."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            scores = Scores(file.get_tensor("relative"), file.get_tensor("share"))
+    except (OSError, SafetensorError):
+        return None
+    return scores if scores.relative.shape == scores.share.shape == shape else None

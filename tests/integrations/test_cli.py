@@ -1,0 +1,439 @@
+"""The command line from model folder and text file to table, JSON and picture; and every way to get it wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from fewkeys import cli, demo
+from fewkeys.captures.capture import Capture
+from fewkeys.cli import inputs
+from fewkeys.integrations.transformers import apply, load_model
+from fewkeys.judge.result import Report
+from fewkeys.judge.standard import standard_plans
+from fewkeys.model_plan import ModelPlan
+
+WORDS = ["the", "a", "key", "query", "value", "window", "of", "and", "few", "many", "."]
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = " ".join(WORDS[i * i % 11] for i in range(400)) + "\n"
+
+
+def save_tokenizer(folder, *, around):
+    """A tokenizer of whole words that puts special tokens around a text as `around` says."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    vocabulary = {word: i for i, word in enumerate(special + WORDS)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single=around, special_tokens=[(name, vocabulary[name]) for name in special]
+    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny-bert"
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SMALL, vocab_size=15, max_position_embeddings=64)
+    transformers.BertModel(config).save_pretrained(folder)
+    save_tokenizer(folder, around="[CLS] $A [SEP]")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, vocab_size=15, num_key_value_heads=1, max_position_embeddings=64)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder, around="[CLS] $A")
+    return folder
+
+
+@pytest.fixture
+def words(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(encoder, words, capsys):
+    """Run a small comparison in this process; options replace the usual ones, None leaves one out."""
+
+    def run(command="compare", flags=(), **options):
+        usual = {"model": encoder, "text": words, "sequences": 2, "length": 32, "slots": "4,8"}
+        if command == "capture":
+            del usual["slots"]
+        if command == "tune":
+            usual |= {"slots": 8, "sequences": 4}
+        given = {name: value for name, value in {**usual, **options}.items() if value is not None}
+        code = cli.main([command, *flags, *(f"--{name}={value}" for name, value in given.items())])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def refused(result, *parts):
+    """The result is exit code 2, nothing on stdout and one line on stderr that has all `parts`."""
+    code, out, err = result
+    assert code == 2, err
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[-1].startswith("fewkeys: error: ")
+    assert all(line.startswith("fewkeys: ") for line in lines)
+    for part in parts:
+        assert part in lines[-1]
+
+
+def left(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_path):
+    model, out = request.getfixturevalue(kind), tmp_path / "a" / "b"
+    code, shown, err = run(model=model, out=out)
+    assert code == 0, err
+    assert left(out) == ["pareto.png", "results.json"]
+    assert (out / "pareto.png").read_bytes()[:4] == b"\x89PNG"
+    report = Report.load(out / "results.json")
+    names = set(standard_plans(4))
+    assert {row.name for row in report.rows} | {item.name for item in report.skipped} == names
+    assert all(name in shown for name in names)
+    assert (report.model, report.sequences, report.length, report.tokens) == (str(model), 2, 32, 64)
+    assert report.is_causal == (kind == "decoder")
+    assert report.settings["text"] == ["words.txt"]
+    assert report.settings["budgets"] == [4, 8]
+    assert {row.budget for row in report.rows if row.name == "fewkeys budget"} == {4, 8}
+    assert report.row("exact").cosine == pytest.approx(1.0, abs=1e-5)
+    assert report.row("random keys", 4).token_cosine < 1.0
+    assert ("left out: moments at 4, 8 slots" in shown) == (kind == "decoder")
+    assert left(tmp_path) == ["a", "words.txt"]  # nothing temporary is left
+
+
+def test_json_is_all_that_is_on_stdout(run, tmp_path):
+    code, out, _ = run(flags=["--json"], slots=4, out=tmp_path / "out")
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+
+
+def test_options_reach_the_run_and_the_report(run):
+    threads = torch.get_num_threads()
+    try:
+        code, out, _ = run(flags=["--json"], slots=4, seed=7, eps=0.04, threads=threads + 1, length=16, sequences=3)
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(out)
+    assert code == 0
+    assert (found["settings"]["seed"], found["settings"]["eps"]) == (7, 0.04)
+    assert found["machine"]["threads"] == threads + 1
+    assert (found["sequences"], found["length"]) == (3, 16)
+
+
+def test_without_out_nothing_is_written(run, tmp_path):
+    code, out, _ = run(slots=4)
+    assert code == 0
+    assert "Best within 4 slots" in out
+    assert left(tmp_path) == ["words.txt"]
+
+
+def test_the_same_command_gives_the_same_numbers(run):
+    rows = []
+    for _ in range(2):
+        code, out, _ = run(flags=["--json"], slots=4, length=16)
+        assert code == 0
+        rows.append([{**row, "ms": 0, "exact_ms": 0} for row in json.loads(out)["rows"]])
+    assert rows[0] == rows[1]
+
+
+def test_more_slots_than_tokens_is_exact(run):
+    code, out, _ = run(flags=["--json"], slots=1000)
+    assert code == 0
+    assert Report.from_dict(json.loads(out)).row("key norm", 1000).error < 1e-5
+
+
+def test_several_texts_are_joined(run, words, tmp_path):
+    more = tmp_path / "more.txt"
+    more.write_text("few key\n" * 30, encoding="utf-8")
+    code, out, _ = run(flags=["--json", f"--text={more}"], slots=4)
+    assert code == 0
+    assert json.loads(out)["settings"]["text"] == ["more.txt", "words.txt"]
+
+
+def test_fewer_sequences_than_asked_for_is_said(run):
+    code, out, err = run(flags=["--json"], sequences=100, slots=4)
+    assert code == 0
+    assert json.loads(out)["sequences"] == 400 // 30
+    assert "fewkeys: note: the text holds 13 of 100 sequences of 32 tokens; using 13" in err
+
+
+def test_an_existing_folder_keeps_its_other_files(run, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine", encoding="utf-8")
+    (out / "results.json").write_text("old", encoding="utf-8")
+    assert run(out=out, slots=4)[0] == 0
+    assert left(out) == ["notes.txt", "pareto.png", "results.json"]
+    Report.load(out / "results.json")
+
+
+def test_capture_stores_what_can_be_loaded(run, tmp_path):
+    out = tmp_path / "captured"
+    code, shown, _ = run("capture", out=out)
+    assert code == 0
+    assert "2 layers, 2 sequences" in shown
+    found = Capture.load(out)
+    assert next(found.calls(1)).query.shape == (2, 2, 32, 8)
+    assert left(tmp_path) == ["captured", "words.txt"]
+    refused(run("capture", out=out), "--out", "new or empty")
+    assert (
+        run("capture", flags=["--json"], out=tmp_path / "again")[1]
+        == json.dumps(
+            {"model": found.model_name, "directory": str(tmp_path / "again"), "layers": 2, "sequences": 2}, indent=1
+        )
+        + "\n"
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "", ",", "8,,16", "8,0", "1.5", "8;16"])
+def test_bad_slots(run, tmp_path, value):
+    refused(run(slots=value, out=tmp_path / "out"), "--slots", "whole numbers >= 1", repr(value))
+    assert left(tmp_path) == ["words.txt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"sequences": 0}, ["--sequences", "'0'"]),
+        ({"length": "long"}, ["--length", "'long'"]),
+        ({"length": 2}, ["length", "2 special tokens"]),
+        ({"length": 65}, ["length", "64 positions", "65"]),
+        ({"seed": -1}, ["--seed", "'-1'"]),
+        ({"threads": 0}, ["--threads", "'0'"]),
+        ({"eps": 0}, ["--eps", "'0'"]),
+        ({"model": None}, ["--model", "--demo"]),
+        ({"text": None}, ["--text"]),
+        ({"nonsense": 1}, ["--nonsense"]),
+    ],
+)
+def test_bad_options(run, tmp_path, options, parts):
+    refused(run(out=tmp_path / "out", **options), *parts)
+    assert left(tmp_path) == ["words.txt"]
+
+
+def test_bad_models(run, tmp_path, encoder):
+    refused(run(model=tmp_path / "nowhere", out=tmp_path / "out"), "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(run(model=empty, out=tmp_path / "out"), "empty", "config.json")
+    refused(run(model=encoder, flags=["--demo"]), "not allowed with argument")
+    assert left(tmp_path) == ["empty", "words.txt"]
+
+
+def test_bad_texts(run, tmp_path):
+    out = tmp_path / "out"
+    refused(run(text=tmp_path / "missing.txt", out=out), "--text", "no such file", "missing.txt")
+    refused(run(text=tmp_path, out=out), "--text", "a folder")
+    path = tmp_path / "text.txt"
+    path.write_text(" \n\t\n", encoding="utf-8")
+    refused(run(text=path, out=out), "--text", "empty")
+    path.write_bytes(b"\xff\xfe\x00caf\xe9")
+    refused(run(text=path, out=out), "--text", "UTF-8")
+    path.write_text("few key of the query", encoding="utf-8")
+    refused(run(text=path, out=out), "at least 30 tokens", "one sequence of 32", "got 5")
+    assert left(tmp_path) == ["text.txt", "words.txt"]
+
+
+def test_bad_folders_are_found_before_any_work(run, words, monkeypatch):
+    monkeypatch.setattr(inputs, "open_model", lambda *_: pytest.fail("the model was loaded"))
+    refused(run(out=words), "--out", "a file")
+    refused(run(out=words / "below"), "--out", "words.txt")
+    refused(run("capture", out=words / "below"), "--out", "words.txt")
+    if Path("/proc/self").is_dir():
+        refused(run(out="/proc/fewkeys/out"), "--out", "/proc/fewkeys/out")
+
+
+@pytest.mark.parametrize(("module", "extra"), [("transformers", "hf"), ("matplotlib", "report"), ("rich", "report")])
+def test_a_missing_package_is_named_with_its_extra(run, monkeypatch, tmp_path, module, extra):
+    found = inputs.find_spec
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None if name == module else found(name))
+    refused(run(out=tmp_path / "out"), module, f"pip install 'fewkeys[{extra}]'")
+    assert left(tmp_path) == ["words.txt"]
+
+
+def test_a_failure_at_the_end_leaves_nothing(run, tmp_path, monkeypatch):
+    def broken(report, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("fewkeys.report.figure.save_figure", broken)
+    refused(run(out=tmp_path / "deep" / "out", slots=4), "No space left on device")
+    assert left(tmp_path) == ["words.txt"]
+
+
+def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fewkeys.integrations.compare.compare", interrupt)
+    code, out, err = run(out=tmp_path / "out")
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1] == "fewkeys: interrupted; nothing was written"
+    assert left(tmp_path) == ["words.txt"]
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, tmp_path):
+    folder, out = request.getfixturevalue(kind), tmp_path / "out"
+    code, shown, err = run("tune", model=folder, out=out)
+    assert code == 0, err
+    assert left(out) == ["model_plan.json", "results.json", "tuned.png"]
+    assert (out / "tuned.png").read_bytes()[:4] == b"\x89PNG"
+    plan, report = ModelPlan.from_pretrained(out), Report.load(out / "results.json")
+    assert (plan.record["model"], plan.record["asked"], plan.record["tokens"]) == (str(folder), {"slots": 8}, 96)
+    assert plan.record["slots"] <= 8
+    assert (report.sequences, report.settings["held_out"]) == (1, True)
+    assert ModelPlan.from_dict(report.row("tuned", 8).config) == plan
+    assert {"random keys", "key norm", "fewkeys budget", "top-k per query (oracle)"} <= {r.name for r in report.rows}
+    assert f"tuned {report.row('tuned', 8).error:.3f}" in shown
+    model, _ = load_model(str(folder))
+    with apply(model, plan):
+        model(torch.tensor([[2, 5, 6, 7, 3]]))
+
+
+def test_tune_for_an_error_and_its_refusals(run, tmp_path):
+    out = tmp_path / "out"
+    code, shown, err = run("tune", ["--json"], out=out, slots=None, **{"max-error": 0.2})
+    assert code == 0, err
+    assert json.loads(shown) == json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert ModelPlan.from_pretrained(out).record["error"] <= 0.2
+    refused(run("tune", out=tmp_path / "new", sequences=1), "--text", "at least 2 sequences")
+    refused(run("tune", out=tmp_path / "new", **{"max-error": 0.2}), "not allowed with")
+    refused(run("tune", out=tmp_path / "new", slots=None, **{"held-out": 0}), "--held-out")
+    refused(run("tune", out=None), "--out")
+    assert left(tmp_path) == ["out", "words.txt"]
+
+
+def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fewkeys.tuning.tune.layer_error", interrupt)
+        code, _, err = run("tune", out=tmp_path / "out")
+    assert code == 130
+    assert err.splitlines()[-1] == (
+        "fewkeys: interrupted; finished layers are kept, the same command goes on from there"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("fewkeys.tuning.tune.score_layer", interrupt)
+        assert run("tune", out=tmp_path / "out")[0] == 0
+    assert left(tmp_path / "out") == ["model_plan.json", "results.json", "tuned.png"]
+
+
+class TestProcess:
+    """What only a process of its own shows."""
+
+    def start(self, *arguments, **more):
+        command = [sys.executable, "-m", "fewkeys", *map(str, arguments)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+    def test_an_unreachable_hub_is_one_line(self, words, tmp_path):
+        environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
+        process = self.start("compare", "--model=nobody/nothing", f"--text={words}", "--json", env=environment)
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (2, "")
+        assert err.splitlines()[-1].startswith("fewkeys: error: ")
+        assert "nobody/nothing" in err
+        assert "Traceback" not in err
+
+    @pytest.mark.skipif(os.name != "posix", reason="signals as in POSIX")
+    def test_ctrl_c_in_the_middle(self, encoder, words, tmp_path):
+        process = self.start(
+            "compare", f"--model={encoder}", f"--text={words}", "--length=32", f"--out={tmp_path / 'out'}",
+            "--slots=" + ",".join(map(str, range(2, 60))),
+            # What a shell runs in the background ignores ctrl-c, and so would all that it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        seen = ""
+        while "layer" not in seen:
+            line = process.stderr.readline()
+            assert line, seen
+            seen += line
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out) == (130, "")
+        assert err.splitlines()[-1] == "fewkeys: interrupted; nothing was written"
+        assert "Traceback" not in err
+        assert left(tmp_path) == ["words.txt"]
+
+    def test_help_needs_nothing_heavy(self):
+        code = (
+            "import sys\nfrom fewkeys.cli import main\n"
+            "try:\n    main(['compare', '--help'])\nexcept SystemExit as stop:\n"
+            "    heavy = [m for m in ('transformers', 'rich', 'matplotlib') if m in sys.modules]\n"
+            "    print('code', stop.code, 'heavy', heavy)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert "code 0 heavy []" in done.stdout
+        for option in (
+            "--model",
+            "--demo",
+            "--text",
+            "--slots",
+            "--out",
+            "--sequences",
+            "--length",
+            "--seed",
+            "--json",
+        ):
+            assert option in done.stdout
+
+
+class TestDemoModel:
+    """The weights are proven before anything reads them."""
+
+    def test_other_weights_are_refused(self, tmp_path):
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(b"not the weights")
+        with pytest.raises(ValueError, match="expected sha256 53aa51172d14"):
+            demo.check(path, demo.SHA256)
+
+    def test_the_right_weights_pass(self, tmp_path):
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(b"abc")
+        demo.check(path, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+
+    def test_missing_weights_and_packages_say_what_to_install(self, tmp_path, monkeypatch):
+        with pytest.raises(ValueError, match="no such file"):
+            demo.check(tmp_path / "model.safetensors", demo.SHA256)
+        monkeypatch.setattr(demo, "find_spec", lambda name: None)
+        with pytest.raises(ValueError, match=r"fewkeys\[demo\]"):
+            demo.model_folder()
+
+    def test_the_command_checks_before_it_loads(self, run, tmp_path, monkeypatch):
+        package = tmp_path / "package"
+        (package / "model").mkdir(parents=True)
+        (package / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+        (package / "model" / "model.safetensors").write_bytes(b"tampered with")
+        spec = type("Spec", (), {"origin": str(package / "__init__.py")})
+        monkeypatch.setattr(demo, "find_spec", lambda name: spec)
+        monkeypatch.setattr(
+            "fewkeys.integrations.transformers.load_model", lambda *_: pytest.fail("the model was loaded")
+        )
+        refused(run(flags=["--demo"], model=None), "sha256")
+
+    def test_the_installed_model_is_the_published_one(self):
+        assert (demo.model_folder() / "config.json").is_file()

@@ -1,0 +1,241 @@
+"""A report survives the disk, refuses what is not one, and is shown in full."""
+
+import io
+import itertools
+import json
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from fewkeys.judge.pareto import best, front, oracle
+from fewkeys.judge.result import SCHEMA, Report, Row, Skipped
+from fewkeys.report import print_table, save_figure
+from fewkeys.report.figure import LOOKS, spread
+from fewkeys.report.table import advice, title
+
+
+def row(name="window", budget=16, kind="method", slots=16.0, error=0.5, **more):
+    numbers = {
+        "plan": f"{name} in words",
+        "config": {"keep": [name, budget]},
+        "error_p50": error * 0.9,
+        "error_p90": error * 1.7,
+        "worst_head": [1, 0],
+        "worst_head_error": error * 2,
+        "mass": 0.75,
+        "recall": None,
+        "cosine": 0.9,
+        "cosine_min": 0.1 + 0.2,
+        "token_cosine": None,
+        "ms": 4.0,
+        "exact_ms": 1.0,
+        "per_layer": {"error": [error, 1 / 3], "recall": [None, 1.0]},
+        "per_head": {"error": [[error, 0.1], [0.2, 1e-17]]},
+    }
+    return Row(name=name, budget=budget, kind=kind, slots=slots, error=error, **{**numbers, **more})
+
+
+def report(rows=None, skipped=()):
+    rows = rows or [
+        row("exact", None, "exact", 64.0, 0.0),
+        row("top-k per query (oracle)", 16, "oracle", error=0.2),
+        row("window", 16, error=0.5),
+        row("fewkeys budget", 16, error=0.1),
+        row("moments", 16, slots=33.0, error=0.05),
+    ]
+    budgets = sorted({r.budget for r in rows if r.budget is not None})
+    return Report(
+        model="some/folder/tiny-model",
+        layers=2,
+        query_heads=2,
+        kv_heads=1,
+        head_dim=4,
+        value_dim=4,
+        is_causal=False,
+        sequences=3,
+        length=64,
+        tokens=192,
+        settings={"eps": 0.05, "seed": 0, "budgets": budgets, "timed_shape": [3, 2, 64, 4]},
+        versions={"fewkeys": "0", "python": "3"},
+        machine={"cpu": "a processor", "cores": 2, "threads": 2, "platform": "any", "device": "cpu"},
+        rows=rows,
+        skipped=list(skipped),
+    )
+
+
+def shown(found, width=160):
+    stream = io.StringIO()
+    print_table(found, Console(file=stream, width=width, highlight=False))
+    return stream.getvalue()
+
+
+def test_a_report_comes_back_from_disk_as_it_was(tmp_path):
+    given = report(skipped=[Skipped("moments", None, "because")])
+    given.save(tmp_path / "results.json")
+    assert Report.load(tmp_path / "results.json") == given
+    assert Report.from_dict(given.to_dict()) == given
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert (tmp_path / "results.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_settings_are_added_as_json_gives_them_back():
+    given = report().with_settings(text=("a.txt",), length=64)
+    assert given.settings["text"] == ["a.txt"]
+    assert given.settings["eps"] == 0.05
+    assert Report.from_dict(json.loads(given.to_json())) == given
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "results.json"
+    report().save(path)
+    before = path.read_bytes()
+    broken = report([row(error=float("nan"))])
+    with pytest.raises(ValueError, match="JSON"):
+        broken.save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda data: data.update(schema="other/1"), SCHEMA),
+        (lambda data: data.pop("layers"), "layers"),
+        (lambda data: data.update(more=1), "more"),
+        (lambda data: data["rows"][0].pop("mass"), "mass"),
+        (lambda data: data.update(rows=None), "rows"),
+        (lambda data: data["rows"].append(3), "Row"),
+    ],
+)
+def test_what_is_not_a_report_is_refused(change, match):
+    data = report().to_dict()
+    change(data)
+    with pytest.raises(ValueError, match=match):
+        Report.from_dict(data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "3"])
+def test_a_file_that_is_no_report_is_refused(tmp_path, text):
+    path = tmp_path / "results.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="report"):
+        Report.load(path)
+
+
+def test_rows_are_found_by_name_and_budget():
+    given = report([row(budget=16), row(budget=32), row("exact", None, "exact")])
+    assert given.row("window", 32) is given.rows[1]
+    assert given.row("exact") is given.rows[2]
+    for name, budget in [("window", None), ("window", 64), ("nobody", None)]:
+        with pytest.raises(ValueError, match="expected one row"):
+            given.row(name, budget)
+
+
+def test_the_front_has_the_rows_that_no_other_beats():
+    rows = [
+        row("bound", kind="oracle", slots=1.0, error=0.01),
+        row("all", None, "exact", slots=64.0, error=0.0),
+        row("cheap", slots=8.0, error=0.9),
+        row("beaten", slots=12.0, error=0.95),
+        row("good", slots=16.0, error=0.4),
+        row("same slots, worse", slots=16.0, error=0.5),
+        row("dear", slots=32.0, error=0.1),
+    ]
+    assert [r.name for r in front(rows)] == ["cheap", "good", "dear"]
+
+
+def test_the_best_method_keeps_to_its_budget():
+    given = report()
+    assert best(given, 16).name == "fewkeys budget"  # "moments" has less error but pays 33 slots
+    assert oracle(given, 16).name == "top-k per query (oracle)"
+    assert best(given, 32) is None
+    assert oracle(given, 32) is None
+
+
+def test_the_table_shows_every_row_number_and_reason():
+    text = shown(
+        report(skipped=[Skipped("leverage", 16, "cannot be causal"), Skipped("leverage", 32, "cannot be causal")])
+    )
+    for name in ["exact", "top-k per query (oracle)", "window", "fewkeys budget *", "moments *", "tiny-model"]:
+        assert name in text
+    line = next(line for line in text.splitlines() if "window" in line)
+    assert line.split() == [
+        "window",
+        "16.0",
+        "0.500",
+        "0.450",
+        "0.850",
+        "1.00",
+        "(1.0)",
+        "0.750",
+        "-",
+        "0.9000",
+        "4.0",
+        "0.25×",
+    ]
+    assert "left out: leverage at 16, 32 slots: cannot be causal" in text
+    assert "…" not in text
+
+
+def test_a_narrow_terminal_loses_columns_but_no_digits():
+    text = shown(report(), width=80)
+    line = next(line for line in text.splitlines() if "window" in line)
+    assert line.split() == ["window", "16.0", "0.500", "0.750", "0.9000", "4.0", "0.25×"]
+
+
+def test_the_advice_names_plan_price_and_bound():
+    (line,) = advice(report())
+    assert line.startswith("Best within 16 slots: fewkeys budget [fewkeys budget in words], error 0.100")
+    assert "0.50 × the best oracle's" in line
+    assert "4.0 times as slow as exact" in line
+    fast = report([row(ms=0.5)])
+    assert "2.0 times as fast as exact" in advice(fast)[0]
+    assert "no method stayed within" in advice(report([row(slots=99.0)]))[0]
+
+
+def test_the_title_names_model_and_size_without_folders():
+    assert title(report()) == "tiny-model · 3 sequences × 64 tokens · 2 layers × 2 heads"
+    assert title(replace(report(), tokens=100)) == "tiny-model · 3 sequences, 100 tokens · 2 layers × 2 heads"
+
+
+def test_the_figure_is_a_picture_of_the_expected_size(tmp_path):
+    for name, given in {
+        "all": report([row(n, b, slots=float(b), error=0.5 / b) for n in LOOKS for b in (16, 32)]),
+        "one": report([row("my own plan", None)]),
+        "none": report([row(error=0.0)]),
+    }.items():
+        path = tmp_path / f"{name}.png"
+        save_figure(given, path)
+        data = path.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", data[16:24]) == (1440, 900)
+    assert (tmp_path / "all.png").stat().st_size > (tmp_path / "none.png").stat().st_size
+
+
+def test_the_figure_is_the_same_bytes_twice(tmp_path):
+    save_figure(report(), tmp_path / "a.png")
+    save_figure(report(), tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_labels_keep_their_order_and_their_distance():
+    wanted = [0.5, 0.51, 0.1, 0.52, 0.99]
+    places = spread(wanted, 0.05, 0.0, 1.0)
+    order = sorted(range(5), key=lambda i: wanted[i])
+    ordered = [places[i] for i in order]
+    assert all(b - a >= 0.05 - 1e-12 for a, b in itertools.pairwise(ordered))
+    assert places[2] == pytest.approx(0.1)
+    assert places[4] == pytest.approx(0.99)
+    assert sum(places[i] for i in (0, 1, 3)) / 3 == pytest.approx(0.51)
+    assert max(spread([1.0, 1.0], 0.2, 0.0, 1.0)) <= 1.0
+
+
+def test_importing_the_report_loads_neither_rich_nor_matplotlib():
+    code = "import sys, fewkeys.report; print([m for m in ('rich', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,117 @@
+"""`fewkeys fit` from model or capture to a predictor, and every way to get it wrong."""
+
+import json
+
+import pytest
+from test_cli import decoder, encoder, left, refused, words
+
+import fewkeys as fk
+from captures import captured
+from fewkeys import cli
+
+__all__ = ["decoder", "encoder", "words"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def run(encoder, words, capsys):
+    """Fit in this process; options replace the usual ones, None leaves one out."""
+
+    def run(flags=(), **options):
+        usual = {"model": encoder, "text": words, "sequences": 8, "length": 24, "epochs": 2, "batch": 2}
+        given = {name: value for name, value in {**usual, **options}.items() if value is not None}
+        code = cli.main(["fit", *flags, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_fit_prints_a_table_and_leaves_a_predictor(run, request, kind, tmp_path):
+    out = tmp_path / "a" / "b"
+    code, shown, err = run(model=request.getfixturevalue(kind), out=out, held_out=0.25)
+    assert code == 0, err
+    finder = fk.Sparsefinder.from_pretrained(out)
+    assert (finder.shape.kind, finder.settings.epochs) == ("causal" if kind == "decoder" else "bidirectional", 2)
+    assert [path.suffix for path in sorted(out.iterdir())] == [".safetensors", ".json", ".json"]
+    assert "2 held-out sequences, fitted on 6" in shown
+    report = json.loads((out / "results.json").read_text())
+    assert {row["space"] for row in report["rows"]} == {"projected", "raw"}
+    for row in report["rows"]:
+        assert row["name"] in shown
+        assert all(0 <= row[name] <= 1 for name in ("recall", "sparsity", "exact", "window", "random"))
+    assert "fewkeys: layer 2 of 2\n" in err
+
+
+def test_fit_reads_a_capture_and_prints_json(run, tmp_path):
+    capture = captured(batches=3)
+    options = {"model": None, "text": None, "sequences": None, "length": None, "capture": capture.directory}
+    code, shown, _ = run(
+        ["--separate", "--json"], **options, out=tmp_path, rank=2, alpha=1.7, margin=2, lr=0.01, seed=3
+    )
+    assert code == 0
+    assert json.loads(shown) == json.loads((tmp_path / "results.json").read_text())
+    finder = fk.Sparsefinder.from_pretrained(tmp_path)
+    # All of it but the held-out sequences, exactly as in Python.
+    own = {"rank": 2, "alpha": 1.7, "margin": 2.0, "lr": 0.01, "shared": False, "epochs": 2, "batch": 2, "seed": 3}
+    expected = fk.Sparsefinder.fit(capture.part(0, 7), **own)
+    assert all(finder.tensors[name].equal(expected.tensors[name]) for name in expected.tensors)
+
+
+def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
+    from fewkeys.predict import train
+
+    code, *_ = run(out=tmp_path / "straight")
+    assert code == 0
+    write, written = train._write, []
+
+    def stop(path, state):
+        write(path, state)
+        written.append(path)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "_write", stop)
+    code, _, err = run(out=tmp_path / "twice")
+    assert code == 130
+    assert "finished epochs are kept" in err
+    assert left(tmp_path / "twice") == [".fitting"]
+    monkeypatch.setattr(train, "_write", lambda path, state: (write(path, state), written.append(path)))
+    written.clear()
+    code, *_ = run(out=tmp_path / "twice")
+    assert code == 0
+    assert len(written) == 1
+    assert left(tmp_path / "twice") == left(tmp_path / "straight")
+    for name in left(tmp_path / "twice"):
+        assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"model": None}, ["--capture", "--model", "required"]),
+        ({"text": None}, ["--text: expected a text file for the model to read, got none"]),
+        ({"capture": "somewhere"}, ["not allowed with argument"]),
+        ({"capture": "nowhere", "model": None}, ["--text: expected none beside --capture"]),
+        ({"capture": "nowhere", "model": None, "text": None}, ["--capture: expected a capture", "nowhere"]),
+        ({"alpha": 1.0}, ["--alpha", "expected a number > 1, got '1.0'"]),
+        ({"lr": "nan"}, ["--lr", "expected a number > 0, got 'nan'"]),
+        ({"margin": 0}, ["--margin", "expected a number > 0"]),
+        ({"rank": 0}, ["--rank", "expected a whole number >= 1"]),
+        ({"held_out": 1.5}, ["--held-out", "expected a number in (0, 1]"]),
+        ({"sequences": 2}, ["--held-out: expected at least 2 sequences left to fit on, got 2 in all"]),
+        ({"length": 4000}, ["--length"]),
+        ({"model": "no/such/model"}, ["--model"]),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_and_writes_nothing(run, options, parts, tmp_path):
+    out = tmp_path / "out"
+    refused(run(out=out, **options), *parts)
+    assert not out.exists()
+
+
+def test_separate_and_shared_exclude_each_other(run, tmp_path):
+    refused(run(["--separate", "--shared"], out=tmp_path / "out"), "not allowed with argument")

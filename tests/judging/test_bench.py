@@ -1,0 +1,170 @@
+"""What a benchmark says besides times: that it ran what it names, on what it names, and counts memory right."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fewkeys as fk
+from captures import captured
+from fewkeys.bench.long_inputs import captured_inputs, random_inputs
+from fewkeys.bench.peak import PeakMemory
+from fewkeys.bench.timing import EXACT_PAIRS, Timing, bench, growth
+
+CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+PLANS = {"few": fk.budget(16), "window": fk.Plan(fk.Window(9))}
+ROW = Timing("few", 4096, 2, 8.0, 7, 9, 1, 1, 1, 1, 1, 1, 1, 1, 1, None, "plan")
+
+
+def test_peak_memory_counts_what_lives_at_once():
+    size = 4 * 1000
+    with PeakMemory() as one:
+        first = torch.ones(1000)
+        second = first + 1  # two
+        second = second * 2  # three for a moment, then two
+        view = first.view(10, 100).T
+        view.add_(1)  # no new memory
+        del first, view
+        third = second.clone()  # two again
+    assert one.peak == 3 * size
+    assert third.numel() == 1000
+    outside = torch.ones(1000)
+    with PeakMemory() as two:
+        outside.mul_(2)
+        kept = outside[:10]
+    assert two.peak == 0
+    assert kept.numel() == 10
+
+
+def test_peak_memory_sees_an_n_by_n_tensor_and_none_in_a_plan():
+    query, key, value, _ = random_inputs(16, **CPU)(2048, 1)
+    with PeakMemory() as dense:
+        fk.attention(query, key, value, keep=fk.TopK(4), impl="reference")
+    with PeakMemory() as linear:
+        fk.attention(query, key, value, plan=fk.budget(16), impl="torch")
+    assert dense.peak >= 4 * 2048**2
+    assert linear.peak < 2048**2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_are_what_they_say(is_causal, backward):
+    taken = captured(heads=2, kv_heads=2, causal=is_causal)
+    plans = {"window": PLANS["window"]} if is_causal else PLANS
+    steps = []
+    rows, rates = bench(
+        captured_inputs(taken, **CPU),
+        plans,
+        [40, 64],
+        heads=2,
+        real=True,
+        is_causal=is_causal,
+        backward=backward,
+        progress=lambda *step: steps.append(step),
+    )
+    assert [(row.length, row.name) for row in rows] == [(n, name) for n in (40, 64) for name in ("exact", *plans)]
+    for row in rows:
+        assert row.ms_low <= row.ms <= row.ms_high
+        assert row.ratio_low <= row.ratio <= row.ratio_high
+        assert row.tensor_bytes == 4 * 2 * 2 * row.length * 16
+        assert row.floor_ms > 0
+        if row.name == "exact":
+            assert (row.ratio, row.error, row.peak_bytes) == (1.0, 0.0, None)
+            continue
+        query, key, value, scale = captured_inputs(taken, **CPU)(row.length, 2)
+        options = {"is_causal": is_causal, "scale": scale}
+        few = fk.attention(query, key, value, plan=plans[row.name], impl="torch", **options)
+        assert row.error == pytest.approx(fk.metrics.output_error(few, fk.attention(query, key, value, **options)))
+        assert row.peak_bytes >= 4 * 2 * row.length * 8
+    assert min(rates.bytes_per_ms, rates.operations_per_ms) > 0
+    assert steps[-1][0] == steps[-1][1]
+
+
+def test_random_inputs_have_no_error():
+    rows, _ = bench(random_inputs(8, **CPU), PLANS, [48], heads=1, real=False)
+    assert {row.error for row in rows} == {None}
+
+
+def test_very_long_inputs_take_fewer_heads():
+    asked = []
+
+    def problem(length, heads):
+        asked.append((length, heads))
+        return random_inputs(4, **CPU)(8, heads)
+
+    bench(problem, {}, [8, 2**15, 2**16, 2**18], heads=6, real=False)
+    assert asked[1:] == [(8, 6), (2**15, 4), (2**16, 1), (2**18, 1)]
+    assert EXACT_PAIRS == 2**32
+
+
+def test_growth_is_the_slope_per_head():
+    rows = [replace(ROW, length=n, ms=c * n**1.25, heads=c) for n, c in ((1024, 4), (4096, 4), (16384, 1))]
+    assert growth(rows, "few") == pytest.approx(1.25)
+    assert growth(rows, "other") is None
+    bent = [replace(ROW, length=1024, ms=1.0), *(replace(ROW, length=n, ms=float(n)) for n in (4096, 8192))]
+    assert growth(bent, "few") == pytest.approx(1.0)
+    assert growth([replace(ROW, length=n, ms=float(n**2)) for n in (512, 1024)], "few") == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("lengths", [None, [40, 17, 1]])
+def test_captured_inputs_are_the_sequences_end_to_end(lengths):
+    taken = captured(layers=3, lengths=lengths)
+    query, key, value, scale = captured_inputs(taken, **CPU)(taken.tokens, 2)
+    calls = list(taken.calls(1))
+    for joined, name, heads in ((query, "query", 4), (key, "key", 2), (value, "value", 2)):
+        rows = []
+        for call in calls:
+            for b in range(3):
+                real = slice(None) if call.key_mask is None else call.key_mask[b]
+                rows.append(getattr(call, name)[b][:, real])
+        assert torch.equal(joined[0], torch.cat(rows, 1))
+        assert joined.shape[1] == heads
+    assert scale == taken.scales[1]
+    one = captured_inputs(taken, **CPU)(20, 1)
+    assert torch.equal(one[0], query[:, :2, :20])
+    assert torch.equal(one[1], key[:, :1, :20])
+    for given in ((taken.tokens + 1, 1), (10, 3)):
+        with pytest.raises(ValueError, match="lengths, heads: expected at most"):
+            captured_inputs(taken, **CPU)(*given)
+
+
+def test_the_command_writes_json_and_pictures(tmp_path, capsys):
+    from fewkeys import cli
+
+    out = tmp_path / "out"
+    small = ["--lengths=32,64", "--plans=budget:16,window:8,sample:8", "--dim=8", "--heads=2", f"--out={out}"]
+    assert cli.main(["bench", *small]) == 0
+    assert "budget:16" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["bench.json", "time.png"]
+    assert (out / "time.png").read_bytes()[:4] == b"\x89PNG"
+    found = json.loads((out / "bench.json").read_text())
+    assert found["settings"]["inputs"] == "random"
+    assert set(found["growth"]) == {"exact", "budget:16", "window:8", "sample:8"}
+    assert len(found["rows"]) == 8
+    assert cli.main(["bench", "--json", "--causal", "--backward", *small[:1], "--plans=window:8", *small[2:]]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["settings"]["causal"], found["settings"]["backward"]) == (True, True)
+
+
+BAD = {
+    "--text": ["--demo"],
+    "--plans": ["--plans=budget"],
+    "--plans: expected": ["--plans=budgets:3"],
+    "is_causal": ["--causal", "--plans=sample:8"],
+    "--device": ["--device=cuda"],
+    "--lengths": ["--lengths=0"],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_command_refuses_in_one_line(name, tmp_path, capsys):
+    from fewkeys import cli
+
+    if name == "--device" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert cli.main(["bench", "--lengths=32", "--dim=8", *BAD[name], f"--out={tmp_path / 'out'}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert name.partition(":")[0] in err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()

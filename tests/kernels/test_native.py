@@ -1,0 +1,386 @@
+"""Law 2 for the compiled kernels: they equal the reference and the torch path, or are not taken."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fewkeys as fk
+from cases import PLANS, SHAPES
+from fewkeys import native
+from fewkeys.core.graph import Graph
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute import reference
+from fewkeys.execute.native import forward as compiled
+from fewkeys.execute.torch import attend as linear
+from fewkeys.native import build
+from fewkeys.rest import StandIns
+from fewkeys.sketch import clusters
+from native_cases import CASES, CLOSE, FORMS, MEANS, has_kernel, needs_compiler, spy, without
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the kernel was taken."""
+    return spy(monkeypatch, compiled)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("plan", "form"), CASES, ids=str)
+def test_it_is_the_reference(plan, form, dtype, taken):
+    shape = FORMS[form]
+    tensors = shape.draw(dtype=dtype)
+    found = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, want, **CLOSE[dtype])
+    assert bool(taken) == has_kernel(plan, check_inputs(*tensors, **shape.options))
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("plan", MEANS[:4], ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (5, 33), (64, 64), (80, 96), (128, 16), (256, 130)])
+def test_head_sizes(plan, dim, value_dim, dtype):
+    shape = replace(SHAPES["cross padded"], head_dim=dim, value_dim=value_dim)
+    tensors = shape.draw(dtype=dtype)
+    found = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
+    torch.testing.assert_close(found, want, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("plan", MEANS[:1], ids=str)
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_layouts(plan, dtype):
+    """Heads beside tokens as models have them, every other dimension, one head for all."""
+    q, k, v = SHAPES["plain"].draw(dtype=dtype)
+    usual = fk.attention(q, k, v, plan=plan, impl="torch")
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    sparse = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
+    for tensors in (turned, sparse):
+        found = fk.attention(*tensors, plan=plan, impl="torch")
+        torch.testing.assert_close(found, usual, **CLOSE[dtype])  # torch adds up the moments in another order
+    one = [x[:, :1].expand(-1, 2, -1, -1) for x in (q, k, v)]
+    found = fk.attention(*one, plan=plan, impl="torch")
+    assert torch.equal(found[:, 0], found[:, 1])
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("plan", MEANS[:5], ids=str)
+def test_the_number_of_threads_changes_nothing(plan, dtype):
+    tensors = SHAPES["grouped"].draw(dtype=dtype)
+    threads, found = torch.get_num_threads(), []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found.append(fk.attention(*tensors, plan=plan, impl="torch"))
+    torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("size", [30.0, 300.0])
+@pytest.mark.parametrize("plan", [plan for plan in MEANS if not plan.rest.needs_causal], ids=str)
+def test_far_scores_neither_overflow_nor_vanish_wrongly(plan, size):
+    """One key decides every row, and with it often one part of the row alone: list, band or stand-in."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 80, 8, generator=g)
+    found = fk.attention(size * q, k, v, plan=plan, impl="torch")
+    want = fk.attention(size * q, k, v, plan=plan, impl="reference")
+    torch.testing.assert_close(found, want, atol=2e-3, rtol=1e-3)
+
+
+def test_a_stand_in_whose_keys_are_all_kept_vanishes():
+    """However large its score is, and whatever its members weigh."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 90, 8, generator=g)
+    share = torch.rand(1, 1, 90, generator=g) * 300 + 1e-3
+    share[..., 40:55] /= 1e7
+    label = torch.full((1, 1, 90), 2)
+    label[..., 40:55], label[..., 55:] = 0, 1
+    value = torch.tensor([1e4, 0.0, 0.0])[:, None].expand(1, 1, -1, 8)
+    means = StandIns(30 * q[:, :, 40:43], value, label, share, torch.tensor([[[80.0, 0.0, 0.0]]]))
+    x = check_inputs(q, k, v)
+    graph = Graph(x, (9, 9))
+    fast, slow = (compiled.attend(x, graph, means), reference.attend(x, graph, means, fk.Softmax()))
+    whole = slice(46, 49)  # the queries whose band holds keys 40 .. 54, and no others
+    assert fast[:, :, whole].abs().max() < 100
+    assert fast.abs().amax(-1).gt(100).sum() > 10
+    torch.testing.assert_close(fast[:, :, whole], slow[:, :, whole], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("keep", [fk.Window(5), fk.KeyNorm(90)], ids=str)
+def test_weights_are_exact_up_to_the_rounding_of_the_dtype(keep):
+    """Against float64. In bfloat16 every weight may be rounded, and then the output: each by 2^-8 of itself at most."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 16, generator=g).bfloat16() for _ in range(3))
+    options = {"keep": keep, "impl": "torch"}
+    found = fk.attention(q.float(), k.float(), v.float(), **options)
+    want = fk.attention(q.double(), k.double(), v.double(), **options)
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-6)
+    rounding = fk.attention(q.double(), k.double(), v.double().abs(), **options) * 2**-7
+    off = fk.attention(q, k, v, **options).double() - want
+    assert (off.abs() <= 1.01 * rounding).all()
+
+
+def test_rounding_of_weights_has_no_side():
+    """Neither of keys at even places nor of the others: what it does to many queries averages out."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 3000, 16, generator=g).bfloat16() for _ in range(2))
+    kept = k.float().norm(dim=-1).topk(100).indices.sort().values
+    side = torch.where(torch.arange(100) % 2 == 0, 1.0, -1.0).bfloat16().view(1, 1, -1, 1)
+    for sign in (1, -1):
+        v = torch.zeros(1, 1, 3000, 1).bfloat16().scatter(2, kept.unsqueeze(-1), sign * side)
+        found, want = (
+            fk.attention(*tensors, keep=fk.KeyNorm(100), impl="torch").double()
+            for tensors in ((q, k, v), (q.double(), k.double(), v.double()))
+        )
+        assert (found - want).mean().abs() < 2e-4
+
+
+@given(shift=st.floats(-1e3, 1e3))
+def test_a_number_added_to_all_scores_changes_little(shift):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 80, 8, generator=g)
+    usual = fk.attention(q, k, v, keep=fk.Window(9), impl="torch")
+    ones = torch.ones(1, 1, 80, 1)
+    q, k = torch.cat([q, ones], -1), torch.cat([k, shift * ones * 8**0.5], -1)
+    found = fk.attention(q, k, v, keep=fk.Window(9), impl="torch", scale=8**-0.5)
+    torch.testing.assert_close(found, usual, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_scores_that_overflow_give_no_number(dtype):
+    q, k, v = (x.clone() for x in SHAPES["plain"].draw(dtype=dtype))
+    q[0, 0, 35, 0], k[0, 0, 36, 0] = 1e30, 1e30
+    found = fk.attention(q, k, v, keep=fk.Window(9), impl="torch")
+    assert found[0, 0, 35].isnan().all()
+    assert found[0, 0, :30].isfinite().all()
+    assert found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_rows_that_see_nothing_give_zeros(dtype, taken):
+    q, k, v = torch.randn(3, 2, 1, 30, 4, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
+    lengths = torch.tensor([30, 0])
+    for plan in (fk.Plan(fk.Window(5)), fk.Plan(fk.KeyNorm(3)), fk.Plan(fk.KeyNorm(3) | fk.Window(5))):
+        found = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="torch")
+        assert not found[1].any()
+        assert found[0].any(-1).all()
+    assert len(taken) == 3
+
+
+OTHERS = [name for name, plan in PLANS.items() if not isinstance(plan.weights, fk.Softmax) or "moments" in name]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_weights_and_curved_scores_go_another_way(name, taken):
+    fk.attention(*SHAPES["plain"].draw(dtype=torch.float32), plan=PLANS[name], impl="torch")
+    assert not taken
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func itself
+def test_forward_derivatives_and_doubles_go_another_way(taken):
+    tensors = SHAPES["plain"].draw(dtype=torch.float32)
+
+    def call(*tensors):
+        return fk.attention(*tensors, plan=MEANS[5], impl="torch")
+
+    _, forward = torch.func.jvp(call, tuple(tensors), tuple(tensors))
+    with torch.autograd.forward_ad.dual_level():
+        dual = [torch.autograd.forward_ad.make_dual(x, x) for x in tensors]
+        tangent = torch.autograd.forward_ad.unpack_dual(call(*dual)).tangent
+    torch.testing.assert_close(tangent, forward)
+    assert tangent.abs().max() > 0.1
+    call(*(x.double() for x in tensors))
+    assert not taken
+    call(*tensors)
+    with torch.no_grad():
+        call(*(x.clone().requires_grad_() for x in tensors))
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("form", ["plain", "grouped", "padded"])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_statistics_clusters_and_sums(form, dtype):
+    """Of the same keys: what torch's operations give up to rounding, and the same clusters but for ties."""
+    shape = replace(SHAPES[form], keys=200, queries=200, lengths=None)
+    _, k, v = shape.draw(dtype=dtype)
+    assert native.suits(k, v)
+    form, shift = torch.randn(2, *k.shape[:2], k.shape[-1] + 1, k.shape[-1])
+    form[:, :, :-1].triu_()
+    shift = shift[..., :1].contiguous()
+    spread, importance = native.statistics(k, form, shift)
+    x = form @ k.float().mT - shift
+    torch.testing.assert_close(spread, x[:, :, :-1].square().sum(2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(importance, x[:, :, -1] + (spread - x[:, :, -1].square()) / 2, rtol=1e-4, atol=1e-4)
+
+    centre = torch.randn(*k.shape[:2], 13, k.shape[-1] + v.shape[-1])
+    centre[:, :, 7] = centre[:, :, 3]
+    constant = torch.randn(*k.shape[:2], 13, 1)
+    constant[:, :, 7] = constant[:, :, 3]
+    nearest, label = native.assign(k, v, centre, constant)
+    closeness = torch.cat([k, v], -1).float() @ centre.mT + constant.mT
+    torch.testing.assert_close(nearest, closeness.amax(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(closeness.gather(-1, label.unsqueeze(-1)).squeeze(-1), nearest, rtol=1e-5, atol=1e-5)
+    assert (label == 3).any()
+    assert not (label == 7).any()  # of equals the first
+    middle = torch.randn(*k.shape[:2], 1, v.shape[-1])
+    *together, square, again = native.survey(k, v, form, shift, centre, constant, middle)
+    assert all(torch.equal(*pair) for pair in zip(together, (spread, importance, nearest), strict=True))
+    assert torch.equal(again, label)
+    torch.testing.assert_close(square, (v.float() - middle).square().sum(-1), rtol=1e-5, atol=1e-5)
+
+    share = torch.rand(k.shape[:3]) * (torch.rand(k.shape[:3]) > 0.3)
+    sums = native.label_sums(k, v, label, share, 13)
+    member = torch.nn.functional.one_hot(label, 13) * share.unsqueeze(-1)
+    torch.testing.assert_close(sums, member.mT @ torch.cat([k, v], -1).float(), rtol=1e-4, atol=1e-4)
+    *totals, square = native.totals(k, v)
+    for total, rows in zip(totals, (k, v), strict=True):
+        torch.testing.assert_close(total, rows.float().sum(2, keepdim=True), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(square[..., 0], v.float().square().sum((2, 3)), rtol=1e-4, atol=1e-4)
+
+
+def test_mixed_precision_is_read_as_it_is(taken):
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    k, v = k.bfloat16(), v.bfloat16()
+    x = replace(check_inputs(q, k.float(), v.float()), key=k)
+    graph = fk.Window(9).select(x)
+    torch.testing.assert_close(
+        linear.attend(x, graph, None, fk.Softmax()), linear.attend(replace(x, key=k.float()), graph, None, fk.Softmax())
+    )
+    assert len(taken) == 1
+    label, share = torch.zeros(k.shape[:3], dtype=torch.int64), torch.ones(k.shape[:3])
+    sums = native.label_sums(k, v.float(), label, share, 1)
+    torch.testing.assert_close(sums, torch.cat([k, v], -1).float().sum(2, keepdim=True), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("form", ["plain", "grouped", "padded", "cross padded"])
+@pytest.mark.parametrize(
+    ("count", "size", "mean"), [(1, 1, 0), (3, 1, 0), (9, 1, 0), (50, 1, 0), (3, 6, 0), (3, 1, 10)]
+)
+def test_lloyds_steps(form, count, size, mean, dtype):
+    """From some of the keys or all, with clusters that nobody joins, keys of hardly any weight, and far padding."""
+    shape = replace(SHAPES[form], keys=300, head_dim=33, value_dim=19)
+    shape = replace(shape, lengths=None if shape.lengths is None else (300, 40))
+    query, key, value = shape.draw(dtype=dtype)
+    x = check_inputs(query, size * key + mean, value, **shape.options)
+    known = clusters.frame(x)
+    found, want = clusters._lloyd(x, known, count), without(lambda: clusters._lloyd(x, known, count))
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_products_of_many_keys():
+    """More than are added up at once, in rows that are no multiple of a vector; those of no share do not count."""
+    g = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3, 5000, 33, generator=g) + 3, torch.randn(2, 3, 5000, 7, generator=g)
+    label, share = torch.arange(5000).expand(2, 3, -1) % 7, torch.rand(2, 3, 5000, generator=g)
+    share[:, :, 3] = 0
+    middle = k.mean(2, keepdim=True)
+    sums, products = native.sums_and_products(k, v, label, share, 7, middle)
+    assert torch.equal(sums, native.label_sums(k, v, label, share, 7))
+    want = ((k - middle).double() * share.unsqueeze(-1)).mT @ v.double()
+    torch.testing.assert_close(products.double(), want, rtol=1e-4, atol=1e-3)
+
+
+def test_sums_of_many_keys():
+    """More than are added up at once."""
+    k = torch.randn(1, 2, 9000, 8, generator=torch.Generator().manual_seed(0))
+    label, share = torch.arange(9000).expand(1, 2, -1) % 7, torch.ones(1, 2, 9000)
+    sums = native.label_sums(k, k, label, share, 7)
+    want = torch.stack([k[:, :, own::7].double().sum(2) for own in range(7)], 2)
+    torch.testing.assert_close(sums.double(), torch.cat([want, want], -1), rtol=1e-4, atol=1e-3)
+    total, _, square = native.totals(k, k)
+    torch.testing.assert_close(total[:, :, 0].double(), want.sum(2), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(square[..., 0].double(), k.double().square().sum((2, 3)), rtol=1e-5, atol=1e-3)
+
+
+def test_whole_plans_with_and_without():
+    q, k, v = (torch.randn(2, 4, 600, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    for plan in (fk.budget(64), fk.budget(64, is_causal=True)):
+        causal = plan == fk.budget(64, is_causal=True)
+
+        def call(plan=plan, causal=causal):
+            return fk.attention(q, k, v, plan=plan, is_causal=causal, impl="torch")
+
+        # A key as near to one centre as to another may change its cluster by rounding.
+        torch.testing.assert_close(call(), without(call), rtol=1e-3, atol=1e-3)
+
+
+def test_a_machine_without_a_matrix_unit(monkeypatch):
+    """The same up to the rounding of the weights; on a machine that has none, the same code."""
+    tensors = SHAPES["grouped"].draw(dtype=torch.bfloat16)
+    found = [fk.attention(*tensors, plan=MEANS[0], impl="torch")]
+    monkeypatch.setenv("CXX", f"{shlex.join(build._compiler())} -U__AMX_BF16__")
+    build._load.cache_clear()
+    try:
+        found.append(fk.attention(*tensors, plan=MEANS[0], impl="torch"))
+        assert native.missing() is None
+    finally:
+        build._load.cache_clear()
+    torch.testing.assert_close(*found, **CLOSE[torch.bfloat16])
+
+
+class TestBuilding:
+    """Without a compiler, or with one that fails, torch does the work and the reason is told."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
+        build._load.cache_clear()
+        yield
+        build._load.cache_clear()
+
+    def test_kernels_are_compiled_once(self, tmp_path, monkeypatch):
+        assert native.missing() is None
+        (file,) = (tmp_path / "cache").iterdir()
+        assert file.name.startswith("kernels-")
+        build._load.cache_clear()
+        monkeypatch.setattr(build, "_compile", None)
+        assert native.missing() is None
+
+    def test_every_source_decides_what_is_kept(self):
+        """A file that is left out would be compiled, but not again once it changes."""
+        here = Path(build.__file__).parent
+        assert sorted(build.SOURCES) == sorted(file.name for file in here.iterdir() if file.suffix in (".cpp", ".h"))
+
+    def test_another_processor_compiles_again(self, tmp_path, monkeypatch):
+        assert native.missing() is None
+        build._load.cache_clear()
+        monkeypatch.setattr(build, "_processor", lambda: "another")
+        assert native.missing() is None
+        assert len(list((tmp_path / "cache").iterdir())) == 2
+
+    def test_no_compiler(self, monkeypatch):
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+        assert "no C++ compiler" in native.missing()
+
+    def test_a_compiler_that_fails(self, monkeypatch, tmp_path):
+        for name, lines in (("broken", "exit 1"), ("liar", "[ $1 = --version ] && exit 0; echo 'cannot' >&2; exit 1")):
+            compiler = tmp_path / name
+            compiler.write_text(f"#!/bin/sh\n{lines}\n")
+            compiler.chmod(0o755)
+            monkeypatch.setenv("CXX", str(compiler))
+            build._load.cache_clear()
+            assert "failed" in native.missing()
+        assert "cannot" in native.missing()
+        assert not list((tmp_path / "cache").iterdir())
+        q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+        found = fk.attention(q, k, v, plan=MEANS[0], impl="torch")
+        torch.testing.assert_close(found, fk.attention(q, k, v, plan=MEANS[0], impl="reference"), rtol=1e-4, atol=1e-5)
+
+    def test_a_folder_that_cannot_be_written(self, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "file" / "below"))
+        assert native.missing() is None
+
+    def test_the_switch(self, monkeypatch):
+        monkeypatch.setenv("FEWKEYS_NATIVE", "0")
+        assert native.missing() == "FEWKEYS_NATIVE=0 turns them off"
+        assert not native.suits(torch.ones(1))

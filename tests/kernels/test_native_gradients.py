@@ -1,0 +1,173 @@
+"""Gradients by compiled kernels are those of torch's operations."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, SHAPES
+from fewkeys import native
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute.native import backward as compiled_gradient
+from fewkeys.execute.torch import attend as linear
+from fewkeys.past.running import RunningQueries
+from fewkeys.past.scan import Leaving, Past, Walk
+from fewkeys.past.summary import Summary
+from fewkeys.sketch.sums import sums_and_products
+from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy, without
+
+pytestmark = needs_compiler
+
+CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 2e-4}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
+BY_BLOCKS = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(20), fk.RunningMeans(8))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the kernel was taken."""
+    return spy(monkeypatch, compiled_gradient)
+
+
+def by_torch(call):
+    """Attention by torch's operations, of the same stand-ins: another rounding of clusters would be another plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_gradient, "supports", lambda *_: False)
+        return call()
+
+
+def gradients(shape, plan, dtype=torch.float32):
+    """The output and the gradients of queries, keys and values."""
+    tensors = [x.requires_grad_() for x in shape.draw(dtype=dtype)]
+    output = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    push = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    return (output.detach(), *torch.autograd.grad(output, tensors, push))
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize(("plan", "form"), CASES, ids=str)
+def test_they_are_those_of_torch(plan, form, dtype, taken):
+    shape = FORMS[form]
+    found = gradients(shape, plan, dtype)
+    count = has_kernel(plan, check_inputs(*shape.draw(dtype=dtype), **shape.options))
+    assert len(taken) == count
+    want = by_torch(lambda: gradients(shape, plan, dtype))
+    assert len(taken) == count
+    assert all(x.abs().sum() > 0 for x in found[1:])
+    for pair in zip(found, want, strict=True):
+        torch.testing.assert_close(*pair, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (5, 33), (64, 64), (80, 96)])
+@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+def test_head_sizes(plan, dim, value_dim):
+    form = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["cross padded"]
+    shape = replace(form, head_dim=dim, value_dim=value_dim)
+    found, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
+    for pair in zip(found, want, strict=True):
+        torch.testing.assert_close(*pair, **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+def test_the_number_of_threads_changes_nothing(plan):
+    """Keys that many queries see get their gradients in the same order."""
+    form = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["grouped"]
+    shape = replace(form, queries=1400, keys=1400)
+    threads, found = torch.get_num_threads(), []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found.append(gradients(shape, plan))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+def test_long_sequences(plan):
+    """More pieces than one, and keys at their seams."""
+    form = CAUSAL_SHAPES["causal"] if plan is BY_BLOCKS else SHAPES["padded"]
+    shape = replace(form, batch=1, queries=1400, keys=1400, lengths=None if plan is BY_BLOCKS else (1377,))
+    found, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
+    for pair in zip(found, want, strict=True):
+        torch.testing.assert_close(*pair, **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+def test_gradients_of_gradients(plan, taken):
+    """They go through torch's operations, whatever made the first ones."""
+
+    def squared():
+        shape = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["grouped"]
+        tensors = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
+        output = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+        first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), tensors)
+
+    found = squared()
+    assert taken
+    for pair in zip(found, by_torch(squared), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-3, atol=2e-2)
+
+
+def test_whoever_asks_for_other_gradients_goes_another_way(taken):
+    """Plans take a bias for a constant; who makes stand-ins by hand need not."""
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    x = check_inputs(q, k, v)
+    graph = fk.KeyNorm(4).select(x)
+    means = MEANS[1].rest.prepare(x, graph, fk.Softmax())
+    means = replace(means, key=means.key.clone().requires_grad_())
+    linear.attend(x, graph, means, fk.Softmax()).sum().backward()
+    assert len(taken) == 1
+    bias = means.bias.clone().requires_grad_()
+    linear.attend(x, graph, replace(means, bias=bias), fk.Softmax()).square().sum().backward()
+    assert len(taken) == 1
+    assert bias.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_gradients_of_sums(dtype):
+    g = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(2, 3, 50, d, generator=g).to(dtype) for d in (6, 9))
+    label, share = torch.randint(4, (2, 3, 50), generator=g), torch.rand(2, 3, 50, generator=g)
+    push = [torch.randn(2, 3, *size, generator=g) for size in ((5, 6), (5, 9), (6, 9))]
+
+    def summed():
+        given = [x.clone().requires_grad_() for x in (key, value)]
+        found = sums_and_products(*given, label, share, 5, key.float().mean(2, keepdim=True))
+        first = torch.autograd.grad(found, given, push, create_graph=True)
+        if dtype == torch.bfloat16:
+            return *found, *first
+        return *found, *first, *torch.autograd.grad(sum(x.square().sum() for x in first), given)
+
+    for pair in zip(summed(), without(summed), strict=True):
+        torch.testing.assert_close(*pair, **CLOSE[dtype])
+
+
+def test_gradients_of_the_past(monkeypatch):
+    """A past that moves on depends on what it was; keys that never leave and free places have no part in it."""
+    g = torch.Generator().manual_seed(0)
+    rows, key, value = (torch.randn(2, 3, n, 6, generator=g) for n in (4, 60, 60))
+    query = torch.randn(2, 6, 40, 6, generator=g)
+    index = torch.randperm(60, generator=g)[:40].view(4, 10).expand(2, 3, -1, -1)
+    real = torch.rand(2, 3, 4, 10, generator=g) > 0.3
+    push = torch.randn(2, 3, 5, 9, 12, generator=g), torch.randn(2, 3, 9, 12, generator=g)
+
+    def walked():
+        given = [x.clone().requires_grad_() for x in (rows, key, value)]
+        empty = Summary.empty(9, key, value)
+        start = torch.cat([given[0], given[0] * 2], -1)
+        start = torch.nn.functional.pad(start, (0, 0, 0, 5))
+        there = (torch.arange(9) < 4).float().expand(2, 3, -1)
+        summary = replace(empty, rows=start, excess=empty.excess.masked_fill(there > 0, 0.0), size=there)
+        past = Past(summary, RunningQueries.empty(key))
+        by_step, last = Walk(past, query, None, 0.4, Leaving(given[1], given[2], index, real), True).run()
+        moved = (by_step.rows * push[0]).sum() + (last.summary.rows * push[1]).sum()
+        return torch.autograd.grad(moved, given)
+
+    calls = []
+    walk = native.walk
+    monkeypatch.setattr(native, "walk", lambda *given: calls.append(given) or walk(*given))
+    found = walked()
+    assert len(calls) == 1
+    for pair in zip(found, without(walked), strict=True):
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
+    assert not found[1][:, :, sorted(set(range(60)) - set(index[0, 0].flatten().tolist()))].any()

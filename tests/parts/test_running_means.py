@@ -1,0 +1,121 @@
+"""Summaries of the past: every key that left is in exactly one stand-in, and nothing is lost in merging."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, RUNNING_PLANS
+from fewkeys.core.validation import check_inputs
+from fewkeys.past.running import RunningQueries
+from fewkeys.past.summary import Summary
+
+SHAPE = CAUSAL_SHAPES["causal padded"]
+
+
+@pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
+def test_sizes_count_the_keys_that_no_list_holds(plan):
+    q, k, v = SHAPE.draw()
+    inputs = check_inputs(q, k, v, is_causal=True, lengths=torch.tensor(SHAPE.lengths))
+    graph = plan.keep.select(inputs)
+    found = plan.rest.prepare(inputs, graph, plan.weights)
+    kept, block = graph.to_mask(), graph.columns.block(inputs, 0, 150)
+    visible = torch.ones(150, 150).tril().bool() & (
+        torch.arange(150) < torch.tensor(SHAPE.lengths)[:, None, None, None]
+    )
+    # The first query of each block: later ones see more keys, which are all on the list.
+    first = torch.tensor([int((block == b).nonzero()[0]) for b in range(graph.columns.blocks)])
+    torch.testing.assert_close(found.size.sum(-1), (visible & ~kept).sum(-1)[:, :, first].to(k.dtype))
+    assert torch.equal(found.size == 0, found.bias == -torch.inf)
+
+
+def test_with_room_for_all_the_plan_is_exact():
+    q, k, v = CAUSAL_SHAPES["causal grouped"].draw()
+    plan = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(1), fk.RunningMeans(150))
+    for impl in ("torch", "reference"):
+        found = fk.attention(q, k, v, plan=plan, is_causal=True, impl=impl)
+        torch.testing.assert_close(found, fk.attention(q, k, v, is_causal=True), rtol=1e-9, atol=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), places=st.integers(1, 9), tilted=st.booleans(), spread=st.sampled_from([0.0, 0.3, 2.0])
+)
+def test_absorbing_conserves_what_the_means_promise(seed, places, tilted, spread):
+    """Sizes add up; untilted, so do size-weighted keys and values; heads do not interact."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    key, value = draw(2, 3, 24, 4) * spread, draw(2, 3, 24, 5)
+    real = torch.rand(2, 3, 24, generator=g) < 0.8
+    key, value = key * real[..., None], value * real[..., None]
+    queries = RunningQueries.empty(key).add(draw(2, 3, 2, 40, 4)).moments()
+    summary = Summary.empty(places, key, value)
+    for part in range(3):
+        part = slice(8 * part, 8 * part + 8)
+        summary = summary.absorb(key[:, :, part], value[:, :, part], real[:, :, part], queries, tilted=tilted)
+    torch.testing.assert_close(summary.size.sum(-1), real.sum(-1).double())
+    assert ((summary.size > 0).sum(-1) == real.sum(-1).clamp_max(places)).all()
+    if not tilted:
+        for rows, means in ((key, summary.key), (value, summary.value)):
+            torch.testing.assert_close((means * summary.size[..., None]).sum(-2), rows.sum(-2))
+    singles = summary.size == 1
+    assert (summary.excess[singles] == 0).all()
+    alone = Summary.empty(places, key[:1, 1:2], value[:1, 1:2])
+    own = type(queries)(queries.mean[:1, 1:2], queries.second[:1, 1:2])
+    for part in range(3):
+        part = (slice(0, 1), slice(1, 2), slice(8 * part, 8 * part + 8))
+        alone = alone.absorb(key[part], value[part], real[part], own, tilted=tilted)
+    torch.testing.assert_close(alone.key, summary.key[:1, 1:2])
+    torch.testing.assert_close(alone.excess, summary.excess[:1, 1:2])
+
+
+def test_the_excess_makes_the_mass_right_halfway():
+    """At the query t (m + C k), k the mean key, members and stand-in weigh the same, to first order in their spread."""
+    g = torch.Generator().manual_seed(0)
+    queries = RunningQueries.empty(torch.zeros(1, 1, 1, 6).double())
+    queries = queries.add(torch.randn(1, 1, 1, 500, 6, generator=g, dtype=torch.float64) + 0.5).moments()
+    errors = []
+    for spread in (0.1, 0.05):
+        centre = torch.randn(1, 1, 1, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        key = centre + spread * torch.randn(1, 1, 8, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        summary = Summary.empty(1, key, key).absorb(
+            key, key, torch.ones(1, 1, 8, dtype=torch.bool), queries, tilted=True
+        )
+        # The importance is that of keys less the mean of all, which here is the cluster's own mean.
+        query = 0.5 * queries.mean
+        truth = (key @ query.mT).logsumexp(-2)
+        guess = summary.key @ query.mT + summary.excess.unsqueeze(-1)
+        errors.append(float((guess.squeeze(-2) - truth).abs()))
+    assert errors[1] < 0.35 * errors[0] < 0.02
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        fk.Window(8),
+        fk.Sinks(2),
+        fk.RecentBlocks(8) | fk.Window(4),
+        fk.RecentBlocks(8) | fk.TopK(3),
+        fk.RecentBlocks(8) | fk.KeyNorm(3),
+    ],
+    ids=str,
+)
+def test_what_keeps_no_whole_blocks_is_refused(keep):
+    with pytest.raises(ValueError, match=r"^keep: "):
+        fk.Plan(keep, fk.RunningMeans(4))
+
+
+def test_stand_ins_of_the_past_need_a_past():
+    q, k, v = CAUSAL_SHAPES["causal"].draw()
+    with pytest.raises(ValueError, match=r"^is_causal: RunningMeans"):
+        fk.attention(q, k, v, plan=RUNNING_PLANS["recent, running means"])
+
+
+@pytest.mark.parametrize("size", [0, 3, 12])
+def test_blocks_of_odd_sizes_are_refused(size):
+    with pytest.raises(ValueError, match=r"^RecentBlocks size: "):
+        fk.RecentBlocks(size)

@@ -1,0 +1,122 @@
+"""What each selector keeps, held against its definition written out naively."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, KEEPS, SHAPES
+from fewkeys.core.graph import visible
+from fewkeys.core.validation import check_inputs
+from fewkeys.sketch.clusters import key_statistics
+
+ALL = {**SHAPES, **CAUSAL_SHAPES}
+
+
+@given(size=st.integers(1, 80), queries=st.integers(1, 40), keys=st.integers(1, 60), offset=st.integers(0, 30))
+def test_window(size, queries, keys, offset):
+    q, k = torch.zeros(1, 1, queries, 2), torch.zeros(1, 1, keys, 2)
+    for causal in (False, True):
+        mask = fk.Window(size).graph(q, k, is_causal=causal, query_offset=offset).to_mask()[0, 0]
+        for i in range(queries):
+            place = i + offset
+            seen = range(place - size + 1, place + 1) if causal else range(place - size // 2, place + (size + 1) // 2)
+            assert mask[i].nonzero().flatten().tolist() == [j for j in seen if 0 <= j < keys]
+
+
+@given(count=st.integers(1, 12), lengths=st.lists(st.integers(0, 9), min_size=2, max_size=2))
+def test_sinks_are_the_first_real_keys(count, lengths):
+    x = torch.zeros(2, 1, 9, 2)
+    mask = fk.Sinks(count).graph(x, x, lengths=torch.tensor(lengths)).to_mask()
+    for b, n in enumerate(lengths):
+        assert mask[b, 0, 0].nonzero().flatten().tolist() == list(range(min(count, n)))
+
+
+@pytest.mark.parametrize("shape", ["plain", "grouped", "padded", "cross"])
+def test_shared_keys_are_those_of_largest_score(shape):
+    shape = SHAPES[shape]
+    q, k, _ = shape.draw()
+    lengths = shape.lengths or (shape.keys,) * shape.batch
+    for keep in (fk.KeyNorm(5), fk.Leverage(7), fk.Leverage(7, centre=True)):
+        mask = keep.graph(q, k, lengths=torch.tensor(lengths)).to_mask()
+        for b, n in enumerate(lengths):
+            for h in range(shape.query_heads):
+                rows = k[b, h * shape.kv_heads // shape.query_heads, :n]
+                if isinstance(keep, fk.KeyNorm):
+                    score = rows.norm(dim=-1)
+                else:
+                    rows = rows - rows.mean(0) if keep.centre else rows
+                    score = torch.einsum("nd,de,ne->n", rows, torch.linalg.pinv(rows.mT @ rows), rows)
+                expected = score.topk(keep.count).indices.sort().values.tolist()
+                assert (mask[b, h] == mask[b, h, :1]).all()
+                assert mask[b, h, 0].nonzero().flatten().tolist() == expected
+
+
+def test_top_k_and_best_columns_hold_the_most_mass():
+    q, k, _ = SHAPES["grouped"].draw()
+    weights = (q @ k.repeat_interleave(3, 1).mT / 8**0.5).softmax(-1)
+    top = fk.TopK(5).graph(q, k).to_mask()
+    assert (top.sum(-1) == 5).all()
+    torch.testing.assert_close(fk.metrics.mass(weights, top), weights.topk(5).values.sum(-1))
+    best = fk.BestColumns(5).graph(q, k).to_mask()
+    columns = weights.unflatten(1, (2, 3)).sum((2, 3)).topk(5).indices
+    expected = torch.zeros(2, 2, 70, dtype=torch.bool).scatter_(-1, columns, True).repeat_interleave(3, 1)
+    assert torch.equal(best, expected.unsqueeze(2).expand_as(best))
+
+
+def test_random_keys_are_uniform():
+    x = torch.zeros(1, 1, 20, 2)
+    drawn = torch.zeros(20)
+    for seed in range(300):
+        mask = fk.RandomKeys(5).graph(x, x, generator=torch.Generator().manual_seed(seed)).to_mask()[0, 0]
+        assert mask[0].sum() == 5
+        drawn += mask[0]
+    # 300 draws of 5 from 20: mean 75 per key, standard deviation 7.5.
+    assert (drawn - 75).abs().max() < 4.5 * 7.5
+
+
+def test_importance_is_the_gaussian_integral():
+    """g_j = log E exp(q . k_j), against a large sample of Gaussian queries with the same moments."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 200_000, 3, generator=g, dtype=torch.float64) * torch.tensor([1.0, 0.5, 0.2]) + 0.6
+    k = torch.randn(1, 1, 6, 3, generator=g, dtype=torch.float64)
+    inputs = check_inputs(q, k, k, scale=1.0)
+    found = key_statistics(inputs).importance
+    k = k - k.mean(2, keepdim=True)
+    torch.testing.assert_close(found, (q @ k.mT).exp().mean(2).log(), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
+def test_graphs_are_consistent(keep, shape):
+    """Edges, slots and sparsity tell what the mask tells; nothing hidden is kept; unions are unions."""
+    if shape.is_causal and not keep.causal:
+        pytest.skip("refused, see test_refusals.py")
+    q, k, v = shape.draw()
+    inputs = check_inputs(q, k, v, **shape.options)
+    graph = keep.select(inputs)
+    mask, seen = graph.to_mask(), visible(inputs, 0, shape.queries).expand(shape.batch, shape.query_heads, -1, -1)
+    assert mask.shape == (shape.batch, shape.query_heads, shape.queries, shape.keys)
+    assert not (mask & ~seen).any()
+    rebuilt = torch.zeros_like(mask)
+    rebuilt[tuple(graph.edges())] = True
+    assert torch.equal(rebuilt, mask)
+    real = torch.ones(shape.batch, shape.queries, dtype=torch.bool)
+    if shape.lengths is not None and shape.queries == shape.keys:
+        real = torch.arange(shape.queries) < torch.tensor(shape.lengths)[:, None]
+    rows = real[:, None].expand(-1, shape.query_heads, -1)
+    assert graph.slots() == pytest.approx(mask.sum(-1)[rows].double().mean().item())
+    assert graph.sparsity() == pytest.approx(1 - mask.sum(-1)[rows].sum().item() / seen.sum(-1)[rows].sum().item())
+    united = (keep | fk.Window(3) | fk.Sinks(2)).select(inputs).to_mask()
+    assert torch.equal(united, mask | fk.Window(3).select(inputs).to_mask() | fk.Sinks(2).select(inputs).to_mask())
+
+
+@pytest.mark.parametrize("keep", [fk.KeyNorm(5), fk.Leverage(5), fk.RandomKeys(5)], ids=str)
+def test_causal_lists_use_their_places(keep):
+    """Once enough keys are complete every query keeps `count` of them; before, all that it may see up to `count`."""
+    shape = CAUSAL_SHAPES["causal"]
+    q, k, _ = shape.draw()
+    kept = keep.graph(q, k, is_causal=True).to_mask().sum(-1)
+    assert (kept[:, :, 64:] == 5).all()
+    assert torch.equal(kept[0, 0, :64], torch.arange(1, 65).clamp_max(5))

@@ -1,0 +1,148 @@
+"""What stand-ins say, held against their equations written out naively, and against what they estimate."""
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import SHAPES
+from fewkeys.core.validation import check_inputs
+from fewkeys.rest.cluster_means import top_subspace
+from fewkeys.sketch.clusters import clusters
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+"""The library adds a ridge of 1e-6 to the query metric; the naive equations do not."""
+
+
+@pytest.mark.parametrize("shape", ["plain", "grouped", "padded", "cross"])
+def test_cluster_means_follow_their_equations(shape):
+    """The docstring of ClusterMeans, one key at a time; full rank, so that S itself can be compared."""
+    shape = SHAPES[shape]
+    q, k, v = shape.draw()
+    inputs = check_inputs(q, k, v, **shape.options)
+    graph = fk.Leverage(6).select(inputs)
+    found = fk.ClusterMeans(5, rank=8).prepare(inputs, graph, fk.Softmax())
+    label = clusters(inputs, 5).label
+    lengths = shape.lengths or (shape.keys,) * shape.batch
+    for b, n in enumerate(lengths):
+        for h in range(shape.kv_heads):
+            group = shape.query_heads // shape.kv_heads
+            queries = q[b, h * group : (h + 1) * group, : n if shape.queries == shape.keys else None]
+            rows = queries.flatten(0, 1) / shape.head_dim**0.5
+            m, second = rows.mean(0), rows.mT @ rows / len(rows)
+            covariance = second - torch.outer(m, m)
+            keys, values = k[b, h, :n], v[b, h, :n]
+            centred = keys - keys.mean(0)
+            g = centred @ m + 0.5 * ((centred @ covariance) * centred).sum(-1)
+            own = label[b, h, :n]
+            kept = graph.to_mask()[b, h * group, 0, :n]
+            pooled, mass, spreads, means = torch.zeros(8, shape.value_dim).double(), {}, {}, {}
+            for c in range(5):
+                inside = [j for j in range(n) if own[j] == c and not kept[j]]
+                if not inside:
+                    continue
+                e = torch.zeros(n, dtype=torch.float64)
+                # The mean importance comes with the clusters, from the members at the last of Lloyd's steps.
+                g_mean = clusters(inputs, 5).importance[b, h, c]
+                assert g.min() <= g_mean <= g.max()
+                for j in inside:
+                    e[j] = (0.5 * (g[j] - g_mean)).clamp(-2, 2).exp()
+                mu, nu = e @ keys / e.sum(), e @ values / e.sum()
+                torch.testing.assert_close(found.key[b, h, c], mu, **CLOSE)
+                torch.testing.assert_close(found.member[b, h, :n, c], e, **CLOSE)
+                offset = mu - keys.mean(0)
+                g_mu = offset @ m + 0.5 * offset @ covariance @ offset
+                torch.testing.assert_close(found.bias[b, h, c], (0.5 * (g_mean - g_mu)).clamp(-2, 2), **CLOSE)
+                pooled += ((keys - mu) * e[:, None]).mT @ (values - nu)
+                spreads[c] = e @ (((keys - mu) @ second) * (keys - mu)).sum(-1) / e.sum()
+                mass[c], means[c] = e.sum(), (offset, nu)
+            pooled = pooled / sum(mass.values())
+            torch.testing.assert_close(found.left[b, h] @ found.right[b, h], pooled, **CLOSE)
+            mean_spread = sum(spreads[c] * mass[c] for c in mass) / sum(mass.values())
+            for c, (offset, nu) in means.items():
+                factor = (spreads[c].clamp_min(0) / mean_spread).sqrt().clamp_max(2)
+                torch.testing.assert_close(found.factor[b, h, c], factor, **CLOSE)
+                expected = nu - factor * (0.5 * (m + covariance @ offset)) @ pooled
+                torch.testing.assert_close(found.value[b, h, c], expected, **CLOSE)
+
+
+def test_moments_are_exact_for_gaussian_keys():
+    """n (keys, values) drawn jointly Gaussian: the Gaussian integral is the limit of the sum, value and mass alike."""
+    g = torch.Generator().manual_seed(0)
+    n, d = 200_000, 3
+    joint = torch.randn(1, 1, n, 2 * d, generator=g, dtype=torch.float64)
+    mix = torch.randn(2 * d, 2 * d, generator=g, dtype=torch.float64) / 2
+    k, v = (joint @ mix).split(d, -1)
+    v = v + 1
+    q = 0.7 * torch.randn(1, 1, 40, d, generator=g, dtype=torch.float64)
+    exact = fk.attention(q, k, v, scale=1.0)
+    found = fk.attention(q, k, v, keep=fk.Sinks(1), rest=fk.Moments(), scale=1.0, impl="torch")
+    assert (found - exact).norm() < 0.02 * exact.norm()
+    # The mass counts against kept keys: a heavy kept key gets the share that exact attention gives it.
+    heavy = k.clone()
+    heavy[0, 0, 0] = 6 * torch.nn.functional.normalize(q[0, 0].mean(0), dim=0)
+    mark = torch.zeros_like(v)
+    mark[:, :, 0] = 1
+    options = {"keep": fk.Sinks(1), "rest": fk.Moments(), "scale": 1.0, "impl": "torch"}
+    share, exact_share = fk.attention(q, heavy, mark, **options), fk.attention(q, heavy, mark, scale=1.0)
+    assert (share - exact_share).norm() < 0.03 * exact_share.norm()
+
+
+@pytest.mark.parametrize("weights", [fk.Softmax(), fk.Power(2.0)], ids=str)
+def test_uniform_sample_is_unbiased(weights):
+    """Sums over the sample, averaged over draws, are the sums over all keys that are not kept."""
+    q, k, v = SHAPES["plain"].draw()
+    q = q / 4
+    inputs = check_inputs(q, k, v)
+    graph = fk.Leverage(6).select(inputs)
+    free = ~graph.to_mask()
+
+    def kernel(scores):
+        return scores.exp() if isinstance(weights, fk.Softmax) else scores.square()
+
+    exact = (kernel(q @ k.mT / 8**0.5) * free) @ v
+    draws = []
+    for seed in range(400):
+        inputs = check_inputs(q, k, v, generator=torch.Generator().manual_seed(seed))
+        sample = fk.UniformSample(20).prepare(inputs, graph, weights)
+        draws.append((kernel(q @ sample.key.mT / 8**0.5) * sample.member.sum(-2).unsqueeze(-2)) @ sample.value)
+    draws = torch.stack(draws)
+    standard_error = draws.std(0) / 400**0.5
+    assert ((draws.mean(0) - exact).abs() < 5 * standard_error).all()
+
+
+@pytest.mark.parametrize("weights", [fk.Softmax(), fk.Power(2.0)], ids=str)
+@pytest.mark.parametrize("count", [64, 70, 500])
+def test_a_sample_of_everything_is_exact(count, weights):
+    """64 of the 70 keys are not kept: with as many places each of them speaks for itself."""
+    q, k, v = SHAPES["plain"].draw()
+    rest = fk.UniformSample(count)
+    found = fk.attention(q, k, v, keep=fk.Leverage(6), rest=rest, weights=weights, impl="torch")
+    torch.testing.assert_close(found, fk.attention(q, k, v, weights=weights))
+
+
+def test_more_slots_describe_better():
+    """On keys in tight groups, as many means as groups leave almost no error; fewer leave some."""
+    g = torch.Generator().manual_seed(0)
+    centres, tags = torch.randn(12, 8, generator=g), torch.randn(12, 8, generator=g)
+    group = torch.randint(12, (400,), generator=g)
+    k = (2 * centres[group] + 0.01 * torch.randn(400, 8, generator=g))[None, None]
+    v = (tags[group] + 0.01 * torch.randn(400, 8, generator=g))[None, None]
+    q = torch.randn(1, 1, 50, 8, generator=g)
+    exact = fk.attention(q, k, v)
+    errors = [
+        fk.metrics.output_error(fk.attention(q, k, v, keep=fk.Sinks(1), rest=fk.ClusterMeans(c), impl="torch"), exact)
+        for c in (2, 6, 48)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.02
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_top_subspace_finds_leading_eigenvectors(rank):
+    g = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(2, 6, 6, generator=g, dtype=torch.float64)).Q
+    matrix = basis @ torch.diag(10.0 ** -torch.arange(6, dtype=torch.float64)) @ basis.mT
+    found = top_subspace(matrix, rank)
+    torch.testing.assert_close(found.mT @ found, torch.eye(rank, dtype=torch.float64).expand(2, -1, -1))
+    held = (found.mT @ matrix @ found).diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert (held > 0.9999 * sum(10.0**-i for i in range(rank))).all()

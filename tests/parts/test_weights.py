@@ -1,0 +1,78 @@
+"""Kernels against their formulas, and entmax against two independent algorithms."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import WEIGHTS
+from fewkeys.core.entmax import entmax
+
+entmax_package = pytest.importorskip("entmax")
+
+FORMULAS = {
+    "softmax": torch.exp,
+    "power": lambda s: s.abs() ** 2,
+    "elu": lambda s: torch.where(s > 0, s + 1, s.exp()),
+    "relu": lambda s: s.clamp_min(0) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_kernels_follow_their_formulas(name):
+    scores = torch.linspace(-3, 4, 50, dtype=torch.float64).reshape(10, 5).mT
+    expected = FORMULAS[name](scores)
+    torch.testing.assert_close(WEIGHTS[name].normalised(scores.clone()), expected / expected.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_hidden_entries_have_no_weight_and_no_gradient(weights):
+    scores = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores[:, 2] = -torch.inf
+    scores[3] = -torch.inf
+    scores.requires_grad_()
+    found = weights.normalised(scores)
+    assert torch.equal(found[3], torch.zeros(6, dtype=found.dtype))
+    assert torch.equal(found[:, 2], torch.zeros(4, dtype=found.dtype))
+    (grad,) = torch.autograd.grad((found * torch.arange(6)).sum(), scores)
+    assert torch.isfinite(grad).all()
+    assert torch.equal(grad[:, 2], torch.zeros(4, dtype=found.dtype))
+
+
+@given(seed=st.integers(0, 10_000), n=st.integers(1, 30), scale=st.sampled_from([0.1, 1.0, 10.0, 1000.0]))
+def test_entmax_equals_the_package(seed, n, scale):
+    scores = scale * torch.randn(3, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(entmax(scores, 1.5), entmax_package.entmax15(scores, dim=-1), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(entmax(scores, 2.0), entmax_package.sparsemax(scores, dim=-1), rtol=1e-7, atol=1e-9)
+    for alpha in (1.2, 1.7, 3.0):
+        expected = entmax_package.entmax_bisect(scores, alpha, dim=-1, n_iter=80)
+        torch.testing.assert_close(entmax(scores, alpha), expected, rtol=1e-6, atol=1e-7)
+
+
+@given(seed=st.integers(0, 10_000), n=st.integers(2, 30))
+def test_close_alphas_have_close_weights(seed, n):
+    scores = 2 * torch.randn(3, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    for alpha in (1.5, 2.0):
+        torch.testing.assert_close(entmax(scores, alpha), entmax(scores, alpha + 1e-10), rtol=1e-4, atol=1e-6)
+
+
+def test_entmax_is_the_argmax_it_claims_to_be():
+    """No point of the simplex does better than the result (checked on a grid for three entries)."""
+    scores = torch.tensor([0.7, 0.2, -0.1], dtype=torch.float64)
+    steps = torch.linspace(0, 1, 101, dtype=torch.float64)
+    grid = torch.stack(torch.meshgrid(steps, steps, indexing="ij"), -1).flatten(0, 1)
+    grid = torch.cat([grid, 1 - grid.sum(-1, keepdim=True)], -1)
+    grid = grid[grid[:, 2] >= -1e-12].clamp_min(0)
+    for alpha in (1.3, 1.5, 2.0, 2.5):
+
+        def objective(p, alpha=alpha):
+            return p @ scores + (p - p**alpha).sum(-1) / (alpha * (alpha - 1))
+
+        assert (objective(grid) <= objective(entmax(scores, alpha)) + 1e-9).all()
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
+def test_entmax_gradient(alpha):
+    g = torch.Generator().manual_seed(0)
+    scores = torch.randn(4, 7, dtype=torch.float64, generator=g, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: entmax(s, alpha), (scores,))
