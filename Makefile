@@ -6,9 +6,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-# The demo's input: `make demo TEXT=my.txt SLOTS=32,64` compares on a text of your own.
-# docs/ comes first, so that the figures in the README do not depend on the README.
-TEXT  ?= $(sort $(wildcard docs/*.md)) CONTRIBUTING.md README.md
+# `make demo TEXT=my.txt SLOTS=32,64` compares on a text of your own instead of the demo's.
+TEXT  ?=
 SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 

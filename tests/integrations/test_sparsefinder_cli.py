@@ -92,7 +92,7 @@ def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
     ("options", "parts"),
     [
         ({"model": None}, ["--capture", "--model", "required"]),
-        ({"text": None}, ["--text: expected a text file for the model to read, got none"]),
+        ({"text": None}, ["--text: expected a UTF-8 file to read, got none"]),
         ({"capture": "somewhere"}, ["not allowed with argument"]),
         ({"capture": "nowhere", "model": None}, ["--text: expected none beside --capture"]),
         ({"capture": "nowhere", "model": None, "text": None}, ["--capture: expected a capture", "nowhere"]),

@@ -148,7 +148,7 @@ def test_the_command_writes_json_and_pictures(tmp_path, capsys):
 
 
 BAD = {
-    "--text": ["--demo"],
+    "--text": ["--text=words.txt"],
     "--plans": ["--plans=budget"],
     "--plans: expected": ["--plans=budgets:3"],
     "is_causal": ["--causal", "--plans=sample:8"],

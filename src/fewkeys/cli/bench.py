@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.json:
         inputs.need("rich", "report")
     real = arguments.demo or arguments.model is not None
-    if real != (arguments.text is not None):
-        raise ValueError("--text: expected together with --model or --demo, got one without the other; give both")
-    texts = inputs.read_texts(arguments.text) if real else []
+    if arguments.text and not real:
+        raise ValueError("--text: expected together with --model or --demo, got it alone; random inputs read nothing")
+    texts = inputs.read_texts(inputs.text_files(arguments)) if real else []
     import torch
 
     from fewkeys.bench.machine import machine, versions

@@ -28,7 +28,8 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Capture, and print what was stored."""
-    texts = inputs.read_texts(arguments.text)
+    files = inputs.text_files(arguments)
+    texts = inputs.read_texts(files)
     out: Path = arguments.out
     check_folder(out)
     if out.exists() and any(out.iterdir()):

@@ -36,7 +36,8 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Compare, print, and write what --out asks for."""
-    texts = inputs.read_texts(arguments.text)
+    files = inputs.text_files(arguments)
+    texts = inputs.read_texts(files)
     if arguments.out is not None:
         check_folder(arguments.out)
         inputs.need("matplotlib", "report")
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         report = compare(
             captured, plans, model=model, batches=batches, eps=arguments.eps, seed=arguments.seed, progress=step
         )
-    report = replace(report, model=name).with_settings(text=[path.name for path in arguments.text])
+    report = replace(report, model=name).with_settings(text=[path.name for path in files])
     if arguments.out is not None:
         from fewkeys.report.figure import save_figure
 

