@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """Write text (UTF-8) or bytes to `path` by rename: a reader finds the old file or the new one, never half."""
+    """Write text (UTF-8) or bytes to `path` by rename: a reader finds the old file or the new one, never half.
+
+    The draft beside it is this call's alone, whatever threads, processes or hosts write at the same time, and is never
+    an existing file or link. It is on the disk before it takes the name, so that a crash leaves one of the two.
+    """
     target = Path(path)
-    draft = target.parent / f".{target.name}.{os.getpid()}"
+    draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        draft.write_bytes(data.encode() if isinstance(data, str) else data)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            stream.flush()
+            os.fsync(stream.fileno())
         draft.replace(target)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's names on the disk, where its file system can."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:

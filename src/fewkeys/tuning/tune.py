@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.captures.capture import Capture
+from fewkeys.core.files import write_whole
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -167,9 +168,7 @@ class _Table:
                 scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=step)
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    draft = path.with_suffix(f".{os.getpid()}")
-                    save_file({"relative": scores.relative, "share": scores.share}, draft)
-                    draft.replace(path)
+                    write_whole(path, save({"relative": scores.relative, "share": scores.share}))
             else:
                 self._step(len(candidates) * self.capture.batches, layer)
             found.append(scores)
