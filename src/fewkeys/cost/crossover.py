@@ -31,8 +31,8 @@ from fewkeys.plan import Plan
 ADVANTAGE = 0.85
 """The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact."""
 SHIPPED = 0.3
-"""Where nothing is measured, the plan is taken where it has at most this share of exact attention's operations, which
-torch's fused kernels do faster than a plan does its own."""
+"""Where nothing is measured, the plan is taken where it has at most this share of exact attention's operations: a
+cautious one, since plans do theirs in smaller pieces."""
 EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS, TURNS = 2, 3
 MOST_TURNS, PATIENCE = 20, 30.0
