@@ -114,7 +114,7 @@ def attention_is_that_of_one_process(rank, world):
     whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     direction = torch.randn((*q.shape[:3], v.shape[3]), generator=g, dtype=q.dtype)
     for name, (keep, weights) in PLANS.items():
-        expected = fk.attention(*whole, keep=keep, weights=weights, scale=0.7, impl="torch")
+        expected = fk.attention(*whole, keep=keep, weights=weights, scale=0.7)
         gradients = torch.autograd.grad((expected * direction).sum(), whole)
         # The bound of the docstring for the outputs; a gradient is a sum of as many terms for each query.
         bound = (2 * q.shape[3] * 0.7 * (q.abs() @ k.abs().repeat_interleave(2, 1).mT).amax() + k.shape[2]) * U
@@ -153,7 +153,7 @@ def windows_and_means_are_those_of_one_process(rank, world):
     direction = torch.randn((*q.shape[:3], v.shape[3]), generator=g, dtype=q.dtype)
     for name, (keep, rest, weights) in MEANS.items():
         parts = {"keep": keep, "rest": rest, "weights": weights, "scale": 0.7}
-        expected = fk.attention(*whole, **parts, impl="torch")
+        expected = fk.attention(*whole, **parts)
         gradients = torch.autograd.grad((expected * direction).sum(), whole)
         for share in ("even", "uneven", "empty"):
             own = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
@@ -195,7 +195,7 @@ def causal_attention_is_that_of_one_process(rank, world):
     direction = torch.randn((*q.shape[:3], v.shape[3]), generator=g, dtype=q.dtype)
     for name, plan in CAUSAL.items():
         parts = {"keep": plan.keep, "rest": plan.rest, "weights": plan.weights, "scale": 0.7, "is_causal": True}
-        expected = fk.attention(*whole, **parts, impl="torch")
+        expected = fk.attention(*whole, **parts)
         gradients = torch.autograd.grad((expected * direction).sum(), whole)
         for share in ("even", "uneven", "empty"):
             own = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
@@ -212,7 +212,7 @@ def a_causal_gradient_wanted_by_one_rank_arrives(rank, world):
     plan = CAUSAL["sinks"]
     q, k, v = problem(n=91)
     value = v.clone().requires_grad_()
-    fk.attention(q, k, value, plan=plan, is_causal=True, impl="torch").sum().backward()
+    fk.attention(q, k, value, plan=plan, is_causal=True).sum().backward()
     for who in (0, world - 1):
         own = [split(tensor, world)[rank].detach() for tensor in (q, k, v)]
         own[2].requires_grad_(rank == who)
@@ -241,7 +241,7 @@ def low_precision_is_kept_and_rounded_once(rank, world):
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = problem(seed=3, dtype=dtype)
         whole = [tensor.float().requires_grad_() for tensor in (q, k, v)]
-        expected = fk.attention(*whole, keep=fk.KeyNorm(12), impl="torch")
+        expected = fk.attention(*whole, keep=fk.KeyNorm(12))
         sign = torch.where(torch.arange(expected.numel()) % 3 > 0, 1.0, -1.0).view_as(expected)  # exact in any dtype
         gradients = torch.autograd.grad((expected * sign).sum(), whole)
         own = [split(tensor, world)[rank].detach().requires_grad_() for tensor in (q, k, v)]
@@ -263,7 +263,7 @@ def a_gradient_wanted_by_one_rank_arrives(rank, world):
     """The other ranks' tensors need no gradients; their backward pass brings it all the same."""
     q, k, v = problem()
     value = v.clone().requires_grad_()
-    fk.attention(q, k, value, keep=fk.KeyNorm(9), impl="torch").sum().backward()
+    fk.attention(q, k, value, keep=fk.KeyNorm(9)).sum().backward()
     own = [split(tensor, world)[rank] for tensor in (q, k, v)]
     if rank == world - 1:
         own[2] = own[2].detach().requires_grad_()

@@ -45,7 +45,7 @@ def replaced(model: Any, method: str, slots: int) -> Iterator[None]:
         finally:
             detach()
     else:
-        with fk.apply(model, PLANS[method](slots), impl="torch"):
+        with fk.apply(model, PLANS[method](slots)):
             yield
 
 

@@ -6,7 +6,7 @@
 Each run replaces the rows of its number of ranks in OUT.json and prints them. Bytes are those of
 `fewkeys.distributed.Communicator.bytes_sent`; "wire" is what the kernel counted on the loopback device meanwhile, per
 rank, over what was counted here (other traffic on the machine adds to it). Differences are to one process on the whole
-sequence: the universal sets must be equal; outputs and gradients are compared with `fewkeys.attention(impl="torch")`.
+sequence: the universal sets must be equal; outputs and gradients are compared with `fewkeys.attention`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def compare(
         answers: list[Tensor] = []
         if comm.rank == 0:
             leaves = [tensor.clone().requires_grad_() for tensor in whole[:3]]
-            out = fk.attention(*leaves, keep=keep, impl="torch")
+            out = fk.attention(*leaves, keep=keep)
             answers = [out.detach(), *torch.autograd.grad((out * whole[3]).sum(), leaves)]
         found = [outputs[name], *gradients[name]]
         errors = [largest(f, shared(lambda i=i, a=answers: a[i]), comm) for i, f in enumerate(found)]

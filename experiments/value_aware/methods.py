@@ -95,12 +95,11 @@ def _planned(plan: Callable[[int, Weights, bool], fk.Plan]) -> Method:
             x.query,
             x.key,
             x.value,
-            plan=plan(r, call.kernel, x.is_causal),
+            plan=plan(r, call.kernel, x.is_causal).always(),
             is_causal=x.is_causal,
             scale=x.scale,
             query_offset=x.query_offset,
             generator=call.generator,
-            impl="torch",
         )
 
     return answer

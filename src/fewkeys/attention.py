@@ -1,29 +1,19 @@
-"""The whole flow on one screen: check the inputs, select the keys, summarise the rest, attend."""
+"""`fewkeys.attention`, the public function. What happens to its arguments is in `fewkeys.flow`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import Literal, cast, get_args
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_inputs
+from fewkeys.core.impl import Impl
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.cost.crossover import exact_is_faster
-from fewkeys.execute import exact, reference
-from fewkeys.execute.torch import attend as linear
-from fewkeys.execute.triton import launch as fused
+from fewkeys.flow import answer, check_plan
 from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
-from fewkeys.rest.base import StandIns
 from fewkeys.select import Selector
-from fewkeys.sketch.backend import by_triton
-
-Impl = Literal["auto", "torch", "triton", "reference"]
 
 
 def attention(
@@ -66,11 +56,15 @@ def attention(
         query_offset: position of the first query among the keys (0 aligns upper-left, as torch's SDPA does; Nk - Nq
             for decoding with a cache).
         generator: source of randomness for plans that draw; default: seed 0 at every call.
-        impl: "reference": dense, the definition itself. "torch": linear time and memory (oracle selectors excepted).
-            "triton": kernels on CUDA, for softmax over a window, a shared list and cluster means, and for softmax and
-            entmax (alpha <= 2) inside groups, one for each token, beside a window and a shared list.
-            "auto": "torch", except that exact attention answers where the plan keeps every key, and, for plans with
-            `exact_if_faster` (those of `budget`), where it would be faster than the plan.
+        impl: which code runs, for statistics and attention alike; refused with the reason where it cannot.
+            "reference": dense, the definition itself. "torch": operations of torch, in linear time and memory (oracle
+            selectors excepted). "native": C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16,
+            with gradients, over all but groups of tokens, `Moments` and lists for every query. "triton": kernels on
+            CUDA for softmax over a window, a shared list and cluster means, and for softmax and entmax (alpha <= 2)
+            inside groups, one for each token, beside a window and a shared list; experimental, measured on no device.
+            "auto": "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
+            key; "auto" does too for plans with `exact_if_faster` (those of `budget`) where exact attention is faster,
+            by a model of this machine that is measured once and kept: the same call always gives the same answer.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
             queries computed exactly, is above this; `fewkeys.Guard` says what that costs and means. A `Guard` in place
             of the number counts how often it happens.
@@ -93,77 +87,20 @@ def attention(
         return operator.compiled(
             query, key, value, chosen, lengths, key_mask, is_causal, scale, query_offset, impl, generator, max_error
         )
-    inputs = check_inputs(
+    return answer(
         query,
         key,
         value,
+        plan=chosen,
         is_causal=is_causal,
         scale=scale,
         lengths=lengths,
         key_mask=key_mask,
         query_offset=query_offset,
         generator=generator,
+        impl=impl,
+        max_error=max_error,
     )
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
-    if max_error is None:
-        return run(inputs, chosen, impl)
-    guard = max_error if isinstance(max_error, Guard) else Guard(max_error)
-    guard.count_call()
-    return run(inputs, chosen, impl, guard)
-
-
-def run(inputs: Inputs, plan: Plan | Sequence[Plan], impl: Impl, guard: Guard | None = None) -> Tensor:
-    """The output of a plan, or of one plan for each key head, on checked inputs; corrected by the guard, if any."""
-    if not isinstance(plan, Plan):
-        parts = [(run(part, own, impl, guard), heads) for own, heads, part in by_plan(inputs, plan)]
-        output = torch.cat([out.unflatten(1, (-1, inputs.groups)) for out, _ in parts], 1)
-        order = torch.cat([heads for _, heads in parts]).argsort()
-        return output[:, order].flatten(1, 2)
-    plan.check(inputs)
-    # As many exact rows as queries are the exact answer: then the check is the answer, and needs no plan.
-    checked_whole = guard is not None and inputs.queries <= guard.queries
-    if plan.keep is None or checked_whole or answers_exactly(inputs, plan, impl):
-        if impl == "reference":
-            return reference.attend_exact(inputs, plan.weights)
-        return exact.attend(inputs, plan.weights)
-    if plan.rest.needs_causal and inputs.offset:
-        # Stand-ins of the past are made block by block from the first token on.
-        return run(inputs.from_start(), plan, impl, guard)[:, :, inputs.offset :]
-    with by_triton() if impl == "triton" else nullcontext():
-        with torch.no_grad():
-            graph = plan.keep.select(inputs)
-        stand_ins = plan.rest.prepare(inputs, graph, plan.weights)
-    if impl == "triton":
-        reason = fused.unsupported(inputs, graph, stand_ins, plan.weights)
-        if reason is not None:
-            raise ValueError(f"impl='triton': {reason}; use impl='torch'")
-        output = fused.attend(inputs, graph, cast("StandIns | None", stand_ins), plan.weights)
-    else:
-        execute = reference.attend if impl == "reference" else linear.attend
-        output = execute(inputs, graph, stand_ins, plan.weights)
-    return output if guard is None else guard.correct(inputs, plan.weights, output)
-
-
-def answers_exactly(inputs: Inputs, plan: Plan, impl: Impl) -> bool:
-    """Whether `run` answers such inputs with exact attention, whatever the data."""
-    if plan.keep is None:
-        return True
-    if impl == "reference":
-        return False
-    return plan.keep.covers(inputs) or (impl == "auto" and plan.exact_if_faster and exact_is_faster(inputs, plan))
-
-
-def by_plan(inputs: Inputs, plans: Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
-    """The distinct plans of the key heads, each with its heads (H,) and the problem of these heads alone."""
-    if len(plans) != inputs.kv_heads:
-        raise ValueError(f"plan: expected one plan for each of {inputs.kv_heads} key heads, got {len(plans)}")
-    heads: dict[Plan, list[int]] = {}
-    for head, plan in enumerate(plans):
-        heads.setdefault(plan, []).append(head)
-    for plan, own in heads.items():
-        index = torch.tensor(own, device=inputs.key.device)
-        yield plan, index, inputs if len(heads) == 1 else inputs.heads(index)
 
 
 def _plan(
@@ -175,10 +112,3 @@ def _plan(
         raise ValueError("plan: expected either a plan or keep, rest and weights, got both; change the plan instead")
     check_plan(plan)
     return plan
-
-
-def check_plan(plan: object) -> None:
-    """Raise `TypeError` for what is neither a plan nor a sequence of plans."""
-    for one in (plan,) if isinstance(plan, Plan) or not isinstance(plan, Sequence) else plan:
-        if not isinstance(one, Plan):
-            raise TypeError(f"plan: expected a fewkeys.Plan, got {type(one).__name__}; budget(slots) makes one")

@@ -8,23 +8,30 @@ plan and the data decide, and no recompilation beyond that of its shapes. Plans 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.learned import Learned, pack
+from fewkeys.flow import answer
 from fewkeys.plan import FORMAT, Plan
 from fewkeys.select import SELECTORS, Selector, Union
 
 if TYPE_CHECKING:
-    from fewkeys.attention import Impl
+    from fewkeys.core.impl import Impl
     from fewkeys.guard.fallback import Guard
 
-_known: dict[str, Learned] = {}
-"""By fingerprint, the learned values of the plans that were compiled here."""
+PLANS, LEARNED = 64, 64
+_known: WeakValueDictionary[str, Learned] = WeakValueDictionary()
+"""By fingerprint, the learned values of the plans that were compiled here, for as long as somebody holds them."""
+_latest: deque[Learned] = deque(maxlen=LEARNED)
+"""The last of them, which compiled code may outlive its plan with."""
 
 
 def compiled(
@@ -64,11 +71,7 @@ def compiled(
     return output
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    from fewkeys.attention import attention
-
-    return attention(query, key, value, **options)
+_outside = torch.compiler.disable(answer)
 
 
 def holds(plan: Plan | Sequence[Plan]) -> bool:
@@ -116,13 +119,14 @@ def _text(value: Any) -> str:
 
 def _remembered(value: Learned) -> str:
     _known[value.fingerprint] = value
+    _latest.append(value)
     return json.dumps(pack(value))
 
 
 _learned = cast("Callable[[Learned], str]", torch.compiler.assume_constant_result(_remembered))
 
 
-@lru_cache
+@lru_cache(PLANS)
 def plan_of(name: str) -> Plan | tuple[Plan, ...]:
     """The plan of such a name, `ValueError` where it has learned tensors that this process has not seen."""
     found = tuple(Plan.from_dict(json.loads(line), _known) for line in name.splitlines())
@@ -138,17 +142,15 @@ def _attention(
     query_offset: int,
     impl: str,
 ) -> Callable[..., Tensor]:
-    from fewkeys.attention import attention  # which calls this operator where it is compiled
-
     return partial(
-        attention,
+        answer,
         lengths=lengths,
         key_mask=key_mask,
         plan=plan_of(plan),
         is_causal=is_causal,
         scale=scale,
         query_offset=query_offset,
-        impl=cast("Impl", impl),
+        impl=impl,
     )
 
 
@@ -190,11 +192,23 @@ def attend_backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value. Computes the output again: it keeps nothing but the inputs."""
-    output = _attention(lengths, key_mask, plan, is_causal, scale, query_offset, impl)
-    # Inside an operator autograd is switched off; a vector-Jacobian product brings its own.
-    pull = torch.func.vjp(output, query, key, value)[1]
-    found: list[Tensor] = [part.clone(memory_format=torch.contiguous_format) for part in pull(grad)]
-    return found[0], found[1], found[2]
+    given = [rows.detach().requires_grad_() for rows in (query, key, value)]
+    with _autograd():
+        output = _attention(lengths, key_mask, plan, is_causal, scale, query_offset, impl)(*given)
+        found = torch.autograd.grad(output, given, grad, materialize_grads=True)
+    query, key, value = (part.clone(memory_format=torch.contiguous_format) for part in found)
+    return query, key, value
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Autograd inside an operator, where it is switched off."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
 
 
 @attend_backward.register_fake

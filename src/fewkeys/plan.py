@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fewkeys.core.files import read_json, write_json
@@ -95,6 +95,10 @@ class Plan:
                     f"is_causal: {self.keep} chooses keys by looking at the future; use Window, Sinks, TopK, "
                     "RandomKeys, KeyNorm or Leverage(count) of power 2"
                 )
+
+    def always(self) -> Plan:
+        """The same plan without leave to give way to exact attention where that is faster."""
+        return replace(self, exact_if_faster=False) if self.exact_if_faster else self
 
     def slots(self, kept: float, head_dim: int, value_dim: int) -> float:
         """What a query pays, given the mean number of keys it keeps: kept keys plus the price of the stand-ins."""

@@ -1,6 +1,8 @@
 """Compiled attention: one operator, the same output and gradients as without compiling, whatever the plan."""
 
+import gc
 import json
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, PLANS, SHAPES, SOME_PLANS
 from fewkeys import operator
+from fewkeys.core.learned import learned_parts
 from fewkeys.select import Selector
+from native_cases import needs_compiler
 from predictors import predicted
 from tiny_models import llama, tokens
 
@@ -117,9 +121,39 @@ def test_plans_are_found_by_their_names():
     name = operator.name_of(fk.Plan(predicted(fk.Clusters(3), 2, 4)))
     assert isinstance(operator.plan_of(name).keep, fk.Predicted)
     operator._known.clear()  # as in another process
+    operator._latest.clear()
     operator.plan_of.cache_clear()
     with pytest.raises(ValueError, match="learned"):
         operator.plan_of(name)
+
+
+def test_plans_are_not_kept_for_ever():
+    """The last ones are, since compiled code may outlive its plan; those before are freed."""
+    first = fk.Plan(predicted(fk.Clusters(3), 2, 4), weights=fk.Entmax(1.5))
+    name, learned = operator.name_of(first), [weakref.ref(part) for part in learned_parts(first)]
+    operator.plan_of(name)
+    del first
+    gc.collect()
+    assert operator.plan_of(name)
+    assert all(part() is not None for part in learned)
+    most = max(operator.PLANS, operator.LEARNED)
+    for seed in range(most):
+        other = fk.Plan(predicted(fk.Clusters(3), 2, 4, seed=seed + 1), weights=fk.Entmax(1.5))
+        operator.plan_of(operator.name_of(other))
+    gc.collect()
+    assert all(part() is None for part in learned)
+    assert len(operator._known) <= operator.LEARNED + 2 * operator.PLANS  # a projection and centroids each
+    assert operator.plan_of.cache_info().currsize <= operator.PLANS
+
+
+@pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_compiler), "torch"])
+def test_the_executor_asked_for_answers_backward_too(impl):
+    tensors = [x.requires_grad_() for x in SHAPE.draw(dtype=torch.float32)]
+    found = compiled(plan=fk.budget(16), impl=impl)(*tensors)
+    want = fk.attention(*tensors, plan=fk.budget(16), impl=impl)
+    torch.testing.assert_close(found, want)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (found, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_bad_input_is_refused_as_without_compiling():

@@ -110,7 +110,12 @@ def test_each_layer_gets_what_attention_gives(name):
     with apply(model, WINDOW):
         run(model, input_ids=tokens())
     out = fk.attention(
-        call.query, call.key, call.value, plan=WINDOW, is_causal=call.is_causal, scale=call.scale, impl="torch"
+        call.query,
+        call.key,
+        call.value,
+        plan=WINDOW,
+        is_causal=call.is_causal,
+        scale=call.scale,
     )
     assert torch.equal(seen[0], out.transpose(1, 2).reshape(3, 11, 32))
 

@@ -14,9 +14,11 @@ from cases import PLANS, SHAPES
 from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import reference
-from fewkeys.execute.native import forward as compiled
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch, reference
+from fewkeys.execute import native as native_plans
+from fewkeys.execute.native import forward
+from fewkeys.execute.problem import Problem
+from fewkeys.flow import prepare
 from fewkeys.native import build
 from fewkeys.rest import StandIns
 from fewkeys.sketch import clusters
@@ -28,7 +30,7 @@ pytestmark = needs_compiler
 @pytest.fixture
 def taken(monkeypatch):
     """How often the kernel was taken."""
-    return spy(monkeypatch, compiled)
+    return spy(monkeypatch, forward)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -36,7 +38,7 @@ def taken(monkeypatch):
 def test_it_is_the_reference(plan, form, dtype, taken):
     shape = FORMS[form]
     tensors = shape.draw(dtype=dtype)
-    found = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    found = fk.attention(*tensors, plan=plan, impl="auto", **shape.options)
     want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
     assert found.dtype == dtype
     torch.testing.assert_close(found, want, **CLOSE[dtype])
@@ -47,11 +49,11 @@ def test_it_is_the_reference(plan, form, dtype, taken):
 @pytest.mark.parametrize("plan", MEANS[:4], ids=str)
 @pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (5, 33), (64, 64), (80, 96), (128, 16), (256, 130)])
 def test_head_sizes(plan, dim, value_dim, dtype):
+    """Of the same stand-ins: keys of one dimension in bfloat16 are as near to one centre as to another."""
     shape = replace(SHAPES["cross padded"], head_dim=dim, value_dim=value_dim)
-    tensors = shape.draw(dtype=dtype)
-    found = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
-    want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
-    torch.testing.assert_close(found, want, **CLOSE[dtype])
+    problem = prepare(check_inputs(*shape.draw(dtype=dtype), **shape.options), plan)
+    assert native_plans.unsupported(problem) is None
+    torch.testing.assert_close(native_plans.attend(problem), reference.attend(problem), **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("plan", MEANS[:1], ids=str)
@@ -59,14 +61,14 @@ def test_head_sizes(plan, dim, value_dim, dtype):
 def test_layouts(plan, dtype):
     """Heads beside tokens as models have them, every other dimension, one head for all."""
     q, k, v = SHAPES["plain"].draw(dtype=dtype)
-    usual = fk.attention(q, k, v, plan=plan, impl="torch")
+    usual = fk.attention(q, k, v, plan=plan, impl="auto")
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     sparse = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
     for tensors in (turned, sparse):
-        found = fk.attention(*tensors, plan=plan, impl="torch")
+        found = fk.attention(*tensors, plan=plan, impl="auto")
         torch.testing.assert_close(found, usual, **CLOSE[dtype])  # torch adds up the moments in another order
     one = [x[:, :1].expand(-1, 2, -1, -1) for x in (q, k, v)]
-    found = fk.attention(*one, plan=plan, impl="torch")
+    found = fk.attention(*one, plan=plan, impl="auto")
     assert torch.equal(found[:, 0], found[:, 1])
 
 
@@ -77,7 +79,7 @@ def test_the_number_of_threads_changes_nothing(plan, dtype):
     threads, found = torch.get_num_threads(), []
     for number in (1, 3):
         torch.set_num_threads(number)
-        found.append(fk.attention(*tensors, plan=plan, impl="torch"))
+        found.append(fk.attention(*tensors, plan=plan, impl="auto"))
     torch.set_num_threads(threads)
     assert torch.equal(*found)
 
@@ -88,7 +90,7 @@ def test_far_scores_neither_overflow_nor_vanish_wrongly(plan, size):
     """One key decides every row, and with it often one part of the row alone: list, band or stand-in."""
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 80, 8, generator=g)
-    found = fk.attention(size * q, k, v, plan=plan, impl="torch")
+    found = fk.attention(size * q, k, v, plan=plan, impl="auto")
     want = fk.attention(size * q, k, v, plan=plan, impl="reference")
     torch.testing.assert_close(found, want, atol=2e-3, rtol=1e-3)
 
@@ -105,7 +107,8 @@ def test_a_stand_in_whose_keys_are_all_kept_vanishes():
     means = StandIns(30 * q[:, :, 40:43], value, label, share, torch.tensor([[[80.0, 0.0, 0.0]]]))
     x = check_inputs(q, k, v)
     graph = Graph(x, (9, 9))
-    fast, slow = (compiled.attend(x, graph, means), reference.attend(x, graph, means, fk.Softmax()))
+    problem = Problem(x, graph, means, fk.Softmax())
+    fast, slow = native_plans.attend(problem), reference.attend(problem)
     whole = slice(46, 49)  # the queries whose band holds keys 40 .. 54, and no others
     assert fast[:, :, whole].abs().max() < 100
     assert fast.abs().amax(-1).gt(100).sum() > 10
@@ -135,7 +138,7 @@ def test_rounding_of_weights_has_no_side():
     for sign in (1, -1):
         v = torch.zeros(1, 1, 3000, 1).bfloat16().scatter(2, kept.unsqueeze(-1), sign * side)
         found, want = (
-            fk.attention(*tensors, keep=fk.KeyNorm(100), impl="torch").double()
+            fk.attention(*tensors, keep=fk.KeyNorm(100), impl="auto").double()
             for tensors in ((q, k, v), (q.double(), k.double(), v.double()))
         )
         assert (found - want).mean().abs() < 2e-4
@@ -145,10 +148,10 @@ def test_rounding_of_weights_has_no_side():
 def test_a_number_added_to_all_scores_changes_little(shift):
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 80, 8, generator=g)
-    usual = fk.attention(q, k, v, keep=fk.Window(9), impl="torch")
+    usual = fk.attention(q, k, v, keep=fk.Window(9), impl="auto")
     ones = torch.ones(1, 1, 80, 1)
     q, k = torch.cat([q, ones], -1), torch.cat([k, shift * ones * 8**0.5], -1)
-    found = fk.attention(q, k, v, keep=fk.Window(9), impl="torch", scale=8**-0.5)
+    found = fk.attention(q, k, v, keep=fk.Window(9), impl="auto", scale=8**-0.5)
     torch.testing.assert_close(found, usual, atol=1e-3, rtol=1e-3)
 
 
@@ -156,7 +159,7 @@ def test_a_number_added_to_all_scores_changes_little(shift):
 def test_scores_that_overflow_give_no_number(dtype):
     q, k, v = (x.clone() for x in SHAPES["plain"].draw(dtype=dtype))
     q[0, 0, 35, 0], k[0, 0, 36, 0] = 1e30, 1e30
-    found = fk.attention(q, k, v, keep=fk.Window(9), impl="torch")
+    found = fk.attention(q, k, v, keep=fk.Window(9), impl="auto")
     assert found[0, 0, 35].isnan().all()
     assert found[0, 0, :30].isfinite().all()
     assert found[1].isfinite().all()
@@ -167,7 +170,7 @@ def test_rows_that_see_nothing_give_zeros(dtype, taken):
     q, k, v = torch.randn(3, 2, 1, 30, 4, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
     lengths = torch.tensor([30, 0])
     for plan in (fk.Plan(fk.Window(5)), fk.Plan(fk.KeyNorm(3)), fk.Plan(fk.KeyNorm(3) | fk.Window(5))):
-        found = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="torch")
+        found = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="auto")
         assert not found[1].any()
         assert found[0].any(-1).all()
     assert len(taken) == 3
@@ -178,8 +181,22 @@ OTHERS = [name for name, plan in PLANS.items() if not isinstance(plan.weights, f
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_weights_and_curved_scores_go_another_way(name, taken):
-    fk.attention(*SHAPES["plain"].draw(dtype=torch.float32), plan=PLANS[name], impl="torch")
+    tensors = SHAPES["plain"].draw(dtype=torch.float32)
+    fk.attention(*tensors, plan=PLANS[name], impl="auto")
     assert not taken
+    with pytest.raises(ValueError, match=r"impl='native': expected .*, got .*; use impl='torch'"):
+        fk.attention(*tensors, plan=PLANS[name], impl="native")
+
+
+def test_torch_never_runs_a_compiled_kernel(monkeypatch):
+    """Neither to attend nor for statistics, clusters, sums and the past, with gradients or without."""
+    monkeypatch.setattr(build, "_load", lambda: "taken")  # which would raise where a kernel is called
+    monkeypatch.setattr(build, "missing", lambda: None)
+    for plan in (MEANS[0], fk.budget(16, is_causal=True).always()):
+        causal, shape = plan.rest.needs_causal, SHAPES["grouped"]
+        tensors = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
+        for impl in ("torch", "reference"):
+            fk.attention(*tensors, plan=plan, is_causal=causal, impl=impl).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func itself
@@ -187,7 +204,7 @@ def test_forward_derivatives_and_doubles_go_another_way(taken):
     tensors = SHAPES["plain"].draw(dtype=torch.float32)
 
     def call(*tensors):
-        return fk.attention(*tensors, plan=MEANS[5], impl="torch")
+        return fk.attention(*tensors, plan=MEANS[5], impl="auto")
 
     _, forward = torch.func.jvp(call, tuple(tensors), tuple(tensors))
     with torch.autograd.forward_ad.dual_level():
@@ -250,7 +267,7 @@ def test_mixed_precision_is_read_as_it_is(taken):
     x = replace(check_inputs(q, k.float(), v.float()), key=k)
     graph = fk.Window(9).select(x)
     torch.testing.assert_close(
-        linear.attend(x, graph, None, fk.Softmax()), linear.attend(replace(x, key=k.float()), graph, None, fk.Softmax())
+        *(dispatch.attend(Problem(inputs, graph, None, fk.Softmax())) for inputs in (x, replace(x, key=k.float())))
     )
     assert len(taken) == 1
     label, share = torch.zeros(k.shape[:3], dtype=torch.int64), torch.ones(k.shape[:3])
@@ -306,7 +323,7 @@ def test_whole_plans_with_and_without():
         causal = plan == fk.budget(64, is_causal=True)
 
         def call(plan=plan, causal=causal):
-            return fk.attention(q, k, v, plan=plan, is_causal=causal, impl="torch")
+            return fk.attention(q, k, v, plan=plan.always(), is_causal=causal)
 
         # A key as near to one centre as to another may change its cluster by rounding.
         torch.testing.assert_close(call(), without(call), rtol=1e-3, atol=1e-3)
@@ -315,11 +332,11 @@ def test_whole_plans_with_and_without():
 def test_a_machine_without_a_matrix_unit(monkeypatch):
     """The same up to the rounding of the weights; on a machine that has none, the same code."""
     tensors = SHAPES["grouped"].draw(dtype=torch.bfloat16)
-    found = [fk.attention(*tensors, plan=MEANS[0], impl="torch")]
+    found = [fk.attention(*tensors, plan=MEANS[0], impl="auto")]
     monkeypatch.setenv("CXX", f"{shlex.join(build._compiler())} -U__AMX_BF16__")
     build._load.cache_clear()
     try:
-        found.append(fk.attention(*tensors, plan=MEANS[0], impl="torch"))
+        found.append(fk.attention(*tensors, plan=MEANS[0], impl="auto"))
         assert native.missing() is None
     finally:
         build._load.cache_clear()
@@ -352,7 +369,7 @@ class TestBuilding:
     def test_another_processor_compiles_again(self, tmp_path, monkeypatch):
         assert native.missing() is None
         build._load.cache_clear()
-        monkeypatch.setattr(build, "_processor", lambda: "another")
+        monkeypatch.setattr(build, "processor", lambda: "another")
         assert native.missing() is None
         assert len(list((tmp_path / "cache").iterdir())) == 2
 
@@ -372,7 +389,7 @@ class TestBuilding:
         assert "cannot" in native.missing()
         assert not list((tmp_path / "cache").iterdir())
         q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
-        found = fk.attention(q, k, v, plan=MEANS[0], impl="torch")
+        found = fk.attention(q, k, v, plan=MEANS[0], impl="auto")
         torch.testing.assert_close(found, fk.attention(q, k, v, plan=MEANS[0], impl="reference"), rtol=1e-4, atol=1e-5)
 
     def test_a_folder_that_cannot_be_written(self, monkeypatch, tmp_path):
@@ -382,5 +399,8 @@ class TestBuilding:
 
     def test_the_switch(self, monkeypatch):
         monkeypatch.setenv("FEWKEYS_NATIVE", "0")
+        q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+        with pytest.raises(ValueError, match=r"impl='native': expected .*FEWKEYS_NATIVE=0.*; use impl='torch'"):
+            fk.attention(q, k, v, keep=fk.Window(5), impl="native")
         assert native.missing() == "FEWKEYS_NATIVE=0 turns them off"
         assert not native.suits(torch.ones(1))

@@ -9,8 +9,10 @@ import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES
 from fewkeys import native
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute.native import backward as compiled_gradient
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch
+from fewkeys.execute import native as native_plans
+from fewkeys.execute.native import backward
+from fewkeys.execute.problem import Problem
 from fewkeys.past.running import RunningQueries
 from fewkeys.past.scan import Leaving, Past, Walk
 from fewkeys.past.summary import Summary
@@ -26,20 +28,20 @@ BY_BLOCKS = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(20), fk.RunningMeans(8))
 @pytest.fixture
 def taken(monkeypatch):
     """How often the kernel was taken."""
-    return spy(monkeypatch, compiled_gradient)
+    return spy(monkeypatch, backward)
 
 
 def by_torch(call):
     """Attention by torch's operations, of the same stand-ins: another rounding of clusters would be another plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_gradient, "supports", lambda *_: False)
+        patch.setattr(native_plans, "unsupported", lambda _: "no gradients here")
         return call()
 
 
 def gradients(shape, plan, dtype=torch.float32):
     """The output and the gradients of queries, keys and values."""
     tensors = [x.requires_grad_() for x in shape.draw(dtype=dtype)]
-    output = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+    output = fk.attention(*tensors, plan=plan, impl="auto", **shape.options)
     push = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(dtype)
     return (output.detach(), *torch.autograd.grad(output, tensors, push))
 
@@ -98,7 +100,7 @@ def test_gradients_of_gradients(plan, taken):
     def squared():
         shape = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["grouped"]
         tensors = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
-        output = fk.attention(*tensors, plan=plan, impl="torch", **shape.options)
+        output = fk.attention(*tensors, plan=plan, impl="auto", **shape.options)
         first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in first), tensors)
 
@@ -115,10 +117,12 @@ def test_whoever_asks_for_other_gradients_goes_another_way(taken):
     graph = fk.KeyNorm(4).select(x)
     means = MEANS[1].rest.prepare(x, graph, fk.Softmax())
     means = replace(means, key=means.key.clone().requires_grad_())
-    linear.attend(x, graph, means, fk.Softmax()).sum().backward()
+    dispatch.attend(Problem(x, graph, means, fk.Softmax())).sum().backward()
     assert len(taken) == 1
     bias = means.bias.clone().requires_grad_()
-    linear.attend(x, graph, replace(means, bias=bias), fk.Softmax()).square().sum().backward()
+    other = Problem(x, graph, replace(means, bias=bias), fk.Softmax())
+    assert "requires gradients" in native_plans.unsupported(other)
+    dispatch.attend(other).square().sum().backward()
     assert len(taken) == 1
     assert bias.grad.abs().sum() > 0
 
@@ -132,7 +136,7 @@ def test_gradients_of_sums(dtype):
 
     def summed():
         given = [x.clone().requires_grad_() for x in (key, value)]
-        found = sums_and_products(*given, label, share, 5, key.float().mean(2, keepdim=True))
+        found = sums_and_products(*given, label, share, 5, key.float().mean(2, keepdim=True), "auto")
         first = torch.autograd.grad(found, given, push, create_graph=True)
         if dtype == torch.bfloat16:
             return *found, *first

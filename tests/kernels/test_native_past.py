@@ -10,8 +10,9 @@ from cases import CAUSAL_SHAPES, RUNNING_PLANS
 from fewkeys import native
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.validation import check_inputs
+from fewkeys.execute import native as native_plans
 from fewkeys.execute import reference
-from fewkeys.execute.native import forward as compiled
+from fewkeys.execute.problem import Problem
 from fewkeys.past.running import RunningQueries
 from fewkeys.past.scan import ByStep, Leaving, Past, Walk
 from fewkeys.past.summary import Summary
@@ -29,8 +30,9 @@ def test_one_list_beside_means_of_the_past_serves_all_queries():
     graph = Graph(x, columns=Columns.shared(index, index != 30, 10))
     rows = torch.randn(1, 2, 1, 3, 16, generator=g)
     means = BlockStandIns(ByStep(rows, torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3)), 8)
-    assert compiled.supports(x, graph, means, fk.Softmax())
-    found, want = compiled.attend(x, graph, means), reference.attend(x, graph, means, fk.Softmax())
+    problem = Problem(x, graph, means, fk.Softmax())
+    assert native_plans.unsupported(problem) is None
+    found, want = native_plans.attend(problem), reference.attend(problem)
     torch.testing.assert_close(found, want, **CLOSE[torch.float32])
 
 
@@ -128,7 +130,7 @@ def test_means_may_be_read_while_they_are_made(plan, dtype, threads):
     assert made.walk is None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    found, want = compiled.attend(x, graph, fresh), compiled.attend(x, graph, made)
+    found, want = (native_plans.attend(Problem(x, graph, means, plan.weights)) for means in (fresh, made))
     torch.set_num_threads(before)
     assert torch.equal(found, want)
     assert fresh.walk is not None  # nobody made them all

@@ -16,7 +16,9 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import operands, reference
-from fewkeys.execute.triton import launch as fused
+from fewkeys.execute import triton as kernels
+from fewkeys.execute.problem import Problem
+from fewkeys.execute.triton import launch
 from fewkeys.rest import StandIns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,10 +79,11 @@ def errors(x, graph, stand_ins, parts=None, dtype=torch.float32):
     g = torch.Generator().manual_seed(1)
     direction = torch.randn(*x.query.shape[:3], x.value_dim, generator=g).to(dtype).float().to(DEVICE)
     results = []
-    for execute, problem in ((fused.attend, cast(x, dtype)), (reference.attend, x)):
-        assert fused.unsupported(problem, graph, stand_ins, fk.Softmax()) is None
-        output = execute(problem, graph, stand_ins, fk.Softmax())
-        assert output.dtype == problem.query.dtype
+    for executor, inputs in ((kernels, cast(x, dtype)), (reference, x)):
+        problem = Problem(inputs, graph, stand_ins, fk.Softmax())
+        assert executor.unsupported(problem) is None
+        output = executor.attend(problem)
+        assert output.dtype == inputs.query.dtype
         wanted = torch.autograd.grad(output, list(parts.values()), direction.to(output.dtype), retain_graph=True)
         results.append([output.detach().float(), *wanted])
     found = {}
@@ -127,7 +130,7 @@ def test_every_part_alone_and_together(band, listed, rest, shape):
         rank = 2 if rest == "first-order means" else 0
         stand_ins, parts = made_means(x, columns, 5 if listed else 37, rank)
     if not (band or listed or rest):
-        output = fused.attend(x, Graph(x), None, fk.Softmax())
+        output = kernels.attend(Problem(x, Graph(x), None, fk.Softmax()))
         assert torch.equal(output, torch.zeros_like(output))
         return
     assert_equal(errors(x, Graph(x, band, columns), stand_ins, parts))
@@ -162,7 +165,7 @@ def test_a_stand_in_whose_keys_are_all_kept_vanishes():
     value = torch.tensor([1e4, 0.0, 0.0], device=DEVICE)[:, None].expand(1, 1, -1, x.value_dim)
     means = StandIns(key, value, label, share, torch.tensor([[[80.0, 0.0, 0.0]]], device=DEVICE))
     graph = Graph(x, (9, 9))
-    fast, slow = (run.attend(x, graph, means, fk.Softmax()) for run in (fused, reference))
+    fast, slow = (run.attend(Problem(x, graph, means, fk.Softmax())) for run in (kernels, reference))
     whole = slice(46 - x.offset, 49 - x.offset)  # the queries whose band holds keys 40 .. 54, and no others
     assert fast[:, :, whole].abs().max() < 100
     assert fast.abs().amax(-1).gt(100).sum() > 10
@@ -175,7 +178,7 @@ def test_the_unit_of_members_does_not_matter(size):
     x = made_inputs(SMALL)
     stand_ins, _ = made_means(x, None, rank=2)
     scaled = replace(stand_ins, share=stand_ins.share * size, bias=stand_ins.bias - torch.tensor(size).log())
-    usual, other = (fused.attend(x, Graph(x, (9, 6)), means, fk.Softmax()) for means in (stand_ins, scaled))
+    usual, other = (kernels.attend(Problem(x, Graph(x, (9, 6)), means, fk.Softmax())) for means in (stand_ins, scaled))
     torch.testing.assert_close(other, usual, rtol=1e-4, atol=1e-5)
 
 
@@ -186,13 +189,13 @@ def test_large_scores_neither_overflow_nor_vanish(shift):
     columns = made_list(x)
     stand_ins, _ = made_means(x, columns)
     graph = Graph(x, (9, 6), columns)
-    usual = fused.attend(x, graph, stand_ins, fk.Softmax())
+    usual = kernels.attend(Problem(x, graph, stand_ins, fk.Softmax()))
 
     def longer(rows, last):
         return torch.cat([rows, torch.full_like(rows[..., :1], last)], -1)
 
     moved = replace(x, query=longer(x.query, shift / x.scale), key=longer(x.key, 1.0))
-    output = fused.attend(moved, graph, replace(stand_ins, key=longer(stand_ins.key, 1.0)), fk.Softmax())
+    output = kernels.attend(Problem(moved, graph, replace(stand_ins, key=longer(stand_ins.key, 1.0)), fk.Softmax()))
     torch.testing.assert_close(output, usual, rtol=2e-2, atol=2e-2)  # scores of 3000 are told to 2e-4
 
 
@@ -205,7 +208,7 @@ def test_any_layout():
     for lay in (torch.clone, lambda r: r.transpose(1, 2).contiguous().transpose(1, 2), lambda r: r.mT.contiguous().mT):
         rows = [lay(row.detach()).requires_grad_() for row in (x.query, x.key, x.value)]
         laid = Inputs(*rows, scale=x.scale)
-        output = fused.attend(laid, Graph(laid, (9, 6), columns), stand_ins, fk.Softmax())
+        output = kernels.attend(Problem(laid, Graph(laid, (9, 6), columns), stand_ins, fk.Softmax()))
         results.append([output, *torch.autograd.grad(output.sum(), rows)])
     for other in results[1:]:
         for found, expected in zip(other, results[0], strict=True):
@@ -230,7 +233,7 @@ def test_results_are_the_same_every_time():
     leaves = [x.query, x.key, x.value, *parts.values()]
     runs = []
     for _ in range(2):
-        output = fused.attend(x, Graph(x, (9, 6), columns), stand_ins, fk.Softmax())
+        output = kernels.attend(Problem(x, Graph(x, (9, 6), columns), stand_ins, fk.Softmax()))
         runs.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -249,8 +252,8 @@ def test_operator_keeps_the_rules_of_torch(whole):
         x.key,
         x.value,
         None if graph.band is None else operands.band_hidden(x, graph),
-        *fused._listed(x, graph),
-        *fused._means(x, stand_ins),
+        *launch._listed(x, graph),
+        *launch._means(x, stand_ins),
     ]
     tensors = [a.detach().requires_grad_(a.is_floating_point()) if a is not None else None for a in arguments]
     torch.library.opcheck(near_heavy_means, (*tensors, x.scale, 4, 2, x.offset, False))
@@ -288,16 +291,16 @@ def test_what_the_kernels_cannot_do_is_told():
         ("float64", cast(x, torch.float64), band, None, fk.Softmax()),
         ("256", wide, Graph(wide, (2, 2)), None, fk.Softmax()),
     ):
-        told = fused.unsupported(inputs, graph, means, weights)
+        told = kernels.unsupported(Problem(inputs, graph, means, weights))
         assert told is not None
         assert reason in told
-    assert fused.unsupported(x, band, stand_ins, fk.Softmax()) is None
+    assert kernels.unsupported(Problem(x, band, stand_ins, fk.Softmax())) is None
 
 
 def test_without_a_gpu_or_triton_the_kernels_say_so(monkeypatch):
     x = made_inputs(SHAPES["plain"])
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "0")
-        assert "CUDA" in fused.unsupported(x, Graph(x, (2, 2)), None, fk.Softmax())
+        assert "CUDA" in kernels.unsupported(Problem(x, Graph(x, (2, 2)), None, fk.Softmax()))
     monkeypatch.setitem(__import__("sys").modules, "triton", None)
-    assert "not installed" in fused.unsupported(x, Graph(x, (2, 2)), None, fk.Softmax())
+    assert "not installed" in kernels.unsupported(Problem(x, Graph(x, (2, 2)), None, fk.Softmax()))

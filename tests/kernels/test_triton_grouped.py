@@ -11,8 +11,9 @@ from cases import CAUSAL_SHAPES, SHAPES, Shape
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import operands, reference
-from fewkeys.execute.triton import launch as fused
-from fewkeys.execute.triton import launch_grouped as fused_grouped
+from fewkeys.execute import triton as kernels
+from fewkeys.execute.problem import Problem
+from fewkeys.execute.triton import launch_grouped
 
 WEIGHTS = {
     "softmax": fk.Softmax(),
@@ -40,10 +41,11 @@ def errors(x, graph, weights, dtype=torch.float32):
     g = torch.Generator().manual_seed(1)
     direction = torch.randn(*x.query.shape[:3], x.value_dim, generator=g).to(dtype).float().to(DEVICE)
     results = []
-    for execute, problem in ((fused.attend, cast(x, dtype)), (reference.attend, x)):
-        assert fused.unsupported(problem, graph, None, weights) is None
-        output = execute(problem, graph, None, weights)
-        assert output.dtype == problem.query.dtype
+    for executor, inputs in ((kernels, cast(x, dtype)), (reference, x)):
+        problem = Problem(inputs, graph, None, weights)
+        assert executor.unsupported(problem) is None
+        output = executor.attend(problem)
+        assert output.dtype == inputs.query.dtype
         wanted = torch.autograd.grad(output, list(parts.values()), direction.to(output.dtype), retain_graph=True)
         results.append([output.detach().float(), *wanted])
     found = {}
@@ -115,14 +117,14 @@ def test_groups_of_one_side_only(weights):
     groups = replace(groups, key=groups.key.masked_fill(groups.key == 3, 8))
     assert_equal(errors(x, Graph(x, groups=groups), WEIGHTS[weights]))
     alone = replace(groups, query=torch.where(groups.query == 1, 6, groups.query))
-    output = fused.attend(x, Graph(x, groups=alone), None, WEIGHTS[weights])
+    output = kernels.attend(Problem(x, Graph(x, groups=alone), None, WEIGHTS[weights]))
     lost = (alone.query.squeeze(-1) < 0) | (alone.query.squeeze(-1) > 5) | (alone.query.squeeze(-1) == 3)
     assert 10 < lost.sum() < 40
     assert output[lost].eq(0).all()
     assert output[~lost].ne(0).any(-1).all()
     for name in ("query", "key"):
         nobody = replace(groups, **{name: torch.full_like(getattr(groups, name), -1)})
-        output = fused.attend(x, Graph(x, groups=nobody), None, WEIGHTS[weights])
+        output = kernels.attend(Problem(x, Graph(x, groups=nobody), None, WEIGHTS[weights]))
         assert torch.equal(output, torch.zeros_like(output))
         assert_equal(errors(x, Graph(x, (1, 0), groups=nobody), WEIGHTS[weights]))
 
@@ -151,7 +153,7 @@ def test_the_threshold_is_found_for_all_scores(size, alpha):
     x = replace(x, query=size * x.query.detach(), value=torch.ones_like(x.value))
     graph = Graph(x, groups=made_groups(x, 1, seed=2))
     x.value.requires_grad_()
-    fast, slow = (run.attend(x, graph, None, fk.Entmax(alpha)) for run in (fused, reference))
+    fast, slow = (run.attend(Problem(x, graph, None, fk.Entmax(alpha))) for run in (kernels, reference))
     torch.testing.assert_close(fast, slow, rtol=2e-6, atol=2e-6)
     direction = torch.randn(fast.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     fast, slow = (torch.autograd.grad(output, x.value, direction)[0] for output in (fast, slow))
@@ -164,13 +166,13 @@ def test_large_scores_neither_overflow_nor_vanish(shift, weights):
     """A number added to all scores of a row changes nothing."""
     x = made_inputs(replace(SMALL, query_heads=1))
     graph = beside(x, (1, 1), 4)
-    usual = fused.attend(x, graph, None, WEIGHTS[weights])
+    usual = kernels.attend(Problem(x, graph, None, WEIGHTS[weights]))
 
     def longer(rows, last):
         return torch.cat([rows, torch.full_like(rows[..., :1], last)], -1)
 
     moved = replace(x, query=longer(x.query, shift / x.scale), key=longer(x.key, 1.0))
-    output = fused.attend(moved, graph, None, WEIGHTS[weights])
+    output = kernels.attend(Problem(moved, graph, None, WEIGHTS[weights]))
     torch.testing.assert_close(output, usual, rtol=2e-2, atol=2e-2)  # scores of 3000 are told to 2e-4
 
 
@@ -184,7 +186,7 @@ def test_weights_sum_to_one_in_both_directions(weights):
     query = torch.zeros_like(x.query)
     query[..., 0] = 1.0
     moved = Inputs(query, key, torch.ones_like(x.value).requires_grad_(), scale=1.0)
-    output = fused.attend(moved, Graph(moved, groups=made_groups(moved, 1)), None, WEIGHTS[weights])
+    output = kernels.attend(Problem(moved, Graph(moved, groups=made_groups(moved, 1)), None, WEIGHTS[weights]))
     (grad,) = torch.autograd.grad(output.sum(), moved.value)
     torch.testing.assert_close(output.sum(2), grad.sum(2), rtol=1e-5, atol=0.0)
 
@@ -198,7 +200,7 @@ def test_any_layout():
         rows = [lay(row.detach()).requires_grad_() for row in (x.query, x.key, x.value)]
         ids = fk.Groups(lay(graph.groups.query), lay(graph.groups.key), graph.groups.count)
         laid = Inputs(*rows, scale=x.scale)
-        output = fused.attend(laid, Graph(laid, graph.band, graph.columns, groups=ids), None, fk.Softmax())
+        output = kernels.attend(Problem(laid, Graph(laid, graph.band, graph.columns, groups=ids), None, fk.Softmax()))
         results.append([output, *torch.autograd.grad(output.sum(), rows)])
     for other in results[1:]:
         for found, expected in zip(other, results[0], strict=True):
@@ -218,7 +220,7 @@ def test_results_are_the_same_every_time():
     x = made_inputs(replace(SMALL, query_heads=1))
     graph, leaves, runs = beside(x, (1, 0), 4, count=2), [x.query, x.key, x.value], []
     for _ in range(2):
-        output = fused.attend(x, graph, None, fk.Entmax(1.5))
+        output = kernels.attend(Problem(x, graph, None, fk.Entmax(1.5)))
         runs.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -232,7 +234,7 @@ def test_tiles_hold_every_token_once_and_meet_whom_they_may_see(count, is_causal
     sides, orders = [], []
     for tokens in (61, 70):
         ids = torch.randint(-1, count, (2, 1, tokens, 1), generator=g)
-        group, order = (part.flatten(0, 1) for part in fused_grouped._sorted(ids, None, count))
+        group, order = (part.flatten(0, 1) for part in launch_grouped._sorted(ids, None, count))
         sides.append((group, order))
         orders.append(Order(group, order, count))
     tables = [tiles(*orders, block, offset, is_causal) for tiles in (query_tiles, key_tiles)]
@@ -269,9 +271,9 @@ def test_operator_keeps_the_rules_of_torch(whole):
         x.key,
         x.value,
         operands.band_hidden(x, graph) if whole else None,
-        fused_grouped._listed(x, graph.columns.index, graph.columns.used) if whole else None,
-        *fused_grouped._sorted(graph.groups.query, None, 2),
-        *fused_grouped._sorted(graph.groups.key, None, 2),
+        launch_grouped._listed(x, graph.columns.index, graph.columns.used) if whole else None,
+        *launch_grouped._sorted(graph.groups.query, None, 2),
+        *launch_grouped._sorted(graph.groups.key, None, 2),
     ]
     tensors = [a.detach().requires_grad_(a.is_floating_point()) if a is not None else None for a in arguments]
     band = (1, 0) if whole else (0, -1)
@@ -320,8 +322,8 @@ def test_what_the_kernels_cannot_do_is_told():
         ("float64", cast(x, torch.float64), graph, None, fk.Entmax(1.5)),
         ("256", wide, Graph(wide, groups=made_groups(wide)), None, fk.Softmax()),
     ):
-        told = fused.unsupported(inputs, edges, stand_ins, weights)
+        told = kernels.unsupported(Problem(inputs, edges, stand_ins, weights))
         assert told is not None
         assert reason in told
     for weights in WEIGHTS.values():
-        assert fused.unsupported(x, graph, None, weights) is None
+        assert kernels.unsupported(Problem(x, graph, None, weights)) is None

@@ -45,13 +45,7 @@ def taken(monkeypatch):
     monkeypatch.setenv("FEWKEYS_NATIVE", "0")
     for name in ("statistics", "assign", "survey", "label_sums"):
         monkeypatch.setattr(op, name, spied(name))
-    with choice.by_triton():
-        yield calls
-
-
-def by_torch(call):
-    with choice.by_triton(False):
-        return call()
+    return calls
 
 
 def made(dim, value_dim, dtype=torch.float32, keys=83, count=45, batch=1, heads=2, size=1.0):
@@ -231,15 +225,15 @@ def test_clusters_and_means_are_those_of_torch(shape, dtype, taken):
     lengths = shape.options["lengths"]
     options = shape.options | {"lengths": None if lengths is None else lengths.to(DEVICE)}
 
-    def both():
-        x = check_inputs(*tensors, **options)
+    def both(impl):
+        x = check_inputs(*tensors, **options, impl=impl)
         found = sketch.clusters(x, 8)
         seen = sketch.key_statistics(x)
         return found, seen, fk.ClusterMeans(8, rank=3).prepare(x, Graph(x, (3, 3)), fk.Softmax()), x.valid
 
-    *found, valid = both()
+    *found, valid = both("triton")
     assert taken == ["assign", "label_sums", "assign", "label_sums", "survey", "label_sums"]
-    *wanted, _ = by_torch(both)
+    *wanted, _ = both("torch")
     assert len(taken) == 6
     # Padding's label means nothing, and its share is zero.
     real = True if valid is None else valid[:, None]
@@ -260,24 +254,24 @@ def test_equal_keys_are_told_apart_by_their_values():
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(1, 1, 9, 8, generator=g), torch.ones(1, 1, 40, 8)
     value = torch.tensor([0.0, 1.0, 10.0, 11.0]).repeat_interleave(10).view(1, 1, 40, 1).expand(-1, -1, -1, 3)
-    x = check_inputs(*(row.to(DEVICE) for row in (query, key, value)))
+    x = check_inputs(*(row.to(DEVICE) for row in (query, key, value)), impl="triton")
     found = sketch.clusters(x, 2)
     torch.testing.assert_close(found.distance, (0.75 * sketch.frame(x).unit.square()).view(1, 1, 1).expand(1, 1, 40))
 
 
 def test_statistics_alone(taken):
     """Where no clusters are asked for, values are not read."""
-    x = check_inputs(*(row.to(DEVICE) for row in Shape(1, 1, 1).draw(dtype=torch.float32)))
+    x = check_inputs(*(row.to(DEVICE) for row in Shape(1, 1, 1).draw(dtype=torch.float32)), impl="triton")
     seen = sketch.key_statistics(x)
     assert taken == ["statistics"]
-    wanted = by_torch(lambda: sketch.key_statistics(replace(x, _memory={})))
+    wanted = sketch.key_statistics(replace(x, impl="torch", _memory={}))
     torch.testing.assert_close(seen.spread, wanted.spread, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(seen.importance, wanted.importance, rtol=1e-4, atol=1e-4)
 
 
 def test_a_shard_takes_the_same_clusters(taken):
     """Totals of one process are its own: the kernels serve shards too."""
-    x = check_inputs(*(row.to(DEVICE) for row in Shape(1, 1, 1).draw(dtype=torch.float32)))
+    x = check_inputs(*(row.to(DEVICE) for row in Shape(1, 1, 1).draw(dtype=torch.float32)), impl="triton")
     shard = replace(x, shard=Shard(WHOLE, 0, x.keys, 0, x.queries), _memory={})
     found = [sketch.clusters(inputs, 8) for inputs in (x, shard)]
     assert taken.count("survey") == 2
@@ -287,60 +281,59 @@ def test_a_shard_takes_the_same_clusters(taken):
 def test_attention_takes_the_kernels(taken):
     plan = fk.Plan(fk.Outliers(5, 8) | fk.Window(9), fk.ClusterMeans(8, rank=3))
     rows = [row.to(DEVICE) for row in Shape(1, 2, 1).draw(dtype=torch.float32)]
-    output = fk.attention(*rows, plan=plan, impl="torch")
+    output = fk.attention(*rows, plan=plan, impl="triton")
     assert "survey" in taken
     assert "label_sums" in taken
-    wanted = by_torch(lambda: fk.attention(*rows, plan=plan, impl="reference"))
+    wanted = fk.attention(*rows, plan=plan, impl="reference")
     torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_flow_through_the_sums_and_clusters_carry_none(taken):
     rows = [row.to(DEVICE).requires_grad_() for row in Shape(1, 2, 1).draw(dtype=torch.float32)]
 
-    def gradients():
-        output = fk.attention(*rows, keep=fk.Window(7), rest=fk.ClusterMeans(6), impl="torch")
+    def gradients(impl):
+        output = fk.attention(*rows, keep=fk.Window(7), rest=fk.ClusterMeans(6), impl=impl)
         return torch.autograd.grad(output.square().sum(), rows)
 
-    found = gradients()
+    found = gradients("triton")
     # The sums of Lloyd's two steps, on all tensors detached; the means themselves go another way.
     assert taken == ["assign", "label_sums", "assign", "label_sums", "survey"]
-    for fast, slow in zip(found, by_torch(gradients), strict=True):
+    for fast, slow in zip(found, gradients("torch"), strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
 
 
 def test_what_the_kernels_cannot_do_goes_another_way(monkeypatch):
     key, value, form, *_, share = made(16, 8, dtype=torch.float16)
-    assert choice.backend(key, value, form) is op
-    assert choice.backend(key, None, form) is op
-    assert choice.backend(key.double(), value.double(), form) is None
-    assert choice.backend(key, value, form.double()) is None
+    assert choice.backend("triton", key, value, form) is op
+    assert choice.backend("triton", key, None, form) is op
+    assert choice.backend("triton", key.double(), value.double(), form) is None
+    assert choice.backend("triton", key, value, form.double()) is None
     asked = key.clone().requires_grad_()
-    assert choice.backend(asked, value, form) is None
-    assert choice.backend(asked.detach(), value, form) is op
+    assert choice.backend("triton", asked, value, form) is None
+    assert choice.backend("triton", asked.detach(), value, form) is op
     for wide in (torch.ones(1, 1, 2, 257, device=DEVICE), torch.ones(1, 1, 2, 256, device=DEVICE)):
         kernels = op if wide.shape[-1] == 256 else None
-        assert choice.backend(wide, None) is choice.backend(key, wide) is kernels
-        assert choice.backend(key, value, wide) is op  # centres are as wide as key and value together
+        assert choice.backend("triton", wide, None) is choice.backend("triton", key, wide) is kernels
+        assert choice.backend("triton", key, value, wide) is op  # centres are as wide as key and value together
     seen = []
-    torch.func.vmap(lambda k: seen.append(choice.backend(k, value, form)) or k)(key)
+    torch.func.vmap(lambda k: seen.append(choice.backend("triton", k, value, form)) or k)(key)
     assert seen == [None]
-    sums = label_sums(key.double(), value.double(), share.long(), share.double(), 3)
+    sums = label_sums(key.double(), value.double(), share.long(), share.double(), 3, "triton")
     assert sums[0].dtype == torch.float64
     monkeypatch.delitem(__import__("sys").modules, op.__name__)
     monkeypatch.delattr("fewkeys.sketch.triton.op")
     monkeypatch.setitem(__import__("sys").modules, "triton", None)
-    assert choice.backend(key, value, form) is None
+    assert choice.backend("triton", key, value, form) is None
 
 
 def test_they_are_taken_by_request(taken):
-    """With impl="triton" alone, also where the interpreter is on; what the compiled kernels read stays theirs."""
+    """With impl="triton" alone, also where the interpreter is on."""
     g = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 2, 70, 16, generator=g).to(DEVICE) for _ in range(3)]
     plan = fk.Plan(fk.Outliers(4, 6) | fk.Window(5), fk.ClusterMeans(6, rank=2))
     found = {}
     for impl, wanted in (("triton", True), ("torch", False), ("auto", False)):
-        with choice.by_triton(False):
-            found[impl] = fk.attention(*tensors, plan=plan, impl=impl)
+        found[impl] = fk.attention(*tensors, plan=plan, impl=impl)
         assert bool(taken) == wanted
         taken.clear()
     torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-4)

@@ -6,7 +6,8 @@ import torch
 import fewkeys as fk
 from cases import SOME_PLANS, Shape
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
 
 SHAPE = Shape(batch=1, query_heads=2, kv_heads=1, queries=21, keys=21, head_dim=3, value_dim=2)
 # Relu has kinks that finite differences trip over; test_impls_agree.py covers it.
@@ -26,7 +27,7 @@ def test_gradcheck_with_the_selection_held_fixed(name):
         inputs = check_inputs(query, key, value)
         inputs._memory.update(frozen._memory)
         held = type(graph)(inputs, graph.band, graph.columns, graph.rows)
-        return linear.attend(inputs, held, plan.rest.prepare(inputs, held, plan.weights), plan.weights)
+        return dispatch.attend(Problem(inputs, held, plan.rest.prepare(inputs, held, plan.weights), plan.weights))
 
     assert run(q, k, v).requires_grad
     assert torch.autograd.gradcheck(run, (q, k, v))

@@ -13,6 +13,7 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.cost import crossover
 from fewkeys.cost.crossover import Line, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
+from fewkeys.execute import exact
 
 PLAN = fk.budget(32)
 
@@ -27,8 +28,7 @@ def lines(monkeypatch):
     """A machine on which exact attention takes 1 ms per 10^6 pairs and a plan 1 ms per 1,000 keys and queries."""
 
     def measured(exact=(0.0, 1e-6), prepare=(0.5, 0.5e-3), attend=(0.5, 0.5e-3)):
-        monkeypatch.setattr(crossover, "_exact_line", lambda setting: Line(*exact))
-        monkeypatch.setattr(crossover, "_plan_lines", lambda setting, plan: (Line(*prepare), Line(*attend)))
+        monkeypatch.setattr(crossover, "_lines", lambda setting, plan: (Line(*exact), Line(*prepare), Line(*attend)))
 
     measured()
     return measured
@@ -38,7 +38,7 @@ def lines(monkeypatch):
 def test_auto_goes_the_way_the_lines_say(lines, n, runs):
     q, k, v = problem(n)
     found = fk.attention(q, k, v, plan=PLAN)
-    truth = {"exact": fk.attention(q, k, v), "plan": fk.attention(q, k, v, plan=PLAN, impl="torch")}
+    truth = {"exact": fk.attention(q, k, v), "plan": fk.attention(q, k, v, plan=PLAN, impl="native")}
     assert torch.equal(found, truth[runs])
     assert not torch.equal(truth["exact"], truth["plan"])
     told = fk.explain(q, k, v, plan=PLAN)
@@ -57,8 +57,8 @@ def test_the_plan_is_taken_only_where_it_is_clearly_faster(lines):
 @given(heads=st.integers(1, 4), queries=st.integers(1, 50), keys=st.integers(1, 50), causal=st.booleans())
 def test_time_counts_pairs_for_exact_attention_and_tokens_for_plans(heads, queries, keys, causal):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crossover, "_exact_line", lambda setting: Line(3.0, 1.0))
-        patch.setattr(crossover, "_plan_lines", lambda setting, plan: (Line(5.0, 1.0), Line(7.0, 1000.0)))
+        lines = (Line(3.0, 1.0), Line(5.0, 1.0), Line(7.0, 1000.0))
+        patch.setattr(crossover, "_lines", lambda setting, plan: lines)
         q, k, v = problem(queries, heads, keys=keys)
         found = expected(
             check_inputs(q.repeat(2, 2, 1, 1), k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1), is_causal=causal), PLAN
@@ -74,17 +74,81 @@ def test_what_has_more_arithmetic_is_not_measured(monkeypatch):
     assert fk.explain(q, k, v, plan=PLAN, query_offset=3999).runs == "exact"
 
 
-def test_every_setting_is_measured_once(monkeypatch):
-    crossover._exact_line.cache_clear()
-    crossover._plan_lines.cache_clear()
-    q, k, v = problem(3000)
-    first = expected(check_inputs(q, k, v), PLAN)
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A cache folder of its own, and a process that has read nothing yet."""
+    monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path))
+    crossover._lines.cache_clear()
+    yield tmp_path / "measured"
+    crossover._lines.cache_clear()
+
+
+def as_another_process(inputs, plan=PLAN):
+    crossover._lines.cache_clear()
+    return expected(inputs, plan)
+
+
+def test_every_setting_is_measured_once(monkeypatch, folder):
+    x = check_inputs(*problem(3000))
+    first = expected(x, PLAN)
     assert first.exact > 0
     assert first.plan > 0
+    assert len(list(folder.iterdir())) == 2  # exact attention, the plan, and no drafts
     monkeypatch.setattr(crossover, "_best", None)
-    assert expected(check_inputs(q, k, v), fk.budget(32)) == first
+    assert as_another_process(x, fk.budget(32)) == first
     with pytest.raises(TypeError):  # another head size is another setting
         expected(check_inputs(*problem(3000, dim=8)), PLAN)
+
+
+def test_grouped_heads_are_measured_as_they_run(monkeypatch, folder):
+    seen = []
+    monkeypatch.setattr(exact, "attend", lambda x, weights: seen.append((x.query_heads, x.kv_heads)))
+    q, k, v = problem(100, 2)
+    expected(check_inputs(q.repeat(1, 3, 1, 1), k, v), PLAN)
+    assert set(seen) == {(6, 2)}
+
+
+def measure_numbers(monkeypatch, found):
+    monkeypatch.setattr(crossover, "_exact_line", lambda *_: Line(*next(found)))
+    monkeypatch.setattr(crossover, "_plan_lines", lambda *_: (Line(*next(found)), Line(*next(found))))
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"of": 1, "numbers": [[1, 2]]}', "half", "negative"])
+def test_a_damaged_file_is_measured_anew(monkeypatch, folder, damage):
+    measure_numbers(monkeypatch, iter([(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)]))
+    x = check_inputs(*problem(100))
+    first = expected(x, PLAN)
+    for file in folder.iterdir():
+        whole = file.read_text()
+        file.write_text({"half": whole[: len(whole) // 2], "negative": whole.replace("1", "-1")}.get(damage, damage))
+    again = as_another_process(x)
+    assert again != first
+    assert as_another_process(x) == again
+
+
+def test_the_first_to_write_wins(monkeypatch, folder):
+    """Another process finishes while this one measures: its numbers count for both."""
+    monkeypatch.setattr(crossover, "_plan_lines", lambda *_: (Line(2, 2), Line(3, 3)))
+
+    def slow(*_):
+        monkeypatch.setattr(crossover, "_exact_line", lambda *_: Line(1, 1))
+        other.append(as_another_process(x))
+        return Line(7, 7)
+
+    x, other = check_inputs(*problem(100)), []
+    monkeypatch.setattr(crossover, "_exact_line", slow)
+    assert expected(x, PLAN) == other[0]
+    assert other[0].exact == 1 + 100**2
+
+
+def test_where_nothing_can_be_kept_operations_decide(monkeypatch, folder):
+    folder.parent.joinpath("file").write_text("")
+    monkeypatch.setenv("FEWKEYS_CACHE", str(folder.parent / "file" / "below"))
+    monkeypatch.setattr(crossover, "_best", None)  # nothing is measured
+    for n, runs in ((300, "exact"), (3000, "plan")):
+        told = fk.explain(*problem(n, dim=64), plan=PLAN)
+        assert told.runs == runs
+        assert "operations per query" in str(told)
 
 
 def test_lines_go_through_their_points():
@@ -98,9 +162,10 @@ def test_lines_go_through_their_points():
 def test_only_plans_that_allow_it_become_exact():
     q, k, v = problem(100)
     strict = replace(PLAN, exact_if_faster=False)
-    assert torch.equal(fk.attention(q, k, v, plan=strict), fk.attention(q, k, v, plan=strict, impl="torch"))
+    assert strict == PLAN.always() == strict.always()
+    assert torch.equal(fk.attention(q, k, v, plan=strict), fk.attention(q, k, v, plan=PLAN, impl="native"))
     found = fk.attention(q, k, v, keep=fk.Window(5))
-    assert torch.equal(found, fk.attention(q, k, v, keep=fk.Window(5), impl="torch"))
+    assert torch.equal(found, fk.attention(q, k, v, keep=fk.Window(5), impl="native"))
     assert not torch.equal(found, fk.attention(q, k, v))
 
 
@@ -120,12 +185,25 @@ def test_reasons_are_told(plan, runs, reason):
     assert str(told).startswith("runs exact attention" if runs == "exact" else "runs the plan")
 
 
-def test_missing_kernels_are_told(monkeypatch):
+def test_the_executor_is_told(monkeypatch):
+    q, k, v = problem(100)
+    strict = PLAN.always()
+    if native.missing() is None:
+        told = fk.explain(q, k, v, plan=strict)
+        assert (told.executor, told.uncompiled) == ("native", None)
+        assert str(told).startswith("runs the plan, by compiled kernels: ")
+    told = fk.explain(q.double(), k.double(), v.double(), plan=strict)
+    assert told.executor == "torch"
+    assert str(told).endswith("no compiled kernels: expected float32 or bfloat16, got torch.float64")
+    for impl in ("torch", "reference"):
+        told = fk.explain(q, k, v, plan=PLAN, impl=impl)
+        assert (told.runs, told.executor, told.uncompiled) == ("plan", impl, None)
     monkeypatch.setenv("FEWKEYS_NATIVE", "0")
-    assert "no compiled kernels (FEWKEYS_NATIVE=0 turns them off)" in str(fk.explain(*problem(100), plan=PLAN))
-    monkeypatch.delenv("FEWKEYS_NATIVE")
-    monkeypatch.setattr(native, "missing", lambda: None)
-    assert fk.explain(*problem(100), plan=PLAN).uncompiled is None
+    assert "no compiled kernels: expected compiled kernels, got none (FEWKEYS_NATIVE=0" in str(
+        fk.explain(q, k, v, plan=strict)
+    )
+    with pytest.raises(ValueError, match="impl='native': expected compiled kernels"):
+        fk.explain(q, k, v, plan=strict, impl="native")
 
 
 def test_one_plan_is_asked_for():

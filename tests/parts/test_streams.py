@@ -47,7 +47,7 @@ def pieces(total, cuts):
 def test_pieces_give_what_the_whole_gives(plan, cuts, shape, dtype):
     q, k, v = shape.draw(dtype=dtype)
     close_to = {"rtol": 1e-8, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    want = fk.attention(q, k, v, plan=plan, impl="torch", **shape.options)
+    want = fk.attention(q, k, v, plan=plan.always(), **shape.options)
     mask = real(shape)
     for sizes in (pieces(150, cuts), [1] * 150):
         found = feed(fk.stream(plan), q, k, v, mask, sizes)
@@ -194,7 +194,7 @@ def test_tokens_without_queries_are_remembered_too():
     stream.append(k[:, :, :100], v[:, :, :100])
     stream.append(k[:, :, 100:], v[:, :, 100:])
     found = stream.attend(q[:, :, -1:])
-    want = fk.attention(q[:, :, -1:], k, v, plan=FULL, is_causal=True, query_offset=149, impl="torch")
+    want = fk.attention(q[:, :, -1:], k, v, plan=FULL.always(), is_causal=True, query_offset=149)
     torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
 
 

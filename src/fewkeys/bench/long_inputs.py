@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.bench.timing import Problem
+from fewkeys.bench.timing import Draw
 from fewkeys.captures.capture import Capture
 
 
-def random_inputs(dim: int, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Problem:
+def random_inputs(dim: int, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Draw:
     """Independent normal numbers: good for time, meaningless for error."""
 
     def problem(length: int, heads: int) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -20,7 +20,7 @@ def random_inputs(dim: int, *, dtype: torch.dtype, device: torch.device, seed: i
     return problem
 
 
-def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.device) -> Problem:
+def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.device) -> Draw:
     """The first heads of the middle layer, its sequences joined end to end.
 
     Keys and values as the model makes them, in a context longer than the model has seen. Asking for more tokens or key

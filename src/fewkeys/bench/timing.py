@@ -1,8 +1,8 @@
 """Time, memory and error of plans against exact attention, side by side, length by length.
 
 At every length exact attention and the plans take turns; figures are medians over the turns, and a ratio is the median
-of the ratios turn by turn, so that a machine that slows down slows both. The plans always run (`impl="torch"`); `auto`
-says what `impl="auto"` would have done.
+of the ratios turn by turn, so that a machine that slows down slows both. The plans always run; `auto` says what
+`impl="auto"` would have done.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.attention import run
 from fewkeys.bench.peak import PeakMemory
+from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import output_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.cost.operations import plan_operations
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
+from fewkeys.flow import run
 from fewkeys.plan import Plan
 from fewkeys.rest.base import BlockStandIns
 
@@ -35,7 +37,7 @@ TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
 EXACT_PAIRS = 2**32
 """Pairs of a query and a key that exact attention may have: longer inputs take fewer heads."""
 
-Problem = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
+Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 """Query, key, value (1, H, N, D) and the scale, for N tokens and H heads."""
 
 
@@ -85,7 +87,7 @@ class Rates:
 
 
 def bench(
-    problem: Problem,
+    draw: Draw,
     plans: Mapping[str, Plan],
     lengths: Sequence[int],
     *,
@@ -93,26 +95,27 @@ def bench(
     real: bool,
     is_causal: bool = False,
     backward: bool = False,
+    impl: Impl = "auto",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[list[Timing], Rates]:
-    """Time every plan at every length. `real`: the inputs are a model's, and errors mean something.
+    """Time every plan at every length, by the executor `impl`. `real`: a model's inputs, so that errors mean something.
 
     Inputs so long that exact attention would take minutes get fewer heads (`EXACT_PAIRS`); `Timing.heads` says so.
     """
     sizes = [max(1, min(heads, EXACT_PAIRS // length**2)) for length in lengths]
-    query, key, value, _ = problem(min(lengths), heads)
+    query, key, value, _ = draw(min(lengths), heads)
     rates = measure_rates(query.device, query.dtype)
     found = []
     for number, (length, count) in enumerate(zip(lengths, sizes, strict=True)):
-        query, key, value, scale = problem(length, count)
+        query, key, value, scale = draw(length, count)
         tensors = [x.requires_grad_(backward) for x in (query, key, value)]
-        inputs = check_inputs(*tensors, is_causal=is_causal, scale=scale)
+        inputs = check_inputs(*tensors, is_causal=is_causal, scale=scale, impl=impl)
 
         def call(plan: Plan | None, inputs: Inputs = inputs) -> Tensor:
             x = inputs
             if plan is None:
                 return scaled_dot_product_attention(x.query, x.key, x.value, is_causal=x.is_causal, scale=x.scale)
-            return run(x.branch(), plan, "torch")
+            return run(x.branch(), plan.always())
 
         def say(turn: int, number: int = number, length: int = length) -> None:
             if progress is not None:
@@ -241,7 +244,7 @@ def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
     """Milliseconds of selecting, preparing and attending: medians of five."""
     device, rows = inputs.query.device, []
     if plan.keep is None:
-        return 0.0, 0.0, _clock(lambda: run(inputs, plan, "torch"), device)
+        return 0.0, 0.0, _clock(lambda: run(inputs, plan), device)
     for _ in range(5):
         x, marks = inputs.branch(), [_now(device)]
         graph = plan.keep.select(x)
@@ -250,7 +253,7 @@ def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
         if isinstance(stand_ins, BlockStandIns):
             _ = stand_ins.by_step  # which would be made while attending
         marks.append(_now(device))
-        linear.attend(x, graph, stand_ins, plan.weights)
+        dispatch.attend(Problem(x, graph, stand_ins, plan.weights))
         marks.append(_now(device))
         rows.append([1e3 * (b - a) for a, b in pairwise(marks)])
     select, prepare, attend = (median(column) for column in zip(*rows, strict=True))

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import check_folder, publish
-from fewkeys.cli.options import budgets, positive
+from fewkeys.cli.options import add_impl, budgets, positive
 from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
-    from fewkeys.bench.timing import Problem
+    from fewkeys.bench.timing import Draw
     from fewkeys.plan import Plan
 
 METHODS = ("budget", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
@@ -49,6 +49,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default cpu)")
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
+    add_impl(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="processor threads (default: all)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
@@ -84,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
             real=real,
             is_causal=arguments.causal,
             backward=arguments.backward,
+            impl=arguments.impl,
             progress=step,
         )
     what = f"{arguments.heads} heads, {arguments.dtype}" + (", causal" if arguments.causal else "")
@@ -96,6 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
             "dtype": arguments.dtype,
             "causal": arguments.causal,
             "backward": arguments.backward,
+            "impl": arguments.impl,
             "inputs": "random" if not real else "all-MiniLM-L6-v2" if arguments.demo else arguments.model,
             "bytes_per_ms": rates.bytes_per_ms,
             "operations_per_ms": rates.operations_per_ms,
@@ -123,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"\nWritten: {', '.join(files)} in {arguments.out}")
 
 
-def _problem(arguments: argparse.Namespace, texts: list[str], step: Step) -> Problem:
+def _problem(arguments: argparse.Namespace, texts: list[str], step: Step) -> Draw:
     """Where the inputs come from."""
     import torch
 

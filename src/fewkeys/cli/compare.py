@@ -9,7 +9,7 @@ from typing import Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import check_folder, publish
-from fewkeys.cli.options import budgets, share, whole
+from fewkeys.cli.options import add_impl, budgets, share, whole
 from fewkeys.cli.progress import progress
 
 
@@ -30,6 +30,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json and pareto.png")
     parser.add_argument("--eps", type=share, default=0.05, help="weights at or above it count in recall (default 0.05)")
     parser.add_argument("--seed", type=whole, default=0, help="seed of random plans (default 0)")
+    add_impl(parser)
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     parser.set_defaults(run=run)
 
@@ -59,7 +60,14 @@ def run(arguments: argparse.Namespace) -> None:
             for slots in arguments.slots
         }
         report = compare(
-            captured, plans, model=model, batches=batches, eps=arguments.eps, seed=arguments.seed, progress=step
+            captured,
+            plans,
+            model=model,
+            batches=batches,
+            eps=arguments.eps,
+            impl=arguments.impl,
+            seed=arguments.seed,
+            progress=step,
         )
     report = replace(report, model=name).with_settings(text=[path.name for path in files])
     if arguments.out is not None:

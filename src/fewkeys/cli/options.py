@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
+
+from fewkeys.core.impl import Impl
+
+
+def add_impl(parser: argparse.ArgumentParser) -> None:
+    """The option that names the executor."""
+    parser.add_argument(
+        "--impl", choices=get_args(Impl), default="auto",
+        help="which code runs the plans (default auto: compiled kernels where they suit, else torch)",
+    )  # fmt: skip
 
 
 def positive(text: str) -> int:

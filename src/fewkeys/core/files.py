@@ -9,6 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+CACHE = "FEWKEYS_CACHE"
+"""The environment variable that names the cache folder."""
+
+
+def cache_folder() -> Path:
+    """Where the package keeps what this machine has compiled and measured. It need not exist, nor be writable."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE) or Path(cache) / "fewkeys")
+
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
     """Write text (UTF-8) or bytes to `path` by rename: a reader finds the old file or the new one, never half.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.core.impl import Impl
 from fewkeys.core.totals import WHOLE, Totals
 
 T = TypeVar("T")
@@ -38,7 +39,8 @@ class Inputs:
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
     `h // groups`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
     Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
-    `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more.
+    `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more. `impl`
+    says which code may read all this: kernels of statistics and executors ask here.
     """
 
     query: Tensor
@@ -51,6 +53,7 @@ class Inputs:
     generator: torch.Generator | None = None
     filler: int = 0
     shard: Shard | None = None
+    impl: Impl = "auto"
     _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.inputs import Inputs
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -73,6 +74,7 @@ def check_inputs(
     key_mask: Tensor | None = None,
     query_offset: int = 0,
     generator: torch.Generator | None = None,
+    impl: Impl = "auto",
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it."""
     q, k, v = check_tensor("query", query), check_tensor("key", key), check_tensor("value", value)
@@ -93,13 +95,14 @@ def check_inputs(
             f"query: expected a number of heads that is a multiple of key's {k.shape[1]}, got {q.shape[1]}"
         )
     check_count("query_offset", query_offset, least=0)
+    check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
     if valid is not None:
         k = k.masked_fill(~valid[:, None, :, None], 0.0)
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
     check_finite(query=q, key=k, value=v)
-    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator)
+    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl)
 
 
 def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:

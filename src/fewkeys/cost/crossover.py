@@ -1,33 +1,38 @@
-"""Which of a plan and exact attention is the faster here: two straight lines, measured on this machine.
+"""Which of a plan and exact attention is the faster here: straight lines, measured once for this machine and kept.
 
 Exact attention takes `a + b` times the pairs of queries and keys; a plan takes `c + d` times the keys to prepare and
 `e + f` times the queries to attend. Each line goes through two short runs on random inputs, made when `impl="auto"`
 first asks about a plan: some tenths of a second, once for every plan, device, dtype, head size and number of threads of
-a process. The plan is taken where its line is clearly below.
+a machine and version (`fewkeys.cost.kept`). Which is faster is a function of the numbers that are kept, so that the
+same call goes the same way in every process. The plan is taken where its line is clearly below. Where nothing can be
+kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import asdict, astuple, dataclass
+from functools import lru_cache, partial
 from time import perf_counter
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import learned_parts
 from fewkeys.core.validation import check_inputs
+from fewkeys.core.weights import Weights
+from fewkeys.cost.kept import kept
 from fewkeys.cost.operations import exact_operations, plan_operations
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch, exact
+from fewkeys.execute.problem import Problem
+from fewkeys.native.build import identity
 from fewkeys.plan import Plan
-from fewkeys.rest.base import BlockStandIns, StandIns
-from fewkeys.select.base import Selector
 
 ADVANTAGE = 0.85
 """The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact."""
+SHIPPED = 0.3
+"""Where nothing is measured, the plan is taken where it has at most this share of exact attention's operations: a
+cautious one, since plans do theirs in smaller pieces."""
 EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS, TURNS = 2, 3
 MOST_TURNS, PATIENCE = 20, 30.0
@@ -47,16 +52,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the lines depend on, beside the plan."""
+    """What the lines depend on, beside the plan and the machine."""
 
-    device: torch.device
-    dtype: torch.dtype
+    device: str
+    dtype: str
     head_dim: int
     value_dim: int
     is_causal: bool
     heads: int
     groups: int
     threads: int
+    kernels: str
 
 
 @dataclass(frozen=True)
@@ -73,61 +79,69 @@ class Expected:
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     """Whether exact attention is not clearly slower than the plan. Reads no data."""
+    own, exact_ones = plan_operations(inputs, plan), exact_operations(inputs)
     # Where the plan has more arithmetic there is nothing to measure.
-    if plan_operations(inputs, plan) >= exact_operations(inputs):
+    if own >= exact_ones:
         return True
-    return expected(inputs, plan).exact_is_faster
+    found = expected(inputs, plan)
+    return own > SHIPPED * exact_ones if found is None else found.exact_is_faster
 
 
-def expected(inputs: Inputs, plan: Plan) -> Expected:
-    """The time that both would take on inputs of this size, by the lines of this machine."""
+def expected(inputs: Inputs, plan: Plan) -> Expected | None:
+    """The time that both would take on inputs of this size, by this machine's lines; None where none can be kept."""
     x = inputs
     # Learned plans are of all heads of a layer; of others some heads tell as much.
     heads = x.kv_heads if any(learned_parts(plan)) else min(HEADS, x.kv_heads)
-    groups = x.groups if any(learned_parts(plan)) else 1
     setting = Setting(
-        x.query.device, x.query.dtype, x.head_dim, x.value_dim, x.is_causal, heads, groups, torch.get_num_threads()
+        *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, heads, x.groups),
+        *(torch.get_num_threads(), identity()),
     )
-    exact, (prepare, attend) = _exact_line(setting), _plan_lines(setting, plan)
+    lines = _lines(setting, plan)
+    if lines is None:
+        return None
+    exact_line, prepare, attend = lines
     rows = x.batch * x.query_heads * x.queries
     seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
-    return Expected(exact.at(rows * seen), prepare.at(x.batch * x.kv_heads * x.keys) + attend.at(rows))
+    return Expected(exact_line.at(rows * seen), prepare.at(x.batch * x.kv_heads * x.keys) + attend.at(rows))
 
 
-@lru_cache
-def _exact_line(setting: Setting) -> Line:
+@lru_cache(256)
+def _lines(setting: Setting, plan: Plan) -> tuple[Line, Line, Line] | None:
+    """Those of exact attention, of preparing and of attending, as they are kept."""
+    told = asdict(setting)
+    if setting.device.startswith("cuda"):
+        told["device"] = torch.cuda.get_device_name(setting.device)
+    weights = str(plan.weights)
+    exact_line = kept(told | {"exact": weights}, lambda: (astuple(_exact_line(setting, plan.weights)),))
+    if exact_line is None:
+        return None
+    found = kept(told | {"plan": plan.to_dict()}, lambda: tuple(astuple(line) for line in _plan_lines(setting, plan)))
+    return None if found is None else (Line(*exact_line[0]), Line(*found[0]), Line(*found[1]))
+
+
+def _exact_line(setting: Setting, weights: Weights) -> Line:
     points = []
     for length in EXACT_LENGTHS:
         x = _inputs(setting, length)
-        key, value = (rows.repeat_interleave(x.groups, 1) for rows in (x.key, x.value))
-
-        def call(x: Inputs = x, key: torch.Tensor = key, value: torch.Tensor = value) -> None:
-            scaled_dot_product_attention(x.query, key, value, is_causal=x.is_causal)
-
         pairs = x.query_heads * length**2 * (0.5 if x.is_causal else 1.0)
-        points.append((pairs, _best(call, x.query.device)))
+        points.append((pairs, _best(partial(exact.attend, x, weights), x.query.device)))
     return _through(points)
 
 
-@lru_cache
 def _plan_lines(setting: Setting, plan: Plan) -> tuple[Line, Line]:
     prepare, attend = [], []
+    keep = plan.keep
+    if keep is None:
+        raise ValueError("plan: expected one that chooses keys, got exact attention")
     for length in PLAN_LENGTHS:
         x = _inputs(setting, length)
-        keep = plan.keep
-        if keep is None:
-            raise ValueError("plan: expected one that chooses keys, got exact attention")
 
-        def ready(x: Inputs = x, keep: Selector = keep) -> tuple[Graph, StandIns | BlockStandIns | None]:
+        def ready(x: Inputs = x) -> Problem:
             own = x.branch()  # which remembers nothing yet
             graph = keep.select(own)
-            return graph, plan.rest.prepare(own, graph, plan.weights)
+            return Problem(own, graph, plan.rest.prepare(own, graph, plan.weights), plan.weights)
 
-        graph, stand_ins = ready()
-
-        def answer(x: Inputs = x, graph: Graph = graph, stand_ins: StandIns | BlockStandIns | None = stand_ins) -> None:
-            linear.attend(x, graph, stand_ins, plan.weights)
-
+        answer = partial(dispatch.attend, ready())
         prepare.append((float(x.kv_heads * length), _best(ready, x.query.device)))
         attend.append((float(x.query_heads * length), _best(answer, x.query.device)))
     return _through(prepare), _through(attend)
@@ -136,8 +150,9 @@ def _plan_lines(setting: Setting, plan: Plan) -> tuple[Line, Line]:
 def _inputs(setting: Setting, length: int) -> Inputs:
     s, draw = setting, torch.Generator().manual_seed(0)
     shapes = ((s.heads * s.groups, s.head_dim), (s.heads, s.head_dim), (s.heads, s.value_dim))
-    tensors = [torch.randn(1, heads, length, dim, generator=draw).to(s.device, s.dtype) for heads, dim in shapes]
-    return check_inputs(tensors[0], tensors[1], tensors[2], is_causal=s.is_causal)
+    kind = (torch.device(s.device), getattr(torch, s.dtype.removeprefix("torch.")))
+    query, key, value = (torch.randn(1, heads, length, dim, generator=draw).to(*kind) for heads, dim in shapes)
+    return check_inputs(query, key, value, is_causal=s.is_causal)
 
 
 def _through(points: list[tuple[float, float]]) -> Line:

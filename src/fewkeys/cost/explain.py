@@ -1,18 +1,27 @@
-"""What `impl="auto"` does with a call, and why."""
+"""What `fewkeys.attention` does with a call, and why."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import Tensor
+from torch import Generator, Tensor
 
-from fewkeys import native
+from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_inputs
-from fewkeys.cost.crossover import expected
+from fewkeys.cost.crossover import exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
+from fewkeys.execute import dispatch
+from fewkeys.flow import prepare
 from fewkeys.plan import Plan
+
+NAMES = {
+    "reference": "the dense reference",
+    "torch": "torch",
+    "native": "compiled kernels",
+    "triton": "Triton's kernels, which are experimental",
+}
 
 
 @dataclass(frozen=True)
@@ -23,18 +32,22 @@ class Explanation:
         runs: exact attention or the plan.
         reason: why.
         exact_ms, plan_ms: what both are expected to take, None where that is not asked.
-        uncompiled: why the plan runs without the compiled kernels for the CPU; None where it has them, and on GPUs.
+        executor: which code runs the plan, by the name that `impl` has for it; None for exact attention.
+        uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
     """
 
     runs: Literal["exact", "plan"]
     reason: str
     exact_ms: float | None = None
     plan_ms: float | None = None
+    executor: str | None = None
     uncompiled: str | None = None
 
     def __str__(self) -> str:
-        told = f"runs {'exact attention' if self.runs == 'exact' else 'the plan'}: {self.reason}"
-        return told if self.uncompiled is None else f"{told}; the plan has no compiled kernels ({self.uncompiled})"
+        if self.executor is None:
+            return f"runs exact attention: {self.reason}"
+        told = f"runs the plan, by {NAMES[self.executor]}: {self.reason}"
+        return told if self.uncompiled is None else f"{told}; no compiled kernels: {self.uncompiled}"
 
 
 def explain(
@@ -44,39 +57,63 @@ def explain(
     *,
     plan: Plan,
     is_causal: bool = False,
+    scale: float | None = None,
     lengths: Tensor | None = None,
     key_mask: Tensor | None = None,
     query_offset: int = 0,
+    generator: Generator | None = None,
+    impl: Impl = "auto",
 ) -> Explanation:
-    """What `fewkeys.attention(..., impl="auto")` does with such a call on this machine, and why.
+    """What `fewkeys.attention(..., impl=impl)` does with such a call on this machine, and why.
 
-    Arguments and errors are those of `attention`. Attends to nothing; for a plan that may give way to exact attention
-    it measures the machine, as `attention` does at its first call: some tenths of a second.
+    Arguments and errors are those of `attention`. Attends to nothing, but chooses keys and summarises the others, which
+    tells the executor. For a plan that may give way to exact attention it measures the machine, where that was never
+    done: some tenths of a second.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
     x = check_inputs(
-        query, key, value, is_causal=is_causal, lengths=lengths, key_mask=key_mask, query_offset=query_offset
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        scale=scale,
+        lengths=lengths,
+        key_mask=key_mask,
+        query_offset=query_offset,
+        generator=generator,
+        impl=impl,
     )
     plan.check(x)
-    return replace(_explain(x, plan), uncompiled=None if query.device.type != "cpu" else native.missing())
+    found = _way(x, plan)
+    if found.runs == "exact":
+        return found
+    if plan.rest.needs_causal and x.offset:
+        x = x.from_start()
+    executor, uncompiled = dispatch.choose(prepare(x, plan))
+    return replace(found, executor=executor, uncompiled=uncompiled)
 
 
-def _explain(x: Inputs, plan: Plan) -> Explanation:
+def _way(x: Inputs, plan: Plan) -> Explanation:
     if plan.keep is None:
         return Explanation("exact", "the plan keeps every key")
+    if x.impl == "reference":
+        return Explanation("plan", "the reference runs every plan as it is defined")
     if plan.keep.covers(x):
         return Explanation("exact", "the plan's keys are all there are")
     if not plan.exact_if_faster:
         return Explanation("plan", "it does not say exact_if_faster")
+    if x.impl != "auto":
+        return Explanation("plan", 'impl="auto" alone looks for what is faster')
     own, exact = plan_operations(x, plan), exact_operations(x)
-    if own >= exact:
-        return Explanation("exact", f"{own:.0f} operations per query against {exact:.0f} of exact attention")
-    found = expected(x, plan)
+    runs: Literal["exact", "plan"] = "exact" if exact_is_faster(x, plan) else "plan"
+    found = None if own >= exact else expected(x, plan)
+    if found is None:
+        return Explanation(runs, f"{own:.0f} operations per query against {exact:.0f} of exact attention")
     return Explanation(
-        "exact" if found.exact_is_faster else "plan",
-        f"about {found.plan:.2g} ms for the plan, {found.exact:.2g} ms for exact attention, by short runs on this "
-        "machine",
+        runs,
+        f"about {found.plan:.2g} ms for the plan, {found.exact:.2g} ms for exact attention, by what this machine was "
+        "measured to do",
         found.exact,
         found.plan,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.execute.torch.attend import block_size
+from fewkeys.execute.torch.by_block import block_size
 from fewkeys.plan import Plan
 from fewkeys.rest import ClusterMeans, GroupMeans, Moments
 from fewkeys.select import Leverage, Outliers, Selector, TopK, Union, Window

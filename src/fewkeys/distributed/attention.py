@@ -19,7 +19,8 @@ from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
 from fewkeys.distributed.selection import ALONE, Kept, select
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
 from fewkeys.select import Selector
@@ -156,4 +157,4 @@ def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tenso
     index = index[..., : max(1, int(used.sum(-1).max()))]
     known = Inputs(inputs.query, key, value, inputs.scale)
     columns = Columns.shared(index, used.gather(-1, index), inputs.queries)
-    return linear.attend(known, Graph(known, columns=columns), None, weights).to(inputs.query.dtype)
+    return dispatch.attend(Problem(known, Graph(known, columns=columns), None, weights)).to(inputs.query.dtype)

@@ -22,7 +22,8 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax
 from fewkeys.distributed.carry import Carry, hand_on, take_over
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
 from fewkeys.past.scan import ByStep, Leaving, Past, Walk
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockStandIns
@@ -137,7 +138,7 @@ def _output(inputs: Inputs, plan: Plan, parts: Parts, past: Carry, summaries: By
     blocks = range(first // size, (first + count - 1) // size + 1)
     means = ByStep(*(part[:, :, : len(blocks)] for part in (summaries.rows, summaries.excess, summaries.size)))
     stand_ins = BlockStandIns(_beside_sinks(means, past, parts, blocks, local), inputs.head_dim)
-    output = linear.attend(local, Graph(local, columns=graph.columns), stand_ins, plan.weights)
+    output = dispatch.attend(Problem(local, Graph(local, columns=graph.columns), stand_ins, plan.weights))
     return output.to(inputs.query.dtype)
 
 

@@ -22,7 +22,8 @@ from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import OverRanks
 from fewkeys.distributed.selection import Kept, best, kept_of, select
-from fewkeys.execute.torch import attend as linear
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import ClusterMeans, Drop, StandIns
 from fewkeys.select import KeyNorm, Leverage, Outliers, RandomKeys, Selector, Sinks, Union, Window
@@ -82,7 +83,7 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
     local = Inputs(working(own.query), key, value, own.scale, offset=edges[0].shape[2], valid=real)
     columns = Columns.shared(index, used, own.queries) if index.shape[-1] else None
     joined = Graph(local, (left, right) if reach else None, columns)
-    return linear.attend(local, joined, stand_ins, plan.weights).to(inputs.query.dtype)
+    return dispatch.attend(Problem(local, joined, stand_ins, plan.weights)).to(inputs.query.dtype)
 
 
 @torch.no_grad()

@@ -9,14 +9,19 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.execute import reference
+from fewkeys.execute.problem import Problem
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
-    """The output (B, Hq, Nq, Dv); `Softmax` through torch's fused kernels. Queries that see no key give zero."""
+    """The output (B, Hq, Nq, Dv), `Softmax` through torch's fused kernels; dense under `impl="reference"`.
+
+    Queries that see no key give zero.
+    """
     x = inputs
+    if x.impl == "reference":
+        return reference.attend_exact(x, weights)
     if not isinstance(weights, Softmax):
-        block = max(1, 2**22 // (x.batch * x.query_heads * x.keys))
-        return reference.attend(x, Graph(x, full=True), None, weights, block)
+        return reference.attend_in_pieces(Problem(x, Graph(x, full=True), None, weights))
     if x.is_causal and x.offset == 0 and x.valid is None:
         return _sdpa(x, None, True)
     # With an offset of all keys or more, causality hides nothing.

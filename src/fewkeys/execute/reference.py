@@ -15,24 +15,34 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.execute.problem import Problem
+from fewkeys.rest.base import BlockStandIns
+
+PIECE = 2**22
+"""Scores held at a time by `attend_in_pieces` (16 MB in float32)."""
 
 
-def attend(
-    inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights, block: int = 0
-) -> Tensor:
-    """The output (B, Hq, Nq, Dv). `block` > 0 takes so many queries at a time, which bounds the memory."""
-    step = block or inputs.queries
-    blocks = [
-        _attend_block(inputs, graph, stand_ins, weights, start, min(start + step, inputs.queries))
-        for start in range(0, inputs.queries, step)
-    ]
-    return torch.cat(blocks, 2).to(inputs.query.dtype)
+def unsupported(problem: Problem) -> None:
+    """Nothing: it is the definition."""
 
 
-def _attend_block(
-    inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights, start: int, stop: int
-) -> Tensor:
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv). Cost O(n^2 (D + Dv)), memory O(n^2) per query head."""
+    return _attend(problem, 0, problem.inputs.queries).to(problem.inputs.query.dtype)
+
+
+def attend_in_pieces(problem: Problem) -> Tensor:
+    """The same, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor knows."""
+    x = problem.inputs
+    step = max(1, PIECE // (x.batch * x.query_heads * x.keys))
+    pieces = [_attend(problem, start, min(start + step, x.queries)) for start in range(0, x.queries, step)]
+    return torch.cat(pieces, 2).to(x.query.dtype)
+
+
+def _attend(problem: Problem, start: int, stop: int) -> Tensor:
+    """The output of queries start .. stop - 1, in working precision."""
+    inputs, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
+
     def per_query_head(tensor: Tensor) -> Tensor:
         return working(tensor).repeat_interleave(inputs.groups, 1)
 
@@ -82,4 +92,4 @@ def _beside_means(query: Tensor, scores: Tensor, value: Tensor, means: Sequence[
 
 def attend_exact(inputs: Inputs, weights: Weights) -> Tensor:
     """Every query attends to every key it may see."""
-    return attend(inputs, Graph(inputs, full=True), None, weights)
+    return attend(Problem(inputs, Graph(inputs, full=True), None, weights))

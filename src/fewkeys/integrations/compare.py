@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import Capture
+from fewkeys.core.impl import Impl, check_impl
 from fewkeys.integrations.effect import Batch, effects
 from fewkeys.judge.exact import blocks, exact
 from fewkeys.judge.layer import Entry, judge_block, time_block
@@ -39,6 +40,7 @@ def compare(
     model: Any = None,
     batches: Iterable[Batch] | None = None,
     eps: float = 0.05,
+    impl: Impl = "auto",
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Report:
@@ -51,6 +53,8 @@ def compare(
         model: the model itself, for the effect of replacing attention in every layer; None leaves that out.
         batches: the token ids that were captured; needed with `model`.
         eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
+        impl: which code runs the plans, as in `fewkeys.attention`; they run even where exact attention is faster, and
+            one that this code does not know is skipped.
         progress: called as `progress(done, total, what)`.
         seed: of everything random in the plans. Same seed, same numbers, timings aside.
 
@@ -62,15 +66,16 @@ def compare(
         raise ValueError(f"eps: expected a number in (0, 1], got {eps!r}; the default is 0.05")
     if (model is None) != (batches is None):
         raise ValueError("model, batches: expected both or neither, got one; pass the model with the batches captured")
+    check_impl(impl)
     entries, budgets = _entries(plans, capture)
     passes = capture.layers + (0 if model is None else 1)
     counter = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
-    shape = _judge_layers(capture, entries, eps, seed, counter)
+    shape = _judge_layers(capture, entries, eps, seed, impl, counter)
     running = [entry for entry in entries if entry.reason is None]
     if not running:
         raise ValueError(f"plans: expected one that runs on this model, got only refusals; first: {entries[0].reason}")
     if model is not None and batches is not None:
-        _judge_model(model, batches, running, seed, counter)
+        _judge_model(model, batches, running, seed, impl, counter)
     counter.finish()
     lengths = _lengths(capture)
     return Report(
@@ -84,7 +89,7 @@ def compare(
         sequences=capture.sequences,
         length=max(lengths),
         tokens=sum(lengths),
-        settings={"eps": eps, "seed": seed, "budgets": budgets, "timed_shape": shape},
+        settings={"eps": eps, "seed": seed, "impl": impl, "budgets": budgets, "timed_shape": shape},
         versions=versions(with_transformers=model is not None),
         machine=machine(),
         rows=[_row(entry, capture) for entry in running],
@@ -146,7 +151,9 @@ def _lengths(capture: Capture) -> list[int]:
     return found
 
 
-def _judge_layers(capture: Capture, entries: Sequence[Entry], eps: float, seed: int, counter: _Counter) -> list[int]:
+def _judge_layers(
+    capture: Capture, entries: Sequence[Entry], eps: float, seed: int, impl: Impl, counter: _Counter
+) -> list[int]:
     """Fill the tallies and timings of all entries. Returns the shape that was timed."""
     shape: list[int] = []
     repeats = math.ceil(TIMED / capture.layers)
@@ -162,24 +169,27 @@ def _judge_layers(capture: Capture, entries: Sequence[Entry], eps: float, seed: 
                 for entry in entries:
                     if entry.reason is None:
                         try:
-                            judge_block(entry, layer, block, truth, f"{seed}/{layer}/{index}/{number}")
+                            judge_block(entry, layer, block, truth, f"{seed}/{layer}/{index}/{number}", impl)
                         except ValueError as error:
                             entry.reason = str(error)
                     if entry.reason is None and not timed:
-                        time_block(entry, layer, block, f"{seed}/timing", repeats)
+                        time_block(entry, layer, block, f"{seed}/timing", repeats, impl)
                     counter(share, what)
                 if not timed:
                     timed, shape = True, list(block.query.shape)
     return shape
 
 
-def _judge_model(model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, counter: _Counter) -> None:
+def _judge_model(
+    model: Any, batches: Iterable[Batch], entries: Sequence[Entry], seed: int, impl: Impl, counter: _Counter
+) -> None:
     """Fill the effects of all entries."""
     what = "whole model"
     found = effects(
         model,
         batches,
         [entry.plan for entry in entries],
+        impl=impl,
         generator=lambda i: entries[i].generator(f"{seed}/model", model.device),
         done=lambda sequences: counter(sequences, what),
     )

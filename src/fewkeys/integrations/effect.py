@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from fewkeys.core.impl import Impl
 from fewkeys.integrations.transformers import apply
 from fewkeys.judge.result import Effect
 from fewkeys.model_plan import ModelPlan
@@ -23,13 +24,15 @@ def effects(
     batches: Iterable[Batch],
     plans: Sequence[Plan | ModelPlan],
     *,
+    impl: Impl = "auto",
     generator: Callable[[int], torch.Generator],
     done: Callable[[int], None],
 ) -> list[Effect]:
     """The effect of each plan on `model` over `batches` of token ids (or mappings with an attention mask).
 
     Costs one forward pass per batch and plan, and one exact one per batch; keeps the hidden states of one batch.
-    `generator(i)` gives plan i its randomness, `done(sequences)` is told after each pass.
+    `impl` is that of `fewkeys.apply`, `generator(i)` gives plan i its randomness, `done(sequences)` is told after each
+    pass.
     """
     pooled: list[list[Tensor]] = [[] for _ in plans]
     tokens = torch.zeros(len(plans), dtype=torch.float64)
@@ -40,7 +43,7 @@ def effects(
         count += int(mask.sum())
         done(len(states))
         for i, plan in enumerate(plans):
-            with apply(model, plan, impl="torch", generator=generators[i]):
+            with apply(model, plan, impl=impl, generator=generators[i]):
                 other, _ = _states(model, batch)
             pooled[i].append(cosine_similarity(_mean(states, mask), _mean(other, mask), dim=-1).cpu())
             tokens[i] += cosine_similarity(states[mask].double(), other[mask].double(), dim=-1).sum().cpu()

@@ -66,7 +66,7 @@ def spot_check(*args: Any, **options: Any) -> SpotCheck:
 
     Args:
         query, key, value, plan, is_causal, scale, lengths, key_mask, query_offset: as in `fewkeys.attention`. The
-            plan is always run, as by `impl="torch"`.
+            plan is always run, also where exact attention is faster.
         model: a transformers model in eval mode. Every layer's plan is judged on the input that the layer has in the
             exact model, so that errors do not add up over layers. The result has one entry per layer in `per_layer`.
         batches: input_ids (B, N), or a mapping as a tokenizer returns it, or an iterable of these.

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from fewkeys.attention import Impl, attention
+from fewkeys.attention import attention
 from fewkeys.captures.capture import AttentionInputs, Capture, CaptureWriter
+from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.weights import Weights
+from fewkeys.flow import always
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.interface import attach, attention_modules
 from fewkeys.integrations.loading import load_model
@@ -40,7 +42,7 @@ def apply(
     model: PreTrainedModel,
     plan: Plans,
     *,
-    impl: Impl = "torch",
+    impl: Impl = "auto",
     generator: torch.Generator | None = None,
     max_error: float | None = None,
 ) -> Applied:
@@ -52,9 +54,10 @@ def apply(
 
     plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of a layer's plan
     there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator: as in
-    `fewkeys.attention`. Encoders and decoder-only models, grouped queries, left and right padding (2-D
-    attention_mask), prefill and decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees
-    the keys of one call: a causal plan that selects among them selects anew at each decoded token.
+    `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models, grouped
+    queries, left and right padding (2-D attention_mask), prefill and decoding with `DynamicCache` (query i of Lq stands
+    at key Lk - Lq + i). The plan sees the keys of one call: a causal plan that selects among them selects anew at each
+    decoded token.
 
     max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly, and
     `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
@@ -68,10 +71,9 @@ def apply(
     through transformers' interface and for plans that do not match its layers.
     """
     modules = len(attention_modules(model))
-    plans = plans_per_layer(plan, modules)
+    plans = [always(own) for own in plans_per_layer(plan, modules)]
     guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
+    check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from fewkeys.attention import Impl
+from fewkeys.core.impl import Impl
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.integrations.transformers import Applied, Plans, apply
 from fewkeys.plan import Plan
@@ -53,7 +53,7 @@ class WarmStart:
         *,
         steps: int,
         share: float = 0.15,
-        impl: Impl = "torch",
+        impl: Impl = "auto",
         generator: torch.Generator | None = None,
     ) -> None:
         self._set(steps, share, 0)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.attention import attention, by_plan, run
+from fewkeys.attention import attention
 from fewkeys.core.graph import Graph
+from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
+from fewkeys.flow import by_plan, run
 from fewkeys.judge.exact import Block, Exact, held
 from fewkeys.judge.result import Effect
 from fewkeys.judge.tally import Tally
@@ -43,12 +45,12 @@ class Entry:
         return "exact" if self.plan.keep is None else "oracle" if self.plan.keep.is_oracle else "method"
 
     def plans(self, layer: int, block: Block) -> Sequence[Plan]:
-        """The plan of each key head of a block."""
+        """The plan of each key head of a block, which runs even where exact attention is faster."""
         if isinstance(self.plan, Plan):
-            return [self.plan] * block.key.shape[1]
+            return [self.plan.always()] * block.key.shape[1]
         group = block.query.shape[1] // block.key.shape[1]
         own: tuple[Plan, ...] = self.plan[layer][block.heads.start // group : block.heads.stop // group]
-        return own
+        return tuple(plan.always() for plan in own)
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
         """Randomness that depends on the place (which begins with the seed) and the row, not on the other rows."""
@@ -59,8 +61,8 @@ class Entry:
         return generator.manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
 
 
-def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str) -> None:
-    """Add one block to the tally of an entry."""
+def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl) -> None:
+    """Add one block to the tally of an entry, answered by the executor `impl`."""
     generator = entry.generator(where, block.query.device)
     inputs = check_inputs(
         block.query,
@@ -70,10 +72,11 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
         scale=block.scale,
         query_offset=block.query_offset,
         generator=generator,
+        impl=impl,
     )
     parts = list(by_plan(inputs, entry.plans(layer, block)))
     if len(parts) == 1 and parts[0][0].keep is None:
-        output = run(inputs, parts[0][0], "torch")
+        output = run(inputs, parts[0][0])
         mass, slots, found = truth.weights.new_ones(()), truth.visible, truth.heavy_per_head
     else:
         output = torch.empty_like(truth.output)
@@ -82,7 +85,7 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
         for plan, index, part in parts:
             heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.groups)[index].flatten()
             entry.restart(generator, where)
-            output[:, heads] = run(part, plan, "torch").float()
+            output[:, heads] = run(part, plan).float()
             # The same inputs, and the generator where it began: the edges that the output was made from.
             entry.restart(generator, where)
             graph = Graph(part, full=True) if plan.keep is None else plan.keep.select(part)
@@ -99,7 +102,7 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
     entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy_per_head, found)
 
 
-def _attend(entry: Entry, layer: int, block: Block, where: str) -> Tensor:
+def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> Tensor:
     return attention(
         block.query,
         block.key,
@@ -109,15 +112,15 @@ def _attend(entry: Entry, layer: int, block: Block, where: str) -> Tensor:
         scale=block.scale,
         query_offset=block.query_offset,
         generator=entry.generator(where, block.query.device),
-        impl="torch",
+        impl=impl,
     )
 
 
-def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int) -> None:
+def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
     """Time the plan and exact attention in turns, so that both meet the same machine. Both have run before."""
     for _ in range(repeats):
         entry.exact_ms.append(_clock(lambda: _exact_attention(block), block.query.device))
-        entry.ms.append(_clock(lambda: _attend(entry, layer, block, where), block.query.device))
+        entry.ms.append(_clock(lambda: _attend(entry, layer, block, where, impl), block.query.device))
 
 
 def _exact_attention(block: Block) -> Tensor:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.attention import answers_exactly, by_plan, check_plan, run
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_inputs, check_real
+from fewkeys.flow import answers_exactly, by_plan, check_plan, run
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.interval import Estimates, estimates, pool
 from fewkeys.guard.sample import Spread, draw, real_queries, sampled_errors, uniform
@@ -116,11 +116,12 @@ def check_call(
 def _check_part(
     inputs: Inputs, plan: Plan, heads: Tensor, queries: int, generator: torch.Generator | None
 ) -> CallCheck:
+    plan = plan.always()
     with torch.no_grad():
         shape = (inputs.batch, inputs.query_heads)
         where = heads.expand(shape).flatten()
-        output = run(inputs, plan, "torch")
-        if answers_exactly(inputs, plan, "torch"):
+        output = run(inputs, plan)
+        if answers_exactly(inputs, plan):
             count = real_queries(inputs).sum(-1)
             zero = torch.zeros(shape, dtype=torch.float64)
             known = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, torch.ones(1)))

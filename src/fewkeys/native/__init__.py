@@ -1,9 +1,9 @@
 """Compiled kernels for the CPU: what the plain torch path does in many passes over memory, in one.
 
 They are C++ of this package, compiled by the machine's own compiler when first needed (some seconds, once per
-machine and version), and loaded with ctypes. What they do has no gradient of its own: `execute.compiled_gradient`,
-`sketch.past_gradient` and `sketch.sums` give it one. Where there is no compiler, torch does the same work with the same
-results up to rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
+machine and version), and loaded with ctypes. What they do has no gradient of its own: `execute.native`,
+`past.gradient` and `sketch.sums` give it one. Where there is no compiler, torch does the same work with the same
+results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
 from fewkeys.native.build import missing

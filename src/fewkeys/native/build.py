@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from fewkeys.core.files import cache_folder
+
 SOURCES = (
     *("kernels.cpp", "attend.cpp", "attend_back.cpp", "blocks.cpp", "blocks_back.cpp", "keys.cpp", "lloyd.cpp"),
     *("past.cpp", "prefill.cpp", "back.h", "merge.h", "matrix.h", "columns.h", "tile.h", "lanes.h"),
@@ -26,7 +28,7 @@ FLAGS = (
     *(("-mtune=generic", "-mprefer-vector-width=512") if platform.machine() in ("x86_64", "AMD64") else ()),
 )
 COMPILERS = ("g++", "clang++", "c++")
-SWITCH, CACHE, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_CACHE", "CXX"
+SWITCH, COMPILER = "FEWKEYS_NATIVE", "CXX"
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
 
@@ -37,6 +39,11 @@ def missing() -> str | None:
         return f"{SWITCH}=0 turns them off"
     found = _load()
     return found if isinstance(found, str) else None
+
+
+def identity() -> str:
+    """What tells these kernels from those of other versions, compilers and processors; "none" where there are none."""
+    return "none" if missing() is not None else Path(str(getattr(_load(), "_name", ""))).stem
 
 
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
@@ -75,14 +82,14 @@ def _compiler() -> list[str] | None:
 def _fingerprint(compiler: list[str], here: Path) -> str:
     """Everything that decides what comes out: sources, flags, compiler, processor."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
-    told = [version.stdout, *compiler, *FLAGS, platform.machine(), _processor(), torch.__version__]
+    told = [version.stdout, *compiler, *FLAGS, platform.machine(), processor(), torch.__version__]
     digest = hashlib.sha256("\0".join(told).encode())
     for source in SOURCES:
         digest.update((here / source).read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What tells processors of different instructions apart; they may share a home folder."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
@@ -92,8 +99,7 @@ def _processor() -> str:
 
 def _folder() -> Path:
     """Where compiled kernels are kept; at worst for this process alone."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get(CACHE) or Path(cache) / "fewkeys")
+    folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
+from fewkeys.core.impl import Impl
 from fewkeys.core.precision import working
 from fewkeys.past.gradient import walk_with_gradient
 from fewkeys.past.running import RunningKeys, RunningQueries
 from fewkeys.past.summary import Summary
+from fewkeys.sketch.backend import COMPILED
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT
 
 
@@ -73,6 +75,7 @@ class Walk:
         scale: on the queries.
         leaving: the keys that it takes up.
         tilted: as `Summary.absorb`.
+        impl: as `Inputs.impl`.
 
     Sequential in the steps, parallel over heads. Cost O((M + E)^2 (D + Dv)) per step and head.
     """
@@ -83,6 +86,7 @@ class Walk:
     scale: float
     leaving: Leaving
     tilted: bool
+    impl: Impl = "auto"
 
     @cached_property
     def by_step(self) -> ByStep:
@@ -102,7 +106,7 @@ class Walk:
     def run(self) -> tuple[ByStep, Past]:
         """The stand-ins before and after every step, and the past at the end."""
         steps = self.steps()
-        if steps.readable:
+        if self.impl in COMPILED and steps.readable:
             by_step, moved = native.walk(steps) if steps.suit else walk_with_gradient(steps)
             summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
             return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))

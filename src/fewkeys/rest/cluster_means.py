@@ -83,9 +83,9 @@ def represent(
     `label` (B, Hkv, Nk) tells the cluster of every real key, 0 .. count - 1; `importance` (B, Hkv, count) the mean
     importance g_c, which `Softmax` needs.
     """
-    x, totals, share = inputs, inputs.whole.totals, unkept(inputs, graph)
+    x, impl, totals, share = inputs, inputs.impl, inputs.whole.totals, unkept(inputs, graph)
     if not isinstance(weights, Softmax) or importance is None:
-        mass, sums = _mass(totals, label, share, count), label_sums(x.key, x.value, label, share, count)
+        mass, sums = _mass(totals, label, share, count), label_sums(x.key, x.value, label, share, count, impl)
         mean_key, mean_value = (totals.sum(part) / mass for part in sums)
         return StandIns(mean_key, mean_value, label, share)
     known, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
@@ -94,9 +94,9 @@ def represent(
         share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     mass = _mass(totals, label, share, count)
     if rank:
-        key_sum, value_sum, products = sums_and_products(x.key, x.value, label, share, count, known.mean)
+        key_sum, value_sum, products = sums_and_products(x.key, x.value, label, share, count, known.mean, impl)
     else:
-        key_sum, value_sum = label_sums(x.key, x.value, label, share, count)
+        key_sum, value_sum = label_sums(x.key, x.value, label, share, count, impl)
     mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
     with torch.no_grad():
         offset = mean_key - known.mean

@@ -59,6 +59,7 @@ class RunningMeans(Rest):
             x.scale,
             Leaving(x.key, x.value, index[:, :, 1:], real[:, :, 1:]),
             tilted=isinstance(weights, Softmax),
+            impl=x.impl,
         )
         return BlockStandIns(walk, x.head_dim)
 

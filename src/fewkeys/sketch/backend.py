@@ -1,19 +1,18 @@
-"""Which kernels look at keys: compiled ones on the CPU, Triton's by request, or none and torch does the work."""
+"""Which kernels look at keys: as `Inputs.impl` says, compiled ones on the CPU, Triton's, or torch's operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fewkeys import native
+from fewkeys.core.impl import Impl
 from fewkeys.native.tensors import unwatched
 
-_by_triton = ContextVar("by_triton", default=False)
+COMPILED: tuple[Impl, ...] = ("auto", "native")
+"""What takes compiled kernels, where they suit."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 
@@ -50,22 +49,16 @@ class Kernels(Protocol):
         """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
 
 
-@contextmanager
-def by_triton(wanted: bool = True) -> Iterator[None]:
-    """Triton's kernels are taken inside, if wanted: on CUDA, or where its interpreter emulates it."""
-    token = _by_triton.set(wanted)
-    try:
-        yield
-    finally:
-        _by_triton.reset(token)
+def backend(impl: Impl, key: Tensor, value: Tensor | None, *others: Tensor) -> Kernels | None:
+    """Kernels of `impl` that can read these tensors, where nobody asks how the result depends on them.
 
-
-def backend(key: Tensor, value: Tensor | None, *others: Tensor) -> Kernels | None:
-    """Kernels that can read these tensors, where nobody asks how the result depends on them."""
+    None where torch's operations do the work: for `"torch"` and `"reference"`, and where no kernels suit. Triton's are
+    taken for `"triton"` alone: on CUDA, or where its interpreter emulates it.
+    """
     given = [key, *([] if value is None else [value]), *others]
-    if native.suits(*given):
-        return native
-    if not _by_triton.get() or any(x.dtype not in DTYPES for x in given) or not unwatched(*given):
+    if impl != "triton":
+        return native if impl in COMPILED and native.suits(*given) else None
+    if any(x.dtype not in DTYPES for x in given) or not unwatched(*given):
         return None
     if max(x.shape[-1] for x in (key, key if value is None else value)) > LARGEST_HEAD:
         return None

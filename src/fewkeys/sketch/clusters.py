@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
+from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.sketch.backend import backend
+from fewkeys.sketch.backend import COMPILED, backend
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
@@ -121,7 +122,7 @@ def frame(inputs: Inputs) -> Frame:
 def key_statistics(inputs: Inputs) -> KeyStatistics:
     """Importance and score spread of every key; clusters bring them along. Cost O(n D^2)."""
     with torch.no_grad():
-        return inputs.remember("key_statistics", lambda: KeyStatistics(*_seen(inputs.key.detach(), frame(inputs))))
+        return inputs.remember("key_statistics", lambda: KeyStatistics(*_seen(inputs, frame(inputs))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +212,7 @@ def _frame(inputs: Inputs) -> Frame:
     totals, dtype, count = inputs.whole.totals, second.dtype, second.new_full((1, 1, 1), inputs.whole.keys)
     if inputs.valid is not None:
         count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)
-    if native.suits(key, value):
+    if inputs.impl in COMPILED and native.suits(key, value):
         sums = native.totals(key, value)
     else:
         square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
@@ -223,11 +224,11 @@ def _frame(inputs: Inputs) -> Frame:
     return Frame(key_mean, value_mean, root, unit, moments.mean)
 
 
-def _seen(key: Tensor, known: Frame) -> tuple[Tensor, Tensor]:
+def _seen(inputs: Inputs, known: Frame) -> tuple[Tensor, Tensor]:
     """Spread and importance of every key."""
-    form = known.form
+    key, form = inputs.key.detach(), known.form
     shift = form @ known.mean.mT
-    if (kernels := backend(key, None, form)) is not None:
+    if (kernels := backend(inputs.impl, key, None, form)) is not None:
         return kernels.statistics(key, form, shift)
     key = working(key)
     spread = key.new_empty(key.shape[:3])
@@ -262,24 +263,24 @@ def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> t
     The statistics of the keys are remembered.
     """
     key, value, middle = inputs.key.detach(), inputs.value.detach(), known.value_mean
-    if (kernels := backend(key, value, centre)) is not None:
+    if (kernels := backend(inputs.impl, key, value, centre)) is not None:
         form = known.form
         found = kernels.survey(key, value, form, form @ known.mean.mT, centre, constant, middle)
         spread, importance, nearest, square, label = found
         inputs.remember("key_statistics", lambda: KeyStatistics(spread, importance))
         return spread, nearest, square, label
-    nearest, label = _nearest(key, value, centre, constant)
+    nearest, label = _nearest(key, value, centre, constant, inputs.impl)
     value = working(value)
     square = torch.linalg.vector_norm(value, dim=-1).square() - 2 * (value @ middle.mT).squeeze(-1)
     return key_statistics(inputs).spread, nearest, square + middle.square().sum(-1), label
 
 
-def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor, impl: Impl) -> tuple[Tensor, Tensor]:
     """The largest `[k, v] . centre_c + constant_c` of every key (B, H, N), and the first such c.
 
     centre (B, H, C, D + Dv), constant (B, H, C, 1).
     """
-    if (kernels := backend(key, value, centre)) is not None:
+    if (kernels := backend(impl, key, value, centre)) is not None:
         return kernels.assign(key, value, centre, constant)
     key, value = working(key), working(value)
     nearest = key.new_empty(key.shape[:3]).flatten(0, 1)
@@ -295,9 +296,9 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tu
 
 def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
-    some, totals, form = sample(inputs, count), inputs.whole.totals, known.form
+    some, totals, form, impl = sample(inputs, count), inputs.whole.totals, known.form, inputs.impl
     key, value = (some.take(rows.detach()) for rows in (inputs.key, inputs.value))
-    if inputs.shard is None and native.suits(key, value, form):
+    if inputs.shard is None and impl in COMPILED and native.suits(key, value, form):
         given = {"form": form, "shift": form @ known.mean.mT, "middle": known.value_mean, "unit": known.unit}
         steps, tilt, lowest = LLOYD_STEPS, TILT, LOWEST_LOG_WEIGHT
         return native.lloyd(key, value, some.real, given, count=count, steps=steps, tilt=tilt, lowest=lowest)
@@ -323,8 +324,8 @@ def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     mean_importance = importance.gather(-1, first)
     for _ in range(LLOYD_STEPS):
         half = -0.5 * centres.square().sum(-1, keepdim=True)
-        _, label = _nearest(on_query, on_value, centres, half)
-        total = torch.cat(label_sums(on_query, on_value, label, weight, count), -1)
+        _, label = _nearest(on_query, on_value, centres, half, impl)
+        total = torch.cat(label_sums(on_query, on_value, label, weight, count, impl), -1)
         mass, along = (
             weight.new_zeros(first.shape).scatter_add_(-1, label, part) for part in (weight, weight * importance)
         )

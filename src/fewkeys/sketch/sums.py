@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
+from fewkeys.core.impl import Impl
 from fewkeys.core.precision import working
-from fewkeys.sketch.backend import backend
+from fewkeys.sketch.backend import COMPILED, backend
 
 
-def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def label_sums(
+    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, impl: Impl
+) -> tuple[Tensor, Tensor]:
     """`sum_{j: label_j = c} share_j x_j` of keys (B, H, N, D) and values (B, H, N, Dv): (B, H, count, D or Dv).
 
     `label` (B, H, N), int64, 0 .. count - 1, and `share` (B, H, N) carry no gradient; keys and values do. In working
-    precision.
+    precision, by the kernels of `impl`.
     """
-    if (kernels := backend(key, value, share)) is not None:
+    if (kernels := backend(impl, key, value, share)) is not None:
         found = kernels.label_sums(key, value, label, share, count)
         return found[..., : key.shape[-1]], found[..., key.shape[-1] :]
     member = members(label, share, count).mT
@@ -26,17 +29,17 @@ def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: 
 
 
 def sums_and_products(
-    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor
+    key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor, impl: Impl
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`label_sums`, and beside them `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D).
 
     `middle` carries no gradient either.
     """
-    if native.readable(key, value, share, middle):
+    if impl in COMPILED and native.readable(key, value, share, middle):
         found, products = _Summed.apply(key, value, label, share, count, middle)  # type: ignore[no-untyped-call]
         return found[..., : key.shape[-1]], found[..., key.shape[-1] :], products
     products = ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
-    return *label_sums(key, value, label, share, count), products
+    return *label_sums(key, value, label, share, count, impl), products
 
 
 class _Summed(torch.autograd.Function):

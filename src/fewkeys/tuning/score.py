@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.attention import run
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax
 from fewkeys.execute import exact
+from fewkeys.flow import always, run
 from fewkeys.plan import Plan
 from fewkeys.sketch.clusters import key_statistics
 from fewkeys.tuning.candidates import Candidate
@@ -75,7 +75,7 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
     for call in capture.calls(layer):
         problem = problem_of(call, seed)
         truth = exact.attend(problem, Softmax()).float()
-        output = run(problem, plans, "torch").float()
+        output = run(problem, always(plans)).float()
         real = _real(problem)
         heads += float((relative_error(output, truth).mean(1) * real).double().sum())
         projected = (_project(x, projection, together=True) for x in (output, truth))
@@ -125,7 +125,7 @@ def _errors(
     """Sums over queries of both errors, (2, key heads)."""
     if problem.generator is not None:
         problem.generator.manual_seed(seed)
-    output = run(problem, plan, "torch").float()
+    output = run(problem, plan.always()).float()
     relative = relative_error(output, truth)
     share = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
     sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, share)])

@@ -1,1 +1,78 @@
-"""Plans by the compiled kernels for the CPU."""
+"""Plans by the compiled kernels for the CPU, forward and, where somebody asks for gradients, backward."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fewkeys.core.weights import Softmax
+from fewkeys.execute.native import backward, forward
+from fewkeys.execute.problem import Problem
+from fewkeys.native.build import missing
+from fewkeys.native.tensors import DTYPES, readable, wants_gradient
+from fewkeys.rest.base import BlockStandIns, StandIns
+
+__all__ = ["attend", "unsupported"]
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why `attend` cannot answer, to follow "impl='native':"; None where it can. Reads no data."""
+    x = problem.inputs
+    if (reason := _form(problem)) is not None:
+        return reason
+    if any(rows.dtype not in DTYPES for rows in (x.query, x.key, x.value)):
+        return f"expected float32 or bfloat16, got {x.query.dtype}"
+    if not x.query.dtype == x.key.dtype == x.value.dtype:
+        return f"expected query, key and value of one dtype, got {x.query.dtype}, {x.key.dtype} and {x.value.dtype}"
+    if x.query.device.type != "cpu":
+        return f"expected tensors on the CPU, got {x.query.device.type}"
+    if (reason := missing()) is not None:
+        return f"expected compiled kernels, got none ({reason})"
+    s = problem.stand_ins
+    if isinstance(s, BlockStandIns):
+        steps = None if s.walk is None else s.walk.steps()
+        plain = readable(x.query, x.key, x.value, *((s.by_step.rows,) if steps is None else steps.state))
+    else:
+        plain = readable(x.query, x.key, x.value, *forward.read(s))
+    if not plain:
+        return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
+    # Plans take these for constants, and so do the kernels.
+    if isinstance(s, StandIns) and wants_gradient(s.bias, s.factor, s.right):
+        return "expected constants beside the stand-ins' means, got a bias, factor or basis that requires gradients"
+    return None
+
+
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward.attend`, or `backward.attend`."""
+    return backward.attend(problem) if _wants_gradient(problem) else forward.attend(problem)
+
+
+def _form(problem: Problem) -> str | None:
+    """Why there is no kernel of this form, None where there is."""
+    graph, s = problem.graph, problem.stand_ins
+    if not isinstance(problem.weights, Softmax):
+        return f"expected Softmax() weights, got {problem.weights}"
+    if graph.rows is not None or graph.full:
+        return "expected a band and lists that blocks of queries share, got a list of keys for every query"
+    if graph.groups is not None:
+        return "expected a band and lists that blocks of queries share, got groups of tokens"
+    if problem.by_block:
+        if graph.band is not None or graph.columns is None:
+            return f"expected lists by blocks alone, got {'none' if graph.columns is None else 'a window beside them'}"
+        if isinstance(s, StandIns):
+            return "expected means of the past beside lists by blocks, got stand-ins that serve all queries"
+    if isinstance(s, StandIns):
+        if s.curvature is not None:
+            return "expected stand-ins without curvature, got Moments()"
+        if s.left is not None and s.right is None:
+            return "expected a first-order term of low rank, got a full one"
+    return None
+
+
+def _wants_gradient(problem: Problem) -> bool:
+    x, s = problem.inputs, problem.stand_ins
+    if not isinstance(s, BlockStandIns):
+        return wants_gradient(x.query, x.key, x.value, *forward.read(s))
+    walk = s.walk
+    # Means that have yet to be made depend on the keys and values, and on what they were before.
+    rows = s.by_step.rows if walk is None else walk.past.summary.rows
+    return wants_gradient(x.query, x.key, x.value, rows)

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -15,19 +15,18 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.weights import Weights
-from fewkeys.execute.native import forward as compiled
+from fewkeys.execute import torch as by_torch
+from fewkeys.execute.native import forward
+from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers, readable, wants_gradient
+from fewkeys.native.tensors import Rows, dense, pointers
 from fewkeys.past.scan import ByStep
 from fewkeys.rest.base import BlockStandIns, StandIns
-
-Again = Callable[[Inputs, "StandIns | BlockStandIns | None"], Tensor]
 
 
 class _BlocksBack(ctypes.Structure):
     _fields_ = (
-        ("of", compiled.Blocks),
+        ("of", forward.Blocks),
         ("out", Rows),
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "means")),
     )
@@ -35,33 +34,21 @@ class _BlocksBack(ctypes.Structure):
 
 class _NearBack(ctypes.Structure):
     _fields_ = (
-        ("of", compiled.Near),
+        ("of", forward.Near),
         ("out", Rows),
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "shared_key", "shared_value")),
     )
 
 
-def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
-    """Whether `attend` answers such a problem."""
-    x, s = inputs, stand_ins
-    if not compiled.knows(graph, s, weights) or (isinstance(s, BlockStandIns) and graph.columns is None):
-        return False
-    # Plans take these for constants, and so do the kernels.
-    if isinstance(s, StandIns) and wants_gradient(s.bias, s.factor, s.right):
-        return False
-    return x.query.dtype == x.key.dtype == x.value.dtype and readable(x.query, x.key, x.value, *_parts(s))
-
-
-def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, again: Again) -> Tensor:
-    """`compiled.attend` with gradients of queries, keys, values and what the stand-ins hold of keys and values.
+def attend(problem: Problem) -> Tensor:
+    """`forward.attend` with gradients of queries, keys, values and what the stand-ins hold of keys and values.
 
     With weights P, values v and the gradient g of the output, the scores have the gradient
-    `P (g v^T - rowsum(P g v^T))`; the weights are made again from the inputs, so nothing but these is kept. `again`
-    does the same by torch's operations: through it go derivatives of the gradients. Cost 5/2 that of the output.
+    `P (g v^T - rowsum(P g v^T))`; the weights are made again from the inputs, so nothing but these is kept. Derivatives
+    of the gradients go through torch's operations. Cost 5/2 that of the output.
     """
-    x = inputs
-    problem = _Problem(x, graph, stand_ins, again)
-    output: Tensor = _Attended.apply(problem, x.query, x.key, x.value, *_parts(stand_ins))  # type: ignore[no-untyped-call]
+    x = problem.inputs
+    output: Tensor = _Attended.apply(problem, x.query, x.key, x.value, *_parts(problem.stand_ins))  # type: ignore[no-untyped-call]
     return output
 
 
@@ -75,66 +62,60 @@ def _parts(stand_ins: StandIns | BlockStandIns | None) -> tuple[Tensor, ...]:
     return (stand_ins.key, stand_ins.value, *left)
 
 
-@dataclass(frozen=True, eq=False)
-class _Problem:
-    inputs: Inputs
-    graph: Graph
-    stand_ins: StandIns | BlockStandIns | None
-    again: Again
-
-    def of(self, query: Tensor, key: Tensor, value: Tensor, *parts: Tensor) -> _Problem:
-        """The same problem of these tensors."""
-        x, s = replace(self.inputs, query=query, key=key, value=value), self.stand_ins
-        if isinstance(s, BlockStandIns):
-            s = BlockStandIns(replace(s.by_step, rows=parts[0]), s.head_dim)
-        elif s is not None:
-            s = replace(s, key=parts[0], value=parts[1], left=parts[2] if parts[2:] else None)
-        return replace(self, inputs=x, stand_ins=s)
+def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Tensor) -> Problem:
+    """The same problem of these tensors."""
+    x, s = replace(problem.inputs, query=query, key=key, value=value), problem.stand_ins
+    if isinstance(s, BlockStandIns):
+        s = BlockStandIns(replace(s.by_step, rows=parts[0]), s.head_dim)
+    elif s is not None:
+        s = replace(s, key=parts[0], value=parts[1], left=parts[2] if parts[2:] else None)
+    return replace(problem, inputs=x, stand_ins=s)
 
 
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, problem: _Problem, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, problem: Problem, *given: Tensor) -> Tensor:
         ctx.save_for_backward(*given)
         ctx.problem = problem
-        return compiled.attend(problem.inputs, problem.graph, problem.stand_ins)
+        return forward.attend(problem)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         # Views: the stand-ins depend on keys and values, too, which is for others to follow.
         given = [rows.view_as(rows) for rows in ctx.saved_tensors]
-        problem = ctx.problem.of(*given)
+        problem = _of(ctx.problem, *given)
         if torch.is_grad_enabled():
-            output = problem.again(problem.inputs, problem.stand_ins)
+            output = by_torch.attend(problem)
             return None, *torch.autograd.grad(output, given, gradient, create_graph=True)
         x = problem.inputs
         x = replace(x, query=dense(x.query), key=dense(x.key), value=dense(x.value))
         gradient = dense(gradient.to(x.query.dtype))
-        if compiled.by_block(problem.graph, problem.stand_ins):
-            means = None if problem.stand_ins is None else problem.stand_ins.by_step
-            found = _blocks_back(x, problem.graph.columns, means, gradient)
+        graph, s = problem.graph, problem.stand_ins
+        if problem.by_block:
+            means = s.by_step if isinstance(s, BlockStandIns) else None
+            found = _blocks_back(x, cast(Columns, graph.columns), means, gradient)
         else:
-            found = _near_back(x, problem.graph, problem.stand_ins, gradient)
+            found = _near_back(x, graph, cast("StandIns | None", s), gradient)
         return None, *(part.to(rows.dtype) for part, rows in zip(found, given, strict=True))
 
 
 def _blocks_back(x: Inputs, columns: Columns, means: ByStep | None, gradient: Tensor) -> Sequence[Tensor]:
     given = (x.query, x.key, x.value, *(() if means is None else (means.rows,)))
     found = _zeros(given)
-    problem, _alive = compiled.blocks(x, columns, means, gradient)
+    told, _alive = forward.blocks(x, columns, means, gradient)
     held = pointers(dict(zip(("query", "key", "value", "means"), found, strict=False)))
-    call("fewkeys_attend_blocks_back", _BlocksBack(of=problem, out=Rows.of(gradient), **held), x.query.dtype)
+    call("fewkeys_attend_blocks_back", _BlocksBack(of=told, out=Rows.of(gradient), **held), x.query.dtype)
     return found
 
 
 def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Tensor) -> Sequence[Tensor]:
     query, key, value = found = _zeros((x.query, x.key, x.value))
-    problem, alive = compiled.near(x, graph, stand_ins, gradient)
+    told, alive = forward.near(x, graph, stand_ins, gradient)
     shared = _zeros([cast(Tensor, alive[name]) for name in ("shared_key", "shared_value")])
     names = ("query", "key", "value", "shared_key", "shared_value")
     held = pointers(dict(zip(names, (*found, *shared), strict=True)))
-    call("fewkeys_attend_back", _NearBack(of=problem, out=Rows.of(gradient), **held), x.query.dtype)
-    sizes = [problem.entries, problem.means, problem.rank]
+    call("fewkeys_attend_back", _NearBack(of=told, out=Rows.of(gradient), **held), x.query.dtype)
+    sizes = [told.entries, told.means, told.rank]
     list_key, mean_key, left = shared[0].split(sizes, 2)
     list_value, mean_value, _ = shared[1][..., : x.value_dim].split(sizes, 2)
     if graph.columns is not None:

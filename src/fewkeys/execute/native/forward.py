@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.weights import Softmax, Weights
 from fewkeys.execute.operands import band_hidden, listed
+from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, filled, pointers, suits
-from fewkeys.past.native import Problem
+from fewkeys.native.tensors import Rows, dense, filled, pointers
+from fewkeys.past import native as past_kernels
 from fewkeys.past.scan import ByStep
 from fewkeys.rest.base import BlockStandIns, StandIns
 
@@ -53,51 +53,26 @@ class Blocks(ctypes.Structure):
     )
 
 
-def supports(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
-    """Whether `attend` answers such a problem."""
-    x = inputs
-    if not knows(graph, stand_ins, weights):
-        return False
-    means: tuple[Tensor | None, ...] = ()
-    if isinstance(stand_ins, BlockStandIns):
-        if stand_ins.walk is None:
-            means = (stand_ins.key, stand_ins.value)
-        elif not stand_ins.walk.steps().suit:
-            return False
-    elif stand_ins is not None:
-        means = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.left, stand_ins.right)
-    return x.query.dtype == x.key.dtype == x.value.dtype and suits(x.query, x.key, x.value, *means)
+def read(stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
+    """What the kernels read of stand-ins that serve all queries."""
+    s = stand_ins
+    return () if s is None else (s.key, s.value, s.bias, s.left, s.right)
 
 
-def knows(graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> bool:
-    """Whether there is a kernel of this form."""
-    if not isinstance(weights, Softmax) or graph.rows is not None or graph.full or graph.groups is not None:
-        return False
-    if by_block(graph, stand_ins) and (graph.band is not None or isinstance(stand_ins, StandIns)):
-        return False
-    if not isinstance(stand_ins, StandIns):
-        return True
-    return stand_ins.curvature is None and (stand_ins.left is None or stand_ins.right is not None)
-
-
-def by_block(graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> bool:
-    """Whether blocks of queries have lists or means of their own."""
-    return isinstance(stand_ins, BlockStandIns) or (graph.columns is not None and graph.columns.blocks > 1)
-
-
-def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None) -> Tensor:
-    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, for what `supports` lets pass.
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding.
 
     Scores and sums are float32 whatever the input's dtype. Where the processor multiplies bfloat16 on a matrix unit,
     bfloat16 inputs are: then weights and stand-ins are rounded to bfloat16, each by 2^-8 of itself at most. Cost
     O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """
+    inputs, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
     output = value.new_empty((*query.shape[:3], x.value_dim))
-    if not by_block(graph, stand_ins):
-        problem, _alive = near(x, graph, cast("StandIns | None", stand_ins), output)
-        call("fewkeys_attend", problem, x.query.dtype)
+    if not problem.by_block:
+        told, _alive = near(x, graph, cast("StandIns | None", stand_ins), output)
+        call("fewkeys_attend", told, x.query.dtype)
     elif graph.columns is not None:
         _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
     return output
@@ -106,13 +81,13 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | N
 def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
     """Write the output of lists by blocks, and of the means of the past beside them."""
     if stand_ins is not None and stand_ins.walk is not None:
-        past = Problem(stand_ins.walk.steps())
-        problem, _alive = blocks(x, columns, None, output)
-        problem.means, problem.past = stand_ins.walk.count, ctypes.addressof(past.told)
-        call("fewkeys_prefill", problem, x.query.dtype)
+        past = past_kernels.Problem(stand_ins.walk.steps())
+        told, _alive = blocks(x, columns, None, output)
+        told.means, told.past = stand_ins.walk.count, ctypes.addressof(past.told)
+        call("fewkeys_prefill", told, x.query.dtype)
     else:
-        problem, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.by_step, output)
-        call("fewkeys_attend_blocks", problem, x.query.dtype)
+        told, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.by_step, output)
+        call("fewkeys_attend_blocks", told, x.query.dtype)
 
 
 def blocks(x: Inputs, columns: Columns, by_step: ByStep | None, output: Tensor) -> tuple[Blocks, tuple[Tensor, ...]]:
@@ -123,7 +98,7 @@ def blocks(x: Inputs, columns: Columns, by_step: ByStep | None, output: Tensor) 
     if by_step is not None:
         rows, bias, means = dense(by_step.rows.flatten(2, 3)), by_step.excess.contiguous(), by_step.rows.shape[3]
     mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
-    problem = Blocks(
+    told = Blocks(
         **_common(x, output),
         **pointers({"bias": bias, "place": place}),
         mean_key=Rows.of(mean_key),
@@ -134,7 +109,7 @@ def blocks(x: Inputs, columns: Columns, by_step: ByStep | None, output: Tensor) 
         entries=place.shape[3],
         means=means,
     )
-    return problem, (place, rows, *(() if bias is None else (bias,)))
+    return told, (place, rows, *(() if bias is None else (bias,)))
 
 
 def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> tuple[Near, dict[str, Tensor | None]]:
@@ -162,7 +137,7 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
     parts = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
     held = {name: None if part is None else part.contiguous() for name, part in zip(_HELD, parts, strict=True)}
     reach = x.keys + x.queries + x.offset
-    problem = Near(
+    told = Near(
         **_common(x, output),
         **pointers(held),
         entries=list_key.shape[2],
@@ -171,7 +146,7 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
         left=min(left, reach),
         right=min(right, reach),
     )
-    return problem, held
+    return told, held
 
 
 def _common(x: Inputs, output: Tensor) -> dict[str, Any]:

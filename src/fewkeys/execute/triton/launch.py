@@ -1,34 +1,35 @@
 """Plans by Triton's kernels: softmax of a band, one shared list and stand-ins, in one pass over the queries.
 
-Graphs with groups have kernels of their own (`fused_grouped`).
+Graphs with groups have kernels of their own (`launch_grouped`). Experimental, as all of this folder.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.weights import Softmax, Weights
+from fewkeys.core.weights import Softmax
 from fewkeys.execute.operands import band_hidden, listed
-from fewkeys.execute.triton import launch_grouped as fused_grouped
+from fewkeys.execute.problem import Problem
+from fewkeys.execute.triton import launch_grouped
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 LARGEST_HEAD = 256
 LARGEST_RANK = 64
 
 
-def unsupported(
-    inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights
-) -> str | None:
+def unsupported(problem: Problem) -> str | None:
     """Why `attend` cannot answer, to follow "impl='triton':"; None where it can."""
-    x = inputs
+    x, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     if graph.groups is not None:
-        if (reason := fused_grouped.unsupported(graph.groups, stand_ins, weights)) is not None:
+        if (reason := launch_grouped.unsupported(problem)) is not None:
             return reason
-    elif not isinstance(weights, Softmax):
-        return f"expected Softmax() weights, got {weights}"
+    elif not isinstance(problem.weights, Softmax):
+        return f"expected Softmax() weights, got {problem.weights}"
     if graph.rows is not None or graph.full:
         return "expected a band and shared keys, got a list of keys for every query"
     if graph.columns is not None and graph.columns.blocks > 1:
@@ -64,16 +65,16 @@ def _missing(device: torch.device) -> str | None:
     return None
 
 
-def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: Weights) -> Tensor:
+def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, for what `unsupported` lets pass.
 
     Products are taken in the input's dtype and summed in float32; stand-ins are rounded to the input's dtype first.
     Second derivatives do not exist. Cost O(n (slots + block) (D + Dv)), of which nothing but the output is stored.
     """
-    x = inputs
-    hidden = None if graph.band is None else band_hidden(x, graph)
+    x, graph = problem.inputs, problem.graph
     if graph.groups is not None:
-        return fused_grouped.attend(x, graph, graph.groups, hidden, weights)
+        return launch_grouped.attend(problem)
+    hidden = None if graph.band is None else band_hidden(x, graph)
     from fewkeys.execute.triton.op import near_heavy_means
 
     # An empty band ends before it begins, for every query.
@@ -85,7 +86,7 @@ def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | None, weights: We
         x.value,
         hidden,
         *_listed(x, graph),
-        *_means(x, stand_ins),
+        *_means(x, cast("StandIns | None", problem.stand_ins)),
         x.scale,
         min(left, reach),
         min(right, reach),
@@ -111,7 +112,7 @@ def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
         return (None,) * 9
     dtype = x.query.dtype
 
-    def cast(tensor: Tensor | None) -> Tensor | None:
+    def rounded(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(dtype)
 
     label, share = stand_ins.label, stand_ins.share.float()
@@ -119,6 +120,6 @@ def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
     peak = torch.where(peak > 0, peak, 1.0)
     bias = peak.log() if stand_ins.bias is None else stand_ins.bias.float() + peak.log()
     factor = None if stand_ins.factor is None else stand_ins.factor.float()
-    first_order = (cast(stand_ins.left), cast(stand_ins.right), factor)
+    first_order = (rounded(stand_ins.left), rounded(stand_ins.right), factor)
     counts = (stand_ins.total.float() / peak, label.to(torch.int32), share / peak.gather(-1, label))
-    return cast(stand_ins.key), cast(stand_ins.value), bias, *counts, *first_order
+    return rounded(stand_ins.key), rounded(stand_ins.value), bias, *counts, *first_order

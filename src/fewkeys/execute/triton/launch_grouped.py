@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.weights import Entmax, Softmax, Weights
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.core.weights import Entmax, Softmax
+from fewkeys.execute.operands import band_hidden
+from fewkeys.execute.problem import Problem
 
 
-def unsupported(groups: Groups, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> str | None:
-    """What `attend` does not take of these, to follow "impl='triton':"; None where it takes all."""
+def unsupported(problem: Problem) -> str | None:
+    """What `attend` does not take of groups, stand-ins and weights; None where it takes all."""
+    groups, stand_ins, weights = _groups(problem), problem.stand_ins, problem.weights
     if groups.query.shape[3] != 1 or groups.key.shape[3] != 1:
         return "expected one group for each query and key, got several memberships"
     if stand_ins is not None:
@@ -25,23 +26,23 @@ def unsupported(groups: Groups, stand_ins: StandIns | BlockStandIns | None, weig
     return None
 
 
-def attend(inputs: Inputs, graph: Graph, groups: Groups, hidden: Tensor | None, weights: Weights) -> Tensor:
+def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding.
 
-    `hidden` (B, Hkv, Nk), uint8, marks keys that the band does not reach. Products are taken in the input's dtype and
-    summed in float32. Second derivatives do not exist. Cost O((edges + n band) (D + Dv)), entmax so many times more as
-    it takes rounds, of which nothing but the output is stored; sorting is O(n log n).
+    Products are taken in the input's dtype and summed in float32. Second derivatives do not exist. Cost O((edges + n
+    band) (D + Dv)), entmax so many times more as it takes rounds, of which nothing but the output is stored; sorting is
+    O(n log n).
     """
     from fewkeys.execute.triton.grouped_op import grouped
 
-    x = inputs
+    x, graph, groups, weights = problem.inputs, problem.graph, _groups(problem), problem.weights
     # An empty band ends before it begins, for every query.
     left, right = (0, -x.queries - x.keys) if graph.band is None else graph.band
     output: Tensor = grouped(
         x.query,
         x.key,
         x.value,
-        hidden,
+        None if graph.band is None else band_hidden(x, graph),
         None if graph.columns is None else _listed(x, graph.columns.index, graph.columns.used),
         *_sorted(groups.query, None, groups.count),
         *_sorted(groups.key, x.valid, groups.count),
@@ -55,6 +56,12 @@ def attend(inputs: Inputs, graph: Graph, groups: Groups, hidden: Tensor | None, 
         x.is_causal,
     )[0]
     return output
+
+
+def _groups(problem: Problem) -> Groups:
+    if problem.graph.groups is None:
+        raise ValueError("graph: expected one with groups, got none")
+    return problem.graph.groups
 
 
 def _sorted(ids: Tensor, valid: Tensor | None, count: int) -> tuple[Tensor, Tensor]:

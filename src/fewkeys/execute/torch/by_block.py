@@ -2,14 +2,13 @@
 
 Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
 product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
-copies. Blocks are grouped into chunks that fit the cache. Groups have an executor of their own (`grouped`), to which
-the others are joined. Graphs with rows (oracles) run through the reference, some queries at a time.
+copies. Blocks are grouped into chunks that fit the cache. Groups are tiles (`grouped`), to which the others are joined.
+Graphs with rows (oracles) run through the reference, some queries at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,41 +19,31 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
-from fewkeys.execute.native import backward as compiled_gradient
-from fewkeys.execute.native import forward as compiled
+from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import grouped
 from fewkeys.execute.torch.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns
 
 CHUNK = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
 
 
-def attend(inputs: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights) -> Tensor:
+def unsupported(problem: Problem) -> None:
+    """Nothing: torch's operations answer every plan."""
+
+
+def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
-    x = inputs
+    x, graph, weights = problem.inputs, problem.graph, problem.weights
     if graph.rows is not None or graph.full:
-        block = max(1, 4 * CHUNK // (x.batch * x.query_heads * x.keys))
-        return reference.attend(x, graph, stand_ins, weights, block)
-    if compiled.supports(x, graph, stand_ins, weights):
-        return compiled.attend(x, graph, stand_ins)
-    if compiled_gradient.supports(x, graph, stand_ins, weights):
-        again = partial(_attend_by_torch, graph=graph, weights=weights)
-        return compiled_gradient.attend(x, graph, stand_ins, again)
-    return _attend_by_torch(x, stand_ins, graph, weights)
-
-
-def _attend_by_torch(
-    inputs: Inputs, stand_ins: StandIns | BlockStandIns | None, graph: Graph, weights: Weights
-) -> Tensor:
-    x = inputs
+        return reference.attend_in_pieces(problem)
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
     if lead:
         # Lists serve blocks of absolute positions: the first block is filled up from the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
-        return _attend_by_torch(whole, stand_ins, _led(graph, whole, lead), weights)[:, :, lead:]
-    sources, means = _sources(x, graph, stand_ins, weights, size)
+        return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
+    sources, means = _sources(problem, size)
     query = x.grouped_query().flatten(0, 1)
     width, limit = sum(source.width for source in sources) * x.groups, CHUNK
     if graph.groups is not None:
@@ -99,9 +88,8 @@ def block_size(graph: Graph) -> int:
     return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 
 
-def _sources(
-    x: Inputs, graph: Graph, stand_ins: StandIns | BlockStandIns | None, weights: Weights, size: int
-) -> tuple[list[Source], Means | BlockMeans | None]:
+def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | BlockMeans | None]:
+    x, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     sources: list[Source] = []
     if graph.columns is not None:
         sources.append(SharedList(x, graph.columns) if graph.columns.blocks == 1 else BlockLists(x, graph.columns))
@@ -110,7 +98,7 @@ def _sources(
         sources.append(band)
     means: Means | BlockMeans | None = None
     if isinstance(stand_ins, BlockStandIns):
-        means = BlockMeans(stand_ins, isinstance(weights, Softmax))
+        means = BlockMeans(stand_ins, isinstance(problem.weights, Softmax))
     elif stand_ins is not None:
         # Beside groups, what a query keeps is counted entry by entry.
         near = [source for source in sources if isinstance(source, Band | BlockLists)]

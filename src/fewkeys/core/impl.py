@@ -1,0 +1,15 @@
+"""The executors by name: which code answers."""
+
+from __future__ import annotations
+
+from typing import Literal, cast, get_args
+
+Impl = Literal["auto", "reference", "torch", "native", "triton"]
+"""`"auto"` is the best of the others for a call; `fewkeys.execute.dispatch` chooses."""
+
+
+def check_impl(impl: object) -> Impl:
+    """`impl` where it names an executor, or `"auto"`; a `ValueError` otherwise."""
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
+    return cast(Impl, impl)

@@ -1,0 +1,79 @@
+"""Numbers measured on this machine, kept in the cache folder, so that every process and every call reads the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewkeys.core.files import cache_folder, write_whole
+from fewkeys.native.build import processor
+
+FOLDER = "measured"
+Numbers = tuple[tuple[float, ...], ...]
+
+
+def kept(what: Mapping[str, Any], measure: Callable[[], Numbers]) -> Numbers | None:
+    """The numbers kept under `what` (JSON values) for this machine and version; measured where there are none yet.
+
+    Where several processes measure at once, the first to write wins and the others read what it wrote. A file that is
+    damaged, or of something else, is measured anew. None, and nothing is measured, where nothing can be written.
+    """
+    told = json.loads(json.dumps({**_machine(), **what}))
+    name = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24]
+    try:
+        path = cache_folder() / FOLDER / f"{name}.json"
+        found = _read(path, told)
+        if found is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            if not os.access(path.parent, os.W_OK):
+                return None
+            _write_first(path, json.dumps({"of": told, "numbers": measure()}, indent=1) + "\n")
+            found = _read(path, told)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        return None
+    return found
+
+
+def _read(path: Path, told: Mapping[str, Any]) -> Numbers | None:
+    """The numbers of a file that says it is of the same; None for all others."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["of"] != told:
+            return None
+        found = tuple(tuple(float(number) for number in row) for row in data["numbers"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if all(math.isfinite(number) and number >= 0 for row in found for number in row) else None
+
+
+def _write_first(path: Path, text: str) -> None:
+    """Write the file, whole, unless there is one by now."""
+    draft = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
+    write_whole(draft, text)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        if not path.exists():
+            draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@lru_cache(1)
+def _machine() -> dict[str, str]:
+    from fewkeys import __version__  # here, because fewkeys imports this module
+
+    processors = hashlib.sha256(processor().encode()).hexdigest()[:16]
+    return {"fewkeys": __version__, "torch": torch.__version__, "processor": processors}
