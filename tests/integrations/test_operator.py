@@ -9,6 +9,7 @@ import torch
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, PLANS, SHAPES, SOME_PLANS
 from fewkeys import operator
+from fewkeys.core.work import Work
 from fewkeys.select import Selector
 from predictors import predicted
 from tiny_models import llama, tokens
@@ -77,6 +78,9 @@ class Mine(Selector):
 
     def covers(self, inputs):
         return False
+
+    def work(self, inputs):
+        return Work(float(self.count))
 
 
 def test_selectors_of_others_run_outside_the_graph():

@@ -280,8 +280,8 @@ def test_which_rules_score_every_pair():
     assert fk.EntmaxSupport().is_oracle
     for grouping in (fk.Buckets(4), fk.Clusters(4)):
         assert not predicted(grouping, 2, 8).is_oracle
-        work = predicted(grouping, 2, 8).expected_work(check_inputs(*SHAPES["plain"].draw()))
-        assert 0 < work[0] < 70
+        work = predicted(grouping, 2, 8).work(check_inputs(*SHAPES["plain"].draw()))
+        assert 0 < work.scores < 70
 
 
 @pytest.mark.parametrize("name", GROUPINGS)

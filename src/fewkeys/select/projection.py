@@ -84,7 +84,7 @@ def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tenso
 
 
 def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
-    """r, and operations per key of bringing queries and keys there; for `Selector.expected_work`."""
+    """r, and operations per key of bringing queries and keys there; for `Selector.work`."""
     if project is None:
         return inputs.head_dim, 0.0
     return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.groups
