@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from fewkeys.select import *  # noqa: F403
     from fewkeys.sketch.key_sketch import KeySketch as KeySketch
     from fewkeys.sketch.key_sketch import UniversalKeys as UniversalKeys
-    from fewkeys.streaming import Stream as Stream
-    from fewkeys.streaming import stream as stream
+    from fewkeys.streaming.stream import Stream as Stream
+    from fewkeys.streaming.stream import stream as stream
     from fewkeys.tuning.tune import tune as tune
 
 _NOW = ("Graph", "Groups", "Plan", "attention", "budget", "leverage_scores", "metrics", "universal_set")
