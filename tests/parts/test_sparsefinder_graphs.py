@@ -146,7 +146,7 @@ def test_the_gold_graph_is_the_support(alpha, seed):
 
 
 def test_the_gold_graph_of_a_long_sequence_comes_in_blocks():
-    from test_cost import Largest
+    from largest import Largest
 
     q, k = (torch.randn(1, 1, 4500, 2, generator=torch.Generator().manual_seed(s)) * 8 for s in range(2))
     with Largest() as largest:
