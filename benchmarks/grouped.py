@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_json
+from fewkeys.core.work import Work
 from fewkeys.select import Selector
 
 DIM, TOPICS, LLOYD, BLOCK = 64, 200, 10, 1024
@@ -50,6 +51,10 @@ class Nearest(Selector):
     def covers(self, inputs):
         return False
 
+    def work(self, inputs):
+        count = self.centres.shape[-2]
+        return Work(inputs.keys / count, 4.0 * count * inputs.head_dim)
+
 
 @dataclass(frozen=True)
 class Equal(Selector):
@@ -64,6 +69,9 @@ class Equal(Selector):
 
     def covers(self, inputs):
         return False
+
+    def work(self, inputs):
+        return Work(inputs.keys / self.count)
 
 
 def draw(n, seed):

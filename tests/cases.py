@@ -2,55 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import fewkeys as fk
 from fewkeys.plan import Plan
+from fewkeys.rest import Rest
+from fewkeys.select import Selector
 
-KEEPS = {
-    "window": fk.Window(9),
-    "even window": fk.Window(6),
-    "wide window": fk.Window(41),
-    "sinks": fk.Sinks(3),
-    "leverage": fk.Leverage(7),
-    "leverage centred": fk.Leverage(7, centre=True),
-    "universal set": fk.Leverage(eps=0.2),
-    "universal set, power 4": fk.Leverage(eps=0.5, power=4),
-    "l_1 leverage": fk.Leverage(7, power=1),
-    "key norm": fk.KeyNorm(5),
-    "random keys": fk.RandomKeys(6),
-    "top-k": fk.TopK(5),
-    "best columns": fk.BestColumns(5),
-    "outliers": fk.Outliers(5, 8),
-    "sinks + window": fk.Sinks(3) | fk.Window(6),
-    "leverage + window": fk.Leverage(7) | fk.Window(11),
-    "leverage + norm + sinks": fk.Leverage(4) | fk.KeyNorm(4) | fk.Sinks(2),
-    "outliers + window": fk.Outliers(5, 8) | fk.Window(9),
-    "top-k + window + sinks": fk.TopK(4) | fk.Window(5) | fk.Sinks(2),
-    "recent blocks": fk.RecentBlocks(8),
-    "recent blocks + window": fk.RecentBlocks(8) | fk.Window(21),
-    "recent blocks + leverage + sinks": fk.RecentBlocks(16, 3) | fk.Leverage(7, centre=True) | fk.Sinks(2),
-    "baseline longformer: window + globals": fk.Longformer(5, 2),
-    "baseline bigbird: window + random + globals": fk.BigBird(4, 3, 2, 1),
-    "baseline strided + window": fk.Strided(8),
-    "baseline fixed windows": fk.Fixed(8, 2),
-    "baseline reformer + window": fk.Reformer(8, 2) | fk.Window(1),
-    "baseline sorted hash + window": fk.SortedLSH(9) | fk.Window(1),
-    "baseline routing + window": fk.Routing(7) | fk.Window(1),
-    "baseline low-dimensional entmax": fk.LowRankEntmax(4),
-    "baseline random edges": fk.RandomEdges(6),
-    "entmax support (oracle)": fk.EntmaxSupport(1.5),
+
+@dataclass(frozen=True)
+class Case:
+    """A selector, a rest or a plan of both, and the laws to which it is an exception.
+
+    by_position: it looks at positions (law 5); draws: a number for every key, other ones for other lengths (laws 3, 5,
+    6); grows: its lists or groups grow with the sequence (law 9); regroups: keys join groups by what they are, and the
+    sizes of groups decide in which order is added (law 4); alone: tried without stand-ins only.
+    """
+
+    part: Selector | Rest | Plan
+    by_position: bool = False
+    draws: bool = False
+    grows: bool = False
+    regroups: bool = False
+    alone: bool = False
+
+
+def places(seed: int = 0) -> fk.Centroids:
+    """Five centroids for heads of dimension 8."""
+    return fk.Centroids(2 * torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+
+
+KEEP_CASES = {
+    "window": Case(fk.Window(9), by_position=True),
+    "even window": Case(fk.Window(6), by_position=True),
+    "wide window": Case(fk.Window(41), by_position=True),
+    "sinks": Case(fk.Sinks(3), by_position=True),
+    "leverage": Case(fk.Leverage(7)),
+    "leverage centred": Case(fk.Leverage(7, centre=True)),
+    "universal set": Case(fk.Leverage(eps=0.2), grows=True),
+    "universal set, power 4": Case(fk.Leverage(eps=0.5, power=4), grows=True),
+    "l_1 leverage": Case(fk.Leverage(7, power=1)),
+    "key norm": Case(fk.KeyNorm(5)),
+    "random keys": Case(fk.RandomKeys(6), draws=True),
+    "top-k": Case(fk.TopK(5)),
+    "best columns": Case(fk.BestColumns(5)),
+    "outliers": Case(fk.Outliers(5, 8)),
+    "sinks + window": Case(fk.Sinks(3) | fk.Window(6), by_position=True),
+    "leverage + window": Case(fk.Leverage(7) | fk.Window(11), by_position=True),
+    "leverage + norm + sinks": Case(fk.Leverage(4) | fk.KeyNorm(4) | fk.Sinks(2), by_position=True),
+    "outliers + window": Case(fk.Outliers(5, 8) | fk.Window(9), by_position=True),
+    "top-k + window + sinks": Case(fk.TopK(4) | fk.Window(5) | fk.Sinks(2), by_position=True),
+    "recent blocks": Case(fk.RecentBlocks(8), by_position=True),
+    "recent blocks + window": Case(fk.RecentBlocks(8) | fk.Window(21), by_position=True),
+    "recent blocks + leverage + sinks": Case(
+        fk.RecentBlocks(16, 3) | fk.Leverage(7, centre=True) | fk.Sinks(2), by_position=True
+    ),
+    "global tokens + window": Case(fk.GlobalTokens(2) | fk.Window(3), by_position=True, alone=True),
+    "longformer: window + globals": Case(fk.Longformer(5, 2), by_position=True, alone=True),
+    "bigbird: window + random + globals": Case(fk.BigBird(4, 3, 2, 1), by_position=True, draws=True, alone=True),
+    "strided + window": Case(fk.Strided(8), by_position=True, grows=True, alone=True),
+    "fixed windows": Case(fk.Fixed(8, 2), by_position=True, grows=True, alone=True),
+    "reformer + window": Case(
+        fk.Reformer(8, 2) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
+    ),
+    "sorted hash + window": Case(fk.SortedLSH(9) | fk.Window(1), by_position=True, alone=True),
+    "routing + window": Case(fk.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
+    "block clusters": Case(fk.BlockClusters(4, 2, places()), by_position=True, alone=True),
+    "predicted: buckets + window": Case(
+        fk.Predicted(fk.Buckets(24, "uniform")) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
+    ),
+    "predicted: clusters": Case(
+        fk.Predicted(fk.Clusters(5, top=2), fitted=places()), grows=True, regroups=True, alone=True
+    ),
+    "low-dimensional entmax": Case(fk.LowRankEntmax(4), alone=True),
+    "random edges": Case(fk.RandomEdges(6), draws=True, alone=True),
+    "entmax support (oracle)": Case(fk.EntmaxSupport(1.5)),
 }
-RESTS = {
-    "drop": fk.Drop(),
-    "means": fk.ClusterMeans(8),
-    "first-order means": fk.ClusterMeans(8, rank=3),
-    "moments": fk.Moments(),
-    "sample": fk.UniformSample(6),
+REST_CASES = {
+    "drop": Case(fk.Drop()),
+    "means": Case(fk.ClusterMeans(8)),
+    "first-order means": Case(fk.ClusterMeans(8, rank=3)),
+    "moments": Case(fk.Moments()),
+    "sample": Case(fk.UniformSample(6), draws=True),
 }
+KEEPS = {name: case.part for name, case in KEEP_CASES.items()}
+RESTS = {name: case.part for name, case in REST_CASES.items()}
 WEIGHTS = {
     "softmax": fk.Softmax(),
     "entmax": fk.Entmax(1.5),
@@ -58,41 +97,58 @@ WEIGHTS = {
     "elu": fk.Elu(),
     "relu": fk.Relu(2.0),
 }
+GROUPED = {
+    "routing + window, group means, softmax": Case(
+        Plan(fk.Routing(7) | fk.Window(1), fk.GroupMeans(7)), by_position=True, grows=True
+    ),
+    "block clusters + window, group means, power": Case(
+        Plan(fk.BlockClusters(4, 2, places()) | fk.Window(5), fk.GroupMeans(5), fk.Power(2.0)), by_position=True
+    ),
+}
+"""Plans whose stand-ins are of the selector's own groups."""
 
 
-def _plans() -> dict[str, Plan]:
-    """Every selector alone and (baselines not) under the richest rest; some under every rest and kernel there is.
+def _plans() -> dict[str, Case]:
+    """Every selector alone and (unless it is tried alone) under the richest rest; some under every rest and kernel.
 
-    Combinations that are no plan at all are the business of test_refusals.py.
+    Combinations that are no plan at all are the business of the refusals.
     """
     plans = {}
-    for keep_name, keep in KEEPS.items():
-        for rest_name, rest in RESTS.items():
+    for keep_name, keep in KEEP_CASES.items():
+        for rest_name, rest in REST_CASES.items():
             for weights_name, weights in WEIGHTS.items():
-                usual = rest_name in ("drop", "first-order means") and weights_name == "softmax"
-                if keep_name.startswith("baseline"):
-                    usual = rest_name == "drop" and weights_name == "softmax"
+                usual = weights_name == "softmax" and rest_name in (
+                    "drop",
+                    *([] if keep.alone else ["first-order means"]),
+                )
                 if not usual and keep_name not in ("leverage + window", "top-k + window + sinks"):
                     continue
                 try:
-                    plans[f"{keep_name}, {rest_name}, {weights_name}"] = Plan(keep, rest, weights)
+                    plan = Plan(keep.part, rest.part, weights)
                 except ValueError:
                     continue
-    return plans
+                name = f"{keep_name}, {rest_name}, {weights_name}"
+                plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
+    return plans | GROUPED
 
 
-PLANS = _plans()
-"""All plans of the table."""
+RUNNING_CASES = {
+    "recent, running means": Case(Plan(fk.RecentBlocks(8), fk.RunningMeans(6))),
+    "recent + sinks + leverage, running means": Case(
+        Plan(fk.RecentBlocks(16) | fk.Sinks(2) | fk.Leverage(5, centre=True), fk.RunningMeans(7))
+    ),
+    "recent + random, running means": Case(
+        Plan(fk.RecentBlocks(64, 1) | fk.RandomKeys(70), fk.RunningMeans(3)), draws=True
+    ),
+    "recent, running means, power": Case(Plan(fk.RecentBlocks(8, 3), fk.RunningMeans(6), fk.Power(2.0))),
+}
+CASES = _plans() | RUNNING_CASES
+"""The whole table, by name: `PLANS` and those below are its plans."""
+PLANS = {name: case.part for name, case in _plans().items()}
+"""All plans that do not need causality."""
 
 SOFTMAX_PLANS = {name: plan for name, plan in PLANS.items() if isinstance(plan.weights, fk.Softmax)}
-RUNNING_PLANS = {
-    "recent, running means": Plan(fk.RecentBlocks(8), fk.RunningMeans(6)),
-    "recent + sinks + leverage, running means": Plan(
-        fk.RecentBlocks(16) | fk.Sinks(2) | fk.Leverage(5, centre=True), fk.RunningMeans(7)
-    ),
-    "recent + random, running means": Plan(fk.RecentBlocks(64, 1) | fk.RandomKeys(70), fk.RunningMeans(3)),
-    "recent, running means, power": Plan(fk.RecentBlocks(8, 3), fk.RunningMeans(6), fk.Power(2.0)),
-}
+RUNNING_PLANS = {name: case.part for name, case in RUNNING_CASES.items()}
 """Plans with stand-ins of the past, which exist under causality only."""
 CAUSAL_PLANS = {name: plan for name, plan in PLANS.items() if plan.rest.causal and plan.keep.causal} | RUNNING_PLANS
 SOME_PLANS = {

@@ -9,137 +9,100 @@
 `attention` runs a plan, `budget` recommends one, `tune` fits one to a model. `capture`, `compare` and `apply` judge and
 run plans in a Hugging Face model, `spot_check` watches them there. `Sparsefinder` learns to predict which keys entmax
 heads will use.
+
+What is not needed to attend is imported when it is first asked for.
 """
 
-from fewkeys import distributed, oracle
-from fewkeys.attention import attention
-from fewkeys.captures.capture import Capture
-from fewkeys.core import metrics
-from fewkeys.core.graph import Graph
-from fewkeys.core.groups import Groups
-from fewkeys.core.weights import Elu, Entmax, Power, Relu, Softmax
-from fewkeys.cost.explain import Explanation, explain
-from fewkeys.guard.fallback import Fallbacks, Guard
-from fewkeys.heavy import HeavyEntries, Sketched, heavy_entries
-from fewkeys.integrations.cache import cache
-from fewkeys.integrations.compare import compare
-from fewkeys.integrations.spot_check import spot_check
-from fewkeys.integrations.transformers import apply, capture
-from fewkeys.integrations.warm_start import WarmStart
-from fewkeys.judge.result import Report
-from fewkeys.judge.spot_check import SpotCheck
-from fewkeys.model_plan import ModelPlan
-from fewkeys.plan import Plan, budget
-from fewkeys.predict import Sparsefinder
-from fewkeys.rest import ClusterMeans, Drop, GroupMeans, Moments, RunningMeans, UniformSample
-from fewkeys.select import (
-    BestColumns,
-    BigBird,
-    BlockClusters,
-    Buckets,
-    Centroids,
-    ClusterPairs,
-    Clusters,
-    Distance,
-    EntmaxSupport,
-    Fixed,
-    GlobalTokens,
-    KeyNorm,
-    Leverage,
-    Longformer,
-    LowRankEntmax,
-    Outliers,
-    Predicted,
-    Projection,
-    RandomEdges,
-    RandomKeys,
-    RecentBlocks,
-    Reformer,
-    Routing,
-    Sinks,
-    SortedLSH,
-    Strided,
-    TopK,
-    Window,
-)
-from fewkeys.sketch.key_sketch import KeySketch, UniversalKeys
-from fewkeys.sketch.leverage import leverage_scores, universal_set
-from fewkeys.streaming import Stream, stream
-from fewkeys.tuning.tune import tune
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fewkeys.attention import attention as attention
+from fewkeys.core import metrics as metrics
+from fewkeys.core.graph import Graph as Graph
+from fewkeys.core.groups import Groups as Groups
+from fewkeys.core.weights import WEIGHTS
+from fewkeys.plan import Plan as Plan
+from fewkeys.plan import budget as budget
+from fewkeys.rest import RESTS
+from fewkeys.select import PARTS, SELECTORS
+from fewkeys.sketch.leverage import leverage_scores as leverage_scores
+from fewkeys.sketch.leverage import universal_set as universal_set
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BestColumns",
-    "BigBird",
-    "BlockClusters",
-    "Buckets",
-    "Capture",
-    "Centroids",
-    "ClusterMeans",
-    "ClusterPairs",
-    "Clusters",
-    "Distance",
-    "Drop",
-    "Elu",
-    "Entmax",
-    "EntmaxSupport",
-    "Explanation",
-    "Fallbacks",
-    "Fixed",
-    "GlobalTokens",
-    "Graph",
-    "GroupMeans",
-    "Groups",
-    "Guard",
-    "HeavyEntries",
-    "KeyNorm",
-    "KeySketch",
-    "Leverage",
-    "Longformer",
-    "LowRankEntmax",
-    "ModelPlan",
-    "Moments",
-    "Outliers",
-    "Plan",
-    "Power",
-    "Predicted",
-    "Projection",
-    "RandomEdges",
-    "RandomKeys",
-    "RecentBlocks",
-    "Reformer",
-    "Relu",
-    "Report",
-    "Routing",
-    "RunningMeans",
-    "Sinks",
-    "Sketched",
-    "Softmax",
-    "SortedLSH",
-    "Sparsefinder",
-    "SpotCheck",
-    "Stream",
-    "Strided",
-    "TopK",
-    "UniformSample",
-    "UniversalKeys",
-    "WarmStart",
-    "Window",
-    "apply",
-    "attention",
-    "budget",
-    "cache",
-    "capture",
-    "compare",
-    "distributed",
-    "explain",
-    "heavy_entries",
-    "leverage_scores",
-    "metrics",
-    "oracle",
-    "spot_check",
-    "stream",
-    "tune",
-    "universal_set",
-]
+if TYPE_CHECKING:
+    from fewkeys import distributed as distributed
+    from fewkeys import oracle as oracle
+    from fewkeys.captures.capture import Capture as Capture
+    from fewkeys.core.weights import *  # noqa: F403
+    from fewkeys.cost.explain import Explanation as Explanation
+    from fewkeys.cost.explain import explain as explain
+    from fewkeys.guard.fallback import Fallbacks as Fallbacks
+    from fewkeys.guard.fallback import Guard as Guard
+    from fewkeys.heavy import HeavyEntries as HeavyEntries
+    from fewkeys.heavy import Sketched as Sketched
+    from fewkeys.heavy import heavy_entries as heavy_entries
+    from fewkeys.integrations.cache import cache as cache
+    from fewkeys.integrations.compare import compare as compare
+    from fewkeys.integrations.spot_check import spot_check as spot_check
+    from fewkeys.integrations.transformers import apply as apply
+    from fewkeys.integrations.transformers import capture as capture
+    from fewkeys.integrations.warm_start import WarmStart as WarmStart
+    from fewkeys.judge.result import Report as Report
+    from fewkeys.judge.spot_check import SpotCheck as SpotCheck
+    from fewkeys.model_plan import ModelPlan as ModelPlan
+    from fewkeys.predict import Sparsefinder as Sparsefinder
+    from fewkeys.rest import *  # noqa: F403
+    from fewkeys.select import *  # noqa: F403
+    from fewkeys.sketch.key_sketch import KeySketch as KeySketch
+    from fewkeys.sketch.key_sketch import UniversalKeys as UniversalKeys
+    from fewkeys.streaming.stream import Stream as Stream
+    from fewkeys.streaming.stream import stream as stream
+    from fewkeys.tuning.tune import tune as tune
+
+_NOW = ("Graph", "Groups", "Plan", "attention", "budget", "leverage_scores", "metrics", "universal_set")
+_LATER = {
+    "Capture": "captures.capture",
+    "Explanation": "cost.explain",
+    "explain": "cost.explain",
+    "Fallbacks": "guard.fallback",
+    "Guard": "guard.fallback",
+    "HeavyEntries": "heavy",
+    "Sketched": "heavy",
+    "heavy_entries": "heavy",
+    "cache": "integrations.cache",
+    "compare": "integrations.compare",
+    "spot_check": "integrations.spot_check",
+    "apply": "integrations.transformers",
+    "capture": "integrations.transformers",
+    "WarmStart": "integrations.warm_start",
+    "Report": "judge.result",
+    "SpotCheck": "judge.spot_check",
+    "ModelPlan": "model_plan",
+    "Sparsefinder": "predict",
+    "KeySketch": "sketch.key_sketch",
+    "UniversalKeys": "sketch.key_sketch",
+    "Stream": "streaming",
+    "stream": "streaming",
+    "tune": "tuning.tune",
+    "distributed": "",
+    "oracle": "",
+}
+"""Where the names are that are imported when they are asked for; a module of the package has no place."""
+_LISTED = {name: kind for known in (SELECTORS, PARTS, RESTS, WEIGHTS) for name, kind in known.named().items()}
+
+if not TYPE_CHECKING:  # for type checkers the names are those imported above
+    globals().update(_LISTED)
+    __all__ = sorted((*_NOW, *_LATER, *_LISTED))
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        place = _LATER[name]
+        found = getattr(import_module(f"{__name__}.{place}"), name) if place else import_module(f"{__name__}.{name}")
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NOW, *_LATER, *_LISTED})

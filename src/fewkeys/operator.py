@@ -21,7 +21,7 @@ from torch import Tensor
 from fewkeys.core.learned import Learned, pack
 from fewkeys.flow import answer
 from fewkeys.plan import FORMAT, Plan
-from fewkeys.select import SELECTORS, Selector, Union
+from fewkeys.select import SELECTORS
 
 if TYPE_CHECKING:
     from fewkeys.core.impl import Impl
@@ -77,7 +77,7 @@ _outside = torch.compiler.disable(answer)
 def holds(plan: Plan | Sequence[Plan]) -> bool:
     """Whether the operator can hold such a plan: all selectors are of the catalogue."""
     plans = (plan,) if isinstance(plan, Plan) else plan
-    return all(type(part) in SELECTORS for own in plans for part in _parts(own))
+    return all(type(part) in SELECTORS for own in plans for part in own.parts)
 
 
 def name_of(plan: Plan | Sequence[Plan]) -> str:
@@ -90,14 +90,8 @@ def name_of(plan: Plan | Sequence[Plan]) -> str:
     return "".join([_line(own) + "\n" for own in plan])
 
 
-def _parts(plan: Plan) -> tuple[Selector, ...]:
-    if plan.keep is None:
-        return ()
-    return plan.keep.parts if isinstance(plan.keep, Union) else (plan.keep,)
-
-
 def _line(plan: Plan) -> str:
-    keep = "null" if plan.keep is None else _text(_parts(plan))
+    keep = "null" if plan.keep is None else _text(plan.parts)
     rest, weights, exact = _text(plan.rest), _text(plan.weights), _text(plan.exact_if_faster)
     return f'{{"format": {FORMAT}, "keep": {keep}, "rest": {rest}, "weights": {weights}, "exact_if_faster": {exact}}}'
 

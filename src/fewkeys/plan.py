@@ -11,28 +11,12 @@ from fewkeys.core.files import read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
 from fewkeys.core.validation import check_count
-from fewkeys.core.weights import Elu, Entmax, Power, Relu, Softmax, Weights
+from fewkeys.core.weights import WEIGHTS, Softmax, Weights
 from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans
-from fewkeys.select import (
-    PARTS,
-    SELECTORS,
-    KeyNorm,
-    Leverage,
-    Outliers,
-    RandomKeys,
-    RecentBlocks,
-    Selector,
-    Sinks,
-    Union,
-    Window,
-)
-from fewkeys.select.base import CAUSAL_BLOCK
+from fewkeys.select import PARTS, SELECTORS, Outliers, RecentBlocks, Selector, Window, united
 
 FORMAT = 1
 FILE = "plan.json"
-ONLINE = (Sinks, Leverage, KeyNorm, RandomKeys)
-"""Rules whose lists a key leaves once and for ever."""
-WEIGHTS: tuple[type[Weights], ...] = (Softmax, Entmax, Power, Elu, Relu)
 
 
 @dataclass(frozen=True)
@@ -58,24 +42,13 @@ class Plan:
         if self.keep is not None and not isinstance(self.keep, Selector):
             raise TypeError(f"keep: expected a selector or None, got {type(self.keep).__name__}")
         self.rest.check(self.weights)
-        if isinstance(self.rest, RunningMeans) and self.keep is not None:
-            self._check_running(self.keep)
+        if self.keep is not None:
+            self.rest.check_beside(self.keep)
 
-    def _check_running(self, keep: Selector) -> None:
-        parts = keep.parts if isinstance(keep, Union) else (keep,)
-        recent = [part for part in parts if isinstance(part, RecentBlocks)]
-        others = [part for part in parts if not isinstance(part, RecentBlocks)]
-        if len(recent) != 1 or not all(isinstance(part, ONLINE) and part.causal for part in others):
-            raise ValueError(
-                "keep: RunningMeans takes up whole blocks of keys as they leave RecentBlocks; expected one "
-                f"RecentBlocks and, beside it, Sinks, Leverage(count), KeyNorm or RandomKeys, got {keep}"
-            )
-        reach = recent[0].size * recent[0].blocks
-        if reach < CAUSAL_BLOCK and any(not isinstance(part, Sinks) for part in others):
-            raise ValueError(
-                f"keep: keys are chosen every {CAUSAL_BLOCK} positions, so expected RecentBlocks that hold as many, "
-                f"got {recent[0]} with {reach}; give it more blocks"
-            )
+    @property
+    def parts(self) -> tuple[Selector, ...]:
+        """The single rules of `keep`; none where it is None."""
+        return () if self.keep is None else self.keep.parts
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` where the plan cannot run on such inputs."""
@@ -106,19 +79,18 @@ class Plan:
 
     def __str__(self) -> str:
         text = "exact" if self.keep is None else str(self.keep)
-        if not isinstance(self.rest, Drop):
+        if self.rest != Drop():
             text += f" + {self.rest}"
-        return text if isinstance(self.weights, Softmax) else f"{text}, {self.weights}"
+        return text if self.weights == Softmax() else f"{text}, {self.weights}"
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able values; `Plan.from_dict` is its inverse.
 
         Learned tensors (projections, centroids) are named by their fingerprint: `save_pretrained` keeps them.
         """
-        parts = self.keep.parts if isinstance(self.keep, Union) else () if self.keep is None else (self.keep,)
         return {
             "format": FORMAT,
-            "keep": None if self.keep is None else [pack(part) for part in parts],
+            "keep": None if self.keep is None else [pack(part) for part in self.parts],
             "rest": pack(self.rest),
             "weights": pack(self.weights),
             "exact_if_faster": self.exact_if_faster,
@@ -140,10 +112,7 @@ class Plan:
             raise ValueError(
                 f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})"
             ) from None
-        selector = None
-        if keep is not None:
-            selector = keep[0] if len(keep) == 1 else Union(tuple(keep))
-        return cls(selector, rest, weights, exact_if_faster)
+        return cls(None if keep is None else united(keep), rest, weights, exact_if_faster)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `plan.json` into `directory` (made if missing), learned tensors beside it, no file by halves."""

@@ -12,6 +12,7 @@ import fewkeys as fk
 from cases import CAUSAL_SHAPES, PLANS, SHAPES, SOME_PLANS
 from fewkeys import operator
 from fewkeys.core.learned import learned_parts
+from fewkeys.core.work import Work
 from fewkeys.select import Selector
 from native_cases import needs_compiler
 from predictors import predicted
@@ -81,6 +82,9 @@ class Mine(Selector):
 
     def covers(self, inputs):
         return False
+
+    def work(self, inputs):
+        return Work(float(self.count))
 
 
 def test_selectors_of_others_run_outside_the_graph():

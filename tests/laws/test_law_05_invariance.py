@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import PLANS, SHAPES, SOME_PLANS
+from cases import CASES, PLANS, SHAPES, SOME_PLANS
 
-DRAWS = ("random", "sample")
-ORDERLESS = {n: p for n, p in PLANS.items() if not any(word in n for word in (*DRAWS, "window", "sinks", "recent"))}
-QUIET = {n: p for n, p in PLANS.items() if not any(word in n for word in DRAWS)}
+QUIET = {n: p for n, p in PLANS.items() if not CASES[n].draws}
+ORDERLESS = {n: p for n, p in QUIET.items() if not CASES[n].by_position}
 
 
 @pytest.mark.parametrize("plan", QUIET.values(), ids=QUIET)
@@ -34,7 +33,7 @@ def test_order_of_keys_and_queries_is_meaningless(plan):
     torch.testing.assert_close(found[:, :, queries], shuffled, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [n for n in PLANS if any(word in n for word in DRAWS)])
+@pytest.mark.parametrize("name", [n for n in PLANS if CASES[n].draws])
 def test_randomness_comes_only_from_the_generator(name):
     q, k, v = SHAPES["plain"].draw()
 

@@ -8,12 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fewkeys as fk
-from cases import CAUSAL_PLANS, PLANS
+from cases import CASES, CAUSAL_PLANS, PLANS
 from largest import Largest
 
-GROWING = ("universal", "strided", "fixed", "reformer", "routing")
-"""Lists or groups that grow with the sequence."""
-LINEAR = {n: p for n, p in PLANS.items() if not p.keep.is_oracle and not any(word in n for word in GROWING)}
+LINEAR = {n: p for n, p in PLANS.items() if not p.keep.is_oracle and not CASES[n].grows}
 
 
 def cost(plan, n, is_causal):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from cases import PLANS
+from fewkeys.core.learned import learned_parts
 from fewkeys.plan import Plan
 
 counts = st.integers(1, 500)
@@ -43,7 +44,8 @@ def test_json(parts, rest, exact_if_faster):
 def test_files(plan, tmp_path):
     plan.save_pretrained(tmp_path / "new" / "folder")
     assert Plan.from_pretrained(tmp_path / "new" / "folder") == plan
-    assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == ["plan.json"]
+    names = {f"learned-{part.fingerprint}.safetensors" for part in learned_parts(plan)}
+    assert {p.name for p in (tmp_path / "new" / "folder").iterdir()} == {"plan.json", *names}
 
 
 def test_a_loaded_plan_gives_the_same_output(tmp_path):

@@ -374,7 +374,7 @@ def test_who_covers_keeps_every_visible_key(queries, keys, offset, causal):
     assert covering > 50
 
 
-def test_expected_work_is_about_what_is_kept():
+def test_the_work_stated_is_about_what_is_kept():
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 600, 8, generator=g) for _ in range(2))
     inputs = check_inputs(q, k, k)
@@ -388,9 +388,9 @@ def test_expected_work_is_about_what_is_kept():
         fk.Routing(20),
         fk.BlockClusters(8, 4, centroids(1, 6, 8)),
     ):
-        kept, chosen = keep.expected_work(inputs)
-        assert kept == pytest.approx(keep.select(inputs).slots(), rel=0.5)
-        assert chosen >= 0
+        work = keep.work(inputs)
+        assert work.scores == pytest.approx(keep.select(inputs).slots(), rel=0.5)
+        assert work.choosing >= 0
 
 
 def test_plans_with_tensors_come_back(tmp_path):

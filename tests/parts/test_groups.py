@@ -13,6 +13,7 @@ from cases import WEIGHTS
 from fewkeys.core.entmax import entmax_of_split_rows
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs
+from fewkeys.core.work import Work
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import reference
 from fewkeys.execute.torch import attend as linear
@@ -53,8 +54,8 @@ class Held(Selector):
     def covers(self, inputs):
         return False
 
-    def expected_work(self, inputs):
-        return inputs.keys / self.groups.count, 2.0 * self.groups.count * inputs.head_dim
+    def work(self, inputs):
+        return Work(inputs.keys / self.groups.count, 2.0 * self.groups.count * inputs.head_dim)
 
 
 def draw_ids(g, shape, count, skew):

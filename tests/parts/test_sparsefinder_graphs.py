@@ -146,7 +146,7 @@ def test_the_gold_graph_is_the_support(alpha, seed):
 
 
 def test_the_gold_graph_of_a_long_sequence_comes_in_blocks():
-    from test_cost import Largest
+    from largest import Largest
 
     q, k = (torch.randn(1, 1, 4500, 2, generator=torch.Generator().manual_seed(s)) * 8 for s in range(2))
     with Largest() as largest:
@@ -280,8 +280,8 @@ def test_which_rules_score_every_pair():
     assert fk.EntmaxSupport().is_oracle
     for grouping in (fk.Buckets(4), fk.Clusters(4)):
         assert not predicted(grouping, 2, 8).is_oracle
-        work = predicted(grouping, 2, 8).expected_work(check_inputs(*SHAPES["plain"].draw()))
-        assert 0 < work[0] < 70
+        work = predicted(grouping, 2, 8).work(check_inputs(*SHAPES["plain"].draw()))
+        assert 0 < work.scores < 70
 
 
 @pytest.mark.parametrize("name", GROUPINGS)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from cases import CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
+from cases import CASES, CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
 
-NOT_STREAMED = ("top-k", "best", "universal", "baseline", "oracle")
-PLANS = {name: plan for name, plan in CAUSAL_PLANS.items() if not any(word in name for word in NOT_STREAMED)}
+PLANS = {name: plan for name, plan in CAUSAL_PLANS.items() if all(part.remembered for part in plan.keep.parts)}
 SHAPES = [CAUSAL_SHAPES[name] for name in ("causal", "causal grouped", "causal padded")]
 FULL = RUNNING_PLANS["recent + sinks + leverage, running means"]
 
@@ -120,7 +119,7 @@ def test_sequences_can_be_selected_repeated_and_reordered():
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.parametrize("plan", [p for n, p in PLANS.items() if "random" not in n], ids=str)
+@pytest.mark.parametrize("plan", [p for n, p in PLANS.items() if not CASES[n].draws], ids=str)
 @pytest.mark.parametrize("back", [64, 70, 90])
 def test_cropping_forgets_what_came_later(plan, back):
     q, k, v = SHAPES[0].draw()
@@ -140,7 +139,7 @@ def test_cropping_forgets_what_came_later(plan, back):
     torch.testing.assert_close(found, feed(other, q, k, v, mask, [150])[rest], rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if "random" not in name])
+@pytest.mark.parametrize("name", [name for name in PLANS if not CASES[name].draws])
 @pytest.mark.parametrize("length", [20, 64, 86])
 def test_merging_counts_every_key_once(name, length):
     """All scores equal: the output is the mean of all values where stand-ins speak for what is not kept."""
@@ -153,7 +152,7 @@ def test_merging_counts_every_key_once(name, length):
     second.append(k[:, :, 64 : 64 + length], v[:, :, 64:])
     first.merge(second)
     assert first.length == 64 + length
-    if "means" not in name or "power" in name:
+    if not plan.rest.running or plan.weights != fk.Softmax():
         return
     one = torch.zeros_like(k[:, :, :1])
     first.append(one, one)

@@ -22,7 +22,7 @@ FORMULAS = {
 def test_kernels_follow_their_formulas(name):
     scores = torch.linspace(-3, 4, 50, dtype=torch.float64).reshape(10, 5).mT
     expected = FORMULAS[name](scores)
-    torch.testing.assert_close(WEIGHTS[name].normalised(scores.clone()), expected / expected.sum(-1, keepdim=True))
+    torch.testing.assert_close(WEIGHTS[name].normalised(scores), expected / expected.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
@@ -37,6 +37,14 @@ def test_hidden_entries_have_no_weight_and_no_gradient(weights):
     (grad,) = torch.autograd.grad((found * torch.arange(6)).sum(), scores)
     assert torch.isfinite(grad).all()
     assert torch.equal(grad[:, 2], torch.zeros(4, dtype=found.dtype))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+def test_scores_are_left_as_they_are(weights):
+    scores = torch.linspace(-3, 4, 12, dtype=torch.float64).reshape(3, 4)
+    before = scores.clone()
+    weights.normalised(scores)
+    assert torch.equal(scores, before)
 
 
 @given(seed=st.integers(0, 10_000), n=st.integers(1, 30), scale=st.sampled_from([0.1, 1.0, 10.0, 1000.0]))

@@ -20,11 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fewkeys.core.catalogue import Listed, is_taken
 from fewkeys.core.files import write_whole
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Learned:
+class Learned(Listed, listed=False):
     """Base of frozen dataclasses all of whose fields are tensors. Two are equal when all their bits are."""
 
     @property
@@ -100,6 +101,10 @@ def pack(part: Any) -> dict[str, Any]:
         return {"type": type(part).__name__, "tensors": part.fingerprint}
     if not is_dataclass(part):
         raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {type(part).__name__}")
+    if is_taken(type(part)):
+        raise TypeError(
+            f"plan: expected a name of its own, got {type(part).__name__}, as fewkeys has; rename the class"
+        )
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     return {"type": type(part).__name__, **{name: _packed(value) for name, value in values.items()}}
 

@@ -21,11 +21,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.entmax import entmax, entmax_of_split_rows, largest
 from fewkeys.core.validation import check_real
 
 
-class Weights(ABC):
+class Weights(Listed, ABC):
     """The rule that turns the scores of a row into weights."""
 
     has_sum: ClassVar[bool] = True
@@ -33,7 +34,10 @@ class Weights(ABC):
 
     @abstractmethod
     def kernel(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Unnormalised weights of the row whose scores are split over `parts`, each (..., columns)."""
+        """Unnormalised weights of the row whose scores are split over `parts`, each (..., columns).
+
+        May overwrite scores that carry no gradient.
+        """
 
     @abstractmethod
     def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -41,7 +45,7 @@ class Weights(ABC):
 
     def normalised(self, scores: Tensor) -> Tensor:
         """The weights of full rows of scores (..., N): each row sums to one, or is zero where f vanishes."""
-        (weights,) = self.kernel([scores])
+        (weights,) = self.kernel([scores.clone()])
         return weights / positive(weights.sum(-1, keepdim=True))
 
 
@@ -147,3 +151,7 @@ class Entmax(Weights):
 
     def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
         return entmax_of_split_rows(parts, rows, count, self.alpha)
+
+
+WEIGHTS: Catalogue[Weights] = Catalogue(Weights)
+"""The catalogue: weights that plans can save and load by name."""

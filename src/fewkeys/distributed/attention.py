@@ -18,7 +18,7 @@ from fewkeys.distributed.agreement import agree, check_tokens, checking, occupie
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
-from fewkeys.distributed.selection import ALONE, Kept, select
+from fewkeys.distributed.selection import Kept, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -89,10 +89,9 @@ def attention(
     with checking(comm, call):
         plan = Plan(keep, rest or Drop(), weights or Softmax())
         parts = causal.check_causal(plan) if is_causal else None
-        if parts is None:
-            means.check_parts(plan)
+        rules = () if is_causal else means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)
-        if (is_causal or "Window" in str(plan.keep)) and inputs.queries != inputs.keys:
+        if (is_causal or any(rule.band for rule in rules)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
         **described(inputs.key),
@@ -110,10 +109,11 @@ def attention(
     check_tokens(tokens)
     if parts is not None:
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
-    if not isinstance(plan.keep, ALONE) or not isinstance(plan.rest, Drop):
-        return means.attend(inputs, plan, tokens, [count for _, count, _ in own], comm, wanted)
+    asked = [count for _, count, _ in own]
+    if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():
+        return means.attend(inputs, plan, rules, tokens, asked, comm, wanted)
     with torch.no_grad():
-        kept = select(plan.keep, inputs, tokens, comm)
+        kept = select(rules[0], means.whole(inputs, tokens, asked, comm), comm)
     rows = _gather(inputs, kept, comm, wanted)
     return _attend(inputs, rows, kept, plan.weights)
 

@@ -9,6 +9,7 @@ Each rank then attends as one process does, to its own keys, the edges beside th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,47 +22,59 @@ from fewkeys.core.precision import working
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import OverRanks
-from fewkeys.distributed.selection import Kept, best, kept_of, select
+from fewkeys.distributed.selection import Kept, kept_of, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
-from fewkeys.rest import ClusterMeans, Drop, StandIns
-from fewkeys.select import KeyNorm, Leverage, Outliers, RandomKeys, Selector, Sinks, Union, Window
-
-CHOSEN = (Leverage, KeyNorm, RandomKeys, Outliers, Sinks)
+from fewkeys.rest import StandIns
+from fewkeys.select.base import Sharded
 
 
-def check_parts(plan: Plan) -> None:
-    """Raise `ValueError` for a plan whose parts do not work over ranks without causality."""
-    parts = _parts(plan.keep)
-    if plan.keep is None or not all(isinstance(part, (*CHOSEN, Window)) for part in parts):
+def check_parts(plan: Plan) -> tuple[Sharded, ...]:
+    """How the parts of a plan choose over ranks without causality; `ValueError` for those that do not."""
+    rules = tuple(rule for part in plan.parts if (rule := part.sharded) is not None)
+    if not rules or len(rules) < len(plan.parts):
         raise ValueError(
             "keep: expected Window, Outliers, Leverage, KeyNorm, RandomKeys or Sinks, the selectors that work over "
             f"ranks without causality, got {'None (exact attention)' if plan.keep is None else plan.keep}"
         )
-    if not isinstance(plan.rest, Drop | ClusterMeans):
+    if not plan.rest.sharded:
         raise ValueError(f"rest: expected Drop() or ClusterMeans, which work over ranks, got {plan.rest}")
+    return rules
 
 
-def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool) -> Tensor:
+def whole(inputs: Inputs, tokens: list[int], asked: list[int], comm: Communicator) -> Inputs:
+    """The problem of this rank, that knows of the whole sequence; arguments as of `attend`."""
+    shard = Shard(OverRanks(comm), sum(tokens[: comm.rank]), sum(tokens), sum(asked[: comm.rank]), sum(asked))
+    return replace(inputs, shard=shard, _memory={})
+
+
+def attend(
+    inputs: Inputs,
+    plan: Plan,
+    rules: Sequence[Sharded],
+    tokens: list[int],
+    asked: list[int],
+    comm: Communicator,
+    wanted: bool,
+) -> Tensor:
     """The output (B, Hq, Nq, Dv) of this rank's queries; `tokens`, `asked`: all ranks' numbers of keys and queries.
 
     `wanted`: some rank wants gradients, so that all ranks pass them on.
     """
     first = sum(tokens[: comm.rank])
-    shard = Shard(OverRanks(comm), first, sum(tokens), sum(asked[: comm.rank]), sum(asked))
-    own = replace(inputs, key=inputs.key, value=inputs.value, shard=shard, _memory={})
+    own = whole(inputs, tokens, asked, comm)
     if wanted and not own.key.requires_grad:
         own = replace(own, key=own.key.detach().requires_grad_())
     with torch.no_grad():
-        kept = _kept(own, plan, tokens, comm)
+        kept = _kept(own, rules, comm)
     listed = kept.index.shape[-1]
     used = torch.arange(listed, device=own.key.device) < kept.counts[comm.rank].unsqueeze(-1)
     graph = Graph(own, columns=Columns.shared(kept.index, used, max(1, own.queries)))
     stand_ins = plan.rest.prepare(own, graph, plan.weights)
     if stand_ins is not None and not isinstance(stand_ins, StandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
-    reach = max((part.size for part in _parts(plan.keep) if isinstance(part, Window)), default=0)
+    reach = max(rule.band for rule in rules)
     left, right = (reach // 2, (reach - 1) // 2) if reach else (0, 0)
     rows = torch.cat([working(own.key), working(own.value)], -1)
     edges = _edges(rows, tokens, left, right, comm)
@@ -101,21 +114,12 @@ def _shares(stand_ins: StandIns, tokens: list[int], left: int, right: int, comm:
     return torch.cat([pad(label, (0, right)), each], 2), torch.cat([pad(share, (0, right)), missing], 2)
 
 
-def _parts(keep: Selector | None) -> tuple[Selector, ...]:
-    return keep.parts if isinstance(keep, Union) else () if keep is None else (keep,)
-
-
-def _kept(own: Inputs, plan: Plan, tokens: list[int], comm: Communicator) -> Kept:
-    """The keys that any part but the window keeps."""
+def _kept(own: Inputs, rules: Sequence[Sharded], comm: Communicator) -> Kept:
+    """The keys that any rule but bands keeps."""
     marked = torch.zeros(own.key.shape[:3], dtype=torch.bool, device=own.key.device)
-    for part in _parts(plan.keep):
-        if isinstance(part, Sinks):
-            place = torch.arange(own.keys, device=marked.device) + own.whole.first_key
-            marked = marked | (place < part.count)
-        elif isinstance(part, Outliers):
-            marked = marked | _marks(best(part.scores(own), part.count, comm), marked, comm)
-        elif isinstance(part, Leverage | KeyNorm | RandomKeys):
-            marked = marked | _marks(select(part, replace(own, shard=None), tokens, comm), marked, comm)
+    for rule in rules:
+        if rule.score is not None:
+            marked = marked | _marks(select(rule, own, comm), marked, comm)
     return kept_of(marked, comm)
 
 

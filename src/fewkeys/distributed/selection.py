@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.keys import OverRanks
-from fewkeys.select import KeyNorm, Leverage, RandomKeys
-from fewkeys.select.controls import uniform
-from fewkeys.sketch.leverage import ROUNDING
-from fewkeys.sketch.lewis import sensitivity_bounds
+from fewkeys.select.base import Sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,34 +24,12 @@ class Kept:
     counts: Tensor
 
 
-ALONE = (Leverage, KeyNorm, RandomKeys)
-"""Rules that need nothing but scores of single keys."""
-
-
-def select(keep: Leverage | KeyNorm | RandomKeys, inputs: Inputs, tokens: list[int], comm: Communicator) -> Kept:
-    """The kept keys, the same as `keep` would choose in one process. `tokens` are the shards' lengths."""
-    if isinstance(keep, Leverage):
-        score = _leverage(keep, inputs, tokens, comm)
-        if keep.eps is not None:
-            marked = score >= keep.eps * (1 - ROUNDING)
-            return kept_of(marked, comm)
-        return best(score, keep.count or 0, comm)
-    if isinstance(keep, RandomKeys):
-        # Every rank draws the numbers of all tokens: as many as one process would, hence the same keys.
-        drawn = uniform(inputs, (inputs.batch, inputs.kv_heads, sum(tokens)))
-        score = drawn.split(tokens, -1)[comm.rank]
-    else:
-        score = working(inputs.key.detach()).square().sum(-1)
-    return best(score, keep.count, comm)
-
-
-def _leverage(keep: Leverage, inputs: Inputs, tokens: list[int], comm: Communicator) -> Tensor:
-    """Scores (B, Hkv, N_local), float64, against the keys of all ranks."""
-    rows = working(inputs.key.detach())
-    if keep.centre:
-        mean = comm.all_reduce(rows.double().sum(-2, keepdim=True)) / sum(tokens)
-        rows = rows - mean.to(rows.dtype)
-    return sensitivity_bounds(rows, keep.power, OverRanks(comm))
+def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> Kept:
+    """The keys that a rule keeps of all ranks, the same as in one process; `inputs` knows of the whole sequence."""
+    if rule.score is None:
+        raise ValueError(f"keep: expected a rule that scores keys, got {rule}")
+    score = rule.score(inputs)
+    return best(score, rule.count, comm) if rule.count is not None else kept_of(score >= (rule.least or 0.0), comm)
 
 
 def best(score: Tensor, count: int, comm: Communicator) -> Kept:

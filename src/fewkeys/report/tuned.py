@@ -9,7 +9,7 @@ from fewkeys.judge.result import Report
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.rest import ClusterMeans
-from fewkeys.select import Union, Window
+from fewkeys.select import Window
 
 KINDS = ("window", "other kept keys", "cluster means", "first-order term")
 COLOURS = ("#4477AA", "#EE6677", "#CCBB44", "#228833")
@@ -56,9 +56,8 @@ def _draw_slots(axes: Any, plan: ModelPlan) -> None:
 
 def _parts(plan: Plan) -> tuple[float, float, float, float]:
     """The slots of a plan by kind: window, other kept keys, means, rank. A plan that keeps every key shows none."""
-    kept = plan.keep.parts if isinstance(plan.keep, Union) else () if plan.keep is None else (plan.keep,)
-    window = sum(part.size for part in kept if isinstance(part, Window))
-    others = sum(getattr(part, "count", None) or 0 for part in kept if not isinstance(part, Window))
+    window = sum(part.size for part in plan.parts if isinstance(part, Window))
+    others = sum(getattr(part, "count", None) or 0 for part in plan.parts if not isinstance(part, Window))
     rest = plan.rest
     if not isinstance(rest, ClusterMeans):
         return float(window), float(others), 0.0, 0.0

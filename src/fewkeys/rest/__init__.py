@@ -1,24 +1,15 @@
-"""What is said of the keys that are not kept."""
+"""What is said of the keys that are not kept: one file per idea.
 
-from fewkeys.rest.base import BlockStandIns, Drop, Rest, StandIns
-from fewkeys.rest.cluster_means import ClusterMeans
-from fewkeys.rest.group_means import GroupMeans
-from fewkeys.rest.moments import Moments
-from fewkeys.rest.running_means import RunningMeans
-from fewkeys.rest.uniform_sample import UniformSample
+A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
+"""
 
-RESTS: tuple[type[Rest], ...] = (Drop, ClusterMeans, GroupMeans, Moments, RunningMeans, UniformSample)
-"""The catalogue: rests that plans can save and load by name."""
-
-__all__ = [
-    "RESTS",
-    "BlockStandIns",
-    "ClusterMeans",
-    "Drop",
-    "GroupMeans",
-    "Moments",
-    "Rest",
-    "RunningMeans",
-    "StandIns",
-    "UniformSample",
-]
+from fewkeys.rest.base import RESTS as RESTS
+from fewkeys.rest.base import BlockStandIns as BlockStandIns
+from fewkeys.rest.base import Drop as Drop
+from fewkeys.rest.base import Rest as Rest
+from fewkeys.rest.base import StandIns as StandIns
+from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
+from fewkeys.rest.group_means import GroupMeans as GroupMeans
+from fewkeys.rest.moments import Moments as Moments
+from fewkeys.rest.running_means import RunningMeans as RunningMeans
+from fewkeys.rest.uniform_sample import UniformSample as UniformSample

@@ -9,11 +9,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights
+from fewkeys.core.work import Work
 from fewkeys.past.scan import ByStep, Walk
+from fewkeys.select.base import Selector
 from fewkeys.sketch.sums import members
 
 
@@ -99,13 +102,20 @@ class BlockStandIns:
         return self.by_step.size
 
 
-class Rest(ABC):
-    """A rule that makes the stand-ins for whatever is not kept."""
+class Rest(Listed, ABC):
+    """A rule that makes the stand-ins for whatever is not kept.
+
+    Every rule states its own facts, as selectors do: `prepare`, `slots` and `work` must be there; each other attribute
+    has a default that is safe.
+    """
 
     causal: ClassVar[bool] = False
     """Whether the stand-ins see only the past under `is_causal=True`."""
     needs_causal: ClassVar[bool] = False
     """Whether the stand-ins are of the past, and mean nothing without `is_causal=True`."""
+
+    sharded: ClassVar[bool] = False
+    """Whether `prepare` works, without causality, on keys that are split over processes (`inputs.whole`)."""
 
     @abstractmethod
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | BlockStandIns | None:
@@ -114,6 +124,28 @@ class Rest(ABC):
     @abstractmethod
     def slots(self, head_dim: int, value_dim: int) -> float:
         """What a query pays for the stand-ins, in units of one key: 2 (D + Dv) operations."""
+
+    @abstractmethod
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        """What summarising and the stand-ins cost beside `keep`. Abstract, so that no rule is taken for free."""
+
+    @property
+    def running(self) -> int | None:
+        """How many stand-ins a stream carries along for all that it has let go; None: the rule must see every key."""
+        return None
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of the keys that the rule reads; plans that read the same ones are cheaper one after another."""
+        return 0
+
+    def clustered(self, count: int) -> Rest:
+        """The rule with `count` clusters; itself, unless it reads any."""
+        return self
+
+    def check_beside(self, keep: Selector) -> None:
+        """Raise `ValueError` where the stand-ins cannot be made beside `keep`."""
+        return
 
     def check(self, weights: Weights) -> None:
         """Raise `ValueError` where the stand-ins have no meaning under `weights`."""
@@ -129,6 +161,7 @@ class Drop(Rest):
     """Nothing stands in: the weights are renormalised over the kept keys."""
 
     causal: ClassVar[bool] = True
+    sharded: ClassVar[bool] = True
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | None:
         return None
@@ -136,8 +169,19 @@ class Drop(Rest):
     def slots(self, head_dim: int, value_dim: int) -> float:
         return 0.0
 
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        return Work(0.0)
+
+    @property
+    def running(self) -> int:
+        return 0
+
     def check(self, weights: Weights) -> None:
         return None
+
+
+RESTS: Catalogue[Rest] = Catalogue(Rest)
+"""The catalogue: rests that plans can save and load by name."""
 
 
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:

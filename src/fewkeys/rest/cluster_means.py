@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Softmax, Weights
+from fewkeys.core.work import Work, per_score
 from fewkeys.rest.base import Rest, StandIns, unkept
-from fewkeys.sketch.clusters import TILT, clusters, frame, key_statistics, query_moments
+from fewkeys.select.base import Selector
+from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
 from fewkeys.sketch.sums import label_sums, sums_and_products
 
 LARGEST_TILT = 2.0
@@ -49,6 +52,7 @@ class ClusterMeans(Rest):
 
     count: int
     rank: int = 0
+    sharded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("ClusterMeans count", self.count)
@@ -63,6 +67,20 @@ class ClusterMeans(Rest):
         if not self.rank:
             return float(self.count)
         return self.count + self.rank + self.count / (head_dim + value_dim)
+
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        x, kept, scores = inputs, keep.work(inputs), self.slots(inputs.head_dim, inputs.value_dim)
+        if kept.banded:
+            # How many keys of each cluster a query keeps itself, which no two queries of a band need share.
+            scores += 2 * self.count * kept.scores / per_score(x)
+        return Work(scores, 2.0 * x.head_dim * x.value_dim, shared=clustering_operations(x, self.count))
+
+    @property
+    def clusters(self) -> int:
+        return self.count
+
+    def clustered(self, count: int) -> ClusterMeans:
+        return replace(self, count=count)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         found = clusters(inputs, self.count)

@@ -11,8 +11,10 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Softmax, Weights
+from fewkeys.core.work import Work
 from fewkeys.rest.base import Rest, StandIns
 from fewkeys.rest.cluster_means import represent
+from fewkeys.select.base import Selector
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, key_statistics
 
 
@@ -35,6 +37,9 @@ class GroupMeans(Rest):
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         return self.count + 1.0
+
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        return Work(self.count + 1.0, 2.0 * (inputs.head_dim + inputs.value_dim))
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         if graph.groups is None:

@@ -10,7 +10,9 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights
+from fewkeys.core.work import Work
 from fewkeys.rest.base import Rest, StandIns, unkept
+from fewkeys.select.base import Selector
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Moments(Rest):
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         return 1.0 + head_dim
+
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        return Work(1.0 + inputs.head_dim, 2.0 * inputs.head_dim * (inputs.head_dim + inputs.value_dim))
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         key, value = working(inputs.key), working(inputs.value)

@@ -13,10 +13,14 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Softmax, Weights
+from fewkeys.core.work import Work
 from fewkeys.past.running import RunningQueries
 from fewkeys.past.scan import Leaving, Past, Walk
 from fewkeys.past.summary import Summary
 from fewkeys.rest.base import BlockStandIns, Rest
+from fewkeys.select.base import Selector
+from fewkeys.select.causal import CAUSAL_BLOCK
+from fewkeys.select.recent import RecentBlocks
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,29 @@ class RunningMeans(Rest):
     def slots(self, head_dim: int, value_dim: int) -> float:
         return float(self.count)
 
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        block = _recent(keep)[0].size
+        pairs = (self.count + block) ** 2 / block
+        return Work(float(self.count), 2.0 * pairs * (inputs.head_dim + inputs.value_dim))
+
+    @property
+    def running(self) -> int:
+        return self.count
+
+    def check_beside(self, keep: Selector) -> None:
+        recent, facts = _recent(keep), [part.remembered for part in keep.parts]
+        if len(recent) != 1 or not all(fact is not None and not fact.latest for fact in facts):
+            raise ValueError(
+                "keep: RunningMeans takes up whole blocks of keys as they leave RecentBlocks; expected one "
+                f"RecentBlocks and, beside it, Sinks, Leverage(count), KeyNorm or RandomKeys, got {keep}"
+            )
+        reach = recent[0].size * recent[0].blocks
+        if reach < CAUSAL_BLOCK and any(fact is not None and fact.best for fact in facts):
+            raise ValueError(
+                f"keep: keys are chosen every {CAUSAL_BLOCK} positions, so expected RecentBlocks that hold as many, "
+                f"got {recent[0]} with {reach}; give it more blocks"
+            )
+
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
         x, columns = inputs, blocks_of(graph)
         index, real = departures(x, columns)
@@ -62,6 +89,10 @@ class RunningMeans(Rest):
             impl=x.impl,
         )
         return BlockStandIns(walk, x.head_dim)
+
+
+def _recent(keep: Selector) -> list[RecentBlocks]:
+    return [fact.recent for part in keep.parts if (fact := part.remembered) is not None and fact.recent is not None]
 
 
 def blocks_of(graph: Graph) -> Columns:

@@ -10,7 +10,9 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Weights
+from fewkeys.core.work import PER_SORTED, Work
 from fewkeys.rest.base import Rest, StandIns, unkept
+from fewkeys.select.base import Selector
 from fewkeys.select.controls import uniform
 
 
@@ -34,6 +36,10 @@ class UniformSample(Rest):
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         return float(self.count)
+
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        # The draw, the order and the ranks of all keys.
+        return Work(float(self.count), 3 * PER_SORTED)
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         free = unkept(inputs, graph)

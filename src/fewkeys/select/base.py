@@ -3,25 +3,75 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_inputs
+from fewkeys.core.work import Work
+from fewkeys.select.causal import OnlineScore
 
 if TYPE_CHECKING:
-    from fewkeys.select.causal import OnlineScore
-
-CAUSAL_BLOCK = 32
-"""Queries that share one list of causally chosen keys: the list is renewed at every such block."""
+    from fewkeys.select.recent import RecentBlocks
 
 
-class Selector(ABC):
-    """A rule that says which keys each query attends to exactly. `a | b` keeps what either keeps."""
+@dataclass(frozen=True)
+class Best:
+    """The `count` best keys so far: of scores, made anew for every sequence, that see no later key.
+
+    `online` takes the generator from which rules that draw draw.
+    """
+
+    count: int
+    online: Callable[[torch.Generator | None], OnlineScore]
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What of the past a causal rule may still ask for; memory of a fixed size holds it.
+
+    Attributes:
+        latest: the number of latest keys, which each query counts from its own place.
+        recent: blocks of positions, of which a whole one is let go at once.
+        first: the number of first real keys.
+        best: the best keys so far.
+    """
+
+    latest: int = 0
+    recent: RecentBlocks | None = None
+    first: int = 0
+    best: Best | None = None
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How a rule chooses without causality among keys that are split over processes.
+
+    Attributes:
+        band: as many keys around the query's position as `Window(band)` keeps.
+        score: numbers (B, Hkv, N) for the keys of `inputs`, which are a part of `inputs.whole`; the rule keeps
+        count: so many of the largest of all parts, or
+        least: every key of at least this score.
+    """
+
+    band: int = 0
+    score: Callable[[Inputs], Tensor] | None = None
+    count: int | None = None
+    least: float | None = None
+
+
+class Selector(Listed, ABC):
+    """A rule that says which keys each query attends to exactly. `a | b` keeps what either keeps.
+
+    Every rule states its own facts, and whoever plans, streams, shards or tunes asks for them: nothing outside a rule
+    tells rules apart. `select`, `covers` and `work` must be there; each other method has a default that is safe.
+    """
 
     is_oracle: ClassVar[bool] = False
     """Whether the rule scores every pair, so that it costs as much as exact attention."""
@@ -39,20 +89,33 @@ class Selector(ABC):
         """Whether the rule is defined, and strictly causal, under `is_causal=True`."""
         return True
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float] | None:
-        """Scores that a query's kept keys cost, and operations per key of choosing them, before the data is read.
+    @abstractmethod
+    def work(self, inputs: Inputs) -> Work:
+        """What choosing and attending costs. Abstract, so that no rule is taken for free."""
 
-        Rules whose `count` is no number of keys (clusters, buckets) must say so here; None leaves it to
-        `fewkeys.cost.operations`, which knows the others.
-        """
+    @property
+    def parts(self) -> tuple[Selector, ...]:
+        """The rules that are united; a plain rule is its own single part."""
+        return (self,)
+
+    @property
+    def remembered(self) -> Remembered | None:
+        """What a stream must hold for the rule; None: it may ask for any key, or is not causal."""
         return None
 
-    def online(self, generator: torch.Generator | None) -> OnlineScore:
-        """The scores by which the rule chooses among keys as they arrive. Only rules that keep the best so far have it.
+    @property
+    def sharded(self) -> Sharded | None:
+        """How the rule chooses over processes, without causality; None: it cannot yet."""
+        return None
 
-        `generator` is where rules that draw draw from.
-        """
-        raise ValueError(f"keep: expected a rule that can choose among keys as they arrive, got {self}")
+    @property
+    def alternatives(self) -> tuple[Selector, ...]:
+        """Other rules for as many keys, which tuning may try in its place."""
+        return ()
+
+    def clustered(self, count: int) -> Selector:
+        """The rule beside `count` clusters; itself, unless it reads the clusters of its rest."""
+        return self
 
     def graph(
         self,
@@ -87,38 +150,50 @@ class Selector(ABC):
     def __or__(self, other: Selector) -> Selector:
         if not isinstance(other, Selector):
             raise TypeError(f"keep: expected a selector on both sides of |, got {type(other).__name__}")
-        return Union((*_parts(self), *_parts(other)))
+        return Union((*self.parts, *other.parts))
 
 
 @dataclass(frozen=True)
-class Union(Selector):
-    """Everything that any of `parts` keeps; an edge kept twice counts once."""
+class Union(Selector, listed=False):
+    """Everything that any of `members` keeps; an edge kept twice counts once."""
 
-    parts: tuple[Selector, ...]
+    members: tuple[Selector, ...]
+
+    @property
+    def parts(self) -> tuple[Selector, ...]:
+        return tuple(part for member in self.members for part in member.parts)
 
     def select(self, inputs: Inputs) -> Graph:
-        graph = self.parts[0].select(inputs)
-        for part in self.parts[1:]:
-            graph = graph | part.select(inputs)
+        graph = self.members[0].select(inputs)
+        for member in self.members[1:]:
+            graph = graph | member.select(inputs)
         return graph
 
     def covers(self, inputs: Inputs) -> bool:
-        return any(part.covers(inputs) for part in self.parts)
+        return any(member.covers(inputs) for member in self.members)
+
+    def work(self, inputs: Inputs) -> Work:
+        return sum((member.work(inputs) for member in self.members), Work(0.0))
 
     @property
     def is_oracle(self) -> bool:  # type: ignore[override]
-        return any(part.is_oracle for part in self.parts)
+        return any(member.is_oracle for member in self.members)
 
     @property
     def causal(self) -> bool:
-        return all(part.causal for part in self.parts)
+        return all(member.causal for member in self.members)
 
     def __str__(self) -> str:
-        return " | ".join(str(part) for part in self.parts)
+        return " | ".join(str(member) for member in self.members)
 
 
-def _parts(selector: Selector) -> tuple[Selector, ...]:
-    return selector.parts if isinstance(selector, Union) else (selector,)
+SELECTORS: Catalogue[Selector] = Catalogue(Selector)
+"""The catalogue: selectors that plans can save and load by name."""
+
+
+def united(parts: Sequence[Selector]) -> Selector:
+    """The rule that keeps what any of `parts` keeps."""
+    return parts[0] if len(parts) == 1 else Union(tuple(parts))
 
 
 def shared_top(inputs: Inputs, score: Tensor, count: int) -> Graph:

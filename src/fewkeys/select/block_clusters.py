@@ -11,6 +11,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.memberships import member_ids, nearest_members
 from fewkeys.select.projection import Centroids, Projection, check_space, projected, space_work
@@ -87,10 +88,10 @@ class BlockClusters(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return self._near.covers(inputs)
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         # Every query block is held by top centroids / blocks of them on average.
         blocks = max(1.0, inputs.queries / self.size)
         held = self.centroids.count * min(1.0, self.top / blocks)
         rank, prepare = space_work(inputs, self.project)
         choose = 4.0 * rank * self.centroids.count / self.size * inputs.groups
-        return self.size * (self.window + held * self.top), prepare + choose
+        return Work(self.size * (self.window + held * self.top), prepare + choose)

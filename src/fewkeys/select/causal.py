@@ -19,7 +19,9 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.select.base import CAUSAL_BLOCK
+
+CAUSAL_BLOCK = 32
+"""Queries that share one list of causally chosen keys: the list is renewed at every such block."""
 
 
 class OnlineScore(ABC):

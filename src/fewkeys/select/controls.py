@@ -11,7 +11,8 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.validation import check_count
-from fewkeys.select.base import Selector, shared_top
+from fewkeys.core.work import PER_SORTED, Work
+from fewkeys.select.base import Best, Remembered, Selector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 
 
@@ -24,8 +25,16 @@ class KeyNorm(Selector):
     def __post_init__(self) -> None:
         check_count("KeyNorm count", self.count)
 
-    def online(self, generator: torch.Generator | None) -> OnlineScore:
-        return _Norms()
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(best=Best(self.count, lambda generator: _Norms()))
+
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(score=lambda inputs: _Norms().offer(working(inputs.key.detach()), None), count=self.count)
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count), 2.0 * inputs.head_dim)
 
     def select(self, inputs: Inputs) -> Graph:
         if inputs.is_causal:
@@ -48,8 +57,16 @@ class RandomKeys(Selector):
     def __post_init__(self) -> None:
         check_count("RandomKeys count", self.count)
 
-    def online(self, generator: torch.Generator | None) -> OnlineScore:
-        return _Draws(generator)
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(best=Best(self.count, _Draws))
+
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(score=_draws_of_all, count=self.count)
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count), PER_SORTED)
 
     def select(self, inputs: Inputs) -> Graph:
         draws = _Draws(inputs.generator)
@@ -73,6 +90,13 @@ class _Draws(OnlineScore):
 
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
         return _uniform(self.generator, tuple(key.shape[:3]), key.device).to(key.dtype)
+
+
+def _draws_of_all(inputs: Inputs) -> Tensor:
+    """Every part draws the numbers of all keys: as many as one process would, hence the same keys."""
+    x = inputs
+    drawn = uniform(x, (x.batch, x.kv_heads, x.whole.keys))
+    return drawn[..., x.whole.first_key : x.whole.first_key + x.keys]
 
 
 def uniform(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:

@@ -9,6 +9,7 @@ from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_real
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.rows import listed
 from fewkeys.select.top_k import score_blocks
@@ -36,5 +37,5 @@ class EntmaxSupport(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return False
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
-        return float(inputs.keys), 2.0 * inputs.head_dim * inputs.queries * inputs.groups
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(inputs.keys), 2.0 * inputs.head_dim * inputs.queries * inputs.groups)

@@ -11,6 +11,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.window import Sinks
 
@@ -50,6 +51,6 @@ class GlobalTokens(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         # As many rows as columns, spread over all queries.
-        return self.count * (1.0 + inputs.keys / inputs.queries), 0.0
+        return Work(self.count * (1.0 + inputs.keys / inputs.queries))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
@@ -51,7 +52,7 @@ class Joined(Learned):
 Fitted = Centroids | Edges | Joined | None
 
 
-class Grouping(ABC):
+class Grouping(Listed, ABC):
     """A rule that joins queries and keys of one space."""
 
     @abstractmethod
@@ -230,7 +231,9 @@ class ClusterPairs(Grouping):
         return inputs.keys * share, 4.0 * rank * self.count
 
 
-GROUPINGS: tuple[type[Grouping], ...] = (Distance, Buckets, Clusters, ClusterPairs)
+GROUPINGS: Catalogue[Grouping] = Catalogue(Grouping)
+PARTS: Catalogue[Listed] = Catalogue(Grouping, Learned)
+"""What selectors may hold, and plans save and load with them."""
 
 
 def nearest(rows: Tensor, centroids: Tensor) -> Tensor:

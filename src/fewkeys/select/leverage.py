@@ -11,11 +11,14 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.validation import check_count, check_real
-from fewkeys.select.base import Selector, shared_top
+from fewkeys.core.work import Work
+from fewkeys.select.base import Best, Remembered, Selector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
+from fewkeys.select.controls import KeyNorm
 from fewkeys.sketch.clusters import centre
 from fewkeys.sketch.gram import gram, score_rows, whitener
-from fewkeys.sketch.leverage import leverage_scores, universal_set
+from fewkeys.sketch.leverage import ROUNDING, leverage_scores, universal_set
+from fewkeys.sketch.lewis import sensitivity_bounds
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,30 @@ class Leverage(Selector):
     def causal(self) -> bool:
         return self.eps is None and self.power == 2
 
-    def online(self, generator: torch.Generator | None) -> OnlineScore:
-        return _RunningLeverage(self.centre)
+    @property
+    def remembered(self) -> Remembered | None:
+        if self.count is None or not self.causal:
+            return None
+        return Remembered(best=Best(self.count, lambda generator: _RunningLeverage(self.centre)))
+
+    @property
+    def sharded(self) -> Sharded:
+        # Rounding must not drop a key that sits exactly at eps.
+        return Sharded(score=self._scores, count=self.count, least=self.eps and self.eps * (1 - ROUNDING))
+
+    def _scores(self, inputs: Inputs) -> Tensor:
+        """Scores (B, Hkv, N), float64, of the keys here against those of the whole sequence."""
+        rows, whole = working(inputs.key.detach()), inputs.whole
+        if self.centre:
+            rows = rows - (whole.totals.sum(rows.double().sum(-2, keepdim=True)) / whole.keys).to(rows.dtype)
+        return sensitivity_bounds(rows, self.power, whole.totals)
+
+    @property
+    def alternatives(self) -> tuple[Selector, ...]:
+        if self.count is None:
+            return ()
+        others: tuple[Selector, ...] = (Leverage(self.count, centre=True), KeyNorm(self.count))
+        return tuple(other for other in others if other != self)
 
     def select(self, inputs: Inputs) -> Graph:
         if self.eps is not None:
@@ -73,6 +98,11 @@ class Leverage(Selector):
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count is not None and self.count >= inputs.keys
+
+    def work(self, inputs: Inputs) -> Work:
+        # The universal set of rank D has at most D / eps keys.
+        kept = inputs.head_dim / self.eps if self.eps is not None else self.count or 0
+        return Work(float(kept), 4.0 * inputs.head_dim**2)
 
 
 def _marked(inputs: Inputs, marked: Tensor) -> Graph:

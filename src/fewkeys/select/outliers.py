@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,8 +10,11 @@ from torch import Tensor
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
-from fewkeys.select.base import Selector, shared_top
-from fewkeys.sketch.clusters import clusters, key_statistics
+from fewkeys.core.work import Work
+from fewkeys.select.base import Selector, Sharded, shared_top
+from fewkeys.select.controls import KeyNorm
+from fewkeys.select.leverage import Leverage
+from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
 
 
 @dataclass(frozen=True)
@@ -49,3 +52,17 @@ class Outliers(Selector):
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count), 4.0 * inputs.head_dim**2, shared=clustering_operations(inputs, self.clusters))
+
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(score=self.scores, count=self.count)
+
+    @property
+    def alternatives(self) -> tuple[Selector, ...]:
+        return (Leverage(self.count, centre=True), KeyNorm(self.count))
+
+    def clustered(self, count: int) -> Outliers:
+        return replace(self, clusters=count)

@@ -8,6 +8,7 @@ import torch
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.groupings import Buckets, ClusterPairs, Clusters, Distance, Edges, Fitted, Grouping, Joined
 from fewkeys.select.projection import Centroids, Projection, check_space, projected
@@ -104,10 +105,11 @@ class Predicted(Selector):
     def causal(self) -> bool:
         return not self._sorts or self.fitted is not None
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         rank = inputs.head_dim if self.project is None else self.project.rank
         found, choose = self.grouping.work(inputs, rank, self.fitted)
-        return found, (choose + (0.0 if self.project is None else 4.0 * rank * inputs.head_dim)) * inputs.groups
+        space = 0.0 if self.project is None else 4.0 * rank * inputs.head_dim
+        return Work(found, (choose + space) * inputs.groups)
 
     def __str__(self) -> str:
         return f"{self.grouping}{' as they are' if self.project is None else f' in {self.project.rank} dimensions'}"

@@ -40,7 +40,10 @@ class Projection(Learned):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Centroids(Learned):
-    """C centroids for every query head: `place` (Hq, C, r), floating. Compared by content, saved with plans."""
+    """C centroids for every query head: `place` (Hq, C, r), floating; (1, C, r): the same for all heads.
+
+    Compared by content, saved with plans.
+    """
 
     place: Tensor
 
@@ -55,7 +58,7 @@ class Centroids(Learned):
     def for_rows(self, rows: Tensor) -> Tensor:
         """(Hq, C, r) in dtype and device of rows (B, Hq, N, r); `ValueError` where heads or dimensions differ."""
         heads, rank = rows.shape[1], rows.shape[3]
-        if (self.place.shape[0], self.place.shape[2]) != (heads, rank):
+        if self.place.shape[0] not in (1, heads) or self.place.shape[2] != rank:
             raise ValueError(
                 f"centroids: expected shape ({heads}, any, {rank}) for {heads} query heads compared in {rank} "
                 f"dimensions, got {tuple(self.place.shape)}; fit them in the space in which they are used"
@@ -84,7 +87,7 @@ def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tenso
 
 
 def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
-    """r, and operations per key of bringing queries and keys there; for `Selector.expected_work`."""
+    """r, and operations per key of bringing queries and keys there; for `Selector.work`."""
     if project is None:
         return inputs.head_dim, 0.0
     return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.groups
@@ -107,7 +110,7 @@ def check_space(project: object, centroids: object = None) -> None:
         raise TypeError(f"centroids: expected Centroids or None, got {type(centroids).__name__}; wrap the tensor")
     if project is None or centroids is None:
         return
-    if (centroids.place.shape[0], centroids.place.shape[2]) != (project.query.shape[0], project.rank):
+    if centroids.place.shape[0] not in (1, project.query.shape[0]) or centroids.place.shape[2] != project.rank:
         raise ValueError(
             f"centroids: expected shape ({project.query.shape[0]}, any, {project.rank}) like the projection's space, "
             f"got {tuple(centroids.place.shape)}; fit them after the projection"

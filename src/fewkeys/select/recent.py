@@ -9,7 +9,8 @@ import torch
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
-from fewkeys.select.base import Selector
+from fewkeys.core.work import Work
+from fewkeys.select.base import Remembered, Selector
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,10 @@ class RecentBlocks(Selector):
 
     def covers(self, inputs: Inputs) -> bool:
         return (self.blocks - 1) * self.size >= max(inputs.keys, inputs.queries + inputs.offset) - 1
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.size * (self.blocks if inputs.is_causal else 2 * self.blocks - 1)))
+
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(recent=self)

@@ -13,6 +13,7 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector, shared_top
 
 
@@ -36,6 +37,9 @@ class TopK(Selector):
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.groups)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class BestColumns(Selector):
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.groups)
 
 
 def score_blocks(inputs: Inputs) -> Iterator[tuple[int, Tensor]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Columns, Graph, band_block
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
-from fewkeys.select.base import Selector
+from fewkeys.core.work import Work
+from fewkeys.select.base import Remembered, Selector, Sharded
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,18 @@ class Window(Selector):
     def covers(self, inputs: Inputs) -> bool:
         reach = inputs.queries + inputs.offset
         return (self.size if inputs.is_causal else (self.size - 1) // 2) >= max(reach, inputs.keys)
+
+    def work(self, inputs: Inputs) -> Work:
+        # A block of queries scores the keys that any of them keeps.
+        return Work(float(band_block(self.size - 1) + self.size - 1), banded=True)
+
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(latest=self.size)
+
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(band=self.size)
 
 
 @dataclass(frozen=True)
@@ -57,3 +71,19 @@ class Sinks(Selector):
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
+
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.count))
+
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(first=self.count)
+
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(score=self._nearness, count=self.count)
+
+    def _nearness(self, inputs: Inputs) -> Tensor:
+        """The nearer to the beginning, the larger."""
+        place = torch.arange(inputs.keys, device=inputs.key.device) + inputs.whole.first_key
+        return -place.double().expand(inputs.batch, inputs.kv_heads, -1)

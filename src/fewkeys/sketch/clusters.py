@@ -354,3 +354,10 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
     tail = head + (2 * (last - head).clamp_min(0) * step + parts) // (2 * parts)
     rank = torch.cat([torch.arange(head, device=scores.device).expand(*last.shape[:-1], -1), tail], -1)
     return order.gather(-1, rank.minimum(last))
+
+
+def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
+    """Operations per key, for `Work.shared`: Lloyd's steps on a sample, one assignment and the sums over all keys."""
+    used = min(1.0, KEYS_PER_CLUSTER * count / inputs.keys)
+    operations = (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
+    return {f"{count} clusters": operations}

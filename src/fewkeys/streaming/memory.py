@@ -16,7 +16,7 @@ from fewkeys.past.running import RunningKeys, RunningQueries
 from fewkeys.past.scan import Leaving, Past, Walk
 from fewkeys.past.summary import Summary
 from fewkeys.plan import Plan
-from fewkeys.select.base import CAUSAL_BLOCK
+from fewkeys.select.causal import CAUSAL_BLOCK
 from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import Parts
 from fewkeys.streaming.rows import Rows
@@ -35,7 +35,7 @@ class Memory:
         self.plan, self.parts = plan, parts
         self.length = self.moved = 0
         self.near = self.sinks = Rows.empty(key, value)
-        self.heavy = [HeavyKeys.empty(part.count or 0, part.online(generator), key, value) for part in parts.heavy]
+        self.heavy = [HeavyKeys.empty(part.count, part.online(generator), key, value) for part in parts.heavy]
         self.summary = Summary.empty(parts.means, working(key), working(value))
         self.queries = RunningQueries.empty(working(key))
         self.asked = working(key).new_zeros((*key.shape[:2], 1, 0, key.shape[-1]))

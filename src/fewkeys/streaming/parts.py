@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fewkeys.plan import Plan
-from fewkeys.rest import Drop, RunningMeans
-from fewkeys.select import KeyNorm, Leverage, RandomKeys, RecentBlocks, Selector, Sinks, Union, Window
-from fewkeys.select.base import CAUSAL_BLOCK
+from fewkeys.select import RecentBlocks
+from fewkeys.select.base import Best
+from fewkeys.select.causal import CAUSAL_BLOCK
 
 NEVER = 2**62
-Heavy = Leverage | KeyNorm | RandomKeys
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Parts:
     window: int
     recent: RecentBlocks | None
     sinks: int
-    heavy: tuple[Heavy, ...]
+    heavy: tuple[Best, ...]
     means: int
     unit: int
 
@@ -48,34 +47,24 @@ def parts_of(plan: Plan) -> Parts:
     """The parts of a plan that a stream can run; `ValueError` for others."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; budget(slots, is_causal=True)")
+    if plan.keep is None:
+        raise ValueError("plan: exact attention must remember every key, so there is no stream of it; give keep=")
     window = sinks = 0
     recent: RecentBlocks | None = None
-    heavy: list[Heavy] = []
-    for part in _selectors(plan):
-        if isinstance(part, Window):
-            window = max(window, part.size)
-        elif isinstance(part, Sinks):
-            sinks = max(sinks, part.count)
-        elif isinstance(part, RecentBlocks) and recent is None:
-            recent = part
-        elif isinstance(part, Heavy) and part.causal:
-            heavy.append(part)
-        else:
+    heavy: list[Best] = []
+    for part in plan.parts:
+        held = part.remembered
+        if held is None or (held.recent is not None and recent is not None):
             raise ValueError(
                 "plan: a stream keeps one RecentBlocks or a Window, and Sinks, Leverage(count), KeyNorm or RandomKeys "
                 f"beside it, got {part}"
             )
-    if not isinstance(plan.rest, Drop | RunningMeans):
+        window, sinks, recent = max(window, held.latest), max(sinks, held.first), held.recent or recent
+        heavy += [] if held.best is None else [held.best]
+    if plan.rest.running is None:
         raise ValueError(
             f"plan: a stream remembers the rest as RunningMeans(count) or drops it, got {plan.rest}; "
             "use budget(slots, is_causal=True)"
         )
-    means = plan.rest.count if isinstance(plan.rest, RunningMeans) else 0
     unit = CAUSAL_BLOCK if recent is None else min(recent.size, CAUSAL_BLOCK) if heavy else recent.size
-    return Parts(window, recent, sinks, tuple(heavy), means, unit)
-
-
-def _selectors(plan: Plan) -> tuple[Selector, ...]:
-    if plan.keep is None:
-        raise ValueError("plan: exact attention must remember every key, so there is no stream of it; give keep=")
-    return plan.keep.parts if isinstance(plan.keep, Union) else (plan.keep,)
+    return Parts(window, recent, sinks, tuple(heavy), plan.rest.running, unit)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import ClusterMeans, RunningMeans
-from fewkeys.select import KeyNorm, Leverage, Outliers, RecentBlocks, Selector, Sinks, Union, Window
+from fewkeys.select import Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
@@ -37,7 +36,7 @@ class Candidate:
     @property
     def clusters(self) -> int:
         """Clusters that the plan reads (0: none); candidates that share them are cheaper one after another."""
-        return self.plan.rest.count if isinstance(self.plan.rest, ClusterMeans) else 0
+        return self.plan.rest.clusters
 
 
 def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candidate]:
@@ -75,17 +74,14 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
                     found.append(near)
         sizes = [round(candidate.slots * factor) for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS)]
         found += [near for size in sizes if (near := _split(size, width, *candidate.split)) is not None]
-    parts = plan.keep.parts if isinstance(plan.keep, Union) else (plan.keep,)
-    for number, part in enumerate(parts):
-        if isinstance(part, Outliers | Leverage) and part.count is not None:
-            others = [other for other in (Leverage(part.count, centre=True), KeyNorm(part.count)) if other != part]
-            plans = [replace(plan, keep=_union([*parts[:number], other, *parts[number + 1 :]])) for other in others]
-            found += [Candidate(other, candidate.slots) for other in plans]
-    if isinstance(plan.rest, ClusterMeans) and plan.rest.count > SINKS + 1:
-        fewer = plan.rest.count - SINKS
-        kept = [replace(part, clusters=fewer) if isinstance(part, Outliers) else part for part in parts]
-        other = replace(plan, keep=_union([Sinks(SINKS), *kept]), rest=replace(plan.rest, count=fewer))
-        found.append(Candidate(other, candidate.slots))
+    for number, part in enumerate(plan.parts):
+        for other in part.alternatives:
+            keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
+            found.append(Candidate(replace(plan, keep=keep), candidate.slots))
+    if plan.rest.clusters > SINKS + 1:
+        fewer = plan.rest.clusters - SINKS
+        keep = united([Sinks(SINKS), *(part.clustered(fewer) for part in plan.parts)])
+        found.append(Candidate(replace(plan, keep=keep, rest=plan.rest.clustered(fewer)), candidate.slots))
     return found
 
 
@@ -122,8 +118,3 @@ def _causal_splits(slots: int) -> list[Candidate]:
             keep = Sinks(sinks) | keep
         found.append(Candidate(Plan(keep, exact_if_faster=True), slots))
     return found
-
-
-def _union(parts: Sequence[Selector | None]) -> Selector:
-    real = tuple(part for part in parts if part is not None)
-    return real[0] if len(real) == 1 else Union(real)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Graph, band_block
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
@@ -76,16 +76,10 @@ def attend(problem: Problem) -> Tensor:
 
 
 def block_size(graph: Graph) -> int:
-    """Queries per block: those of the graph's lists, or what suits the band's reach.
-
-    A block of m queries scores m + reach keys: small blocks waste less, large ones run nearer the machine's peak.
-    """
+    """Queries per block: those of the graph's lists, or what suits the band's reach."""
     if graph.columns is not None and graph.columns.blocks > 1:
         return graph.columns.size
-    if graph.band is None:
-        return 64
-    reach = sum(graph.band)
-    return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
+    return 64 if graph.band is None else band_block(sum(graph.band))
 
 
 def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | BlockMeans | None]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.baselines.draws import distinct
 from fewkeys.select.global_tokens import GlobalTokens
@@ -83,12 +84,12 @@ class BigBird(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return self._near.covers(inputs) or self.global_blocks * self.size >= inputs.keys
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         globals_ = 0.0
         if self.global_blocks:
-            globals_ = GlobalTokens(self.global_blocks * self.size).expected_work(inputs)[0]
+            globals_ = GlobalTokens(self.global_blocks * self.size).work(inputs).scores
         near = self.window // 2 + 1 if inputs.is_causal else self.window
-        return self.size * (near + self.random) + globals_, 0.0
+        return Work(self.size * (near + self.random) + globals_)
 
 
 def _key_blocks(x: Inputs, size: int) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.global_tokens import GlobalTokens
 from fewkeys.select.window import Window
@@ -35,5 +36,5 @@ class Longformer(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return Window(self.window).covers(inputs) or GlobalTokens(self.global_tokens).covers(inputs)
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
-        return self.window + GlobalTokens(self.global_tokens).expected_work(inputs)[0], 0.0
+    def work(self, inputs: Inputs) -> Work:
+        return Work(float(self.window), banded=True) + GlobalTokens(self.global_tokens).work(inputs)

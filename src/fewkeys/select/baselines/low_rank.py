@@ -13,6 +13,7 @@ from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.baselines.draws import normal
 from fewkeys.select.projection import Projection, check_space, projected
@@ -66,6 +67,6 @@ class LowRankEntmax(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return False
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         rank = self.rank if self.project is None else self.project.rank
-        return float(inputs.keys), 2.0 * (rank or 1) * inputs.queries * inputs.groups
+        return Work(float(inputs.keys), 2.0 * (rank or 1) * inputs.queries * inputs.groups)

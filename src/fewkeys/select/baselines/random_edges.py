@@ -9,6 +9,7 @@ import torch
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.baselines.draws import distinct
 
@@ -41,3 +42,7 @@ class RandomEdges(Selector):
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
+
+    def work(self, inputs: Inputs) -> Work:
+        # Each draw is compared with those before it.
+        return Work(float(self.count), float(self.count**2) * inputs.queries / inputs.keys)

@@ -11,6 +11,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.baselines.draws import normal
 from fewkeys.select.projection import Projection, check_space, projected, space_work
@@ -62,9 +63,7 @@ class Reformer(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return False
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         rank, prepare = space_work(inputs, self.project)
-        return (
-            self.rounds * inputs.keys / self.buckets,
-            prepare + 2.0 * self.rounds * rank * self.buckets * inputs.groups,
-        )
+        hashing = 2.0 * self.rounds * rank * self.buckets * inputs.groups
+        return Work(self.rounds * inputs.keys / self.buckets, prepare + hashing)

@@ -12,6 +12,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.memberships import member_ids, nearest_members
 from fewkeys.select.projection import Centroids, Projection, check_space, projected, space_work
@@ -80,10 +81,10 @@ class Routing(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return self.clusters == 1
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         rank, prepare = space_work(inputs, self.project)
         passes = 1 if self.centroids is not None else 1 + LLOYD_STEPS
-        return inputs.keys / self.clusters, prepare + 4.0 * passes * rank * self.clusters * inputs.groups
+        return Work(inputs.keys / self.clusters, prepare + 4.0 * passes * rank * self.clusters * inputs.groups)
 
 
 def spherical_means(

@@ -11,6 +11,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 from fewkeys.select.baselines.draws import normal
 from fewkeys.select.projection import Projection, check_space, projected, space_work
@@ -65,9 +66,9 @@ class SortedLSH(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return self.size >= inputs.keys
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
+    def work(self, inputs: Inputs) -> Work:
         rank, prepare = space_work(inputs, self.project)
-        return float(min(self.size, inputs.keys)), prepare + 4.0 * rank * self.planes * inputs.groups
+        return Work(float(min(self.size, inputs.keys)), prepare + 4.0 * rank * self.planes * inputs.groups)
 
 
 def gray_rank(rows: Tensor, planes: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
 
 
@@ -38,8 +39,8 @@ class Strided(Selector):
     def covers(self, inputs: Inputs) -> bool:
         return self.stride == 1 or self.stride >= max(inputs.keys, inputs.queries + inputs.offset) - 1
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
-        return inputs.keys / self.stride + (1 if inputs.is_causal else 2) * self.stride, 0.0
+    def work(self, inputs: Inputs) -> Work:
+        return Work(inputs.keys / self.stride + (1 if inputs.is_causal else 2) * self.stride, banded=True)
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class Fixed(Selector):
         reach = max(inputs.keys, inputs.queries + inputs.offset)
         return self.summary == self.stride or self.stride >= reach
 
-    def expected_work(self, inputs: Inputs) -> tuple[float, float]:
-        return min(self.stride, inputs.keys) + inputs.keys * self.summary / self.stride, 0.0
+    def work(self, inputs: Inputs) -> Work:
+        return Work(min(self.stride, inputs.keys) + inputs.keys * self.summary / self.stride)
 
 
 def _positions(x: Inputs) -> tuple[Tensor, Tensor]:
