@@ -2,17 +2,15 @@
 
 They are C++ of this package, compiled by the machine's own compiler when first needed (some seconds, once per
 machine and version), and loaded with ctypes. What they do has no gradient of its own: `execute.compiled_gradient`,
-`sketch.past_gradient` and `sketch.sums` give it one. Where there is no compiler, torch does the same work with the same
+`past.gradient` and `sketch.sums` give it one. Where there is no compiler, torch does the same work with the same
 results up to rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
 from fewkeys.native.build import missing
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
 from fewkeys.native.tensors import readable, suits
-from fewkeys.past.native import Steps, walk, walk_back
 
 __all__ = [
-    "Steps",
     "assign",
     "label_sums",
     "lloyd",
@@ -23,6 +21,4 @@ __all__ = [
     "sums_and_products",
     "survey",
     "totals",
-    "walk",
-    "walk_back",
 ]

@@ -19,7 +19,7 @@ from fewkeys.core.weights import Weights
 from fewkeys.execute.native import forward as compiled
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, pointers, readable, wants_gradient
-from fewkeys.past.scan import ByStep
+from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 Again = Callable[[Inputs, "StandIns | BlockStandIns | None"], Tensor]
@@ -70,7 +70,7 @@ def _parts(stand_ins: StandIns | BlockStandIns | None) -> tuple[Tensor, ...]:
     if stand_ins is None:
         return ()
     if isinstance(stand_ins, BlockStandIns):
-        return (stand_ins.by_step.rows,)
+        return (stand_ins.states.rows,)
     left = () if stand_ins.left is None else (stand_ins.left,)
     return (stand_ins.key, stand_ins.value, *left)
 
@@ -86,7 +86,7 @@ class _Problem:
         """The same problem of these tensors."""
         x, s = replace(self.inputs, query=query, key=key, value=value), self.stand_ins
         if isinstance(s, BlockStandIns):
-            s = BlockStandIns(replace(s.by_step, rows=parts[0]), s.head_dim)
+            s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
         elif s is not None:
             s = replace(s, key=parts[0], value=parts[1], left=parts[2] if parts[2:] else None)
         return replace(self, inputs=x, stand_ins=s)
@@ -111,14 +111,14 @@ class _Attended(torch.autograd.Function):
         x = replace(x, query=dense(x.query), key=dense(x.key), value=dense(x.value))
         gradient = dense(gradient.to(x.query.dtype))
         if compiled.by_block(problem.graph, problem.stand_ins):
-            means = None if problem.stand_ins is None else problem.stand_ins.by_step
+            means = None if problem.stand_ins is None else problem.stand_ins.states
             found = _blocks_back(x, problem.graph.columns, means, gradient)
         else:
             found = _near_back(x, problem.graph, problem.stand_ins, gradient)
         return None, *(part.to(rows.dtype) for part, rows in zip(found, given, strict=True))
 
 
-def _blocks_back(x: Inputs, columns: Columns, means: ByStep | None, gradient: Tensor) -> Sequence[Tensor]:
+def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Tensor) -> Sequence[Tensor]:
     given = (x.query, x.key, x.value, *(() if means is None else (means.rows,)))
     found = _zeros(given)
     problem, _alive = compiled.blocks(x, columns, means, gradient)
