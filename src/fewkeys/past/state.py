@@ -128,7 +128,7 @@ class State:
 
     def _sunk(self, new: Tokens, count: int) -> Tokens:
         """The first `count` real tokens ever, in order."""
-        if self.sinks.count >= count and bool(self.sinks.real.all()):
+        if not count or (self.sinks.count >= count and bool(self.sinks.real.all())):
             return self.sinks
         return (self.sinks + new.earliest(count)).earliest(count)
 
