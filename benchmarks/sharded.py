@@ -129,7 +129,7 @@ def costs():
 
     def prepare():
         # Asked for, or the means would be made while attending.
-        return plan.rest.prepare(inputs, graph, plan.weights).by_step
+        return plan.rest.prepare(inputs, graph, plan.weights).states
 
     pair = clock(lambda: exact(q[:, :, : n // 4], k, v, False)) / (n // 4 * n)
     whole = clock(lambda: fk.attention(q, k, v, plan=plan.always(), is_causal=True)) / n

@@ -7,15 +7,15 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES
-from fewkeys import native
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import dispatch
 from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import backward
 from fewkeys.execute.problem import Problem
-from fewkeys.past.running import RunningQueries
-from fewkeys.past.scan import Leaving, Past, Walk
-from fewkeys.past.summary import Summary
+from fewkeys.past import native
+from fewkeys.past.evicted import Evicted
+from fewkeys.past.scan import Scan
+from fewkeys.past.state import State
 from fewkeys.sketch.sums import sums_and_products
 from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy, without
 
@@ -155,23 +155,24 @@ def test_gradients_of_the_past(monkeypatch):
     real = torch.rand(2, 3, 4, 10, generator=g) > 0.3
     push = torch.randn(2, 3, 5, 9, 12, generator=g), torch.randn(2, 3, 9, 12, generator=g)
 
-    def walked():
+    def scanned():
         given = [x.clone().requires_grad_() for x in (rows, key, value)]
-        empty = Summary.empty(9, key, value)
+        state = State.empty(9, key, value)
+        empty = state.summary
         start = torch.cat([given[0], given[0] * 2], -1)
         start = torch.nn.functional.pad(start, (0, 0, 0, 5))
         there = (torch.arange(9) < 4).float().expand(2, 3, -1)
         summary = replace(empty, rows=start, excess=empty.excess.masked_fill(there > 0, 0.0), size=there)
-        past = Past(summary, RunningQueries.empty(key))
-        by_step, last = Walk(past, query, None, 0.4, Leaving(given[1], given[2], index, real), True).run()
-        moved = (by_step.rows * push[0]).sum() + (last.summary.rows * push[1]).sum()
+        past = replace(state, summary=summary)
+        states, last = Scan(past, query, None, 0.4, Evicted(given[1], given[2], index, real), True).run()
+        moved = (states.rows * push[0]).sum() + (last.summary.rows * push[1]).sum()
         return torch.autograd.grad(moved, given)
 
     calls = []
-    walk = native.walk
-    monkeypatch.setattr(native, "walk", lambda *given: calls.append(given) or walk(*given))
-    found = walked()
+    scan = native.scan
+    monkeypatch.setattr(native, "scan", lambda *given: calls.append(given) or scan(*given))
+    found = scanned()
     assert len(calls) == 1
-    for pair in zip(found, without(walked), strict=True):
+    for pair in zip(found, without(scanned), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
     assert not found[1][:, :, sorted(set(range(60)) - set(index[0, 0].flatten().tolist()))].any()

@@ -13,9 +13,10 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.execute import native as native_plans
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.past.running import RunningQueries
-from fewkeys.past.scan import ByStep, Leaving, Past, Walk
-from fewkeys.past.summary import Summary
+from fewkeys.past.evicted import Evicted
+from fewkeys.past.scan import Scan, States
+from fewkeys.past.state import State
+from fewkeys.past.tokens import Tokens
 from fewkeys.rest import BlockStandIns
 from native_cases import CLOSE, needs_compiler, without
 
@@ -29,7 +30,7 @@ def test_one_list_beside_means_of_the_past_serves_all_queries():
     index = torch.arange(28, 33).expand(1, 2, -1)
     graph = Graph(x, columns=Columns.shared(index, index != 30, 10))
     rows = torch.randn(1, 2, 1, 3, 16, generator=g)
-    means = BlockStandIns(ByStep(rows, torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3)), 8)
+    means = BlockStandIns(States(rows, torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3)), 8)
     problem = Problem(x, graph, means, fk.Softmax())
     assert native_plans.unsupported(problem) is None
     found, want = native_plans.attend(problem), reference.attend(problem)
@@ -39,7 +40,7 @@ def test_one_list_beside_means_of_the_past_serves_all_queries():
 def made_past(places, dim, value_dim, seed=0):
     """A past of some keys: half of the places are free."""
     key, value = torch.zeros(2, 3, 1, dim), torch.zeros(2, 3, 1, value_dim)
-    past = Past(Summary.empty(places, key, value), RunningQueries.empty(key))
+    past = State.empty(places, key, value)
     g = torch.Generator().manual_seed(seed)
     key, value = (
         torch.randn(2, 3, places // 2, dim, generator=g),
@@ -47,7 +48,7 @@ def made_past(places, dim, value_dim, seed=0):
     )
     real = torch.ones(2, 3, places // 2, dtype=torch.bool)
     summary = past.summary.absorb(key, value, real, past.queries.moments(), tilted=True)
-    return Past(summary, past.queries.add(torch.randn(2, 3, 2, 9, dim, generator=g)))
+    return replace(past, summary=summary, queries=past.queries.add(torch.randn(2, 3, 2, 9, dim, generator=g)))
 
 
 def in_order(stand_ins):
@@ -76,7 +77,7 @@ def test_the_past_moves_on_as_torch_moves_it(places, leaving, dim, value_dim, sp
     past = made_past(places, dim, value_dim)
 
     def call():
-        return Walk(past, query, answered, 0.4, Leaving(key, value, index, real), tilted).run()
+        return Scan(past, query, answered, 0.4, Evicted(key, value, index, real), tilted).run()
 
     assert native.suits(past.summary.rows, query, key)
     (fast, moved), (slow, want) = call(), without(call)
@@ -91,18 +92,24 @@ def test_the_past_moves_on_as_torch_moves_it(places, leaving, dim, value_dim, sp
     assert torch.equal(fast.rows[:, :, 0], past.summary.rows)  # which did not move itself
 
 
-def a_walk(key, value, places):
+def a_scan(key, value, places):
     """Steps of 16 keys (1, 2, 80, D)."""
     query = torch.randn(1, 2, 80, key.shape[-1], generator=torch.Generator().manual_seed(0))
     index = torch.arange(80).view(5, 16).expand(1, 2, -1, -1)
-    past = Past(Summary.empty(places, key, value), RunningQueries.empty(key))
-    return Walk(past, query, None, 0.3, Leaving(key, value, index, torch.ones_like(index, dtype=torch.bool)), True)
+    return Scan(
+        State.empty(places, key, value),
+        query,
+        None,
+        0.3,
+        Evicted(key, value, index, torch.ones_like(index, dtype=torch.bool)),
+        True,
+    )
 
 
 def test_values_without_any_spread():
     key = torch.randn(1, 2, 80, 8, generator=torch.Generator().manual_seed(1))
-    walk = a_walk(key, torch.ones(1, 2, 80, 4), 10)
-    fast, slow = walk.run()[0], without(walk.run)[0]
+    scan = a_scan(key, torch.ones(1, 2, 80, 4), 10)
+    fast, slow = scan.run()[0], without(scan.run)[0]
     assert (fast.rows[..., 8:] - 1)[fast.size > 0].abs().max() < 1e-5
     torch.testing.assert_close(fast.excess, slow.excess, rtol=1e-3, atol=1e-3)
 
@@ -112,7 +119,7 @@ def test_no_key_is_lost_where_costs_overflow():
     key, value = torch.randn(2, 1, 2, 80, 8, generator=torch.Generator().manual_seed(1))
     some = torch.where(torch.arange(80).view(-1, 1) % 2 == 0, 3e19, 1.0)
     for keys in (some * key, 3e19 * key):
-        sizes = a_walk(keys, value, 10).run()[0].size
+        sizes = a_scan(keys, value, 10).run()[0].size
         assert sizes.sum(-1).eq(torch.arange(6) * 16).all()
 
 
@@ -126,14 +133,14 @@ def test_means_may_be_read_while_they_are_made(plan, dtype, threads):
     x = check_inputs(*shape.draw(dtype=dtype), **shape.options)
     graph = plan.keep.select(x)
     made, fresh = (plan.rest.prepare(x, graph, plan.weights) for _ in range(2))
-    assert made.by_step is made.means.by_step
-    assert made.walk is None
+    assert made.states is made.means.states
+    assert made.scan is None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     found, want = (native_plans.attend(Problem(x, graph, means, plan.weights)) for means in (fresh, made))
     torch.set_num_threads(before)
     assert torch.equal(found, want)
-    assert fresh.walk is not None  # nobody made them all
+    assert fresh.scan is not None  # nobody made them all
 
 
 def test_step_by_step_is_all_at_once():
@@ -143,12 +150,12 @@ def test_step_by_step_is_all_at_once():
         query, key, value = (torch.randn(2, 3, 80, 8, generator=g).to(dtype) for _ in range(3))
         index = torch.arange(80).view(5, 16).expand(2, 3, -1, -1)
         real = torch.ones_like(index, dtype=torch.bool)
-        by_step, whole = Walk(made_past(10, 8, 8), query, None, 0.3, Leaving(key, value, index, real), True).run()
+        states, whole = Scan(made_past(10, 8, 8), query, None, 0.3, Evicted(key, value, index, real), True).run()
         past = made_past(10, 8, 8)
         for step in range(5):
             part = slice(16 * step, 16 * step + 16)
-            rows = Leaving.all(key[:, :, part].float(), value[:, :, part].float(), real[:, :, 0])
-            _, past = Walk(past, query[:, :, part].float() * 0.3, None, 1.0, rows, True).run()
-            assert torch.equal(by_step.rows[:, :, step + 1], past.summary.rows)
-            assert torch.equal(by_step.excess[:, :, step + 1], past.summary.excess)
+            rows = Evicted.at_once(Tokens.at(0, key[:, :, part].float(), value[:, :, part].float()))
+            _, past = Scan(past, query[:, :, part].float() * 0.3, None, 1.0, rows, True).run()
+            assert torch.equal(states.rows[:, :, step + 1], past.summary.rows)
+            assert torch.equal(states.excess[:, :, step + 1], past.summary.excess)
         assert torch.equal(whole.queries.square, past.queries.square)

@@ -139,6 +139,65 @@ def test_cropping_forgets_what_came_later(plan, back):
     torch.testing.assert_close(found, feed(other, q, k, v, mask, [150])[rest], rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("lengths", [(8, 6), (8, 8, 5), (11, 9, 6), (16, 15)])
+@pytest.mark.parametrize("tokens", [12, 16])
+def test_cropping_again_is_right_or_refused(tokens, lengths):
+    """What moved when a unit began stays moved, however much of the unit is taken back."""
+    plan = fk.Plan(fk.RecentBlocks(8, 1) | fk.Sinks(1), fk.RunningMeans(3))
+    q, k, v = SHAPES[0].draw()
+    mask = real(SHAPES[0])
+    stream, other = fk.stream(plan), fk.stream(plan)
+    feed(stream, q[:, :, :tokens], k[:, :, :tokens], v[:, :, :tokens], mask[:, :tokens], [tokens])
+    for length in lengths:
+        if length < (tokens - 1) // 8 * 8 or length > stream.length:
+            with pytest.raises(ValueError, match="length"):
+                stream.crop(length)
+        else:
+            stream.crop(length)
+    left = stream.length
+    rest = (slice(None), slice(None), slice(left, None))
+    want = feed(other, q, k, v, mask, [150])[rest]
+    found = feed(stream, q[rest], k[rest], v[rest], mask[:, left:], [150 - left])
+    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [96, 97, 109, 110])
+@pytest.mark.parametrize("cropped", [False, True])
+@pytest.mark.parametrize(
+    "plan",
+    [fk.Plan(fk.Window(20) | fk.Sinks(2)), fk.Plan(fk.RecentBlocks(16, 2) | fk.Window(9) | fk.Sinks(70))],
+    ids=str,
+)
+def test_merging_and_cropping_inside_the_last_unit(plan, length, cropped):
+    """Where nothing is summarised, what merged is the stream itself, also after a step back."""
+    q, k, v = SHAPES[0].draw()
+    mask = real(SHAPES[0])
+    whole, first, second = (fk.stream(plan) for _ in range(3))
+    for stream, start, stop in ((first, 0, 64), (second, 64, 110)):
+        part = (slice(None), slice(None), slice(start, stop))
+        feed(stream, q[part], k[part], v[part], mask[:, start:stop], [stop - start])
+    if cropped:
+        second.crop(length - 64)
+    first.merge(second)
+    first.crop(length)
+    want = feed(whole, q, k, v, mask, [150])[:, :, length:]
+    found = feed(first, q[:, :, length:], k[:, :, length:], v[:, :, length:], mask[:, length:], [150 - length])
+    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("weights", [fk.Power(2.0), fk.Elu(), fk.Softmax()], ids=str)
+@pytest.mark.parametrize("heavy", [fk.Leverage(5), fk.RandomKeys(9), fk.Leverage(4) | fk.RandomKeys(7)], ids=str)
+@pytest.mark.parametrize("recent", [fk.RecentBlocks(16), fk.RecentBlocks(64, 1)], ids=str)
+def test_equals_are_merged_in_the_order_of_their_places(recent, heavy, weights):
+    """Under other weights than softmax all single keys weigh the same, whichever list they leave."""
+    plan = fk.Plan(recent | fk.Sinks(2) | heavy, fk.RunningMeans(7), weights)
+    q, k, v = SHAPES[1].draw()
+    want = fk.attention(q, k, v, plan=plan, impl="torch", **SHAPES[1].options)
+    for sizes in ([150], [40, 1, 70, 39]):
+        found = feed(fk.stream(plan), q, k, v, real(SHAPES[1]), sizes)
+        torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", [name for name in PLANS if not CASES[name].draws])
 @pytest.mark.parametrize("length", [20, 64, 86])
 def test_merging_counts_every_key_once(name, length):

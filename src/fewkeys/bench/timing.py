@@ -251,7 +251,7 @@ def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
         marks.append(_now(device))
         stand_ins = plan.rest.prepare(x, graph, plan.weights)
         if isinstance(stand_ins, BlockStandIns):
-            _ = stand_ins.by_step  # which would be made while attending
+            _ = stand_ins.states  # which would be made while attending
         marks.append(_now(device))
         dispatch.attend(Problem(x, graph, stand_ins, plan.weights))
         marks.append(_now(device))

@@ -1,69 +1,62 @@
-"""What a rank must know of all earlier tokens to attend causally: of a size that the plan fixes."""
+"""The state of the past from rank to rank: as numbers of a size that the plan fixes, and gradients back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.past.running import RunningQueries
-from fewkeys.past.summary import Summary
+from fewkeys.past.state import State, tensors_of, with_tensors
+from fewkeys.past.tokens import Tokens
+from fewkeys.streaming.parts import Parts
 
 
-@dataclass(frozen=True, eq=False)
-class Carry:
-    """The past at position `place`, as the block that holds it sees it.
-
-    near_key (B, Hkv, P, D), near_value (B, Hkv, P, Dv): the latest keys, those that a query at `place` may still see
-    exactly, in the last places; what stands before them was never there. sink_key, sink_value (B, Hkv, S, .): the first
-    keys of the sequence, zero where there are fewer. asked (B, Hkv, groups, block, D): the scaled queries of the
-    block's tokens so far, at their places. summary: the stand-ins of everything before; queries: moments of all
-    queries before the block.
-    """
-
-    place: int
-    near_key: Tensor
-    near_value: Tensor
-    sink_key: Tensor
-    sink_value: Tensor
-    asked: Tensor
-    summary: Summary
-    queries: RunningQueries
-
-    @staticmethod
-    def empty(key: Tensor, value: Tensor, groups: int, *, near: int, sinks: int, block: int, means: int) -> Carry:
-        """The past of the first token, for keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) in working precision."""
-
-        def rows(like: Tensor, count: int) -> Tensor:
-            return like.new_zeros((*like.shape[:2], count, like.shape[-1]))
-
-        return Carry(
-            0,
-            rows(key, near),
-            rows(value, near),
-            rows(key, sinks),
-            rows(value, sinks),
-            key.new_zeros((*key.shape[:2], groups, block, key.shape[-1])),
-            Summary.empty(means, key, value),
-            RunningQueries.empty(key),
-        )
-
-
-def hand_on(carry: Carry, comm: Communicator) -> Tensor:
-    """Send the carry to the next rank. Returns a zero through which the next rank's gradients come back."""
-    token: Tensor = _HandOn.apply(comm, *_tensors(carry))  # type: ignore[no-untyped-call]
+def hand_on(state: State, parts: Parts, comm: Communicator) -> Tensor:
+    """Send the state to the next rank. Returns a zero through which the next rank's gradients come back."""
+    token: Tensor = _HandOn.apply(comm, *_numbers(state, parts).values())  # type: ignore[no-untyped-call]
     return token
 
 
-def take_over(like: Carry, place: int, comm: Communicator, tie: Tensor) -> Carry:
-    """The carry of the rank before, in the shapes of `like`; gradients go back to it where `tie` wants any."""
-    found = list(_TakeOver.apply(comm, tie, *_tensors(like)))  # type: ignore[no-untyped-call]
-    carry: Carry = replace(_with(like, iter(found)), place=place)
-    return carry
+def take_over(like: State, parts: Parts, place: int, comm: Communicator, tie: Tensor) -> State:
+    """The state of the rank before, which stands at position `place`; `like` is an empty one.
+
+    Gradients go back to that rank where `tie` wants any.
+    """
+    numbers = _numbers(like, parts)
+    found = _TakeOver.apply(comm, tie, *numbers.values())  # type: ignore[no-untyped-call]
+    return _state(like, dict(zip(numbers, found, strict=True)), parts, place)
+
+
+def _numbers(state: State, parts: Parts) -> dict[str, Tensor]:
+    """The numbers of a state, which share one dtype, filled with zeros up to the most that such parts can hold.
+
+    The latest near tokens stand last, sinks and queries first. All are real, so the position tells which these are.
+    """
+    reach = 0 if parts.recent is None else parts.recent.size * parts.recent.blocks
+    held = {name: tensor for name, tensor in tensors_of(state).items() if tensor.is_floating_point()}
+    for name in ("near.key", "near.value"):
+        held[name] = pad(held[name], (0, 0, reach - state.near.count, 0))
+    for name, most in (("sinks.key", parts.sinks), ("sinks.value", parts.sinks), ("asked", parts.unit)):
+        held[name] = pad(held[name], (0, 0, 0, most - held[name].shape[-2]))
+    return held
+
+
+def _state(like: State, numbers: dict[str, Tensor], parts: Parts, place: int) -> State:
+    """The state at position `place`, in the dtype and layout of `like`, of such numbers."""
+    moved = max(0, place - 1) // parts.unit * parts.unit
+    first = parts.needed_from(moved)
+    near = (rows[:, :, rows.shape[2] - (place - first) :] for rows in (numbers["near.key"], numbers["near.value"]))
+    sinks = (rows[:, :, :place] for rows in (numbers["sinks.key"], numbers["sinks.value"]))
+    asked = numbers["asked"][:, :, :, : place - moved]
+    answered = torch.ones((asked.shape[0], asked.shape[3]), dtype=torch.bool, device=asked.device)
+    found = with_tensors(like, {**tensors_of(like), **numbers, "asked": asked, "answered": answered})
+    return replace(found, length=place, moved=moved, near=Tokens.at(first, *near), sinks=Tokens.at(0, *sinks))
 
 
 class _HandOn(torch.autograd.Function):
@@ -93,26 +86,10 @@ class _TakeOver(torch.autograd.Function):
         return None, torch.zeros_like(ctx.tie), *(None for _ in ctx.like)
 
 
-def _packed(tensors: Any) -> Tensor:
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def _unpacked(packed: Tensor, like: Any) -> tuple[Tensor, ...]:
+def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     parts = packed.split([tensor.numel() for tensor in like])
     return tuple(part.view(tensor.shape).clone() for part, tensor in zip(parts, like, strict=True))
-
-
-def _tensors(part: Any) -> list[Tensor]:
-    """All tensors of a carry, in a fixed order; they share one dtype."""
-    if isinstance(part, Tensor):
-        return [part]
-    return [t for field in fields(part) for t in _tensors(getattr(part, field.name))] if is_dataclass(part) else []
-
-
-def _with(part: Any, tensors: Any) -> Any:
-    """The same form with other tensors, taken in the order of `_tensors`."""
-    if isinstance(part, Tensor):
-        return next(tensors)
-    if not is_dataclass(part):
-        return part
-    return replace(part, **{field.name: _with(getattr(part, field.name), tensors) for field in fields(part)})  # type: ignore[type-var]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fewkeys.integrations.cache import LayerStream, attach
+from fewkeys.integrations.layer_stream import LayerStream, attach
 from fewkeys.integrations.streams import Length
 from fewkeys.plan import Plan
 

@@ -9,10 +9,8 @@ results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the envi
 from fewkeys.native.build import missing
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
 from fewkeys.native.tensors import readable, suits
-from fewkeys.past.native import Steps, walk, walk_back
 
 __all__ = [
-    "Steps",
     "assign",
     "label_sums",
     "lloyd",
@@ -23,6 +21,4 @@ __all__ = [
     "sums_and_products",
     "survey",
     "totals",
-    "walk",
-    "walk_back",
 ]

@@ -1,7 +1,7 @@
 """How stand-ins of the past depend on the keys that they stand for.
 
 What merges, and with which weights, is a choice that carries no gradient; given it, every step is linear: the old
-stand-ins and the keys that it takes up go to the places p_i, with shares a_i of the mean there,
+stand-ins and the keys that it absorbs go to the places p_i, with shares a_i of the mean there,
 
     row'_c = sum_{i: p_i = c} a_i row_i,     so     gradient_i = a_i gradient'_(p_i).
 """
@@ -13,41 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys import native
+from fewkeys.past import native
 
 
-def walk_with_gradient(steps: native.Steps) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """`native.walk`, where gradients flow through the rows to the rows at the beginning, the keys and the values."""
-    found = _Walked.apply(steps.state[0], *steps.leaving[:2], steps)  # type: ignore[no-untyped-call]
+def scan_with_gradient(steps: native.Steps) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """`native.scan`, where gradients flow through the rows to the rows at the beginning, the keys and the values."""
+    found = _Scanned.apply(steps.state[0], *steps.evicted[:2], steps)  # type: ignore[no-untyped-call]
     return found[:3], found[3:]
 
 
-class _Walked(torch.autograd.Function):
+class _Scanned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, key: Tensor, value: Tensor, steps: native.Steps) -> tuple[Tensor, ...]:
-        index = steps.leaving[2]
+        index = steps.evicted[2]
         both = (*index.shape[:3], rows.shape[2] + index.shape[3])
         place, share = index.new_empty(both), rows.new_empty(both, dtype=torch.float32)
-        by_step, moved = native.walk(steps, (place, share))
+        states, last = native.scan(steps, (place, share))
         ctx.save_for_backward(place, share, index)
         ctx.shape, ctx.dtypes = key.shape, (rows.dtype, key.dtype, value.dtype)
-        ctx.mark_non_differentiable(*by_step[1:], *moved[1:])
-        return (*by_step, *moved)
+        ctx.mark_non_differentiable(*states[1:], *last[1:])
+        return (*states, *last)
 
     @staticmethod
-    def backward(ctx: Any, by_step: Tensor, _excess: Tensor, _size: Tensor, last: Tensor, *_: Tensor) -> Any:
+    def backward(ctx: Any, states: Tensor, _excess: Tensor, _size: Tensor, last: Tensor, *_: Tensor) -> Any:
         place, share, index = ctx.saved_tensors
-        back = _walk_back if torch.is_grad_enabled() else native.walk_back
-        gradients = back(by_step, last, place, share, index, *ctx.shape[2:])
+        back = _scan_back if torch.is_grad_enabled() else native.scan_back
+        gradients = back(states, last, place, share, index, *ctx.shape[2:])
         return (*(part.to(dtype) for part, dtype in zip(gradients, ctx.dtypes, strict=True)), None)
 
 
-def _walk_back(
-    by_step: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
+def _scan_back(
+    states: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`native.walk_back` by torch's operations: through them go derivatives of the gradients."""
+    """`native.scan_back` by torch's operations: through them go derivatives of the gradients."""
     count, wide = last.shape[2:]
-    *earlier, flow = by_step.unbind(2)
+    *earlier, flow = states.unbind(2)
     flow, fresh = flow + last, []
     for step in reversed(range(place.shape[2])):
         moved = flow.gather(2, place[:, :, step].unsqueeze(-1).expand(-1, -1, -1, wide))

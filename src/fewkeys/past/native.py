@@ -1,4 +1,4 @@
-"""The past of a causal plan moves on, block by block, and is followed back (`past.cpp`)."""
+"""The compiled scan of a causal plan's past, and its gradient (`native/past.cpp`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewkeys.native.build import call
+from fewkeys.native.build import call, missing
 from fewkeys.native.tensors import Rows, alike, dense, pointers, readable, suits
 
 _STATE = (
@@ -22,30 +22,33 @@ _SIZES = ("batch", "heads", "groups", "dim", "value_dim", "count", "steps", "que
 
 
 class Steps(NamedTuple):
-    """What moves a past on, as `sketch.past.Walk` says it in tensors.
+    """A `past.scan.Scan` in tensors.
 
     state: rows, excess and size of the stand-ins; count, key, value and square of the keys seen; count (B, Hkv), total
-    and square of the queries. leaving: key, value, index and real of a `Leaving`.
+    and square of the queries. evicted: key, value, index and real of an `Evicted`.
     """
 
     state: tuple[Tensor, ...]
     query: Tensor
     answered: Tensor | None
     scale: float
-    leaving: tuple[Tensor, Tensor, Tensor, Tensor]
+    evicted: tuple[Tensor, Tensor, Tensor, Tensor]
     tilted: bool
     tilt: float
     lowest: float
 
     @property
     def suit(self) -> bool:
-        """Whether kernels can take them."""
-        return suits(*self.state, self.query, *self.leaving[:2])
+        """Whether kernels can take them, and nobody asks for gradients."""
+        return suits(*self.state, self.query, *self.evicted[:2])
 
     @property
-    def readable(self) -> bool:
-        """Whether kernels can take them where gradients through the rows are followed by hand."""
-        return readable(*self.state, self.query, *self.leaving[:2])
+    def unsupported(self) -> str | None:
+        """Why kernels cannot take them; gradients through the rows are no reason, `past.gradient` follows those."""
+        if readable(*self.state, self.query, *self.evicted[:2]):
+            return None
+        key = self.evicted[0]
+        return missing() or f"expected plain float32 or bfloat16 tensors on the CPU, got {key.dtype} on {key.device}"
 
 
 class _Past(ctypes.Structure):
@@ -70,19 +73,19 @@ class _PastBack(ctypes.Structure):
     )
 
 
-class Problem:
+class NativeScan:
     """Steps as the kernels are told of them, and the tensors that they read and write, which live as long as this."""
 
-    def __init__(self, steps: Steps, by_step: Sequence[Tensor] = (), moves: Sequence[Tensor] = ()) -> None:
+    def __init__(self, steps: Steps, states: Sequence[Tensor] = (), moves: Sequence[Tensor] = ()) -> None:
         self.steps = steps
         # They move in place, so these are copies.
         self.moved = [part.detach().clone(memory_format=torch.contiguous_format) for part in steps.state]
-        query, (key, value) = dense(steps.query.detach()), alike(*(part.detach() for part in steps.leaving[:2]))
-        index, real = (part.contiguous() for part in steps.leaving[2:])
+        query, (key, value) = dense(steps.query.detach()), alike(*(part.detach() for part in steps.evicted[:2]))
+        index, real = (part.contiguous() for part in steps.evicted[2:])
         answered = None if steps.answered is None else steps.answered.contiguous()
         count, heads = index.shape[2], key.shape[1]
         held: dict[str, Tensor | None] = dict(zip(_STATE, self.moved, strict=True))
-        held |= dict(zip(_BY_STEP, by_step, strict=False)) | dict(zip(_MOVES, moves, strict=False))
+        held |= dict(zip(_BY_STEP, states, strict=False)) | dict(zip(_MOVES, moves, strict=False))
         held |= {"answered": answered, "index": index, "real": real}
         self.dtypes, self._alive = (key.dtype, query.dtype), (held, query, key, value)
         self.told = _Past(
@@ -106,31 +109,31 @@ class Problem:
         )
 
 
-def walk(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
-    """What `sketch.past.Walk` promises: rows, excess and size by step, and the state at the end.
+def scan(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
+    """What `past.scan.Scan` promises: rows, excess and size by step, and the state at the end.
 
     `moves`: place, int64, and share (B, Hkv, steps, M + E), to be written if given: at every step, old stand-in or key
     i becomes `share_i` of the mean at place `place_i`; what is not there has share zero.
     """
-    count = steps.leaving[2].shape[2]
-    by_step = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
-    problem = Problem(steps, by_step, moves)
+    count = steps.evicted[2].shape[2]
+    states = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
+    problem = NativeScan(steps, states, moves)
     call("fewkeys_walk", problem.told, *problem.dtypes)
-    return by_step, problem.moved
+    return states, problem.moved
 
 
-def walk_back(
-    by_step: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
+def scan_back(
+    states: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows at the beginning, of `keys` keys of `dim` dimensions and of the values, all float32.
 
-    by_step (B, Hkv, steps + 1, M, D + Dv) and last (B, Hkv, M, D + Dv): the gradients that come. `place` and `share`:
-    the moves of `walk`; index (B, Hkv, steps, E): the keys that every step takes up.
+    states (B, Hkv, steps + 1, M, D + Dv) and last (B, Hkv, M, D + Dv): the gradients that come. `place` and `share`:
+    the moves of `scan`; index (B, Hkv, steps, E): the keys that every step absorbs.
     """
     *head, count, wide = last.shape
     rows, key = torch.empty_like(last, memory_format=torch.contiguous_format), last.new_zeros((*head, keys, dim))
     value = last.new_zeros((*head, keys, wide - dim))
-    given = (by_step.contiguous(), last.contiguous(), place, share, index.contiguous())
+    given = (states.contiguous(), last.contiguous(), place, share, index.contiguous())
     told = _PastBack(
         **pointers(dict(zip(("rows_by", "last", *_MOVES, "index"), given, strict=True))),
         **pointers({"rows": rows, "key": key, "value": value}),

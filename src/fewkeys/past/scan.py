@@ -1,62 +1,27 @@
-"""The past of a causal plan, and how it moves on when a block of tokens is complete."""
+"""The scan: how the past of a causal plan moves on, block by block, each time one is complete."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from fewkeys import native
 from fewkeys.core.impl import Impl
 from fewkeys.core.precision import working
-from fewkeys.past.gradient import walk_with_gradient
+from fewkeys.past import native
+from fewkeys.past.evicted import Evicted
+from fewkeys.past.gradient import scan_with_gradient
 from fewkeys.past.running import RunningKeys, RunningQueries
+from fewkeys.past.state import State
 from fewkeys.past.summary import Summary
 from fewkeys.sketch.backend import COMPILED
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
-    """Stand-ins of the keys let go so far, and moments of the queries seen so far."""
-
-    summary: Summary
-    queries: RunningQueries
-
-
-@dataclass(frozen=True, eq=False)
-class Leaving:
-    """The keys that each step takes up: rows `index` (B, Hkv, steps, E), where `real`, of keys (B, Hkv, N, .)."""
-
-    key: Tensor
-    value: Tensor
-    index: Tensor
-    real: Tensor
-
-    @staticmethod
-    def all(key: Tensor, value: Tensor, real: Tensor) -> Leaving:
-        """One step that takes up the real ones of these; `real` (B, Hkv, N)."""
-        index = torch.arange(key.shape[2], device=key.device).expand(real.shape)
-        return Leaving(key, value, index.unsqueeze(2), real.unsqueeze(2))
-
-    def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and which are real at a step, in working precision, the others zero."""
-        real = self.real[:, :, step]
-        # As many as this step needs: no shape may depend on what comes later.
-        places = torch.arange(1, real.shape[-1] + 1, device=real.device)
-        width = int((real * places).max()) if real.numel() else 0
-        index, real = self.index[:, :, step, :width], real[:, :, :width]
-        rows = [
-            working(x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))) * real.unsqueeze(-1)
-            for x in (self.key, self.value)
-        ]
-        return rows[0], rows[1], real
-
-
-@dataclass(frozen=True, eq=False)
-class ByStep:
+class States:
     """The stand-ins at the beginning and after every step: `Summary`'s tensors with a dimension of steps + 1."""
 
     rows: Tensor  # (B, Hkv, steps + 1, M, D + Dv)
@@ -65,80 +30,105 @@ class ByStep:
 
 
 @dataclass(frozen=True, eq=False)
-class Walk:
-    """A past that moves on, block by block: every step first sees its queries, then takes up the keys that leave.
+class Scan:
+    """`s_t = absorb(s_(t-1), evicted_t)` under the moments of all queries up to block t, for every step t.
 
     Attributes:
-        past: at the beginning.
+        state: s_0, of which the summary and the moments of queries count.
         query: (B, Hq, steps S, D), S for every step.
         answered: (B, steps S): queries that count; None: all do.
         scale: on the queries.
-        leaving: the keys that it takes up.
+        evicted: the keys that each step absorbs.
         tilted: as `Summary.absorb`.
-        impl: as `Inputs.impl`.
+        impl: as `Inputs.impl`: "native" is compiled, "auto" where that suits, the others are steps of torch.
 
-    Sequential in the steps, parallel over heads. Cost O((M + E)^2 (D + Dv)) per step and head.
+    Sequential in the steps, parallel over heads. Cost O((M + E)^2 (D + Dv)) per step and head. Raises `ValueError` for
+    an unknown `impl`, and for "native" where kernels cannot take the tensors, with the reason.
     """
 
-    past: Past
+    state: State
     query: Tensor
     answered: Tensor | None
     scale: float
-    leaving: Leaving
+    evicted: Evicted
     tilted: bool
     impl: Impl = "auto"
 
     @cached_property
-    def by_step(self) -> ByStep:
+    def states(self) -> States:
         """The stand-ins before and after every step."""
         return self.run()[0]
 
     @property
     def is_made(self) -> bool:
         """Whether somebody has asked for the stand-ins."""
-        return "by_step" in self.__dict__  # where the property above keeps them
+        return "states" in self.__dict__  # where the property above keeps them
 
     @property
     def count(self) -> int:
         """Stand-ins at every step."""
-        return self.past.summary.count
+        return self.state.summary.count
 
-    def run(self) -> tuple[ByStep, Past]:
-        """The stand-ins before and after every step, and the past at the end."""
-        steps = self.steps()
-        if self.impl in COMPILED and steps.readable:
-            by_step, moved = native.walk(steps) if steps.suit else walk_with_gradient(steps)
-            summary = Summary(moved[0], moved[1], moved[2], RunningKeys(*moved[3:7]))
-            return ByStep(*by_step), Past(summary, RunningQueries(moved[7][:, :1], moved[8], moved[9]))
-        summary, asked, leaving, answered = self.past.summary, self.past.queries, self.leaving, self.answered
-        count = leaving.index.shape[2]
-        size = self.query.shape[2] // count if count else 0
-        scaled = working(self.query.detach()).unflatten(1, (leaving.key.shape[1], -1)) * self.scale
+    def run(self) -> tuple[States, State]:
+        """The stand-ins before and after every step, and the state at the end."""
+        if self.impl in COMPILED:
+            steps = self.steps()
+            reason = steps.unsupported
+            if reason is None:
+                return self._by_kernels(steps)
+            if self.impl == "native":
+                raise ValueError(f"impl='native': {reason}; use impl='torch'")
+        return self._by_torch()
+
+    def _by_kernels(self, steps: native.Steps) -> tuple[States, State]:
+        states, last = native.scan(steps) if steps.suit else scan_with_gradient(steps)
+        summary = Summary(last[0], last[1], last[2], RunningKeys(*last[3:7]))
+        queries = RunningQueries(last[7][:, :1], last[8], last[9])
+        return States(*states), replace(self.state, summary=summary, queries=queries)
+
+    def _by_torch(self) -> tuple[States, State]:
+        summary, queries, evicted, answered = self.state.summary, self.state.queries, self.evicted, self.answered
+        size = self.query.shape[2] // max(1, evicted.steps)
+        scaled = working(self.query.detach()).unflatten(1, (evicted.key.shape[1], -1)) * self.scale
         found = [summary]
-        for step in range(count):
+        for step in range(evicted.steps):
             part = slice(step * size, (step + 1) * size)
-            asked = asked.add(scaled[:, :, :, part], None if answered is None else answered[:, part])
-            key, value, real = leaving.at(step)
+            queries = queries.add(scaled[:, :, :, part], None if answered is None else answered[:, part])
+            key, value, real = evicted.at(step)
             if key.shape[2]:
-                summary = summary.absorb(key, value, real, asked.moments(), tilted=self.tilted)
+                summary = summary.absorb(key, value, real, queries.moments(), tilted=self.tilted)
             found.append(summary)
         parts = zip(*((one.rows, one.excess, one.size) for one in found), strict=True)
-        return ByStep(*(torch.stack(part, 2) for part in parts)), Past(summary, asked)
+        states = States(*(torch.stack(part, 2) for part in parts))
+        return states, replace(self.state, summary=summary, queries=queries)
 
     def steps(self) -> native.Steps:
         """The same for compiled kernels."""
-        summary, asked, leaving = self.past.summary, self.past.queries, self.leaving
+        summary, queries, evicted = self.state.summary, self.state.queries, self.evicted
         seen = summary.seen
         return native.Steps(
             (
                 *(summary.rows, summary.excess, summary.size, seen.count, seen.key, seen.value, seen.square),
-                *(asked.count.expand(seen.count.shape), asked.total, asked.square),
+                *(queries.count.expand(seen.count.shape), queries.total, queries.square),
             ),
             self.query.detach(),
             self.answered,
             self.scale,
-            (leaving.key, leaving.value, leaving.index, leaving.real),
+            (evicted.key, evicted.value, evicted.index, evicted.real),
             self.tilted,
             TILT,
             LOWEST_LOG_WEIGHT,
         )
+
+
+def advance(state: State, evicted: Evicted, unit: int, *, tilted: bool, impl: Impl = "auto") -> tuple[States, State]:
+    """The state when units of positions are complete: their queries are known, their evicted keys absorbed.
+
+    evicted: what leaves at the end of each of the units, which began at `state.moved`. Also returns the stand-ins
+    before and after every unit. Near tokens stay: `State.trim` forgets those that no query will reach.
+    """
+    done = evicted.steps * unit
+    query, answered = state.asked[:, :, :, :done].flatten(1, 2), state.answered[:, :done]
+    states, after = Scan(state, query, answered, 1.0, evicted, tilted, impl).run()
+    asked, answered = state.asked[:, :, :, done:], state.answered[:, done:]
+    return states, replace(after, moved=state.moved + done, asked=asked, answered=answered)

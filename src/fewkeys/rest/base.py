@@ -15,7 +15,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
-from fewkeys.past.scan import ByStep, Walk
+from fewkeys.past.scan import Scan, States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.sums import members
 
@@ -69,37 +69,37 @@ class BlockStandIns:
     graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
     the bias already tells the mass, `exp(score + bias)`.
 
-    `means`: these by step, keys of `head_dim` dimensions and values side by side; or a `Walk`, which makes them when
-    somebody asks, or never: compiled kernels attend while it moves on.
+    `means`: these as `States`, keys of `head_dim` dimensions and values side by side; or a `Scan`, which makes them
+    when somebody asks, or never: compiled kernels attend while it moves on.
     """
 
-    means: ByStep | Walk
+    means: States | Scan
     head_dim: int
 
     @property
-    def walk(self) -> Walk | None:
+    def scan(self) -> Scan | None:
         """What would still have to make them."""
-        return self.means if isinstance(self.means, Walk) and not self.means.is_made else None
+        return self.means if isinstance(self.means, Scan) and not self.means.is_made else None
 
     @property
-    def by_step(self) -> ByStep:
-        return self.means.by_step if isinstance(self.means, Walk) else self.means
+    def states(self) -> States:
+        return self.means.states if isinstance(self.means, Scan) else self.means
 
     @property
     def key(self) -> Tensor:
-        return self.by_step.rows[..., : self.head_dim]
+        return self.states.rows[..., : self.head_dim]
 
     @property
     def value(self) -> Tensor:
-        return self.by_step.rows[..., self.head_dim :]
+        return self.states.rows[..., self.head_dim :]
 
     @property
     def bias(self) -> Tensor:
-        return self.by_step.excess
+        return self.states.excess
 
     @property
     def size(self) -> Tensor:
-        return self.by_step.size
+        return self.states.size
 
 
 class Rest(Listed, ABC):

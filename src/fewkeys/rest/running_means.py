@@ -1,4 +1,4 @@
-"""Means of the past: a fixed number of stand-ins for every key that a causal plan has let go."""
+"""Means of the past: a fixed number of stand-ins for every key that a causal plan has evicted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work
-from fewkeys.past.running import RunningQueries
-from fewkeys.past.scan import Leaving, Past, Walk
-from fewkeys.past.summary import Summary
+from fewkeys.past.evicted import Evicted
+from fewkeys.past.scan import Scan
+from fewkeys.past.state import State
 from fewkeys.rest.base import BlockStandIns, Rest
 from fewkeys.select.base import Selector
 from fewkeys.select.causal import CAUSAL_BLOCK
@@ -28,9 +27,9 @@ class RunningMeans(Rest):
     """`count` stand-ins for all keys of the past that are not kept; strictly causal, and what a stream can remember.
 
     Beside `RecentBlocks`, and as many `Sinks` and causal rules (`Leverage`, `KeyNorm`, `RandomKeys`) as wanted: when
-    a block of queries begins, the keys that no list holds any more are taken up into a summary of `count` means, in
+    a block of queries begins, the keys that no list holds any more are absorbed by a summary of `count` means, in
     which the cheapest are merged (`fewkeys.past.summary` has the equations). The metric knows the queries up to the
-    block's beginning. What is taken up never comes back and nothing later changes it, so a block's stand-ins are the
+    block's beginning. What is absorbed never comes back and nothing later changes it, so a block's stand-ins are the
     same whether a sequence is given whole, in pieces (`fewkeys.stream`) or token by token.
 
     The number of stand-ins is fixed whatever the length; memory for a whole sequence is count / block times that of
@@ -73,22 +72,19 @@ class RunningMeans(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
         x, columns = inputs, blocks_of(graph)
-        index, real = departures(x, columns)
-        key, value = (working(rows[:, :, :0]) for rows in (x.key, x.value))
-        past = Past(Summary.empty(self.count, key, value), RunningQueries.empty(key))
         # A block sees the queries of the blocks before it.
         last = (columns.blocks - 1) * columns.size
         answered = _real_queries(x)
-        walk = Walk(
-            past,
+        scan = Scan(
+            State.empty(self.count, x.key, x.value),
             x.query[:, :, :last],
             None if answered is None else answered[:, :last],
             x.scale,
-            Leaving(x.key, x.value, index[:, :, 1:], real[:, :, 1:]),
+            Evicted.by_lists(x, columns),
             tilted=isinstance(weights, Softmax),
             impl=x.impl,
         )
-        return BlockStandIns(walk, x.head_dim)
+        return BlockStandIns(scan, x.head_dim)
 
 
 def _recent(keep: Selector) -> list[RecentBlocks]:
@@ -99,34 +95,10 @@ def blocks_of(graph: Graph) -> Columns:
     """The lists of a graph whose edges are all lists by blocks, which is what stand-ins of the past need."""
     if graph.columns is None or graph.band is not None or graph.rows is not None or graph.full:
         raise ValueError(
-            "keep: RunningMeans takes up whole blocks of keys: expected RecentBlocks (and Sinks, Leverage, KeyNorm or "
+            "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks, Leverage, KeyNorm or "
             "RandomKeys beside it), got a window or a rule with a list for every query"
         )
     return graph.columns
-
-
-def departures(inputs: Inputs, columns: Columns) -> tuple[Tensor, Tensor]:
-    """Which keys leave the lists as a block begins: positions (B, Hkv, blocks, E) and which of them are real.
-
-    A key leaves at the first block after its own on whose list it is not.
-    """
-    x, device = inputs, columns.index.device
-    heads = (x.batch, x.kv_heads)
-    own = torch.arange(x.keys, device=device) // columns.size
-    number = torch.arange(columns.blocks, device=device)[:, None].expand_as(columns.index)
-    last = own.expand(*heads, -1).scatter_reduce(
-        -1, columns.index.flatten(2), number.masked_fill(~columns.used, 0).flatten(2), "amax"
-    )
-    leaves = (last + 1).clamp_max(columns.blocks)
-    if x.valid is not None:
-        leaves = leaves.masked_fill(~x.valid[:, None], columns.blocks)
-    order = leaves.argsort(dim=-1, stable=True)
-    count = torch.zeros((*heads, columns.blocks + 1), dtype=torch.int64, device=device)
-    count = count.scatter_add_(-1, leaves, torch.ones_like(leaves))[..., :-1]
-    start = count.cumsum(-1) - count
-    place = torch.arange(max(1, int(count.max())), device=device)
-    index = order.gather(-1, (start.unsqueeze(-1) + place).clamp_max(x.keys - 1).flatten(2))
-    return index.unflatten(-1, (columns.blocks, -1)), place < count.unsqueeze(-1)
 
 
 def _real_queries(inputs: Inputs) -> Tensor | None:

@@ -9,6 +9,7 @@ alone, not on the length.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -99,15 +100,15 @@ class Stream:
         self._settle()
         if length == self.length:
             return
-        unit = self.parts.unit
-        least = max(0, (self.length - 1) // unit * unit) if self.length else 0
+        least = 0 if self._memory is None else self._memory.state.moved
         if not isinstance(length, int) or not least <= length <= self.length:
             raise ValueError(
-                f"length: expected {least} to {self.length}: what left the last {unit} positions is summarised and "
-                f"cannot be undone; got {length}. Save the stream before tokens that may be taken back"
+                f"length: expected {least} to {self.length}: what came before is summarised by units of "
+                f"{self.parts.unit} positions and cannot be undone; got {length}. Save the stream before tokens that "
+                "may be taken back"
             )
         if self._memory is not None:
-            self._memory.crop(length)
+            self._memory.state = self._memory.state.crop(length)
         self.length = length
 
     @torch.no_grad()
@@ -153,7 +154,7 @@ class Stream:
             return
         tensors = memory.tensors()
         tensors["generator"] = self.generator.get_state()
-        files.write(path, {**facts, "moved": memory.moved}, tensors)
+        files.write(path, {**facts, "moved": memory.state.moved}, tensors)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
@@ -166,11 +167,9 @@ class Stream:
             found = cls(Plan.from_dict(facts["plan"]), scale=facts["scale"], generator=generator)
             found.length = facts["length"]
             if tensors:
-                found._memory = Memory(
-                    found.plan, found.parts, tensors["near.key"][:, :, :0], tensors["near.value"][:, :, :0], generator
-                )
-                found._memory.length, found._memory.moved = facts["length"], facts["moved"]
-                found._memory.restore(tensors)
+                near = (tensors["near.key"], tensors["near.value"])
+                found._memory = Memory(found.plan, found.parts, *near, generator).with_tensors(tensors)
+                found._memory.state = replace(found._memory.state, length=facts["length"], moved=facts["moved"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"path: expected all that Stream.save writes, got {path} without {error}") from None
         return found
@@ -187,10 +186,11 @@ class Stream:
         memory, done, outputs = self._memory, 0, []
         scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale
         while done < key.shape[2]:
-            stop = min(key.shape[2], done + self.parts.unit - memory.length % self.parts.unit)
-            memory.append(key[:, :, done:stop], value[:, :, done:stop], real[:, done:stop])
-            if query is not None:
-                outputs.append(memory.attend(query[:, :, done:stop], real[:, done:stop], scale))
+            stop = min(key.shape[2], done + self.parts.unit - memory.state.length % self.parts.unit)
+            asked = None if query is None else query[:, :, done:stop]
+            output = memory.append(key[:, :, done:stop], value[:, :, done:stop], real[:, done:stop], asked, scale)
+            if output is not None:
+                outputs.append(output)
             done = stop
         return torch.cat(outputs, 2) if outputs else value[:, :, :0]
 
@@ -225,7 +225,7 @@ class Stream:
         """Keys and values that came before, if any did."""
         if self._pending is not None:
             return self._pending[:2]
-        return () if self._memory is None else (self._memory.near.key, self._memory.near.value)
+        return () if self._memory is None else (self._memory.state.near.key, self._memory.state.near.value)
 
     def _check_query(self, query: Tensor, key: Tensor) -> None:
         batch, heads, tokens, dim = key.shape

@@ -29,8 +29,8 @@ def unsupported(problem: Problem) -> str | None:
         return f"expected compiled kernels, got none ({reason})"
     s = problem.stand_ins
     if isinstance(s, BlockStandIns):
-        steps = None if s.walk is None else s.walk.steps()
-        plain = readable(x.query, x.key, x.value, *((s.by_step.rows,) if steps is None else steps.state))
+        steps = None if s.scan is None else s.scan.steps()
+        plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
     else:
         plain = readable(x.query, x.key, x.value, *forward.read(s))
     if not plain:
@@ -72,7 +72,6 @@ def _wants_gradient(problem: Problem) -> bool:
     x, s = problem.inputs, problem.stand_ins
     if not isinstance(s, BlockStandIns):
         return wants_gradient(x.query, x.key, x.value, *forward.read(s))
-    walk = s.walk
     # Means that have yet to be made depend on the keys and values, and on what they were before.
-    rows = s.by_step.rows if walk is None else walk.past.summary.rows
+    rows = s.states.rows if s.scan is None else s.scan.state.summary.rows
     return wants_gradient(x.query, x.key, x.value, rows)

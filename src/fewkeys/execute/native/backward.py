@@ -20,7 +20,7 @@ from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, pointers
-from fewkeys.past.scan import ByStep
+from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 
@@ -57,7 +57,7 @@ def _parts(stand_ins: StandIns | BlockStandIns | None) -> tuple[Tensor, ...]:
     if stand_ins is None:
         return ()
     if isinstance(stand_ins, BlockStandIns):
-        return (stand_ins.by_step.rows,)
+        return (stand_ins.states.rows,)
     left = () if stand_ins.left is None else (stand_ins.left,)
     return (stand_ins.key, stand_ins.value, *left)
 
@@ -66,7 +66,7 @@ def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Ten
     """The same problem of these tensors."""
     x, s = replace(problem.inputs, query=query, key=key, value=value), problem.stand_ins
     if isinstance(s, BlockStandIns):
-        s = BlockStandIns(replace(s.by_step, rows=parts[0]), s.head_dim)
+        s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
     elif s is not None:
         s = replace(s, key=parts[0], value=parts[1], left=parts[2] if parts[2:] else None)
     return replace(problem, inputs=x, stand_ins=s)
@@ -92,14 +92,14 @@ class _Attended(torch.autograd.Function):
         gradient = dense(gradient.to(x.query.dtype))
         graph, s = problem.graph, problem.stand_ins
         if problem.by_block:
-            means = s.by_step if isinstance(s, BlockStandIns) else None
+            means = s.states if isinstance(s, BlockStandIns) else None
             found = _blocks_back(x, cast(Columns, graph.columns), means, gradient)
         else:
             found = _near_back(x, graph, cast("StandIns | None", s), gradient)
         return None, *(part.to(rows.dtype) for part, rows in zip(found, given, strict=True))
 
 
-def _blocks_back(x: Inputs, columns: Columns, means: ByStep | None, gradient: Tensor) -> Sequence[Tensor]:
+def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Tensor) -> Sequence[Tensor]:
     given = (x.query, x.key, x.value, *(() if means is None else (means.rows,)))
     found = _zeros(given)
     told, _alive = forward.blocks(x, columns, means, gradient)

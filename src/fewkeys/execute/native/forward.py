@@ -20,8 +20,8 @@ from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, filled, pointers
-from fewkeys.past import native as past_kernels
-from fewkeys.past.scan import ByStep
+from fewkeys.past.native import NativeScan
+from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 _ROWS = ("query", "key", "value", "out")
@@ -80,23 +80,23 @@ def attend(problem: Problem) -> Tensor:
 
 def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
     """Write the output of lists by blocks, and of the means of the past beside them."""
-    if stand_ins is not None and stand_ins.walk is not None:
-        past = past_kernels.Problem(stand_ins.walk.steps())
+    if stand_ins is not None and stand_ins.scan is not None:
+        past = NativeScan(stand_ins.scan.steps())
         told, _alive = blocks(x, columns, None, output)
-        told.means, told.past = stand_ins.walk.count, ctypes.addressof(past.told)
+        told.means, told.past = stand_ins.scan.count, ctypes.addressof(past.told)
         call("fewkeys_prefill", told, x.query.dtype)
     else:
-        told, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.by_step, output)
+        told, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.states, output)
         call("fewkeys_attend_blocks", told, x.query.dtype)
 
 
-def blocks(x: Inputs, columns: Columns, by_step: ByStep | None, output: Tensor) -> tuple[Blocks, tuple[Tensor, ...]]:
+def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[Blocks, tuple[Tensor, ...]]:
     """The problem as the kernels are told of it, and tensors that must live as long."""
     place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
     rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
     bias, means = None, 0
-    if by_step is not None:
-        rows, bias, means = dense(by_step.rows.flatten(2, 3)), by_step.excess.contiguous(), by_step.rows.shape[3]
+    if states is not None:
+        rows, bias, means = dense(states.rows.flatten(2, 3)), states.excess.contiguous(), states.rows.shape[3]
     mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
     told = Blocks(
         **_common(x, output),

@@ -1,0 +1,82 @@
+"""Which keys leave, and when: as lists say it, or places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.graph import Columns
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.past.tokens import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Evicted:
+    """The keys that each step absorbs: rows `index` (B, Hkv, steps, E), where `real`, of keys (B, Hkv, N, .)."""
+
+    key: Tensor
+    value: Tensor
+    index: Tensor
+    real: Tensor
+
+    @staticmethod
+    def at_once(tokens: Tokens) -> Evicted:
+        """One step that absorbs the real ones of these."""
+        index = torch.arange(tokens.count, device=tokens.key.device).expand(tokens.real.shape)
+        return Evicted(tokens.key, tokens.value, index.unsqueeze(2), tokens.real.unsqueeze(2))
+
+    @staticmethod
+    def by_place(tokens: Tokens, first: int, leaving: Sequence[range]) -> Evicted:
+        """At every step the real ones at its places; the tokens stand at `first`, `first + 1`, ..."""
+        device, width = tokens.key.device, max(map(len, leaving), default=0)
+        start, stop = (
+            torch.tensor([getattr(places, end) for places in leaving], dtype=torch.int64, device=device).view(-1, 1)
+            for end in ("start", "stop")
+        )
+        place = start + torch.arange(width, device=device)
+        index = (place - first).clamp(0, max(0, tokens.count - 1)).expand(*tokens.real.shape[:2], -1, -1)
+        real = tokens.real.gather(2, index.flatten(2)).view(index.shape) & (place < stop)
+        return Evicted(tokens.key, tokens.value, index, real)
+
+    @staticmethod
+    def by_lists(inputs: Inputs, columns: Columns) -> Evicted:
+        """At every block but the first: a key leaves at the first block after its own on whose list it is not."""
+        x, device = inputs, columns.index.device
+        heads = (x.batch, x.kv_heads)
+        own = torch.arange(x.keys, device=device) // columns.size
+        number = torch.arange(columns.blocks, device=device)[:, None].expand_as(columns.index)
+        last = own.expand(*heads, -1).scatter_reduce(
+            -1, columns.index.flatten(2), number.masked_fill(~columns.used, 0).flatten(2), "amax"
+        )
+        leaves = (last + 1).clamp_max(columns.blocks)
+        if x.valid is not None:
+            leaves = leaves.masked_fill(~x.valid[:, None], columns.blocks)
+        order = leaves.argsort(dim=-1, stable=True)
+        count = torch.zeros((*heads, columns.blocks + 1), dtype=torch.int64, device=device)
+        count = count.scatter_add_(-1, leaves, torch.ones_like(leaves))[..., :-1]
+        start = count.cumsum(-1) - count
+        place = torch.arange(max(1, int(count.max())), device=device)
+        index = order.gather(-1, (start.unsqueeze(-1) + place).clamp_max(x.keys - 1).flatten(2))
+        index, real = index.unflatten(-1, (columns.blocks, -1)), place < count.unsqueeze(-1)
+        return Evicted(x.key, x.value, index[:, :, 1:], real[:, :, 1:])
+
+    @property
+    def steps(self) -> int:
+        return self.index.shape[2]
+
+    def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and which are real at a step, in working precision, the others zero."""
+        real = self.real[:, :, step]
+        # As many as this step needs: no shape may depend on what comes later.
+        places = torch.arange(1, real.shape[-1] + 1, device=real.device)
+        width = int((real * places).max()) if real.numel() else 0
+        index, real = self.index[:, :, step, :width], real[:, :, :width]
+        key, value = (
+            working(x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))) * real.unsqueeze(-1)
+            for x in (self.key, self.value)
+        )
+        return key, value, real
