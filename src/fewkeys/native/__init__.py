@@ -6,7 +6,7 @@ machine and version), and loaded with ctypes. What they do has no gradient of it
 results up to rounding. `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
-from fewkeys.native.build import missing
+from fewkeys.native.build import counters, missing
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
 from fewkeys.native.tensors import readable, suits
 from fewkeys.past.native import Steps, walk, walk_back
@@ -14,6 +14,7 @@ from fewkeys.past.native import Steps, walk, walk_back
 __all__ = [
     "Steps",
     "assign",
+    "counters",
     "label_sums",
     "lloyd",
     "missing",

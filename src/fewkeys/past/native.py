@@ -1,4 +1,4 @@
-"""The past of a causal plan moves on, block by block, and is followed back (`past.cpp`)."""
+"""The past of a causal plan moves on, block by block, and is followed back (`scan.h`)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def walk(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list
     count = steps.leaving[2].shape[2]
     by_step = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
     problem = Problem(steps, by_step, moves)
-    call("fewkeys_walk", problem.told, *problem.dtypes)
+    call("fewkeys_scan", problem.told, *problem.dtypes)
     return by_step, problem.moved
 
 
@@ -142,5 +142,5 @@ def walk_back(
         steps=index.shape[2],
         leaving=index.shape[3],
     )
-    call("fewkeys_walk_back", told)
+    call("fewkeys_scan_back", told)
     return rows, key, value

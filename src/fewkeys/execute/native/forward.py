@@ -1,7 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
-`native/attend.cpp`: a band, one shared list and stand-ins; `native/blocks.cpp`: lists and means of the past by blocks;
-`native/prefill.cpp`: the same while the past moves on.
+`native/near.h`: a band, one shared list and stand-ins; `native/blocks.h`: lists and means of the past by blocks;
+`native/prefill.h`: the same while the past moves on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.execute.operands import band_hidden, listed
-from fewkeys.native.build import call
+from fewkeys.native.build import address, call
 from fewkeys.native.tensors import Rows, dense, filled, pointers, suits
 from fewkeys.past.native import Problem
 from fewkeys.past.scan import ByStep
@@ -108,7 +108,7 @@ def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None,
     if stand_ins is not None and stand_ins.walk is not None:
         past = Problem(stand_ins.walk.steps())
         problem, _alive = blocks(x, columns, None, output)
-        problem.means, problem.past = stand_ins.walk.count, ctypes.addressof(past.told)
+        problem.means, problem.past = stand_ins.walk.count, address(past.told)
         call("fewkeys_prefill", problem, x.query.dtype)
     else:
         problem, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.by_step, output)
