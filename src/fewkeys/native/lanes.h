@@ -88,23 +88,21 @@ static inline vec within(ivec lane, int first, int last, vec x, vec other) {
   return (lane >= first) & (lane <= last) ? x : other;
 }
 
-// e^x for x <= 0 to 2e-7, zero below -80: beside the largest weight of a row, one, that is nothing. NaN stays NaN.
+// e^x for x <= 0 to 2e-7, zero below -80: beside the largest weight of a row, one, that is nothing. NaN stays NaN. The
+// polynomial 1 + r + r^2 q(r) errs by 3e-9 of itself where |r| <= log(2) / 2.
 static inline vec exponential(vec x) {
-  const vec safe = x < -80.0f ? broadcast(-80.0f) : x;
-  const vec shifted = safe * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the lowest bits
-  const ivec power = (ivec)shifted << 23;
-  const vec whole = shifted - 12582912.0f;
-  const vec r = safe - whole * 0.693359375f + whole * 2.12194440e-4f;  // log 2 in two parts
-  vec p = broadcast(1.0f / 5040);
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
+  // 1.5 * 2^23 rounds to an integer in the lowest bits; 127 makes these the exponent of a float.
+  constexpr float ROUND = 12582912.0f + 127.0f;
+  const vec shifted = x * 1.44269504f + ROUND;
+  const vec whole = shifted - ROUND;
+  const vec r = x - whole * 0.693359375f + whole * 2.12194440e-4f;  // log 2 in two parts
+  vec p = r * 1.38145988e-3f + 8.36871658e-3f;
+  p = p * r + 4.16683890e-2f;
+  p = p * r + 0.166665211f;
+  p = p * r + 0.49999994f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const vec found = (vec)((ivec)p + power);
-  return x < -80.0f ? broadcast(0.0f) : x == x ? found : x;
+  return x < -80.0f ? vec{} : p * (vec)((ivec)shifted << 23);
 }
 
 // LaneProducts i and i ^ step change places.

@@ -63,12 +63,16 @@ struct Tile {
   // Scores become weights in place.
   void weigh(float *score, int count) {
     count_multiply_adds(count * TILE);
-    for (int c = 0; c < count; c++)
-      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = exponential(load(score + c * TILE + v) - top[w]);
-        store(score + c * TILE + v, x);
-        sum[w] += x;
+    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {  // one at a time: what several need would not fit in registers
+      const vec largest = top[w];
+      vec mass = sum[w];
+      for (float *to = score + v, *end = to + count * TILE; to != end; to += TILE) {
+        const vec x = exponential(load(to) - largest);
+        store(to, x);
+        mass += x;
       }
+      sum[w] = mass;
+    }
   }
 
   // Writes `mixed` (rows, wide), divided by the sums.
