@@ -6,12 +6,13 @@ machine and version), and loaded with ctypes. What they do has no gradient of it
 results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
-from fewkeys.native.build import missing
+from fewkeys.native.build import counters, missing
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
     "assign",
+    "counters",
     "label_sums",
     "lloyd",
     "missing",

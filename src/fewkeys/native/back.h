@@ -8,14 +8,16 @@
 
 #include "columns.h"
 
+namespace fewkeys {
+
 // Keys and values, filled up, and their gradients.
 struct KeyValues {
   const int deep, wide;
-  Numbers<float> key, value, to_key, to_value;
+  aligned_vector<float> key, value, to_key, to_value;
 
   // Gradients are added to SOME rows at once, the last of which may be nobody's.
   KeyValues(int64_t most, int dim, int value_dim)
-      : deep(filled(dim)), wide(filled(value_dim)), key(most * deep), value(most * wide),
+      : deep(round_up(dim)), wide(round_up(value_dim)), key(most * deep), value(most * wide),
         to_key((most + SOME) * deep), to_value((most + SOME) * wide) {}
 
   void clear() {
@@ -29,9 +31,9 @@ template <class T>
 class TileBack {
  public:
   TileBack(int dim, int value_dim)
-      : dim(dim), value_dim(value_dim), deep(filled(dim)), wide(filled(value_dim)), query(TILE * deep),
+      : dim(dim), value_dim(value_dim), deep(round_up(dim)), wide(round_up(value_dim)), query(TILE * deep),
         out(TILE * wide), query_lanes(dim * TILE), out_lanes(value_dim * TILE), to_query(TILE * deep),
-        turned(TILE * TILE) {}
+        transposed(TILE * TILE) {}
 
   void set(const T *queries, int64_t query_pitch, const T *outs, int64_t out_pitch, int count) {
     rows = count;
@@ -53,7 +55,7 @@ class TileBack {
   // Adds to the gradients of queries, keys and values, by weights P and score gradients S (count, TILE).
   void accumulate(const float *weight, const float *grad, KeyValues &with, int first, int count) {
     for (int i = 0; i < rows; i += SOME)
-      mix<SOME>(&with.key[first * deep], deep, count, deep, grad + i, TILE, &to_query[i * deep], deep);
+      mix(&with.key[first * deep], deep, count, deep, grad + i, TILE, &to_query[i * deep], deep);
     accumulate_rows(grad, query, deep, &with.to_key[first * deep], count);
     accumulate_rows(weight, out, wide, &with.to_value[first * wide], count);
   }
@@ -65,22 +67,23 @@ class TileBack {
  private:
   const int dim, value_dim, deep, wide;
   int rows = 0;
-  Numbers<float> query, out, query_lanes, out_lanes, to_query, turned;
+  aligned_vector<float> query, out, query_lanes, out_lanes, to_query, transposed;
 
   // Adds to every column the rows of the tile under its weights.
-  void accumulate_rows(const float *weight, const Numbers<float> &from, int width, float *into, int count) {
+  void accumulate_rows(const float *weight, const aligned_vector<float> &from, int width, float *into, int count) {
     for (int begin = 0; begin < count; begin += TILE) {
       const int some = std::min(TILE, count - begin);
-      turn([=](int c) { return weight + (begin + c) * TILE; }, some, TILE, 1.0f, turned.data());
+      to_lanes(weight + begin * TILE, TILE, some, TILE, 1.0f, transposed.data());
       // Beyond the last column are zeros.
       for (int c = 0; c < some; c += SOME)
-        mix<SOME>(from.data(), width, rows, width, &turned[c], TILE, into + (begin + c) * width, width);
+        mix(from.data(), width, rows, width, &transposed[c], TILE, into + (begin + c) * width, width);
     }
   }
 };
 
 // Weights become shares of one, for every query.
 static inline void divide(float *weight, int count, const vec *inverse) {
+  count_multiply_adds(count * TILE);
   for (int c = 0; c < count; c++)
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
       store(weight + c * TILE + v, load(weight + c * TILE + v) * inverse[w]);
@@ -90,12 +93,14 @@ static inline void invert(const Tile &tile, vec *inverse) {
 }
 // Adds P G to the sums.
 static inline void add_products(const float *weight, const float *grad, int count, vec *sum) {
+  count_multiply_adds(count * TILE);
   for (int c = 0; c < count; c++)
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
       sum[w] += load(weight + c * TILE + v) * load(grad + c * TILE + v);
 }
 // G becomes S.
 static inline void grads_of_scores(const float *weight, float *grad, int count, const vec *mean, float scale) {
+  count_multiply_adds(count * TILE);
   for (int c = 0; c < count; c++)
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
       float *to = grad + c * TILE + v;
@@ -104,16 +109,18 @@ static inline void grads_of_scores(const float *weight, float *grad, int count, 
 }
 
 // Threads add their gradients in one order, which decides the rounding.
-class Turns {
+class Sequencer {
  public:
-  explicit Turns(int64_t count) : next(count) {
-    for (auto &turn : next) turn = 0;
+  explicit Sequencer(int64_t count) : next(count) {
+    for (auto &number : next) number = 0;
   }
   void wait(int64_t which, int64_t number) {
     while (next[which].load(std::memory_order_acquire) != number) std::this_thread::yield();
   }
-  void pass_on(int64_t which) { next[which].fetch_add(1, std::memory_order_release); }
+  void advance(int64_t which) { next[which].fetch_add(1, std::memory_order_release); }
 
  private:
   std::vector<std::atomic<int64_t>> next;
 };
+
+}  // namespace fewkeys

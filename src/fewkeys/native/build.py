@@ -18,17 +18,17 @@ import torch
 from fewkeys.core.files import cache_folder
 
 SOURCES = (
-    *("kernels.cpp", "attend.cpp", "attend_back.cpp", "blocks.cpp", "blocks_back.cpp", "keys.cpp", "lloyd.cpp"),
-    *("past.cpp", "prefill.cpp", "back.h", "merge.h", "matrix.h", "columns.h", "tile.h", "lanes.h"),
+    *("kernels.cpp", "problems.h", "counters.h", "lanes.h", "products.h", "tile.h", "columns.h", "matrix.h", "back.h"),
+    *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
 )
 FLAGS = (
-    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden"),
     "-march=native",
     # Compilers stop at half of the widest vectors of their own accord, and for some processors split every wide move.
     *(("-mtune=generic", "-mprefer-vector-width=512") if platform.machine() in ("x86_64", "AMD64") else ()),
 )
 COMPILERS = ("g++", "clang++", "c++")
-SWITCH, COMPILER = "FEWKEYS_NATIVE", "CXX"
+SWITCH, COUNT, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_COUNT", "CXX"
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
 
@@ -37,34 +37,77 @@ def missing() -> str | None:
     """Why there are no compiled kernels, None where there are; compiles them if they never were."""
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0 turns them off"
-    found = _load()
+    found = _load(_counting())
     return found if isinstance(found, str) else None
 
 
 def identity() -> str:
     """What tells these kernels from those of other versions, compilers and processors; "none" where there are none."""
-    return "none" if missing() is not None else Path(str(getattr(_load(), "_name", ""))).stem
+    return "none" if missing() is not None else Path(str(_library()._name)).stem
 
 
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
     """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16."""
-    library = _load()
-    if isinstance(library, str):
-        raise RuntimeError(f"compiled kernels: expected a C++ compiler, got none that works: {library}")
+    library = _library()
+    _compare_sizes(library, type(problem))
     kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
     getattr(library, name)(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
 
 
+def address(problem: ctypes.Structure) -> int:
+    """Where a problem lies that another one points to."""
+    _compare_sizes(_library(), type(problem))
+    return ctypes.addressof(problem)
+
+
+def counters() -> dict[str, int]:
+    """`multiply_adds` of all kernels and `bytes` of all their buffers since the last time somebody asked.
+
+    Only kernels that are compiled with `FEWKEYS_COUNT=1` in the environment count: they are slower.
+    """
+    library, found = _library(), (ctypes.c_int64(), ctypes.c_int64())
+    if not hasattr(library, "fewkeys_take_counters"):
+        raise RuntimeError(f"native.counters: expected kernels that count, got others; set {COUNT}=1")
+    library.fewkeys_take_counters(*map(ctypes.byref, found))
+    return dict(zip(("multiply_adds", "bytes"), (number.value for number in found), strict=True))
+
+
+def _counting() -> bool:
+    return os.environ.get(COUNT, "0") != "0"
+
+
+def _library() -> ctypes.CDLL:
+    found = _load(_counting())
+    if isinstance(found, str):
+        raise RuntimeError(f"compiled kernels: expected a C++ compiler, got none that works: {found}")
+    return found
+
+
 @lru_cache
-def _load() -> ctypes.CDLL | str:
+def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
+    """What Python declares under the name of a struct of `problems.h`, perhaps private, is as large as that."""
+    for _, part, *_ in kind._fields_:
+        if issubclass(part, ctypes.Structure):
+            _compare_sizes(library, part)
+    name, ours = kind.__name__.lstrip("_"), ctypes.sizeof(kind)
+    size_of = library.fewkeys_sizeof
+    size_of.restype, size_of.argtypes = ctypes.c_int64, (ctypes.c_char_p,)
+    theirs = size_of(name.encode())
+    if theirs != ours:
+        told = f"one of {theirs} bytes" if theirs >= 0 else "none of this name"
+        raise RuntimeError(f"compiled kernels: expected struct {name} of {ours} bytes as in Python, got {told}")
+
+
+@lru_cache
+def _load(counting: bool) -> ctypes.CDLL | str:
     compiler = _compiler()
     if compiler is None:
         return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; set {COMPILER} to one"
     here = Path(__file__).parent
     try:
-        path = _folder() / f"kernels-{_fingerprint(compiler, here)}.so"
+        path = _folder() / f"kernels-{_fingerprint(compiler, here, counting)}.so"
         if not path.is_file():
-            _compile(compiler, here, path)
+            _compile(compiler, here, path, counting)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
@@ -79,10 +122,14 @@ def _compiler() -> list[str] | None:
     return None if found is None else [found]
 
 
-def _fingerprint(compiler: list[str], here: Path) -> str:
+def _flags(counting: bool) -> tuple[str, ...]:
+    return (*FLAGS, "-DFEWKEYS_COUNT") if counting else FLAGS
+
+
+def _fingerprint(compiler: list[str], here: Path, counting: bool) -> str:
     """Everything that decides what comes out: sources, flags, compiler, processor."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
-    told = [version.stdout, *compiler, *FLAGS, platform.machine(), processor(), torch.__version__]
+    told = [version.stdout, *compiler, *_flags(counting), platform.machine(), processor(), torch.__version__]
     digest = hashlib.sha256("\0".join(told).encode())
     for source in SOURCES:
         digest.update((here / source).read_bytes())
@@ -109,7 +156,7 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="fewkeys-"))
 
 
-def _compile(compiler: list[str], here: Path, path: Path) -> None:
+def _compile(compiler: list[str], here: Path, path: Path, counting: bool) -> None:
     """Written whole or not at all: another process may be compiling, too."""
     # The threads are those of torch: with a second library of threads, both would fight for the cores.
     threads = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))]
@@ -117,7 +164,7 @@ def _compile(compiler: list[str], here: Path, path: Path) -> None:
     os.close(handle)
     try:
         for extra in (["-fopenmp", *threads], []):
-            command = [*compiler, *FLAGS, str(here / SOURCES[0]), "-o", part, *extra]
+            command = [*compiler, *_flags(counting), str(here / SOURCES[0]), "-o", part, *extra]
             done = subprocess.run(command, capture_output=True, text=True, check=not extra, timeout=PATIENCE)  # noqa: S603
             if done.returncode == 0:
                 break

@@ -2,9 +2,10 @@
 #pragma once
 #include "tile.h"
 
+namespace fewkeys {
+
 // Columns of scores and of weights have room for a multiple of this.
 constexpr int STEP = 32;
-static inline int64_t stepped(int64_t count) { return (count + STEP - 1) / STEP * STEP; }
 
 // Queries may have weights for all columns.
 struct Everywhere {
@@ -12,7 +13,7 @@ struct Everywhere {
 };
 
 template <class T>
-struct Lanes {
+struct LaneProducts {
   typedef T Number;
   struct Session {};  // what a thread holds while it multiplies
 
@@ -23,28 +24,28 @@ struct Lanes {
     void set(const T *rows, int64_t stride, int count) { to_lanes(rows, stride, count, dim, 1.0f, lanes.data()); }
 
    private:
-    friend Lanes;
+    friend LaneProducts;
     const int dim;
-    Numbers<float> lanes;
+    aligned_vector<float> lanes;
   };
 
   // Sums of values, one for every query of a tile: (TILE, Dv filled up).
   class Mixed {
    public:
-    explicit Mixed(int value_dim) : wide(filled(value_dim)), sums(TILE * wide) {}
+    explicit Mixed(int value_dim) : wide(round_up(value_dim)), sums(TILE * wide) {}
     void clear() { std::fill(sums.begin(), sums.end(), 0.0f); }
     const float *rows() { return sums.data(); }
 
    private:
-    friend Lanes;
+    friend LaneProducts;
     const int wide;
-    Numbers<float> sums;
+    aligned_vector<float> sums;
   };
 
   // Keys and values side by side.
   class Columns {
    public:
-    Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), wide(filled(value_dim)) {}
+    Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), wide(round_up(value_dim)) {}
 
     // Rows that follow one another are read where they lie, if they can be.
     template <class R>
@@ -69,7 +70,7 @@ struct Lanes {
 
     // Inner products (count, TILE) of the first `count` keys.
     void dots(const Queries &query, int count, float *score) const {
-      ::dots(key, key_stride, count, dim, query.lanes.data(), score);
+      fewkeys::dots(key, key_stride, count, dim, query.lanes.data(), score);
     }
 
     // Adds the first `count` values to the sums of `rows` queries under weights (count, TILE), which are lost.
@@ -79,7 +80,7 @@ struct Lanes {
       for (int i = 0; i < rows; i += SOME) {
         int low = 0, high = count;
         reach(i, low, high);
-        ::mix<SOME>(value + low * value_stride, value_stride, high - low, wide, weight + low * TILE + i, TILE,
+        fewkeys::mix(value + low * value_stride, value_stride, high - low, wide, weight + low * TILE + i, TILE,
                     &into.sums[i * wide], wide);
       }
     }
@@ -88,10 +89,12 @@ struct Lanes {
     int dim, value_dim, wide;
     const float *key = nullptr, *value = nullptr;
     int64_t key_stride = 0, value_stride = 0;
-    Numbers<float> copy;
+    aligned_vector<float> copy;
 
     void make_room(int64_t count) {
       if ((int64_t)copy.size() < count * (dim + wide)) copy.resize(count * (dim + wide));
     }
   };
 };
+
+}  // namespace fewkeys

@@ -1,5 +1,78 @@
-// All kernels as one unit, so that the products they share are compiled once.
-#include "attend_back.cpp"
-#include "blocks_back.cpp"
-#include "lloyd.cpp"
-#include "prefill.cpp"
+// What the library exports: every kernel, and what a loader asks it. One unit, so that the products that all kernels
+// share are compiled once.
+#include "blocks_back.h"
+#include "keys.h"
+#include "lloyd.h"
+#include "near_back.h"
+#include "prefill.h"
+
+namespace fewkeys {
+
+FEWKEYS_EXPORT void fewkeys_attend(const Near *p, int is_bf16, int threads) {
+  with_products(is_bf16, [=](auto products) { attend<decltype(products)>(*p, threads); });
+}
+
+FEWKEYS_EXPORT void fewkeys_attend_blocks(const Blocks *p, int is_bf16, int threads) {
+  with_products(is_bf16, [=](auto products) { attend_blocks<decltype(products)>(*p, threads); });
+}
+
+FEWKEYS_EXPORT void fewkeys_scan_back(const PastBack *p, int threads) { scan_back(*p, threads); }
+
+FEWKEYS_EXPORT void fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
+  scan(*p, is_bf16, query_is_bf16, threads);
+}
+
+FEWKEYS_EXPORT void fewkeys_attend_back(const NearBack *p, int is_bf16, int threads) {
+  is_bf16 ? attend_back<bf16>(*p, threads) : attend_back<float>(*p, threads);
+}
+
+FEWKEYS_EXPORT void fewkeys_attend_blocks_back(const BlocksBack *p, int is_bf16, int threads) {
+  is_bf16 ? attend_blocks_back<bf16>(*p, threads) : attend_blocks_back<float>(*p, threads);
+}
+
+FEWKEYS_EXPORT void fewkeys_prefill(const Blocks *p, int is_bf16, int threads) {
+  with_products(is_bf16, [=](auto products) { prefill<decltype(products)>(*p, threads); });
+}
+
+FEWKEYS_EXPORT void fewkeys_lloyd(const Lloyd *p, int is_bf16, int threads) {
+  is_bf16 ? lloyd<bf16>(*p, threads) : lloyd<float>(*p, threads);
+}
+
+FEWKEYS_EXPORT void fewkeys_totals(const Totals *p, int is_bf16, int threads) {
+  is_bf16 ? totals<bf16>(*p, threads) : totals<float>(*p, threads);
+}
+
+FEWKEYS_EXPORT void fewkeys_survey(const Survey *p, int is_bf16, int threads) {
+  is_bf16 ? survey<bf16>(*p, threads) : survey<float>(*p, threads);
+}
+
+FEWKEYS_EXPORT void fewkeys_label_sums(const Sums *p, int is_bf16, int threads) {
+  is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads);
+}
+
+// What ctypes must agree on; -1 for what is no struct here.
+FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
+#define SIZE_OF(type) \
+  if (!strcmp(name, #type)) return sizeof(type)
+  SIZE_OF(Rows);
+  SIZE_OF(Near);
+  SIZE_OF(NearBack);
+  SIZE_OF(Blocks);
+  SIZE_OF(BlocksBack);
+  SIZE_OF(Survey);
+  SIZE_OF(Sums);
+  SIZE_OF(Totals);
+  SIZE_OF(Lloyd);
+  SIZE_OF(Past);
+  SIZE_OF(PastBack);
+#undef SIZE_OF
+  return -1;
+}
+
+#ifdef FEWKEYS_COUNT
+FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *multiply_adds, int64_t *bytes) {
+  Counters::all().take(*multiply_adds, *bytes);
+}
+#endif
+
+}  // namespace fewkeys

@@ -1,4 +1,4 @@
-"""Statistics, clusters and sums of keys in one pass each (`keys.cpp`), Lloyd's steps (`lloyd.cpp`); without gradient.
+"""Statistics, clusters and sums of keys in one pass each (`keys.h`), Lloyd's steps (`lloyd.h`); without gradient.
 
 Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything else float32; `tensors.suits` them.
 """

@@ -1,7 +1,4 @@
-// Vectors of floats as wide as the machine's, and the two products that attention is made of.
-//
-// Queries (or keys) stand side by side: a tile holds TILE of them, one in each lane, dimension after dimension. So rows
-// of scores are vectors too, and no score is ever summed across lanes.
+// Vectors of floats as wide as the machine's, and what is done with them one by one.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,6 +6,11 @@
 #include <cstring>
 #include <new>
 #include <vector>
+
+#include "counters.h"
+#include "problems.h"
+
+namespace fewkeys {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, ROWS = 12, ABREAST = 4;
@@ -22,7 +24,7 @@ constexpr int TILE = 32, WIDE = TILE / LANES;
 // Rows of values are filled up to a multiple of this; the widest vector divides it.
 constexpr int FILL = 16;
 constexpr int SOME = 4;  // rows that are mixed at once
-static inline int filled(int64_t dim) { return (dim + FILL - 1) / FILL * FILL; }
+static inline int64_t round_up(int64_t count, int64_t to = FILL) { return (count + to - 1) / to * to; }
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -33,39 +35,32 @@ struct bf16 {
 
 // Numbers that begin where a line of the cache does.
 template <class T>
-struct Lined {
+struct AlignedAllocator {
   typedef T value_type;
   static constexpr std::align_val_t LINE{64};
-  Lined() = default;
+  AlignedAllocator() = default;
   template <class U>
-  Lined(const Lined<U> &) {}
-  T *allocate(size_t count) { return (T *)::operator new(count * sizeof(T), LINE); }
+  AlignedAllocator(const AlignedAllocator<U> &) {}
+  T *allocate(size_t count) {
+    count_bytes(count * sizeof(T));
+    return (T *)::operator new(count * sizeof(T), LINE);
+  }
   void deallocate(T *held, size_t) { ::operator delete(held, LINE); }
-  bool operator==(const Lined &) const { return true; }
-  bool operator!=(const Lined &) const { return false; }
+  bool operator==(const AlignedAllocator &) const { return true; }
+  bool operator!=(const AlignedAllocator &) const { return false; }
 };
 template <class T>
-using Numbers = std::vector<T, Lined<T>>;
+using aligned_vector = std::vector<T, AlignedAllocator<T>>;
 
-// (B, H, N, dim) in any layout whose last dimension is dense; strides are counted in elements
-struct Rows {
-  const void *data;
-  int64_t batch, head, row;
-  template <class T>
-  const T *at(int64_t b, int64_t h, int64_t n) const {
-    return (const T *)data + b * batch + h * head + n * row;
-  }
-};
-
-static inline float number(float x) { return x; }
-static inline float number(bf16 x) {
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
   float found;
   memcpy(&found, &bits, sizeof found);
   return found;
 }
-static inline void put(float x, float &into) { into = x; }
-static inline void put(float x, bf16 &into) {
+static inline void round_to(float x, float &into) { into = x; }
+static inline void round_to(float x, bf16 &into) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   // To nearest, ties to even; the sum would carry a NaN over to a number.
@@ -81,8 +76,8 @@ static inline vec load(const bf16 *from) {
   return (vec)(__builtin_convertvector(bits, ivec) << 16);
 }
 static inline void store(float *to, vec x) { *(vec *)to = x; }
-static inline vec all(float x) { return vec{} + x; }
-static inline vec larger(vec a, vec b) { return a > b ? a : b; }
+static inline vec broadcast(float x) { return vec{} + x; }
+static inline vec max(vec a, vec b) { return a > b ? a : b; }
 static inline ivec count_up() {
   ivec found;
   for (int i = 0; i < LANES; i++) found[i] = i;
@@ -93,26 +88,24 @@ static inline vec within(ivec lane, int first, int last, vec x, vec other) {
   return (lane >= first) & (lane <= last) ? x : other;
 }
 
-// e^x for x <= 0 to 2e-7, zero below -80: beside the largest weight of a row, one, that is nothing. NaN stays NaN.
+// e^x for x <= 0 to 2e-7, zero below -80: beside the largest weight of a row, one, that is nothing. NaN stays NaN. The
+// polynomial 1 + r + r^2 q(r) errs by 3e-9 of itself where |r| <= log(2) / 2.
 static inline vec exponential(vec x) {
-  const vec safe = x < -80.0f ? all(-80.0f) : x;
-  const vec shifted = safe * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the lowest bits
-  const ivec power = (ivec)shifted << 23;
-  const vec whole = shifted - 12582912.0f;
-  const vec r = safe - whole * 0.693359375f + whole * 2.12194440e-4f;  // log 2 in two parts
-  vec p = all(1.0f / 5040);
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
+  // 1.5 * 2^23 rounds to an integer in the lowest bits; 127 makes these the exponent of a float.
+  constexpr float ROUND = 12582912.0f + 127.0f;
+  const vec shifted = x * 1.44269504f + ROUND;
+  const vec whole = shifted - ROUND;
+  const vec r = x - whole * 0.693359375f + whole * 2.12194440e-4f;  // log 2 in two parts
+  vec p = r * 1.38145988e-3f + 8.36871658e-3f;
+  p = p * r + 4.16683890e-2f;
+  p = p * r + 0.166665211f;
+  p = p * r + 0.49999994f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const vec found = (vec)((ivec)p + power);
-  return x < -80.0f ? all(0.0f) : x == x ? found : x;
+  return x < -80.0f ? vec{} : p * (vec)((ivec)shifted << 23);
 }
 
-// Lanes i and i ^ step change places.
+// LaneProducts i and i ^ step change places.
 template <int step>
 static inline vec crossed(vec x) {
 #if defined(__clang__)
@@ -125,15 +118,16 @@ static inline vec crossed(vec x) {
 }
 
 template <int step = LANES / 2>
-static inline float total_of(vec x) {
+static inline float sum_of_lanes(vec x) {
   if constexpr (step == 0)
     return x[0];
   else
-    return total_of<step / 2>(x + crossed<step>(x));
+    return sum_of_lanes<step / 2>(x + crossed<step>(x));
 }
 
 // Products of two rows of whole vectors, still to be summed.
 static inline vec products(const float *x, const float *y, int count) {
+  count_multiply_adds(count);
   vec sum = {};
   for (int d = 0; d < count; d += LANES) sum += load(x + d) * load(y + d);
   return sum;
@@ -142,7 +136,8 @@ static inline vec products(const float *x, const float *y, int count) {
 // The inner product of two rows.
 static inline float product(const float *x, const float *y, int count) {
   const int whole = count / LANES * LANES;
-  float found = total_of(products(x, y, whole));
+  float found = sum_of_lanes(products(x, y, whole));
+  count_multiply_adds(count - whole);
   for (int d = whole; d < count; d++) found += x[d] * y[d];
   return found;
 }
@@ -150,9 +145,10 @@ static inline float product(const float *x, const float *y, int count) {
 // Adds a row of any type.
 template <class T>
 static inline void add(float *to, const T *from, float share, int64_t count) {
+  count_multiply_adds(count);
   int64_t d = 0;
   for (; d + LANES <= count; d += LANES) store(to + d, load(to + d) + load(from + d) * share);
-  for (; d < count; d++) to[d] += number(from[d]) * share;
+  for (; d < count; d++) to[d] += to_float(from[d]) * share;
 }
 
 // Of rows filled up to a multiple of FILL.
@@ -160,6 +156,7 @@ static inline void copy(float *to, const float *from, int count) {
   for (int d = 0; d < count; d += LANES) store(to + d, load(from + d));
 }
 static inline void scale(float *to, float by, int count) {
+  count_multiply_adds(count);
   for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) * by);
 }
 
@@ -186,109 +183,13 @@ static inline __attribute__((always_inline)) void exchange(vec &a, vec &b) {
 
 // All in registers, once unrolled.
 template <int step>
-static inline __attribute__((always_inline)) void transpose(vec (&x)[LANES]) {
+static inline __attribute__((always_inline)) void transpose_step(vec (&x)[LANES]) {
   if constexpr (step > 0) {
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
       if (!(i & step)) exchange<step>(x[i], x[i + step]);
-    transpose<step / 2>(x);
+    transpose_step<step / 2>(x);
   }
 }
 
-// The rows at(0), at(1), .. (count, dim) of any type, turned into lanes (dim, TILE) and scaled; lanes beyond count are
-// zero.
-template <class At>
-static __attribute__((noinline)) void turn(At at, int count, int dim, float scale, float *into) {
-  for (int part = 0; part < TILE; part += LANES) {
-    int d = 0;
-    for (; d + LANES <= dim; d += LANES) {
-      vec x[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) x[i] = part + i < count ? load(at(part + i) + d) * scale : vec{};
-      transpose<LANES / 2>(x);
-#pragma GCC unroll 16
-      for (int e = 0; e < LANES; e++) store(into + (d + e) * TILE + part, x[e]);
-    }
-    for (; d < dim; d++)
-      for (int i = 0; i < LANES; i++)
-        into[d * TILE + part + i] = part + i < count ? number(at(part + i)[d]) * scale : 0.0f;
-  }
-}
-
-template <class T>
-static void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
-  turn([=](int i) { return rows + i * stride; }, count, dim, scale, into);
-}
-
-template <int R>
-static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes,
-                                              float *into) {
-  for (int part = 0; part < TILE; part += 2 * LANES) {
-    vec sum[R][2] = {};
-    const float *x = lanes + part;
-    for (int d = 0; d < dim; d++, x += TILE) {
-      const vec a = load(x), b = load(x + LANES);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        sum[r][0] += a * row[r * stride + d];
-        sum[r][1] += b * row[r * stride + d];
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {  // unrolled like the loop above: sums that are ever indexed live in memory
-      store(into + r * TILE + part, sum[r][0]);
-      store(into + r * TILE + part + LANES, sum[r][1]);
-    }
-  }
-}
-
-// The same for `count` rows, at most R.
-template <int R>
-static inline void dots_up_to(int count, const float *row, int64_t stride, int dim, const float *lanes, float *into) {
-  if constexpr (R > 0) {
-    if (count == R)
-      dots_of<R>(row, stride, dim, lanes, into);
-    else
-      dots_up_to<R - 1>(count, row, stride, dim, lanes, into);
-  }
-}
-
-// Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE).
-static inline void dots(const float *row, int64_t stride, int count, int dim, const float *lanes, float *into) {
-  int c = 0;
-  for (; c + ROWS <= count; c += ROWS) dots_of<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE);
-  dots_up_to<ROWS - 1>(count - c, row + c * stride, stride, dim, lanes, into + c * TILE);
-}
-
-template <int Q, int V>
-static __attribute__((noinline)) void mix_of(const float *value, int64_t stride, int count, const float *weight,
-                                             int64_t pitch, float *into, int64_t to) {
-  vec sum[Q][V];
-#pragma GCC unroll 16
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) sum[q][v] = load(into + q * to + v * LANES);
-  for (int c = 0; c < count; c++, value += stride, weight += pitch) {
-    vec x[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
-#pragma GCC unroll 4
-    for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-      for (int v = 0; v < V; v++) sum[q][v] += x[v] * weight[q];
-  }
-#pragma GCC unroll 16
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) store(into + q * to + v * LANES, sum[q][v]);
-}
-
-// Adds to rows (Q, dim) the values (count, dim) under weights (count, Q), `pitch` apart; FILL divides dim.
-template <int Q>
-static inline void mix(const float *value, int64_t stride, int count, int dim, const float *weight, int64_t pitch,
-                       float *into, int64_t to) {
-  int v = 0;
-  constexpr int STEP = ABREAST * LANES;
-  for (; v + STEP <= dim; v += STEP) mix_of<Q, ABREAST>(value + v, stride, count, weight, pitch, into + v, to);
-  for (; v + LANES <= dim; v += LANES) mix_of<Q, 1>(value + v, stride, count, weight, pitch, into + v, to);
-}
+}  // namespace fewkeys

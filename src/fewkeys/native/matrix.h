@@ -2,7 +2,7 @@
 //
 // The unit adds A B to C: A holds 16 rows of 32 numbers, B 32 rows of 16, of which it wants two rows' numbers side by
 // side, C 16 x 16 sums. Scores are keys x queries: keys are A, row by row. Sums of values are dimensions x queries:
-// weights are B, in the order in which scores come, and values are turned once for all queries.
+// weights are B, in the order in which scores come, and values are transposed once for all queries.
 #pragma once
 #include "columns.h"
 
@@ -11,6 +11,8 @@
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+namespace fewkeys {
 
 constexpr int EDGE = 16;  // rows of a tile of the unit
 
@@ -26,7 +28,7 @@ template <class R>
 static inline vec floats_of(const R *row, int d, int dim) {
   if (d + EDGE <= dim) return load(row + d);
   vec found = {};
-  for (int e = d; e < dim; e++) found[e - d] = number(row[e]);
+  for (int e = d; e < dim; e++) found[e - d] = to_float(row[e]);
   return found;
 }
 
@@ -48,21 +50,21 @@ static inline vec numbers_of(const float *row, int d, int dim) {
 }
 
 // Turns EDGE rows of EDGE numbers of 32 bits; compiled once.
-static __attribute__((noinline)) void turn_in_place(vec *rows) {
+static __attribute__((noinline)) void transpose_block(vec *rows) {
   vec x[EDGE];
 #pragma GCC unroll 16
   for (int i = 0; i < EDGE; i++) x[i] = rows[i];
-  transpose<EDGE / 2>(x);
+  transpose_step<EDGE / 2>(x);
 #pragma GCC unroll 16
   for (int i = 0; i < EDGE; i++) rows[i] = x[i];
 }
 
 // The same from and to wherever they lie.
 template <class From, class To>
-static inline void turn_square(From from, To to) {
+static inline void transpose_square(From from, To to) {
   alignas(64) vec x[EDGE];
   for (int i = 0; i < EDGE; i++) x[i] = from(i);
-  turn_in_place(x);
+  transpose_block(x);
   for (int i = 0; i < EDGE; i++) to(i, x[i]);
 }
 
@@ -92,6 +94,7 @@ static inline void store_sums(float *above, float *below) {
 }
 // Adds the products of rows, `pitch` bytes apart, with pairs (EDGE, TILE).
 static inline void multiply(const bf16 *above, const bf16 *below, int64_t pitch, const float *pairs) {
+  count_multiply_adds(2 * EDGE * TILE * STEP);
   constexpr int PITCH = TILE * sizeof(float);
   _tile_loadd(4, above, pitch);
   _tile_loadd(5, below, pitch);
@@ -103,7 +106,7 @@ static inline void multiply(const bf16 *above, const bf16 *below, int64_t pitch,
   _tile_dpbf16ps(3, 5, 7);
 }
 
-struct Matrix {
+struct AmxProducts {
   typedef bf16 Number;
 
   // Linux lends the unit to a process that asks for it.
@@ -129,12 +132,12 @@ struct Matrix {
 
   class Queries {
    public:
-    explicit Queries(int dim) : dim(dim), deep(stepped(dim)), pairs(deep / 2 * TILE) {}
+    explicit Queries(int dim) : dim(dim), deep(round_up(dim, STEP)), pairs(deep / 2 * TILE) {}
 
     void set(const bf16 *rows, int64_t stride, int count) {
       for (int part = 0; part < TILE; part += EDGE)
         for (int d = 0; d < deep; d += STEP)
-          turn_square(
+          transpose_square(
               [&](int i) {
                 const bf16 *row = rows + (part + i) * stride;
                 return part + i < count ? numbers_of(row, d, dim) : vec{};
@@ -143,33 +146,33 @@ struct Matrix {
     }
 
    private:
-    friend Matrix;
+    friend AmxProducts;
     const int dim, deep;
-    Numbers<float> pairs;  // (dimensions / 2, TILE)
+    aligned_vector<float> pairs;  // (dimensions / 2, TILE)
   };
 
   class Mixed {
    public:
-    explicit Mixed(int value_dim) : wide(filled(value_dim)), sums(wide * TILE), turned(TILE * wide) {}
+    explicit Mixed(int value_dim) : wide(round_up(value_dim)), sums(wide * TILE), transposed(TILE * wide) {}
     void clear() { std::fill(sums.begin(), sums.end(), 0.0f); }
 
     const float *rows() {
       for (int part = 0; part < TILE; part += EDGE)
         for (int d = 0; d < wide; d += EDGE)
-          turn_square([&](int i) { return load(&sums[(d + i) * TILE + part]); },
-                      [&](int i, vec x) { store(&turned[(part + i) * wide + d], x); });
-      return turned.data();
+          transpose_square([&](int i) { return load(&sums[(d + i) * TILE + part]); },
+                      [&](int i, vec x) { store(&transposed[(part + i) * wide + d], x); });
+      return transposed.data();
     }
 
    private:
-    friend Matrix;
+    friend AmxProducts;
     const int wide;
-    Numbers<float> sums, turned;  // (Dv, TILE), (TILE, Dv)
+    aligned_vector<float> sums, transposed;  // (Dv, TILE), (TILE, Dv)
   };
 
   class Columns {
    public:
-    Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), deep(stepped(dim)), wide(filled(value_dim)) {}
+    Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), deep(round_up(dim, STEP)), wide(round_up(value_dim)) {}
 
     template <class R>
     void read(const R *keys, int64_t key_pitch, const R *values, int64_t value_pitch, int count) {
@@ -202,14 +205,14 @@ struct Matrix {
           const uvec both = pair(load(weight + c * TILE + v), other);
           memcpy(weight + c / 2 * TILE + v, &both, sizeof both);
         }
-      std::fill(weight + (count + 1) / 2 * TILE, weight + stepped(count) / 2 * TILE, 0.0f);
+      std::fill(weight + (count + 1) / 2 * TILE, weight + round_up(count, STEP) / 2 * TILE, 0.0f);
       mix_pairs(weight, count, into);
     }
 
    private:
     int dim, value_dim, deep, wide;
-    Numbers<bf16> key;    // (count, D), both filled up to STEP
-    Numbers<bf16> value;  // (count / STEP, Dv filled up, STEP)
+    aligned_vector<bf16> key;    // (count, D), both filled up to STEP
+    aligned_vector<bf16> value;  // (count / STEP, Dv filled up, STEP)
 
     __attribute__((noinline)) void mix_pairs(const float *weight, int count, Mixed &into) const {
       written(weight);
@@ -228,7 +231,7 @@ struct Matrix {
 
     template <class KeyAt, class ValueAt>
     void take(KeyAt key_at, ValueAt value_at, int count) {
-      const int64_t room = stepped(count);
+      const int64_t room = round_up(count, STEP);
       if ((int64_t)key.size() < room * deep) key.resize(room * deep), value.resize(room * wide);
       for (int i = 0; i < count; i++)
         for (int d = 0; d < deep; d += STEP) {
@@ -237,7 +240,7 @@ struct Matrix {
         }
       for (int c = 0; c < room; c += STEP)
         for (int d = 0; d < wide; d += EDGE)
-          turn_square(
+          transpose_square(
               [&](int i) {
                 const int low = c + 2 * i;
                 const vec first = low < count ? floats_of(value_at(low), d, value_dim) : vec{};
@@ -247,14 +250,20 @@ struct Matrix {
     }
   };
 };
+
+}  // namespace fewkeys
 #endif
+
+namespace fewkeys {
 
 // Calls with the products that suit: of floats, or of bfloat16.
 template <class Call>
 static void with_products(int is_bf16, Call call) {
-  if (!is_bf16) return call(Lanes<float>());
+  if (!is_bf16) return call(LaneProducts<float>());
 #ifdef FEWKEYS_MATRIX
-  if (Matrix::is_there()) return call(Matrix());
+  if (AmxProducts::is_there()) return call(AmxProducts());
 #endif
-  call(Lanes<bf16>());
+  call(LaneProducts<bf16>());
 }
+
+}  // namespace fewkeys

@@ -1,22 +1,22 @@
 // Stand-ins that merge: `fewkeys.past.summary` has the equations.
 #pragma once
-#include <vector>
-
 #include "tile.h"
+
+namespace fewkeys {
 
 // Sizes of rows: keys and values side by side are `span` apart, keys alone `fill`, both filled up with zeros.
 struct Widths {
   int dim, value_dim, wide, span, fill;
   Widths(int dim, int value_dim)
-      : dim(dim), value_dim(value_dim), wide(dim + value_dim), span(filled(dim + filled(value_dim))),
-        fill(filled(dim)) {}
+      : dim(dim), value_dim(value_dim), wide(dim + value_dim), span(round_up(dim + round_up(value_dim))),
+        fill(round_up(dim)) {}
 };
 
 // How far apart stand-ins are and how much attention they may expect, by the keys and queries seen so far.
 struct Metric {
-  Numbers<float> form;        // (D, D), TILE columns after the other: the second moment of the queries
-  Numbers<float> mean_query;  // filled up with zeros
-  Numbers<float> mean;        // of keys and values
+  aligned_vector<float> form;        // (D, D), TILE columns after the other: the second moment of the queries
+  aligned_vector<float> mean_query;  // filled up with zeros
+  aligned_vector<float> mean;        // of keys and values
   float unit, tilt;           // 1 / var(v); tilt 0: all weights are one
 
   explicit Metric(const Widths &w) : form(w.dim * (w.dim + TILE)), mean_query(w.fill), mean(w.span + LANES) {}
@@ -31,7 +31,7 @@ struct Metric {
       first += x * load(&mean_query[d]);
       second += x * load(image + d);
     }
-    const float along = total_of(first), energy = total_of(second);
+    const float along = sum_of_lanes(first), energy = sum_of_lanes(second);
     return tilt * (along + 0.5f * (energy - along * along));
   }
 };
@@ -40,8 +40,8 @@ struct Metric {
 class Group {
  public:
   int used = 0;
-  Numbers<float> rows, image;  // image: the centred key, multiplied by the metric
-  Numbers<float> excess, size, log_mass;
+  aligned_vector<float> rows, image;  // image: the centred key, multiplied by the metric
+  aligned_vector<float> excess, size, log_mass;
 
   Group(const Widths &w, int most)
       : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), w(w),
@@ -79,13 +79,13 @@ class Group {
 
  protected:
   const Widths w;
-  Numbers<float> found;  // inner products of all with a tile
+  aligned_vector<float> found;  // inner products of all with a tile
 };
 
 // Where every one of some stand-ins went, and its share in the mean that is there now.
 struct Moves {
-  std::vector<int> place;
-  Numbers<float> share;
+  aligned_vector<int> place;
+  aligned_vector<float> share;
 
   void begin(int count) {
     place.resize(count), share.assign(count, 1.0f);
@@ -115,10 +115,13 @@ class MergingGroup : public Group {
     for (int tile = 0; tile < some; tile += TILE) {
       const int end = std::min(tile + TILE, some), before = places[end - 1];
       // The images of the rows: of the keys as measured, of the values in their unit.
-      const auto image_at = [this, tile](int i) { return &image[slot[places[tile + i]] * w.fill]; };
-      const auto value_at = [this, tile](int i) { return &sorted[places[tile + i] * w.span + w.dim]; };
-      turn(image_at, end - tile, w.dim, 1.0f, lanes.data());
-      turn(value_at, end - tile, w.value_dim, metric.unit, &lanes[w.dim * TILE]);
+      const float *key_image[TILE], *value_image[TILE];
+      for (int i = tile; i < end; i++) {
+        key_image[i - tile] = &image[slot[places[i]] * w.fill];
+        value_image[i - tile] = &sorted[places[i] * w.span + w.dim];
+      }
+      to_lanes(key_image, end - tile, w.dim, 1.0f, lanes.data());
+      to_lanes(value_image, end - tile, w.value_dim, metric.unit, &lanes[w.dim * TILE]);
       dots(sorted.data(), w.span, before, w.wide, lanes.data(), found.data());
       for (int part = 0; part < TILE; part += LANES) seek(tile, part, before);
     }
@@ -158,14 +161,14 @@ class MergingGroup : public Group {
 
  private:
   const float lowest;
-  Numbers<float> sorted;  // rows less their mean, in the order of mass, as all that follows
-  Numbers<float> lanes, mass, lightness, square, least, total;
-  Numbers<float> share, weight;    // of each in what it joins: before and after that is divided by the total
-  std::vector<int> slot, goes_to;  // where in the group each stands, and where those will stand
-  std::vector<int> leader_of;
-  std::vector<int> places;              // of those that may join
-  std::vector<int> key, rank, partner;  // theirs
-  std::vector<uint8_t> alive, merged;  // merged: since they were last settled
+  aligned_vector<float> sorted;  // rows less their mean, in the order of mass, as all that follows
+  aligned_vector<float> lanes, mass, lightness, square, least, total;
+  aligned_vector<float> share, weight;    // of each in what it joins: before and after that is divided by the total
+  aligned_vector<int> slot, goes_to;  // where in the group each stands, and where those will stand
+  aligned_vector<int> leader_of;
+  aligned_vector<int> places;              // of those that may join
+  aligned_vector<int> key, rank, partner;  // theirs
+  aligned_vector<uint8_t> alive, merged;  // merged: since they were last settled
 
   // By mass: the largest first, of equal ones the earlier. Returns their number.
   int arrange(const Metric &metric) {
@@ -177,12 +180,12 @@ class MergingGroup : public Group {
       const float *row = &rows[slot[i] * w.span];
       float *to = &sorted[i * w.span], *value = to + w.dim;
       for (int d = 0; d < w.span; d += LANES) store(to + d, load(row + d) - load(&metric.mean[d]));
-      square[i] = total_of(products(to, &image[slot[i] * w.fill], w.fill) +
-                           metric.unit * products(value, value, filled(w.value_dim)));
+      square[i] = sum_of_lanes(products(to, &image[slot[i] * w.fill], w.fill) +
+                           metric.unit * products(value, value, round_up(w.value_dim)));
     }
-    const vec top = all(mass[0]), least_mass = all(lowest);
+    const vec top = broadcast(mass[0]), least_mass = broadcast(lowest);
     for (int i = 0; i < used; i += LANES)
-      store(&lightness[i], 1.0f / exponential(larger(load(&mass[i]) - top, least_mass)));
+      store(&lightness[i], 1.0f / exponential(max(load(&mass[i]) - top, least_mass)));
     return used;
   }
 
@@ -195,10 +198,11 @@ class MergingGroup : public Group {
       own[i] = places[at], light[i] = lightness[places[at]], mine[i] = square[places[at]];
     }
     // Costs are fractions; which of two is the smaller needs no division.
-    vec best = all(INFINITY), under = all(1.0f);
+    vec best = broadcast(INFINITY), under = broadcast(1.0f);
     ivec whose = own - 1;
+    count_multiply_adds(before * LANES);
     for (int b = 0; b < before; b++) {
-      const vec apart = larger(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
+      const vec apart = max(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
       const vec below = light + lightness[b];
       const ivec closer = (apart * under < best * below) & (own > b);
       best = closer ? apart : best;
@@ -211,6 +215,7 @@ class MergingGroup : public Group {
 
   // Every key's place in ascending order, of equal ones the earlier first: for so few, counting is faster than sorting.
   void by_key(int count) {
+    count_multiply_adds(count * round_up(count, LANES));  // comparisons, rather
     for (int a = 0; a < count; a += LANES) {
       ivec own, smaller = {};
       memcpy(&own, &key[a], sizeof own);
@@ -260,3 +265,5 @@ class MergingGroup : public Group {
     return bits ^ ((bits >> 31) & INT32_MAX);
   }
 };
+
+}  // namespace fewkeys

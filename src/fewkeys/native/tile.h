@@ -1,6 +1,8 @@
 // What every kernel of attention does with a tile of queries, each in its lane.
 #pragma once
-#include "lanes.h"
+#include "products.h"
+
+namespace fewkeys {
 
 // Copies rows as floats, filled up with zeros to `width`.
 template <class T>
@@ -8,7 +10,7 @@ static void copy_rows(const T *rows, int64_t stride, int count, int dim, int wid
   for (int j = 0; j < count; j++, rows += stride, into += width) {
     int d = 0;
     for (; d + LANES <= dim; d += LANES) store(into + d, load(rows + d));
-    for (; d < dim; d++) into[d] = number(rows[d]);
+    for (; d < dim; d++) into[d] = to_float(rows[d]);
     for (int d = dim; d < width; d++) into[d] = 0.0f;
   }
 }
@@ -29,49 +31,58 @@ struct Tile {
   vec top[WIDE], sum[WIDE] = {};
 
   explicit Tile(float scale) : scale(scale) {
-    for (int w = 0; w < WIDE; w++) top[w] = all(-INFINITY);
+    for (int w = 0; w < WIDE; w++) top[w] = broadcast(-INFINITY);
   }
 
   // Products with one key become scores, hidden from the queries before `low` and after `high`.
   void show(float *score, ivec lane, int low, int high) {
+    count_multiply_adds(TILE);
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-      const vec x = within(lane + v, low, high, load(score + v) * scale, all(-INFINITY));
+      const vec x = within(lane + v, low, high, load(score + v) * scale, broadcast(-INFINITY));
       store(score + v, x);
-      top[w] = larger(top[w], x);
+      top[w] = max(top[w], x);
     }
   }
 
   // The same for stand-ins that all queries see, with the bias of each.
   void show_means(float *score, const float *bias, int count) {
+    count_multiply_adds(count * TILE);
     for (int c = 0; c < count; c++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         const vec x = load(score + c * TILE + v) * scale + bias[c];
         store(score + c * TILE + v, x);
-        top[w] = larger(top[w], x);
+        top[w] = max(top[w], x);
       }
   }
 
   // Queries that see nothing subtract zero: their weights are e^-inf.
   void settle() {
-    for (int w = 0; w < WIDE; w++) top[w] = top[w] == all(-INFINITY) ? all(0.0f) : top[w];
+    for (int w = 0; w < WIDE; w++) top[w] = top[w] == broadcast(-INFINITY) ? broadcast(0.0f) : top[w];
   }
 
   // Scores become weights in place.
   void weigh(float *score, int count) {
-    for (int c = 0; c < count; c++)
-      for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = exponential(load(score + c * TILE + v) - top[w]);
-        store(score + c * TILE + v, x);
-        sum[w] += x;
+    count_multiply_adds(count * TILE);
+    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {  // one at a time: what several need would not fit in registers
+      const vec largest = top[w];
+      vec mass = sum[w];
+      for (float *to = score + v, *end = to + count * TILE; to != end; to += TILE) {
+        const vec x = exponential(load(to) - largest);
+        store(to, x);
+        mass += x;
       }
+      sum[w] = mass;
+    }
   }
 
   // Writes `mixed` (rows, wide), divided by the sums.
   template <class T>
   void write(const float *mixed, int wide, T *to, int64_t stride, int rows, int dim) const {
     float inverse[TILE];
-    for (int w = 0; w < WIDE; w++) store(inverse + w * LANES, sum[w] == 0.0f ? all(0.0f) : 1.0f / sum[w]);
+    for (int w = 0; w < WIDE; w++) store(inverse + w * LANES, sum[w] == 0.0f ? broadcast(0.0f) : 1.0f / sum[w]);
     for (int i = 0; i < rows; i++)
-      for (int d = 0; d < dim; d++) put(mixed[i * wide + d] * inverse[i], to[i * stride + d]);
+      for (int d = 0; d < dim; d++) round_to(mixed[i * wide + d] * inverse[i], to[i * stride + d]);
   }
 };
+
+}  // namespace fewkeys

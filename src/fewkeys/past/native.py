@@ -1,4 +1,4 @@
-"""The compiled scan of a causal plan's past, and its gradient (`native/past.cpp`)."""
+"""The compiled scan of a causal plan's past, and its gradient (`native/scan.h`)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def scan(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list
     count = steps.evicted[2].shape[2]
     states = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
     problem = NativeScan(steps, states, moves)
-    call("fewkeys_walk", problem.told, *problem.dtypes)
+    call("fewkeys_scan", problem.told, *problem.dtypes)
     return states, problem.moved
 
 
@@ -145,5 +145,5 @@ def scan_back(
         steps=index.shape[2],
         leaving=index.shape[3],
     )
-    call("fewkeys_walk_back", told)
+    call("fewkeys_scan_back", told)
     return rows, key, value

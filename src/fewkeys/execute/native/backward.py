@@ -1,6 +1,6 @@
 """Softmax attention where somebody asks for gradients: compiled kernels in both directions.
 
-`native/attend_back.cpp`: a band, one shared list and stand-ins; `native/blocks_back.cpp`: lists and means by blocks.
+`native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
-`native/attend.cpp`: a band, one shared list and stand-ins; `native/blocks.cpp`: lists and means of the past by blocks;
-`native/prefill.cpp`: the same while the past moves on.
+`native/near.h`: a band, one shared list and stand-ins; `native/blocks.h`: lists and means of the past by blocks;
+`native/prefill.h`: the same while the past moves on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.execute.problem import Problem
-from fewkeys.native.build import call
+from fewkeys.native.build import address, call
 from fewkeys.native.tensors import Rows, dense, filled, pointers
 from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
@@ -83,7 +83,7 @@ def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None,
     if stand_ins is not None and stand_ins.scan is not None:
         past = NativeScan(stand_ins.scan.steps())
         told, _alive = blocks(x, columns, None, output)
-        told.means, told.past = stand_ins.scan.count, ctypes.addressof(past.told)
+        told.means, told.past = stand_ins.scan.count, address(past.told)
         call("fewkeys_prefill", told, x.query.dtype)
     else:
         told, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.states, output)

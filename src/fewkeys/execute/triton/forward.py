@@ -13,41 +13,26 @@ outside a tensor is read as zeros.
 import triton
 import triton.language as tl
 
-from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
+from fewkeys.execute.triton.tiles import (
+    add_entries,
+    band_keys,
+    in_band,
+    load_column,
+    load_dense,
+    load_keys,
+    load_queries,
+    load_values,
+    scores_of,
+    store_column,
+    store_dense,
+    visible,
+)
+from fewkeys.sketch.triton.tiles import dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+BAND, LISTED, MEANS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 ROUNDING = tl.constexpr(1e-5)
 """A stand-in vanishes where this share of its keys, or less, is left: that much may be rounding."""
-
-
-@triton.jit
-def query_base(near, sizes, head):
-    """Where the rows of a query head begin; heads are counted through the batch, in int64."""
-    strides = near.query_strides
-    return near.query + head // sizes.heads * strides[0] + head % sizes.heads * strides[1]
-
-
-@triton.jit
-def key_bases(near, sizes, shared):
-    """Where the keys and values of a key head begin; heads are counted through the batch, in int64."""
-    kv_heads = sizes.heads // sizes.groups
-    batch, own = shared // kv_heads, shared % kv_heads
-    key = near.key + batch * near.key_strides[0] + own * near.key_strides[1]
-    return key, near.value + batch * near.value_strides[0] + own * near.value_strides[1]
-
-
-@triton.jit
-def band_keys(first_row, last_row, sizes):
-    """The first key in the band of queries `first_row .. last_row`, and the key after the last."""
-    first = tl.maximum(first_row + sizes.offset - sizes.band_left, 0)
-    return first, tl.minimum(last_row + sizes.offset + sizes.band_right + 1, sizes.keys)
-
-
-@triton.jit
-def in_band(position, place, sizes):
-    """Which keys at `place` (N) lie in the band of the queries at `position` (M): (M, N)."""
-    step = place[None, :] - position[:, None]
-    return (step >= -sizes.band_left) & (step <= sizes.band_right) & (place < sizes.keys)[None, :]
 
 
 @triton.jit
@@ -55,19 +40,15 @@ def band_scores(q, k, position, place, shared, near, sizes, scale, PRECISION: tl
     """Scores (M, N) in powers of two, -inf outside the band and for keys marked as hidden."""
     seen = in_band(position, place, sizes)
     if near.hidden is not None:
-        hidden = tl.load(near.hidden + shared * sizes.keys + place, mask=place < sizes.keys, other=1)
-        seen = seen & (hidden == 0)[None, :]
-    return tl.where(seen, dot(q, tl.trans(k), PRECISION) * (scale * LOG2_E), float("-inf"))
+        seen = seen & (load_column(near.hidden, shared, place, sizes.keys, 1) == 0)[None, :]
+    return scores_of(q, k, seen, scale * LOG2_E, PRECISION)
 
 
 @triton.jit
 def list_scores(q, k, position, entry, shared, listed, sizes, scale, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
     """Scores (M, N) of the shared list; the place of fillings is after the last key."""
     place = tl.load(listed.place + shared * sizes.entries + entry, mask=entry < sizes.entries, other=sizes.keys)
-    seen = (place < sizes.keys)[None, :]
-    if CAUSAL:
-        seen = seen & (place[None, :] <= position[:, None])
-    return tl.where(seen, dot(q, tl.trans(k), PRECISION) * (scale * LOG2_E), float("-inf"))
+    return scores_of(q, k, visible(position, place, sizes, CAUSAL), scale * LOG2_E, PRECISION)
 
 
 @triton.jit
@@ -79,36 +60,64 @@ def unkept(position, entry, first, last, shared, means, sizes, BLOCK_M: tl.const
     held = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(first, last, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
-        at = shared * sizes.keys + place
-        owner = tl.load(means.label + at, mask=place < sizes.keys, other=-1)
-        share = tl.load(means.share + at, mask=place < sizes.keys, other=0.0)
+        owner = load_column(means.label, shared, place, sizes.keys, -1)
+        share = load_column(means.share, shared, place, sizes.keys, 0.0)
         shares = tl.where(owner[:, None] == entry[None, :], share[:, None], 0.0)
         inside = in_band(position, place, sizes).to(tl.float16)
         upper = shares.to(tl.float16)
         lower = (shares - upper.to(tl.float32)).to(tl.float16)
         held += dot(inside, upper, "ieee") + dot(inside, lower, "ieee")
-    total = tl.load(means.total + shared * sizes.means + entry, mask=entry < sizes.means, other=0.0)[None, :]
+    total = load_column(means.total, shared, entry, sizes.means, 0.0)[None, :]
     return tl.where(total - held > total * ROUNDING, total - held, 0.0)
 
 
 @triton.jit
 def mean_scores(q, k, entry, count, shared, means, sizes, scale, PRECISION: tl.constexpr):
     """Scores (M, N) of stand-ins that speak for `count` keys, with the logarithm of the count; -inf for none."""
-    bias = tl.load(means.bias + shared * sizes.means + entry, mask=entry < sizes.means, other=0.0)[None, :]
+    bias = load_column(means.bias, shared, entry, sizes.means, 0.0)[None, :]
     scores = (dot(q, tl.trans(k), PRECISION) * scale + bias) * LOG2_E
     return tl.where(count > 0, scores + tl.log2(tl.where(count > 0, count, 1.0)), float("-inf"))
 
 
 @triton.jit
-def add_entries(top, mass, mixed, scores, value, PRECISION: tl.constexpr):
-    """Join entries to rows' running maximum, sum and weighted values; also their weights, and how the old shrank."""
-    new = tl.maximum(top, tl.max(scores, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)
-    weight = tl.exp2(scores - shift[:, None])
-    shrink = tl.exp2(top - shift)
-    mass = mass * shrink + tl.sum(weight, 1)
-    mixed = mixed * shrink[:, None] + dot(weight.to(value.dtype), value, PRECISION)
-    return new, mass, mixed, weight, shrink
+def part_tile(
+    start,
+    q,
+    position,
+    first,
+    last,
+    shared,
+    near,
+    listed,
+    means,
+    sizes,
+    scale,
+    PART: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of the band, the list or the stand-ins: its entries, keys, values, and scores (M, N) in powers of two."""
+    entry = start + tl.arange(0, BLOCK_N)
+    if PART == BAND:
+        k = load_keys(near, sizes, shared, entry, BLOCK_D, D)
+        v = load_values(near, sizes, shared, entry, BLOCK_V, DV)
+        scores = band_scores(q, k, position, entry, shared, near, sizes, scale, PRECISION)
+    elif PART == LISTED:
+        k = load_dense(listed.key, shared, entry, sizes.entries, BLOCK_D, D)
+        v = load_dense(listed.value, shared, entry, sizes.entries, BLOCK_V, DV)
+        scores = list_scores(q, k, position, entry, shared, listed, sizes, scale, CAUSAL, PRECISION)
+    else:
+        k = load_dense(means.key, shared, entry, sizes.means, BLOCK_D, D)
+        v = load_dense(means.value, shared, entry, sizes.means, BLOCK_V, DV)
+        count = unkept(position, entry, first, last, shared, means, sizes, BLOCK_M, BLOCK_N)
+        scores = mean_scores(q, k, entry, count, shared, means, sizes, scale, PRECISION)
+    return entry, k, v, scores
 
 
 @triton.jit
@@ -138,50 +147,44 @@ def attend_rows(
     shared = head // sizes.groups
     row = first_row + tl.arange(0, BLOCK_M)
     position = row + sizes.offset
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_V)
-    q = load_rows(query_base(near, sizes, head), row, sizes.queries, near.query_strides[2], d, D)
+    q = load_queries(near, sizes, head, row, BLOCK_D, D)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
 
-    key, value = key_bases(near, sizes, shared)
-    first, last = band_keys(first_row, tl.minimum(first_row + BLOCK_M, sizes.queries) - 1, sizes)
+    first, last = band_keys(first_row, sizes, BLOCK_M)
     for start in range(first, last, BLOCK_N):
-        place = start + tl.arange(0, BLOCK_N)
-        k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-        v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
-        scores = band_scores(q, k, position, place, shared, near, sizes, scale, PRECISION)
+        _entry, _k, v, scores = part_tile(
+            start, q, position, first, last, shared, near, listed, means, sizes, scale,
+            BAND, D, DV, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+        )  # fmt: skip
         top, mass, mixed, _weight, _shrink = add_entries(top, mass, mixed, scores, v, PRECISION)
     if listed.key is not None:
         for start in range(0, sizes.entries, BLOCK_N):
-            entry = start + tl.arange(0, BLOCK_N)
-            k = load_rows(listed.key + shared * sizes.entries * D, entry, sizes.entries, D, d, D)
-            v = load_rows(listed.value + shared * sizes.entries * DV, entry, sizes.entries, DV, dv, DV)
-            scores = list_scores(q, k, position, entry, shared, listed, sizes, scale, CAUSAL, PRECISION)
+            _entry, _k, v, scores = part_tile(
+                start, q, position, first, last, shared, near, listed, means, sizes, scale,
+                LISTED, D, DV, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+            )  # fmt: skip
             top, mass, mixed, _weight, _shrink = add_entries(top, mass, mixed, scores, v, PRECISION)
     bent = tl.zeros((BLOCK_M,), tl.float32)
     if means.key is not None:
         for start in range(0, sizes.means, BLOCK_N):
-            entry = start + tl.arange(0, BLOCK_N)
-            k = load_rows(means.key + shared * sizes.means * D, entry, sizes.means, D, d, D)
-            v = load_rows(means.value + shared * sizes.means * DV, entry, sizes.means, DV, dv, DV)
-            count = unkept(position, entry, first, last, shared, means, sizes, BLOCK_M, BLOCK_N)
-            scores = mean_scores(q, k, entry, count, shared, means, sizes, scale, PRECISION)
+            entry, _k, v, scores = part_tile(
+                start, q, position, first, last, shared, near, listed, means, sizes, scale,
+                MEANS, D, DV, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
+            )  # fmt: skip
             top, mass, mixed, weight, shrink = add_entries(top, mass, mixed, scores, v, PRECISION)
             if RANK > 0:
-                factor = tl.load(means.factor + shared * sizes.means + entry, mask=entry < sizes.means, other=0.0)
+                factor = load_column(means.factor, shared, entry, sizes.means, 0.0)
                 bent = bent * shrink + tl.sum(weight * factor[None, :], 1)
 
     safe = tl.where(mass > 0, mass, 1.0)
     if RANK > 0:
-        r = tl.arange(0, BLOCK_R)
-        left = load_rows(means.left + shared * D * RANK, d, D, RANK, r, RANK)
-        right = load_rows(means.right + shared * RANK * DV, r, RANK, DV, dv, DV)
+        left = load_dense(means.left, shared, tl.arange(0, BLOCK_D), D, BLOCK_R, RANK)
+        right = load_dense(means.right, shared, tl.arange(0, BLOCK_R), RANK, BLOCK_V, DV)
         along = dot(q, left, PRECISION) * scale
         mixed += bent[:, None] * dot(along.to(right.dtype), right, PRECISION)
-        tl.store(slope + head * sizes.queries + row, bent / safe, mask=row < sizes.queries)
-    store_rows(output + head * sizes.queries * DV, row, sizes.queries, DV, dv, DV, mixed / safe[:, None])
+        store_column(slope, head, row, sizes.queries, bent / safe)
+    store_dense(output, head, row, sizes.queries, mixed / safe[:, None], BLOCK_V, DV)
     # A weight is exp2(score - log_mass): rows that see nothing have none, whatever the score.
-    logarithm = tl.where(mass > 0, top + tl.log2(safe), float("inf"))
-    tl.store(log_mass + head * sizes.queries + row, logarithm, mask=row < sizes.queries)
+    store_column(log_mass, head, row, sizes.queries, tl.where(mass > 0, top + tl.log2(safe), float("inf")))

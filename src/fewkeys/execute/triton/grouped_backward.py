@@ -14,18 +14,22 @@ into buffers that the caller adds up. Every sum has a fixed order, so results do
 import triton
 import triton.language as tl
 
-from fewkeys.execute.triton.backward import load_column
-from fewkeys.execute.triton.forward import in_band, key_bases, query_base
-from fewkeys.execute.triton.grouped_forward import (
-    key_places,
-    near_places,
-    near_scores,
-    raised,
-    tile_of,
-    tile_scores,
-    tokens_at,
+from fewkeys.execute.triton.grouped_forward import near_tile, raised, sequence_tile, tile_of, tokens_at
+from fewkeys.execute.triton.tiles import (
+    band_queries,
+    gradients_of,
+    in_band,
+    load_column,
+    load_dense,
+    load_keys,
+    load_queries,
+    load_values,
+    scores_of,
+    store_column,
+    store_dense,
+    visible,
 )
-from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
+from fewkeys.sketch.triton.tiles import dot
 
 
 @triton.jit
@@ -72,56 +76,81 @@ def query_gradients(
         return
     row = tokens_at(members.query_order, first + tl.arange(0, BLOCK_M), last, head, sizes.queries)
     position = row + sizes.offset
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_V)
-    q = load_rows(query_base(near, sizes, head), row, sizes.queries, near.query_strides[2], d, D)
-    g = load_rows(grad + head * sizes.queries * DV, row, sizes.queries, DV, dv, DV)
-    row_level = load_column(level + head * sizes.queries, row, sizes.queries, 0.0)
-    row_share = load_column(share + head * sizes.queries, row, sizes.queries, 0.0)
-    key, value = key_bases(near, sizes, shared)
+    q = load_queries(near, sizes, head, row, BLOCK_D, D)
+    g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
+    row_level = load_column(level, head, row, sizes.queries, 0.0)
+    row_share = load_column(share, head, row, sizes.queries, 0.0)
     if ALPHA > 1:
         along = tl.zeros((BLOCK_M,), tl.float32)
         mass = tl.zeros((BLOCK_M,), tl.float32)
         for start in range(0, end - begin + sizes.entries, BLOCK_N):
-            place = key_places(start + tl.arange(0, BLOCK_N), begin, end, group, head, shared, members, sizes)
-            k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-            v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
-            scores = tile_scores(q, k, position, place, sizes, factor, CAUSAL, PRECISION)
+            place, _k, scores = sequence_tile(
+                start,
+                q,
+                position,
+                begin,
+                end,
+                group,
+                head,
+                near,
+                members,
+                sizes,
+                factor,
+                D,
+                CAUSAL,
+                BLOCK_N,
+                BLOCK_D,
+                PRECISION,
+            )
+            v = load_values(near, sizes, shared, place, BLOCK_V, DV)
             _weight, slope = weigh(scores, row_level[:, None], row_share[:, None], ALPHA)
             along += tl.sum(slope * dot(g, tl.trans(v), PRECISION), 1)
             mass += tl.sum(slope, 1)
         if BAND:
             for shift in range(-sizes.band_left, sizes.band_right + 1):
-                place = near_places(position, shift, group, head, shared, near, members, sizes)
-                k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-                v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
-                _weight, slope = weigh(near_scores(q, k, place, sizes, factor), row_level, row_share, ALPHA)
+                place, _k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
+                v = load_values(near, sizes, shared, place, BLOCK_V, DV)
+                _weight, slope = weigh(scores, row_level, row_share, ALPHA)
                 along += slope * tl.sum(g.to(tl.float32) * v.to(tl.float32), 1)
                 mass += slope
         row_delta = along / tl.where(mass > 0, mass, 1.0)
     else:
-        o = load_rows(output + head * sizes.queries * DV, row, sizes.queries, DV, dv, DV)
+        o = load_dense(output, head, row, sizes.queries, BLOCK_V, DV)
         row_delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(delta + head * sizes.queries + row, row_delta, mask=row < sizes.queries)
+    store_column(delta, head, row, sizes.queries, row_delta)
 
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in range(0, end - begin + sizes.entries, BLOCK_N):
-        place = key_places(start + tl.arange(0, BLOCK_N), begin, end, group, head, shared, members, sizes)
-        k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-        v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
-        scores = tile_scores(q, k, position, place, sizes, factor, CAUSAL, PRECISION)
+        place, k, scores = sequence_tile(
+            start,
+            q,
+            position,
+            begin,
+            end,
+            group,
+            head,
+            near,
+            members,
+            sizes,
+            factor,
+            D,
+            CAUSAL,
+            BLOCK_N,
+            BLOCK_D,
+            PRECISION,
+        )
+        v = load_values(near, sizes, shared, place, BLOCK_V, DV)
         _weight, slope = weigh(scores, row_level[:, None], row_share[:, None], ALPHA)
         pulled = slope * (dot(g, tl.trans(v), PRECISION) - row_delta[:, None])
         total += dot(pulled.to(k.dtype), k, PRECISION)
     if BAND:
         for shift in range(-sizes.band_left, sizes.band_right + 1):
-            place = near_places(position, shift, group, head, shared, near, members, sizes)
-            k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-            v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
-            _weight, slope = weigh(near_scores(q, k, place, sizes, factor), row_level, row_share, ALPHA)
+            place, k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
+            v = load_values(near, sizes, shared, place, BLOCK_V, DV)
+            _weight, slope = weigh(scores, row_level, row_share, ALPHA)
             pulled = slope * (tl.sum(g.to(tl.float32) * v.to(tl.float32), 1) - row_delta)
             total += pulled[:, None] * k.to(tl.float32)
-    store_rows(grad_query + head * sizes.queries * D, row, sizes.queries, D, d, D, total * scale)
+    store_dense(grad_query, head, row, sizes.queries, total * scale, BLOCK_D, D)
 
 
 @triton.jit
@@ -142,14 +171,12 @@ def pull_back(
     PRECISION: tl.constexpr,
 ):
     """What a tile of queries adds to the gradients of the keys (over `scale`) and values of a tile."""
-    row_level = load_column(level + head * sizes.queries, row, sizes.queries, 0.0)
-    row_share = load_column(share + head * sizes.queries, row, sizes.queries, 0.0)
-    row_delta = load_column(delta + head * sizes.queries, row, sizes.queries, 0.0)
-    scores = tl.where(seen, dot(q, tl.trans(k), PRECISION) * factor, float("-inf"))
-    weight, slope = weigh(scores, row_level[:, None], row_share[:, None], ALPHA)
+    row_level = load_column(level, head, row, sizes.queries, 0.0)
+    row_share = load_column(share, head, row, sizes.queries, 0.0)
+    row_delta = load_column(delta, head, row, sizes.queries, 0.0)
+    weight, slope = weigh(scores_of(q, k, seen, factor, PRECISION), row_level[:, None], row_share[:, None], ALPHA)
     pulled = slope * (dot(g, tl.trans(v), PRECISION) - row_delta[:, None])
-    to_key = dot(tl.trans(pulled.to(q.dtype)), q, PRECISION)
-    return to_key, dot(tl.trans(weight.to(g.dtype)), g, PRECISION)
+    return gradients_of(weight, pulled, q, g, PRECISION)
 
 
 @triton.jit
@@ -185,33 +212,27 @@ def group_gradients(
     if first >= last:
         return
     place = tokens_at(members.key_order, first + tl.arange(0, BLOCK_N), last, head, sizes.keys)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_V)
-    key, value = key_bases(near, sizes, head // sizes.groups)
-    query = query_base(near, sizes, head)
-    k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-    v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
+    k = load_keys(near, sizes, head // sizes.groups, place, BLOCK_D, D)
+    v = load_values(near, sizes, head // sizes.groups, place, BLOCK_V, DV)
     total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     for start in range(begin, end, BLOCK_M):
         row = tokens_at(members.query_order, start + tl.arange(0, BLOCK_M), end, head, sizes.queries)
-        q = load_rows(query, row, sizes.queries, near.query_strides[2], d, D)
-        g = load_rows(grad + head * sizes.queries * DV, row, sizes.queries, DV, dv, DV)
-        seen = (place < sizes.keys)[None, :]
-        if CAUSAL:
-            seen = seen & (place[None, :] <= (row + sizes.offset)[:, None])
+        q = load_queries(near, sizes, head, row, BLOCK_D, D)
+        g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
+        seen = visible(row + sizes.offset, place, sizes, CAUSAL)
         to_key, to_value = pull_back(q, g, k, v, seen, row, head, sizes, factor, level, share, delta, ALPHA, PRECISION)
         total_key += to_key
         total_value += to_value
-    store_rows(sum_key + head * sizes.keys * D, place, sizes.keys, D, d, D, total_key * scale)
-    store_rows(sum_value + head * sizes.keys * DV, place, sizes.keys, DV, dv, DV, total_value)
+    store_dense(sum_key, head, place, sizes.keys, total_key * scale, BLOCK_D, D)
+    store_dense(sum_value, head, place, sizes.keys, total_value, BLOCK_V, DV)
 
 
 @triton.jit
 def apart(row, place, head, members, sizes):
     """Which queries `row` (M) and keys `place` (N) of a head share no group: (M, N)."""
-    query_group = load_column(members.query_group + head * sizes.queries, row, sizes.queries, -1)
-    key_group = load_column(members.key_group + head * sizes.keys, place, sizes.keys, -1)
+    query_group = load_column(members.query_group, head, row, sizes.queries, -1)
+    key_group = load_column(members.key_group, head, place, sizes.keys, -1)
     return (query_group[:, None] != key_group[None, :]) | (query_group < 0)[:, None]
 
 
@@ -243,35 +264,30 @@ def band_gradients(
     first_place = tl.program_id(0) * BLOCK_N
     shared = tl.program_id(1).to(tl.int64)
     place = first_place + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_V)
-    key, value = key_bases(near, sizes, shared)
-    k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-    v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
+    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
+    v = load_values(near, sizes, shared, place, BLOCK_V, DV)
     free = place < sizes.keys
     if near.hidden is not None:
-        free = load_column(near.hidden + shared * sizes.keys, place, sizes.keys, 1) == 0
+        free = load_column(near.hidden, shared, place, sizes.keys, 1) == 0
     total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    first = tl.maximum(first_place - sizes.band_right - sizes.offset, 0)
-    last = tl.minimum(first_place + BLOCK_N + sizes.band_left - sizes.offset, sizes.queries)
+    first, last = band_queries(first_place, sizes, BLOCK_N)
     for own in range(sizes.groups):
         head = shared * sizes.groups + own
-        query = query_base(near, sizes, head)
         for start in range(first, last, BLOCK_M):
             row = start + tl.arange(0, BLOCK_M)
-            q = load_rows(query, row, sizes.queries, near.query_strides[2], d, D)
-            g = load_rows(grad + head * sizes.queries * DV, row, sizes.queries, DV, dv, DV)
+            q = load_queries(near, sizes, head, row, BLOCK_D, D)
+            g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
             seen = in_band(row + sizes.offset, place, sizes) & apart(row, place, head, members, sizes) & free[None, :]
             to_key, to_value = pull_back(
                 q, g, k, v, seen, row, head, sizes, factor, level, share, delta, ALPHA, PRECISION
             )
             total_key += to_key * scale
             total_value += to_value
-        total_key += load_rows(sum_key + head * sizes.keys * D, place, sizes.keys, D, d, D)
-        total_value += load_rows(sum_value + head * sizes.keys * DV, place, sizes.keys, DV, dv, DV)
-    store_rows(grad_key + shared * sizes.keys * D, place, sizes.keys, D, d, D, total_key)
-    store_rows(grad_value + shared * sizes.keys * DV, place, sizes.keys, DV, dv, DV, total_value)
+        total_key += load_dense(sum_key, head, place, sizes.keys, BLOCK_D, D)
+        total_value += load_dense(sum_value, head, place, sizes.keys, BLOCK_V, DV)
+    store_dense(grad_key, shared, place, sizes.keys, total_key, BLOCK_D, D)
+    store_dense(grad_value, shared, place, sizes.keys, total_value, BLOCK_V, DV)
 
 
 @triton.jit
@@ -305,26 +321,21 @@ def list_gradients(
     part = tl.program_id(1)
     shared = tl.program_id(2).to(tl.int64)
     entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = load_column(members.listed + shared * sizes.entries, entry, sizes.entries, sizes.keys)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_V)
-    key, value = key_bases(near, sizes, shared)
-    k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-    v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
+    place = load_column(members.listed, shared, entry, sizes.entries, sizes.keys)
+    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
+    v = load_values(near, sizes, shared, place, BLOCK_V, DV)
     total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     per_head = tl.cdiv(sizes.queries, BLOCK_M)
     for tile in range(part * tiles, tl.minimum((part + 1) * tiles, per_head * sizes.groups)):
         head = shared * sizes.groups + tile // per_head
         row = tile % per_head * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = load_rows(query_base(near, sizes, head), row, sizes.queries, near.query_strides[2], d, D)
-        g = load_rows(grad + head * sizes.queries * DV, row, sizes.queries, DV, dv, DV)
-        seen = apart(row, place, head, members, sizes) & (place < sizes.keys)[None, :]
-        if CAUSAL:
-            seen = seen & (place[None, :] <= (row + sizes.offset)[:, None])
+        q = load_queries(near, sizes, head, row, BLOCK_D, D)
+        g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
+        seen = apart(row, place, head, members, sizes) & visible(row + sizes.offset, place, sizes, CAUSAL)
         to_key, to_value = pull_back(q, g, k, v, seen, row, head, sizes, factor, level, share, delta, ALPHA, PRECISION)
         total_key += to_key
         total_value += to_value
-    at = (part * tl.num_programs(2) + shared) * sizes.entries
-    store_rows(sum_key + at * D, entry, sizes.entries, D, d, D, total_key * scale)
-    store_rows(sum_value + at * DV, entry, sizes.entries, DV, dv, DV, total_value)
+    at = part * tl.num_programs(2) + shared
+    store_dense(sum_key, at, entry, sizes.entries, total_key * scale, BLOCK_D, D)
+    store_dense(sum_value, at, entry, sizes.entries, total_value, BLOCK_V, DV)

@@ -18,8 +18,18 @@ among the keys. Places and rows that fill a tile up lie after the last; what lie
 import triton
 import triton.language as tl
 
-from fewkeys.execute.triton.forward import add_entries, key_bases, query_base
-from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
+from fewkeys.execute.triton.tiles import (
+    add_entries,
+    grown,
+    load_keys,
+    load_queries,
+    load_values,
+    scores_of,
+    store_column,
+    store_dense,
+    visible,
+)
+from fewkeys.sketch.triton.tiles import dot
 
 CLOSE = tl.constexpr(2e-6)
 """A step of the level that is smaller, beside the level or 1, is the last: convergence is quadratic."""
@@ -66,19 +76,51 @@ def near_places(position, shift, group, head, shared, near, members, sizes):
 
 
 @triton.jit
-def tile_scores(q, k, position, place, sizes, factor, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
-    """Scores z (M, N) of the keys at `place` (N), -inf where there is none and for keys behind the query."""
-    seen = (place < sizes.keys)[None, :]
-    if CAUSAL:
-        seen = seen & (place[None, :] <= position[:, None])
-    return tl.where(seen, dot(q, tl.trans(k), PRECISION) * factor, float("-inf"))
+def sequence_tile(
+    start,
+    q,
+    position,
+    begin,
+    end,
+    group,
+    head,
+    near,
+    members,
+    sizes,
+    factor,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of the sequence: where its keys (N) stand, the keys, and their scores z (M, N)."""
+    shared = head // sizes.groups
+    place = key_places(start + tl.arange(0, BLOCK_N), begin, end, group, head, shared, members, sizes)
+    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
+    return place, k, scores_of(q, k, visible(position, place, sizes, CAUSAL), factor, PRECISION)
 
 
 @triton.jit
-def near_scores(q, k, place, sizes, factor):
-    """Scores z (M,) of one key for each query."""
+def near_tile(
+    shift,
+    q,
+    position,
+    group,
+    head,
+    near,
+    members,
+    sizes,
+    factor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The key `shift` after each query: where it stands, the keys (M, D), and their scores z (M,)."""
+    shared = head // sizes.groups
+    place = near_places(position, shift, group, head, shared, near, members, sizes)
+    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * factor
-    return tl.where(place < sizes.keys, scores, float("-inf"))
+    return place, k, tl.where(place < sizes.keys, scores, float("-inf"))
 
 
 @triton.jit
@@ -105,7 +147,6 @@ def scan(
     end,
     group,
     head,
-    shared,
     near,
     members,
     sizes,
@@ -121,14 +162,27 @@ def scan(
     PRECISION: tl.constexpr,
 ):
     """Every row's largest z, twice (`TOP`); or `sum f(z - level)`, and the sum of `f^(2 - alpha)`."""
-    d = tl.arange(0, BLOCK_D)
-    key, _value = key_bases(near, sizes, shared)
     total = tl.full((BLOCK_M,), float("-inf") if TOP else 0.0, tl.float32)
     slope = total
     for start in range(0, end - begin + sizes.entries, BLOCK_N):
-        place = key_places(start + tl.arange(0, BLOCK_N), begin, end, group, head, shared, members, sizes)
-        k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-        scores = tile_scores(q, k, position, place, sizes, factor, CAUSAL, PRECISION)
+        _place, _k, scores = sequence_tile(
+            start,
+            q,
+            position,
+            begin,
+            end,
+            group,
+            head,
+            near,
+            members,
+            sizes,
+            factor,
+            D,
+            CAUSAL,
+            BLOCK_N,
+            BLOCK_D,
+            PRECISION,
+        )
         if TOP:
             total = tl.maximum(total, tl.max(scores, 1))
         else:
@@ -138,9 +192,7 @@ def scan(
             slope += tl.sum(low, 1)
     if BAND:
         for shift in range(-sizes.band_left, sizes.band_right + 1):
-            place = near_places(position, shift, group, head, shared, near, members, sizes)
-            k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-            scores = near_scores(q, k, place, sizes, factor)
+            _place, _k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
             if TOP:
                 total = tl.maximum(total, scores)
             else:
@@ -184,13 +236,11 @@ def attend_groups(
         return
     row = tokens_at(members.query_order, first + tl.arange(0, BLOCK_M), last, head, sizes.queries)
     position = row + sizes.offset
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_V)
-    q = load_rows(query_base(near, sizes, head), row, sizes.queries, near.query_strides[2], d, D)
+    q = load_queries(near, sizes, head, row, BLOCK_D, D)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if ALPHA > 1:
         top, _same = scan(
-            top, q, position, begin, end, group, head, shared, near, members, sizes, factor,
+            top, q, position, begin, end, group, head, near, members, sizes, factor,
             True, ALPHA, D, CAUSAL, BAND, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
         top = tl.where(top > float("-inf"), top - 1.0, 0.0)
@@ -198,7 +248,7 @@ def attend_groups(
         rounds = 0
         while (moved > CLOSE) & (rounds < ROUNDS):
             total, slope = scan(
-                top, q, position, begin, end, group, head, shared, near, members, sizes, factor,
+                top, q, position, begin, end, group, head, near, members, sizes, factor,
                 False, ALPHA, D, CAUSAL, BAND, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
             )  # fmt: skip
             step = tl.where(slope > 0, (total - raised(total, 2 - ALPHA)) / tl.where(slope > 0, slope, 1.0), 0.0)
@@ -208,12 +258,26 @@ def attend_groups(
 
     mass = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    key, value = key_bases(near, sizes, shared)
     for start in range(0, end - begin + sizes.entries, BLOCK_N):
-        place = key_places(start + tl.arange(0, BLOCK_N), begin, end, group, head, shared, members, sizes)
-        k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-        v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV)
-        scores = tile_scores(q, k, position, place, sizes, factor, CAUSAL, PRECISION)
+        place, _k, scores = sequence_tile(
+            start,
+            q,
+            position,
+            begin,
+            end,
+            group,
+            head,
+            near,
+            members,
+            sizes,
+            factor,
+            D,
+            CAUSAL,
+            BLOCK_N,
+            BLOCK_D,
+            PRECISION,
+        )
+        v = load_values(near, sizes, shared, place, BLOCK_V, DV)
         if ALPHA > 1:
             weight = raised(tl.maximum(scores - top[:, None], 0.0), 1 / (ALPHA - 1))
             mass += tl.sum(weight, 1)
@@ -222,24 +286,19 @@ def attend_groups(
             top, mass, mixed, _weight, _shrink = add_entries(top, mass, mixed, scores, v, PRECISION)
     if BAND:
         for shift in range(-sizes.band_left, sizes.band_right + 1):
-            place = near_places(position, shift, group, head, shared, near, members, sizes)
-            k = load_rows(key, place, sizes.keys, near.key_strides[2], d, D)
-            v = load_rows(value, place, sizes.keys, near.value_strides[2], dv, DV).to(tl.float32)
-            scores = near_scores(q, k, place, sizes, factor)
+            place, _k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
+            v = load_values(near, sizes, shared, place, BLOCK_V, DV).to(tl.float32)
             if ALPHA > 1:
                 weight = raised(tl.maximum(scores - top, 0.0), 1 / (ALPHA - 1))
                 mass += weight
                 mixed += weight[:, None] * v
             else:
-                new = tl.maximum(top, scores)
-                origin = tl.where(new == float("-inf"), 0.0, new)
+                top, origin, shrink = grown(top, scores)
                 weight = tl.exp2(scores - origin)
-                shrink = tl.exp2(top - origin)
                 mass = mass * shrink + weight
                 mixed = mixed * shrink[:, None] + weight[:, None] * v
-                top = new
 
     part = tl.where(mass > 0, 1 / tl.where(mass > 0, mass, 1.0), 0.0)
-    store_rows(output + head * sizes.queries * DV, row, sizes.queries, DV, dv, DV, mixed * part[:, None])
-    tl.store(level + head * sizes.queries + row, tl.where(mass > 0, top, 0.0), mask=row < sizes.queries)
-    tl.store(share + head * sizes.queries + row, part, mask=row < sizes.queries)
+    store_dense(output, head, row, sizes.queries, mixed * part[:, None], BLOCK_V, DV)
+    store_column(level, head, row, sizes.queries, tl.where(mass > 0, top, 0.0))
+    store_column(share, head, row, sizes.queries, part)

@@ -1,29 +1,24 @@
 // Gradients of `blocks.cpp`: every block once more, its weights made again from the inputs.
+#pragma once
 #include "back.h"
-#include "blocks.cpp"
+#include "blocks.h"
 
-struct BlocksBack {
-  Blocks of;           // its output is not read
-  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
-  float *query;        // (B, Hq, Nq, D)
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, to be added to
-  float *means;        // (B, Hkv, blocks, M, D + Dv): keys and values side by side
-};
+namespace fewkeys {
 
 template <class T>
-class BlockBack {
+class BlockAttentionBack {
  public:
-  explicit BlockBack(const BlocksBack &all)
+  explicit BlockAttentionBack(const BlocksBack &all)
       : all(all), p(all.of), dim(p.dim), value_dim(p.value_dim), pairs(p.entries + p.means, dim, value_dim),
         tile_back(dim, value_dim), weight((p.entries + p.means) * TILE), grad((p.entries + p.means) * TILE),
         place(p.entries) {}
 
-  void attend(int64_t head, int64_t block, Turns &turns) {
-    const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
+  void attend(int64_t head, int64_t block, Sequencer &order) {
+    const int64_t shared_heads = p.heads / p.gqa_ratio, b = head / shared_heads, h = head % shared_heads;
     const int64_t begin = (p.offset / p.size + block) * p.size - p.offset, end = std::min(p.queries, begin + p.size);
     take(b, h, head, block);
     pairs.clear();
-    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
+    for (int64_t g = h * p.gqa_ratio; g < (h + 1) * p.gqa_ratio; g++)
       for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
         attend_tile(b, g, first, std::min<int64_t>(TILE, end - first));
     for (int64_t c = 0; c < p.means; c++) {
@@ -31,12 +26,12 @@ class BlockBack {
       std::copy_n(&pairs.to_key[(listed + c) * pairs.deep], dim, to);
       std::copy_n(&pairs.to_value[(listed + c) * pairs.wide], value_dim, to + dim);
     }
-    turns.wait(head, block);
+    order.wait(head, block);
     for (int e = 0; e < listed; e++) {
       add(all.key + (head * p.keys + place[e]) * dim, &pairs.to_key[e * pairs.deep], 1.0f, dim);
       add(all.value + (head * p.keys + place[e]) * value_dim, &pairs.to_value[e * pairs.wide], 1.0f, value_dim);
     }
-    turns.pass_on(head);
+    order.advance(head);
   }
 
  private:
@@ -45,10 +40,10 @@ class BlockBack {
   const int dim, value_dim;
   KeyValues pairs;  // the list, and the means behind it
   TileBack<T> tile_back;
-  Numbers<float> weight, grad;
+  aligned_vector<float> weight, grad;
   const float *bias = nullptr;
   int listed = 0;
-  std::vector<int64_t> place;
+  aligned_vector<int64_t> place;
 
   void take(int64_t b, int64_t h, int64_t head, int64_t block) {
     listed = places_of(p, head, block, place.data());
@@ -86,16 +81,14 @@ class BlockBack {
 template <class T>
 static void attend_blocks_back(const BlocksBack &all, int threads) {
   const Blocks &p = all.of;
-  const int64_t heads = p.batch * (p.heads / p.groups);
-  Turns turns(heads);
+  const int64_t heads = p.batch * (p.heads / p.gqa_ratio);
+  Sequencer order(heads);
 #pragma omp parallel num_threads(threads)
   {
-    BlockBack<T> block(all);
+    BlockAttentionBack<T> block(all);
 #pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t t = 0; t < heads * p.blocks; t++) block.attend(t / p.blocks, t % p.blocks, turns);
+    for (int64_t t = 0; t < heads * p.blocks; t++) block.attend(t / p.blocks, t % p.blocks, order);
   }
 }
 
-extern "C" void fewkeys_attend_blocks_back(const BlocksBack *p, int is_bf16, int threads) {
-  is_bf16 ? attend_blocks_back<bf16>(*p, threads) : attend_blocks_back<float>(*p, threads);
-}
+}  // namespace fewkeys

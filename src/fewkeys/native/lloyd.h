@@ -1,23 +1,14 @@
 // Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps, head by head.
-#include <numeric>
+#pragma once
+#include "keys.h"
 
-#include "keys.cpp"
-
-struct Lloyd {
-  Rows key, value;             // (B, Hkv, M, D or Dv)
-  const uint8_t *real;         // (B, M); null: all are
-  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1), as those of `Survey`
-  const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv)
-  float *centre, *importance;  // (B Hkv, C, D + Dv), (B Hkv, C)
-  int64_t batch, heads, keys, dim, value_dim, count, steps;
-  float tilt, lowest;
-};
+namespace fewkeys {
 
 template <class T>
-class Sample {
+class Clustering {
  public:
-  explicit Sample(const Lloyd &p)
-      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(filled(both)), form((dim + 1 + TILE) * dim),
+  explicit Clustering(const Lloyd &p)
+      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both)), form((dim + 1 + TILE) * dim),
         copy(SOME_ROWS * dim), found(std::max<int64_t>(SOME_ROWS, p.count) * TILE), rows(p.keys * span),
         lanes(both * TILE), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count),
         importance(p.keys), weight(p.keys), order(p.keys) {}
@@ -32,12 +23,16 @@ class Sample {
   }
 
  private:
+  struct Ranked {
+    float importance;
+    int place;
+  };
   static constexpr int64_t SOME_ROWS = 128;  // rows looked at together: they stay next to the core
   const Lloyd &p;
   const int dim, both, span;
   const uint8_t *real = nullptr;
-  Numbers<float> form, copy, found, rows, lanes, centre, sums, half, mass, along, importance, weight;
-  std::vector<int> order;
+  aligned_vector<float> form, copy, found, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  aligned_vector<Ranked> order;
 
   // The features of every key, and its importance.
   void look(int64_t head) {
@@ -62,7 +57,7 @@ class Sample {
         float *row = &rows[(first + i) * span];
         const T *value = p.value.at<T>(b, h, first + i);
         const float energy = product(row, row, dim);
-        for (int d = 0; d < p.value_dim; d++) row[dim + d] = (number(value[d]) - middle[d]) * unit;
+        for (int d = 0; d < p.value_dim; d++) row[dim + d] = (to_float(value[d]) - middle[d]) * unit;
         const float x = importance[first + i];
         importance[first + i] = x + 0.5f * (energy - x * x);
       }
@@ -79,15 +74,16 @@ class Sample {
 
   // A quarter of the most important keys, and others at equal steps of rank.
   void seed(float *mean_importance) {
-    std::iota(order.begin(), order.end(), 0);
-    const auto heavier = [&](int a, int b) { return importance[a] > importance[b]; };
-    const auto end = std::stable_partition(order.begin(), order.end(), [&](int j) { return !real || real[j]; });
+    for (int j = 0; j < p.keys; j++) order[j] = {importance[j], j};
+    const auto heavier = [](const Ranked &a, const Ranked &b) { return a.importance > b.importance; };
+    const auto counts = [&](const Ranked &key) { return !real || real[key.place]; };
+    const auto end = std::stable_partition(order.begin(), order.end(), counts);
     std::stable_sort(order.begin(), end, heavier);
     const int64_t last = std::max<int64_t>(end - order.begin(), 1) - 1, head = p.count / 4;
     const int64_t reach = std::max<int64_t>(last - head, 0), parts = std::max<int64_t>(p.count - head - 1, 1);
     for (int64_t c = 0; c < p.count; c++) {
       const int64_t rank = c < head ? c : head + (2 * reach * (c - head) + parts) / (2 * parts);
-      const int chosen = order[std::min(rank, last)];
+      const int chosen = order[std::min(rank, last)].place;
       std::copy_n(&rows[chosen * span], span, &centre[c * span]);
       mean_importance[c] = importance[chosen];
     }
@@ -123,12 +119,10 @@ template <class T>
 static void lloyd(const Lloyd &p, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    Sample<T> sample(p);
+    Clustering<T> sample(p);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t head = 0; head < p.batch * p.heads; head++) sample.cluster(head);
   }
 }
 
-extern "C" void fewkeys_lloyd(const Lloyd *p, int is_bf16, int threads) {
-  is_bf16 ? lloyd<bf16>(*p, threads) : lloyd<float>(*p, threads);
-}
+}  // namespace fewkeys

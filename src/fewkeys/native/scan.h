@@ -1,42 +1,31 @@
-// How the means of the past move on, block by block: `fewkeys.past.scan.Walk`.
+// How the means of the past move on, block by block: `fewkeys.past.scan`.
+#pragma once
 #include "merge.h"
 
-struct Past {
-  // What is known at the beginning, one after the other for every key head; at the end, what is known then.
-  float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)
-  float *seen, *seen_key, *seen_value, *seen_square;  // (B Hkv), (B Hkv, D), (B Hkv, Dv), (B Hkv)
-  float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
-  // What is known at the beginning and after every step.
-  float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
-  // Where the stand-ins and the keys of every step go, and their shares there: (B Hkv, steps, M + E); or null.
-  int64_t *place;
-  float *share;
-  // Every step's queries, and the keys that it takes up.
-  Rows query;               // (B, Hq, steps x S, D)
-  const uint8_t *answered;  // (B, steps x S), ones for queries that count; or null: all do
-  Rows key, value;
-  const int64_t *index;  // (B Hkv, steps, E)
-  const uint8_t *real;   // (B Hkv, steps, E)
-  int64_t batch, heads, groups, dim, value_dim, count, steps, queries, leaving, tilted;
-  float scale, tilt, lowest;
-};
+namespace fewkeys {
 
 // What one step brings: its keys, and the metric in which stand-ins merge.
-struct Batch {
+struct Step {
   Metric metric;
   Group fresh;
   int surplus = 0;  // so many have to join somebody
 
-  Batch(const Past &p, const Widths &w) : metric(w), fresh(w, p.leaving) {}
+  Step(const Past &p, const Widths &w) : metric(w), fresh(w, p.evicted) {}
 };
 
-// The steps' queries and keys, as far as they do not depend on the stand-ins: batches can be made ahead.
-template <class Q, class T>
-class Arrivals {
+// Copies one row as floats, filled up with zeros to `width`.
+static inline void copy_row(const Rows &rows, bool is_bf16, int64_t b, int64_t h, int64_t n, int dim, int width,
+                            float *into) {
+  is_bf16 ? copy_rows(rows.at<bf16>(b, h, n), 0, 1, dim, width, into)
+          : copy_rows(rows.at<float>(b, h, n), 0, 1, dim, width, into);
+}
+
+// The steps' queries and keys, as far as they do not depend on the stand-ins: steps can be made ahead.
+class Inflow {
  public:
-  Arrivals(const Past &p, int64_t head)
-      : p(p), head(head), w(p.dim, p.value_dim), asked_total(w.fill), asked_square((w.dim + SOME) * w.fill),
-        seen_total(w.span), questions(p.queries * w.fill) {
+  Inflow(const Past &p, int64_t head, bool is_bf16, bool query_is_bf16)
+      : p(p), head(head), is_bf16(is_bf16), query_is_bf16(query_is_bf16), w(p.dim, p.value_dim), asked_total(w.fill), asked_square((w.dim + SOME) * w.fill),
+        seen_total(w.span), queries(p.queries * w.fill) {
     const int dim = w.dim;
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) known += p.size[c] != 0.0f;
     asked = p.asked[head], seen = p.seen[head], seen_square = p.seen_square[head];
@@ -46,14 +35,14 @@ class Arrivals {
     std::copy_n(p.seen_value + head * w.value_dim, w.value_dim, seen_total.begin() + dim);
   }
 
-  void make(int64_t step, Batch &batch) {
-    ask(step);
-    take_up(step, batch.fresh);
-    batch.surplus = std::max<int>(0, known + batch.fresh.used - p.count);
-    known += batch.fresh.used - batch.surplus;
-    if (!batch.surplus) return;
-    set(batch.metric);
-    batch.fresh.measure(batch.metric);
+  void make(int64_t number, Step &step) {
+    absorb_queries(number);
+    absorb_keys(number, step.fresh);
+    step.surplus = std::max<int>(0, known + step.fresh.used - p.count);
+    known += step.fresh.used - step.surplus;
+    if (!step.surplus) return;
+    set(step.metric);
+    step.fresh.measure(step.metric);
   }
 
   // What is known at the end.
@@ -69,37 +58,38 @@ class Arrivals {
  private:
   const Past &p;
   const int64_t head;
+  const bool is_bf16, query_is_bf16;
   const Widths w;
   int known = 0;  // stand-ins after the steps so far
-  Numbers<float> asked_total, asked_square, seen_total, questions;
+  aligned_vector<float> asked_total, asked_square, seen_total, queries;
   float asked, seen, seen_square;
 
-  void ask(int64_t step) {
+  void absorb_queries(int64_t step) {
     const int64_t b = head / p.heads, h = head % p.heads;
-    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++) {
+    for (int64_t g = h * p.gqa_ratio; g < (h + 1) * p.gqa_ratio; g++) {
       int count = 0;
       for (int64_t i = step * p.queries; i < (step + 1) * p.queries; i++) {
         if (p.answered && !p.answered[b * p.steps * p.queries + i]) continue;
-        float *row = &questions[count++ * w.fill];
-        copy_rows(p.query.at<Q>(b, g, i), 0, 1, w.dim, w.fill, row);
+        float *row = &queries[count++ * w.fill];
+        copy_row(p.query, query_is_bf16, b, g, i, w.dim, w.fill, row);
         scale(row, p.scale, w.fill);
         add(asked_total.data(), row, 1.0f, w.fill);
       }
       asked += count;
       // The last rows of squares may be of no dimension: nobody reads them.
       for (int d = 0; d < w.dim; d += SOME)
-        mix<SOME>(questions.data(), w.fill, count, w.fill, &questions[d], w.fill, &asked_square[d * w.fill], w.fill);
+        mix(queries.data(), w.fill, count, w.fill, &queries[d], w.fill, &asked_square[d * w.fill], w.fill);
     }
   }
 
-  void take_up(int64_t step, Group &into) {
+  void absorb_keys(int64_t step, Group &into) {
     const int64_t b = head / p.heads, h = head % p.heads;
     into.used = 0;
-    for (int64_t e = (head * p.steps + step) * p.leaving; e < (head * p.steps + step + 1) * p.leaving; e++) {
+    for (int64_t e = (head * p.steps + step) * p.evicted; e < (head * p.steps + step + 1) * p.evicted; e++) {
       if (!p.real[e]) continue;
       float *row = into.append();
-      copy_rows(p.key.at<T>(b, h, p.index[e]), 0, 1, w.dim, w.dim, row);
-      copy_rows(p.value.at<T>(b, h, p.index[e]), 0, 1, w.value_dim, w.span - w.dim, row + w.dim);
+      copy_row(p.key, is_bf16, b, h, p.index[e], w.dim, w.dim, row);
+      copy_row(p.value, is_bf16, b, h, p.index[e], w.value_dim, w.span - w.dim, row + w.dim);
       add(seen_total.data(), row, 1.0f, w.span);
       seen_square += product(row + w.dim, row + w.dim, w.value_dim);
       seen += 1.0f;
@@ -126,10 +116,10 @@ class Arrivals {
 };
 
 // The stand-ins of one head.
-class Walker {
+class Summary {
  public:
-  Walker(const Past &p, int64_t head)
-      : p(p), head(head), w(p.dim, p.value_dim), known(w, p.count + p.leaving, p.lowest) {
+  Summary(const Past &p, int64_t head)
+      : p(p), head(head), w(p.dim, p.value_dim), known(w, p.count + p.evicted, p.lowest) {
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) {
       if (p.size[c] == 0.0f) continue;
       std::copy_n(p.rows + c * w.wide, w.wide, known.append());
@@ -137,23 +127,23 @@ class Walker {
     }
   }
 
-  void take(const Batch &batch, Moves *moves = nullptr) {
-    const int before = known.used, new_ones = batch.surplus / 2;
-    if (batch.surplus) known.measure(batch.metric);
-    known.append(batch.fresh);
+  void absorb(const Step &step, Moves *moves = nullptr) {
+    const int before = known.used, new_ones = step.surplus / 2;
+    if (step.surplus) known.measure(step.metric);
+    known.append(step.fresh);
     if (moves) moves->begin(known.used);
-    if (!batch.surplus) return;
-    known.join(batch.metric, new_ones, before, moves);
-    known.join(batch.metric, batch.surplus - new_ones, 0, moves);
-    known.settle(batch.metric);
+    if (!step.surplus) return;
+    known.join(step.metric, new_ones, before, moves);
+    known.join(step.metric, step.surplus - new_ones, 0, moves);
+    known.settle(step.metric);
   }
 
-  // Takes them, and writes where everything goes.
-  void take_and_tell(const Batch &batch, int64_t step, Moves &moves) {
+  // The same, and writes where everything goes.
+  void absorb(const Step &step, int64_t number, Moves &moves) {
     const int before = known.used;
-    take(batch, &moves);
-    const int64_t both = p.count + p.leaving, at = (head * p.steps + step) * both;
-    const uint8_t *real = p.real + (head * p.steps + step) * p.leaving;
+    absorb(step, &moves);
+    const int64_t both = p.count + p.evicted, at = (head * p.steps + number) * both;
+    const uint8_t *real = p.real + (head * p.steps + number) * p.evicted;
     for (int64_t i = 0, next = before; i < both; i++) {
       const bool is_there = i < p.count ? i < before : real[i - p.count];
       const int64_t from = i < p.count ? i : next;
@@ -184,55 +174,45 @@ class Walker {
   MergingGroup known;
 };
 
-template <class Q, class T>
-static void walk(const Past &p, int threads) {
+static void scan(const Past &p, bool is_bf16, bool query_is_bf16, int threads) {
   const int64_t wide = p.dim + p.value_dim;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (int64_t head = 0; head < p.batch * p.heads; head++) {
-    Arrivals<Q, T> arrivals(p, head);
-    Walker walker(p, head);
-    Batch batch(p, Widths(p.dim, p.value_dim));
+    Inflow inflow(p, head, is_bf16, query_is_bf16);
+    Summary summary(p, head);
+    Step now(p, Widths(p.dim, p.value_dim));
     Moves moves;
     for (int64_t step = 0; step <= p.steps; step++) {
       if (step) {
-        arrivals.make(step - 1, batch);
-        p.place ? walker.take_and_tell(batch, step - 1, moves) : walker.take(batch);
+        inflow.make(step - 1, now);
+        p.place ? summary.absorb(now, step - 1, moves) : summary.absorb(now);
       }
       const int64_t at = (head * (p.steps + 1) + step) * p.count;
-      walker.write(p.rows_by + at * wide, p.excess_by + at, p.size_by + at);
+      summary.write(p.rows_by + at * wide, p.excess_by + at, p.size_by + at);
     }
-    walker.finish();
-    arrivals.finish();
+    summary.finish();
+    inflow.finish();
   }
 }
 
 // The gradients of a walk, which is linear given its moves: `fewkeys.past.gradient`.
-struct PastBack {
-  const float *rows_by, *last;  // that come: (B Hkv, steps + 1, M, D + Dv), (B Hkv, M, D + Dv)
-  const int64_t *place;         // the moves: (B Hkv, steps, M + E)
-  const float *share;
-  const int64_t *index;         // (B Hkv, steps, E)
-  float *rows;                  // of the rows at the beginning: (B Hkv, M, D + Dv)
-  float *key, *value;           // (B Hkv, Nk, D), (B Hkv, Nk, Dv): zeros, to be added to
-  int64_t heads, keys, dim, value_dim, count, steps, leaving;
-};
 
-static void walk_back(const PastBack &p, int64_t head) {
+static void scan_back(const PastBack &p, int64_t head) {
   const int64_t wide = p.dim + p.value_dim, size = p.count * wide;
   const float *by = p.rows_by + head * (p.steps + 1) * size, *last = p.last + head * size;
-  Numbers<float> flow(by + p.steps * size, by + (p.steps + 1) * size), before(size);
+  aligned_vector<float> flow(by + p.steps * size, by + (p.steps + 1) * size), before(size);
   add(flow.data(), last, 1.0f, size);
   for (int64_t step = p.steps - 1; step >= 0; step--) {
-    const int64_t at = head * p.steps + step, first = at * (p.count + p.leaving);
+    const int64_t at = head * p.steps + step, first = at * (p.count + p.evicted);
     std::copy_n(by + step * size, size, before.data());
-    for (int64_t i = 0; i < p.count + p.leaving; i++) {
+    for (int64_t i = 0; i < p.count + p.evicted; i++) {
       const float share = p.share[first + i], *from = &flow[p.place[first + i] * wide];
       if (share == 0.0f) continue;
       if (i < p.count) {
         add(&before[i * wide], from, share, wide);
         continue;
       }
-      const int64_t key = head * p.keys + p.index[at * p.leaving + i - p.count];
+      const int64_t key = head * p.keys + p.index[at * p.evicted + i - p.count];
       add(p.key + key * p.dim, from, share, p.dim);
       add(p.value + key * p.value_dim, from + p.dim, share, p.value_dim);
     }
@@ -241,14 +221,9 @@ static void walk_back(const PastBack &p, int64_t head) {
   std::copy_n(flow.data(), size, p.rows + head * size);
 }
 
-extern "C" void fewkeys_walk_back(const PastBack *p, int threads) {
+static void scan_back(const PastBack &p, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t head = 0; head < p->heads; head++) walk_back(*p, head);
+  for (int64_t head = 0; head < p.heads; head++) scan_back(p, head);
 }
 
-extern "C" void fewkeys_walk(const Past *p, int is_bf16, int query_is_bf16, int threads) {
-  if (query_is_bf16)
-    is_bf16 ? walk<bf16, bf16>(*p, threads) : walk<bf16, float>(*p, threads);
-  else
-    is_bf16 ? walk<float, bf16>(*p, threads) : walk<float, float>(*p, threads);
-}
+}  // namespace fewkeys

@@ -1,50 +1,45 @@
-// Gradients of `attend.cpp`: tile by tile once more, the weights made again from the inputs.
-#include "attend.cpp"
+// Gradients of `near.cpp`: tile by tile once more, the weights made again from the inputs.
+#pragma once
 #include "back.h"
+#include "near.h"
 
-struct AttendBack {
-  Attend of;           // its output is not read
-  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
-  float *query;        // (B, Hq, Nq, D)
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), through the band: zeros, to be added to
-  float *shared_key, *shared_value;  // (B Hkv, shared, D), (B Hkv, shared, Dv filled up): the same
-};
+namespace fewkeys {
 
 // The first-order term adds sum_r u_r s right_r to the output, u_r = scale q . left_r, s = sum_c P_c factor_c. So
 // phi = sum_r u_r (g . right_r) joins the gradient of every stand-in's weight, times its factor, and q . left_r has the
 // gradient s (g . right_r).
 template <class T>
-class AttentionBack {
+class NearAttentionBack {
  public:
   static constexpr int TILES = 16;  // whose gradients are added up before they are handed on
 
-  explicit AttentionBack(const AttendBack &all)
+  explicit NearAttentionBack(const NearBack &all)
       : all(all), p(all.of), dim(p.dim), value_dim(p.value_dim), columns(p.entries + p.means),
         shared(columns + p.rank, dim, value_dim),
         band(std::min<int64_t>(p.keys, std::max<int64_t>(0, TILES * TILE + p.left + p.right)), dim, value_dim),
         tile_back(dim, value_dim), weights(p), grad_shared(weights.score.size()), grad_near(weights.near.size()) {}
 
-  void attend(int64_t b, int64_t h, int64_t piece, int64_t pieces, Turns &turns) {
-    const int64_t shared_head = h / p.groups, head = b * (p.heads / p.groups) + shared_head;
+  void attend(int64_t b, int64_t h, int64_t piece, int64_t pieces, Sequencer &order) {
+    const int64_t shared_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + shared_head;
     const int64_t begin = piece * TILES * TILE, end = std::min(p.queries, begin + TILES * TILE);
     const Reach all_reached = weights.reach_of(begin, end - begin);
     const int64_t low = all_reached.begin, high = low + all_reached.count;
     take(b, shared_head, head, low, high);
     for (int64_t first = begin; first < end; first += TILE)
       attend_tile(b, h, head, first, std::min<int64_t>(TILE, end - first), low);
-    turns.wait(head, h % p.groups * pieces + piece);
+    order.wait(head, h % p.gqa_ratio * pieces + piece);
     hand_on(head, low, high);
-    turns.pass_on(head);
+    order.advance(head);
   }
 
  private:
-  const AttendBack &all;
-  const Attend &p;
+  const NearBack &all;
+  const Near &p;
   const int dim, value_dim, columns;
   KeyValues shared, band;
   TileBack<T> tile_back;
   NearWeights weights;
-  Numbers<float> grad_shared, grad_near;
+  aligned_vector<float> grad_shared, grad_near;
 
   void take(int64_t b, int64_t h, int64_t head, int64_t low, int64_t high) {
     const int64_t count = columns + p.rank;
@@ -86,6 +81,7 @@ class AttentionBack {
   // While products with left are what they were.
   void first_order(int64_t head, const vec *inverse) {
     vec phi[WIDE] = {};
+    count_multiply_adds((p.rank + p.means) * TILE);
     for (int r = 0; r < p.rank; r++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         const int64_t at = (columns + r) * TILE + v;
@@ -113,19 +109,17 @@ class AttentionBack {
 };
 
 template <class T>
-static void attend_back(const AttendBack &all, int threads) {
-  const Attend &p = all.of;
-  const int64_t piece = AttentionBack<T>::TILES * TILE, pieces = (p.queries + piece - 1) / piece;
-  Turns turns(p.batch * (p.heads / p.groups));
+static void attend_back(const NearBack &all, int threads) {
+  const Near &p = all.of;
+  const int64_t piece = NearAttentionBack<T>::TILES * TILE, pieces = (p.queries + piece - 1) / piece;
+  Sequencer order(p.batch * (p.heads / p.gqa_ratio));
 #pragma omp parallel num_threads(threads)
   {
-    AttentionBack<T> attention(all);
+    NearAttentionBack<T> attention(all);
 #pragma omp for schedule(monotonic : dynamic, 1)
     for (int64_t t = 0; t < p.batch * p.heads * pieces; t++)
-      attention.attend(t / pieces / p.heads, t / pieces % p.heads, t % pieces, pieces, turns);
+      attention.attend(t / pieces / p.heads, t / pieces % p.heads, t % pieces, pieces, order);
   }
 }
 
-extern "C" void fewkeys_attend_back(const AttendBack *p, int is_bf16, int threads) {
-  is_bf16 ? attend_back<bf16>(*p, threads) : attend_back<float>(*p, threads);
-}
+}  // namespace fewkeys

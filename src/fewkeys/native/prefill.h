@@ -1,15 +1,18 @@
-// Softmax over a list of keys and means of the past, where the past moves on meanwhile: `blocks.cpp` over `past.cpp`.
+// Softmax over a list of keys and means of the past, where the past moves on meanwhile: `blocks.h` over `scan.h`.
 //
 // One thread moves the means of a head on; others may prepare the keys that come next and attend to the blocks whose
 // means are known. The means of a block are read by its queries alone, so those of a few blocks are all that is held.
+#pragma once
 #include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
 #include <thread>
 
-#include "blocks.cpp"
-#include "past.cpp"
+#include "blocks.h"
+#include "scan.h"
+
+namespace fewkeys {
 
 template <class Products>
 class Prefill {
@@ -19,34 +22,35 @@ class Prefill {
   }
 
   // By one thread.
-  void walk(Block<Products> &mine) {
+  void scan(BlockAttention<Products> &mine) {
     const Widths w(p.dim, p.value_dim);
-    rows.reset(new float[HELD * p.means * w.wide]), excess.reset(new float[HELD * p.means]);
-    arrivals.reset(new Arrivals<Number, Number>(*p.past, head));
-    for (int64_t i = 0; i < AHEAD; i++) batches.emplace_back(*p.past, w);
-    Walker walker(*p.past, head);
+    rows.resize(HELD * p.means * w.wide), excess.resize(HELD * p.means);
+    constexpr bool is_bf16 = sizeof(Number) == sizeof(bf16);
+    inflow.reset(new Inflow(*p.past, head, is_bf16, is_bf16));
+    for (int64_t i = 0; i < AHEAD; i++) ahead.emplace_back(*p.past, w);
+    Summary summary(*p.past, head);
     open.store(true, std::memory_order_release);
     for (int64_t block = 0; block < p.blocks; block++) {
       if (block) {
         while (prepared.load(std::memory_order_acquire) < block)
           if (!prepare_one()) attend_one(mine);
-        walker.take(batches[(block - 1) % AHEAD]);
+        summary.absorb(ahead[(block - 1) % AHEAD]);
         taken.store(block, std::memory_order_release);
       }
       const int64_t slot = block % HELD;
       // Where nobody helps, this thread attends to them all.
       while (free[slot].load(std::memory_order_acquire) != block) attend_one(mine);
-      walker.write(&rows[slot * p.means * w.wide], &excess[slot * p.means], nullptr);
+      summary.write(&rows[slot * p.means * w.wide], &excess[slot * p.means], nullptr);
       made.store(block + 1, std::memory_order_release);
     }
     while (done.load(std::memory_order_acquire) < p.blocks) attend_one(mine);
-    walker.finish();
-    arrivals->finish();
-    rows.reset(), excess.reset(), arrivals.reset(), batches.clear();
+    summary.finish();
+    inflow->finish();
+    rows = {}, excess = {}, inflow.reset(), ahead.clear();
   }
 
   // By any thread; false where there is nothing to do at the moment.
-  bool help(Block<Products> &mine) {
+  bool help(BlockAttention<Products> &mine) {
     return (open.load(std::memory_order_acquire) && prepare_one()) || attend_one(mine);
   }
 
@@ -54,17 +58,17 @@ class Prefill {
 
  private:
   typedef typename Products::Number Number;
-  static constexpr int64_t HELD = 8, AHEAD = 2;  // blocks and batches: they fit in the cache next to a core
+  static constexpr int64_t HELD = 8, AHEAD = 2;  // blocks and steps: they fit in the cache next to a core
   const Blocks &p;
   const int64_t head;
-  std::unique_ptr<float[]> rows, excess;
-  std::unique_ptr<Arrivals<Number, Number>> arrivals;
-  std::deque<Batch> batches;
+  aligned_vector<float> rows, excess;
+  std::unique_ptr<Inflow> inflow;
+  std::deque<Step> ahead;
   std::atomic<bool> open{false}, preparing{false};
-  std::atomic<int64_t> prepared{0}, taken{0};                   // batches
+  std::atomic<int64_t> prepared{0}, taken{0};                   // steps
   std::atomic<int64_t> made{0}, begun{0}, done{0}, free[HELD];  // blocks; free: the block that a slot is next for
 
-  // Makes the next batch, if there is room for it and nobody else does.
+  // Makes the next step, if there is room for it and nobody else does.
   bool prepare_one() {
     const auto wanted = [this] {
       const int64_t next = prepared.load(std::memory_order_acquire);
@@ -73,7 +77,7 @@ class Prefill {
     if (!wanted() || preparing.exchange(true, std::memory_order_acquire)) return false;
     const bool still = wanted();
     if (still) {
-      arrivals->make(prepared, batches[prepared % AHEAD]);
+      inflow->make(prepared, ahead[prepared % AHEAD]);
       prepared.fetch_add(1, std::memory_order_release);
     }
     preparing.store(false, std::memory_order_release);
@@ -81,7 +85,7 @@ class Prefill {
   }
 
   // Attends to the next block whose means are known, if there is one.
-  bool attend_one(Block<Products> &mine) {
+  bool attend_one(BlockAttention<Products> &mine) {
     int64_t block = begun;
     do {
       if (block >= made.load(std::memory_order_acquire)) return false;
@@ -98,12 +102,12 @@ class Prefill {
 template <class Products>
 static void prefill(const Blocks &p, int threads) {
   std::deque<Prefill<Products>> heads;
-  for (int64_t head = 0; head < p.batch * (p.heads / p.groups); head++) heads.emplace_back(p, head);
+  for (int64_t head = 0; head < p.batch * (p.heads / p.gqa_ratio); head++) heads.emplace_back(p, head);
   std::atomic<size_t> next{0};
 #pragma omp parallel num_threads(threads)
   {
-    Block<Products> block(p);
-    for (size_t head; (head = next++) < heads.size();) heads[head].walk(block);
+    BlockAttention<Products> block(p);
+    for (size_t head; (head = next++) < heads.size();) heads[head].scan(block);
     // Who has no head left helps the others, and rests where there is nothing to do: the core may have other threads.
     for (auto &head : heads)
       while (!head.empty())
@@ -111,6 +115,4 @@ static void prefill(const Blocks &p, int threads) {
   }
 }
 
-extern "C" void fewkeys_prefill(const Blocks *p, int is_bf16, int threads) {
-  with_products(is_bf16, [=](auto products) { prefill<decltype(products)>(*p, threads); });
-}
+}  // namespace fewkeys

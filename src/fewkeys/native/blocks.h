@@ -2,19 +2,10 @@
 #pragma once
 #include "matrix.h"
 
-struct Blocks {
-  Rows query, key, value, out;
-  Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
-  const float *bias;          // (B Hkv, blocks, M), -inf for none
-  const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
-  const struct Past *past;    // what makes the means while they are read (`prefill.cpp`); else null
-  // Blocks are of positions; the first is that of the first query.
-  int64_t batch, heads, groups, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
-  float scale;
-};
+namespace fewkeys {
 
 // Means of one block: rows of keys and values, and the bias of their scores.
-struct Means {
+struct BlockMeans {
   const float *key, *value, *bias;
   int64_t key_stride, value_stride;
 };
@@ -34,28 +25,28 @@ static void show_list(const Blocks &p, Tile &tile, const int64_t *place, int cou
 
 // The keys of one block, and all queries of the block that read them.
 template <class Products>
-class Block {
+class BlockAttention {
  public:
-  explicit Block(const Blocks &p)
+  explicit BlockAttention(const Blocks &p)
       : p(p), query(p.dim), mixed(p.value_dim), list(p.dim, p.value_dim), means(p.dim, p.value_dim),
-        score((stepped(p.entries) + stepped(p.means)) * TILE), place(p.entries) {}
+        score((round_up(p.entries, STEP) + round_up(p.means, STEP)) * TILE), place(p.entries) {}
 
   void attend(int64_t head, int64_t block) {
-    const int64_t b = head / (p.heads / p.groups), h = head % (p.heads / p.groups), first = block * p.means;
+    const int64_t b = head / (p.heads / p.gqa_ratio), h = head % (p.heads / p.gqa_ratio), first = block * p.means;
     const float *bias = p.bias + head * p.blocks * p.means + first;
     attend(head, block,
            {p.mean_key.at<float>(b, h, first), p.mean_value.at<float>(b, h, first), bias, p.mean_key.row,
             p.mean_value.row});
   }
 
-  void attend(int64_t head, int64_t block, const Means &of) {
-    const int64_t shared_heads = p.heads / p.groups, b = head / shared_heads, h = head % shared_heads;
+  void attend(int64_t head, int64_t block, const BlockMeans &of) {
+    const int64_t shared_heads = p.heads / p.gqa_ratio, b = head / shared_heads, h = head % shared_heads;
     const int64_t begin = (p.offset / p.size + block) * p.size - p.offset;
     listed = places_of(p, head, block, place.data());
     gather(b, h);
     means.read(of.key, of.key_stride, of.value, of.value_stride, p.means);
     const int64_t end = std::min(p.queries, begin + p.size);
-    for (int64_t g = h * p.groups; g < (h + 1) * p.groups; g++)
+    for (int64_t g = h * p.gqa_ratio; g < (h + 1) * p.gqa_ratio; g++)
       for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
         attend_tile(b, g, first, std::min<int64_t>(TILE, end - first), of.bias);
   }
@@ -67,9 +58,9 @@ class Block {
   typename Products::Queries query;
   typename Products::Mixed mixed;
   typename Products::Columns list, means;
-  Numbers<float> score;
+  aligned_vector<float> score;
   int listed = 0;
-  std::vector<int64_t> place;
+  aligned_vector<int64_t> place;
 
   void gather(int64_t b, int64_t h) {
     bool in_a_row = true;
@@ -88,7 +79,7 @@ class Block {
     if (p.causal)
       while (seen && place[seen - 1] > position + rows - 1) seen--;
     query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
-    float *mean_score = &score[stepped(seen) * TILE];
+    float *mean_score = &score[round_up(seen, STEP) * TILE];
     list.dots(query, seen, score.data());
     means.dots(query, p.means, mean_score);
     Tile tile(p.scale);
@@ -100,22 +91,20 @@ class Block {
     mixed.clear();
     list.mix(score.data(), seen, rows, Everywhere(), mixed);
     means.mix(mean_score, p.means, rows, Everywhere(), mixed);
-    tile.write(mixed.rows(), filled(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
+    tile.write(mixed.rows(), round_up(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
                p.value_dim);
   }
 };
 
 template <class Products>
 static void attend_blocks(const Blocks &p, int threads) {
-  const int64_t work = p.batch * (p.heads / p.groups) * p.blocks;
+  const int64_t work = p.batch * (p.heads / p.gqa_ratio) * p.blocks;
 #pragma omp parallel num_threads(threads)
   {
-    Block<Products> block(p);
+    BlockAttention<Products> block(p);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t t = 0; t < work; t++) block.attend(t / p.blocks, t % p.blocks);
   }
 }
 
-extern "C" void fewkeys_attend_blocks(const Blocks *p, int is_bf16, int threads) {
-  with_products(is_bf16, [=](auto products) { attend_blocks<decltype(products)>(*p, threads); });
-}
+}  // namespace fewkeys

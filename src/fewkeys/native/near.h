@@ -2,18 +2,7 @@
 #pragma once
 #include "matrix.h"
 
-struct Attend {
-  Rows query, key, value, out;
-  // What all queries of a key head share, in rows: the list, the stand-ins, the left factor of the first-order term.
-  const float *shared_key, *shared_value;  // (B Hkv, entries + means + rank, D or Dv filled up)
-  const int64_t *place;                    // (B Hkv, entries): where the list's keys stand; beyond the last: none
-  const float *bias, *total, *factor;      // (B Hkv, means)
-  const int64_t *label;                    // (B Hkv, Nk)
-  const float *share;                      // (B Hkv, Nk)
-  const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null
-  int64_t batch, heads, groups, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
-  float scale;
-};
+namespace fewkeys {
 
 constexpr float ROUNDING = 1e-5f;
 
@@ -26,11 +15,11 @@ struct Reach {
 // How products with keys become weights, a tile of queries after the other.
 class NearWeights {
  public:
-  Numbers<float> score, near;  // of what is shared; of the band
+  aligned_vector<float> score, near;  // of what is shared; of the band
   vec slope[WIDE];             // what the factors of the stand-ins sum up to
 
-  explicit NearWeights(const Attend &p)
-      : score(stepped(p.entries + p.means + p.rank) * TILE), near(stepped(most_reached(p)) * TILE), p(p),
+  explicit NearWeights(const Near &p)
+      : score(round_up(p.entries + p.means + p.rank, STEP) * TILE), near(round_up(most_reached(p), STEP) * TILE), p(p),
         count(p.means * TILE) {}
 
   Reach reach_of(int64_t first, int rows) const {
@@ -52,6 +41,7 @@ class NearWeights {
 
   // `rank` more columns: q left, times the slope.
   void weigh_first_order() {
+    count_multiply_adds(p.rank * TILE);
     for (int r = 0; r < p.rank; r++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         float *to = &score[(p.entries + p.means + r) * TILE + v];
@@ -60,11 +50,11 @@ class NearWeights {
   }
 
  private:
-  const Attend &p;
-  Numbers<float> count;  // what every stand-in speaks for
+  const Near &p;
+  aligned_vector<float> count;  // what every stand-in speaks for
   const ivec lane = count_up();
 
-  static int64_t most_reached(const Attend &p) {
+  static int64_t most_reached(const Near &p) {
     return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
   }
 
@@ -72,7 +62,7 @@ class NearWeights {
   void look_near(Tile &tile, int64_t head, int64_t position, int64_t begin, int reached) {
     const float *total = p.total + head * p.means;
     for (int c = 0; c < p.means; c++)
-      for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], all(total[c]));
+      for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], broadcast(total[c]));
     for (int j = 0; j < reached; j++) {
       const int64_t at = begin + j, index = head * p.keys + at;
       const float share = p.means ? p.share[index] : 0.0f;
@@ -80,9 +70,10 @@ class NearWeights {
       const int high = std::min<int64_t>(at + p.left - position, TILE);
       tile.show(&near[j * TILE], lane, p.hidden && p.hidden[index] ? TILE : low, high);
       if (share == 0.0f) continue;
+      count_multiply_adds(TILE);
       float *left = &count[p.label[index] * TILE];
       for (int v = 0; v < TILE; v += LANES)
-        store(left + v, load(left + v) - within(lane + v, low, high, all(share), all(0.0f)));
+        store(left + v, load(left + v) - within(lane + v, low, high, broadcast(share), broadcast(0.0f)));
     }
   }
 
@@ -95,21 +86,23 @@ class NearWeights {
   }
 
   void look_at_means(Tile &tile, int64_t head) {
+    count_multiply_adds(p.means * TILE);
     for (int c = 0; c < p.means; c++) {
       const float bias = p.bias[head * p.means + c];
       // A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
-      const vec least = all(ROUNDING * p.total[head * p.means + c]);
+      const vec least = broadcast(ROUNDING * p.total[head * p.means + c]);
       float *to = &score[(p.entries + c) * TILE];
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
-        const vec x = load(&count[c * TILE + v]) > least ? load(to + v) * p.scale + bias : all(-INFINITY);
+        const vec x = load(&count[c * TILE + v]) > least ? load(to + v) * p.scale + bias : broadcast(-INFINITY);
         store(to + v, x);
-        tile.top[w] = larger(tile.top[w], x);
+        tile.top[w] = max(tile.top[w], x);
       }
     }
   }
 
   void weigh_means(Tile &tile, int64_t head) {
     for (vec &sum : slope) sum = vec{};
+    count_multiply_adds(p.means * TILE);
     for (int c = 0; c < p.means; c++) {
       const float factor = p.rank ? p.factor[head * p.means + c] : 0.0f;
       float *to = &score[(p.entries + c) * TILE];
@@ -124,16 +117,16 @@ class NearWeights {
 };
 
 template <class Products>
-class Attention {
+class NearAttention {
  public:
   typedef typename Products::Columns Columns;
   typedef typename Products::Number Number;
 
-  explicit Attention(const Attend &p)
+  explicit NearAttention(const Near &p)
       : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p) {}
 
   void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
-    const int64_t shared_head = h / p.groups, head = b * (p.heads / p.groups) + shared_head;
+    const int64_t shared_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + shared_head;
     const int rows = std::min<int64_t>(TILE, p.queries - first), columns = p.entries + p.means + p.rank;
     const Reach reach = weights.reach_of(first, rows);
     float *score = weights.score.data(), *near = weights.near.data();
@@ -155,12 +148,12 @@ class Attention {
       high = std::clamp<int64_t>(from + SOME + p.right, low, reach.count);
     };
     band.mix(near, reach.count, rows, reached, mixed);
-    tile.write(mixed.rows(), filled(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
+    tile.write(mixed.rows(), round_up(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
                p.value_dim);
   }
 
  private:
-  const Attend &p;
+  const Near &p;
   const typename Products::Session session = {};
   typename Products::Queries query;
   typename Products::Mixed mixed;
@@ -169,25 +162,23 @@ class Attention {
 };
 
 template <class Products>
-static void attend(const Attend &p, int threads) {
-  const int64_t shared_heads = p.heads / p.groups, lists = p.batch * shared_heads;
+static void attend(const Near &p, int threads) {
+  const int64_t shared_heads = p.heads / p.gqa_ratio, lists = p.batch * shared_heads;
   const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
-  const int64_t columns = p.entries + p.means + p.rank, wide = filled(p.value_dim);
+  const int64_t columns = p.entries + p.means + p.rank, wide = round_up(p.value_dim);
   std::vector<typename Products::Columns> shared(lists, {(int)p.dim, (int)p.value_dim});
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for
     for (int64_t i = 0; i < lists; i++)
       shared[i].read(p.shared_key + i * columns * p.dim, p.dim, p.shared_value + i * columns * wide, wide, columns);
-    Attention<Products> attention(p);
+    NearAttention<Products> attention(p);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t t = 0; t < work; t++) {
       const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
-      attention.attend(shared[b * shared_heads + h / p.groups], b, h, t % tiles * TILE);
+      attention.attend(shared[b * shared_heads + h / p.gqa_ratio], b, h, t % tiles * TILE);
     }
   }
 }
 
-extern "C" void fewkeys_attend(const Attend *p, int is_bf16, int threads) {
-  with_products(is_bf16, [=](auto products) { attend<decltype(products)>(*p, threads); });
-}
+}  // namespace fewkeys

@@ -1,43 +1,14 @@
 // What the queries see of every key, the cluster of every key, and sums over clusters: `fewkeys.sketch.clusters`.
-#include <vector>
-
+#pragma once
 #include "tile.h"
 
-struct Survey {
-  Rows key, value;
-  // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
-  // mean key. Null: not asked.
-  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
-  float *spread, *importance;  // (B Hkv, Nk)
-  // The clusters, in the coordinates of keys and values side by side. count = 0: not asked.
-  const float *centre, *constant;  // (B Hkv, C, D + Dv), (B Hkv, C)
-  float *nearest;                  // (B Hkv, Nk): the largest x . centre + constant
-  int64_t *label;                  // (B Hkv, Nk): the first that attains it
-  const float *middle;             // (B Hkv, Dv); null: not asked
-  float *square;                   // (B Hkv, Nk): |v - middle|^2
-  int64_t batch, heads, keys, dim, value_dim, count;
-};
-
-struct Sums {
-  Rows key, value;
-  const int64_t *label;  // (B Hkv, Nk)
-  const float *share;    // (B Hkv, Nk)
-  float *sums;           // (B Hkv, C, D + Dv)
-  const float *middle;   // (B Hkv, D); null: not asked
-  float *products;       // (B Hkv, D, Dv): the sum of share_j (k_j - middle) v_j^T
-  int64_t batch, heads, keys, dim, value_dim, count;
-};
-
-struct Totals {
-  Rows key, value;
-  float *sums, *square;  // (B, Hkv, D + Dv), (B, Hkv): of all keys and values; of |v|^2
-  int64_t batch, heads, keys, dim, value_dim;
-};
+namespace fewkeys {
 
 constexpr int64_t PIECE = 4096;  // keys added up by themselves, so that sums do not depend on the number of threads
 
 // Squared distances of the rows in `lanes` from `middle`.
 static void measure(const float *lanes, const float *middle, int dim, float *square) {
+  count_multiply_adds(dim * TILE);
   for (int v = 0; v < TILE; v += LANES) {
     vec sum = {};
     for (int d = 0; d < dim; d++) {
@@ -67,8 +38,9 @@ static void see(const Survey &p, int64_t head, const float *lanes, float *found,
 
 // The largest `found + constant` of every lane, and the first that attains it; found (count, TILE).
 static void nearest_of(const float *found, const float *constant, int count, float *nearest, int32_t *label) {
+  count_multiply_adds(count * TILE);
   for (int v = 0; v < TILE; v += LANES) {
-    vec best = all(-INFINITY);
+    vec best = broadcast(-INFINITY);
     ivec whose = {};
     for (int c = 0; c < count; c++) {
       const vec x = load(found + c * TILE + v) + constant[c];
@@ -86,7 +58,7 @@ static void survey(const Survey &p, int threads) {
   const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads, both = p.dim + p.value_dim;
 #pragma omp parallel num_threads(threads)
   {
-    Numbers<float> scratch((both + std::max(p.dim + 1, p.count)) * TILE);
+    aligned_vector<float> scratch((both + std::max(p.dim + 1, p.count)) * TILE);
     float *lanes = scratch.data(), *found = lanes + both * TILE;
 #pragma omp for schedule(dynamic, 16)
     for (int64_t t = 0; t < work; t++) {
@@ -121,7 +93,7 @@ class Adder {
  public:
   static constexpr int64_t FEW = 64;
   explicit Adder(const Sums &p)
-      : p(p), both(p.dim + p.value_dim), tall(filled(p.dim)), wide(filled(p.value_dim)), keys(FEW * tall),
+      : p(p), both(p.dim + p.value_dim), tall(round_up(p.dim)), wide(round_up(p.value_dim)), keys(FEW * tall),
         copy(FEW * wide) {}
 
   // sums (C, D + Dv), products (D, Dv) filled up on both sides.
@@ -143,7 +115,7 @@ class Adder {
  private:
   const Sums &p;
   const int64_t both, tall, wide;
-  Numbers<float> keys, copy;
+  aligned_vector<float> keys, copy;
 
   void multiply(int64_t b, int64_t h, int64_t head, int64_t begin, int count, float *products) {
     const float *middle = p.middle + head * p.dim;
@@ -151,20 +123,20 @@ class Adder {
       const T *key = p.key.at<T>(b, h, begin + j);
       const float share = p.share[head * p.keys + begin + j];
       float *to = &keys[j * tall];
-      for (int64_t d = 0; d < p.dim; d++) to[d] = share * (number(key[d]) - middle[d]);
+      for (int64_t d = 0; d < p.dim; d++) to[d] = share * (to_float(key[d]) - middle[d]);
     }
     int64_t stride = p.value.row;
     const float *value = floats(p.value.at<T>(b, h, begin), stride, count, p.value_dim, wide, copy.data());
     for (int64_t d = 0; d < tall; d += SOME)
-      mix<SOME>(value, stride, count, wide, &keys[d], tall, products + d * wide, wide);
+      mix(value, stride, count, wide, &keys[d], tall, products + d * wide, wide);
   }
 };
 
 template <class T>
 static void label_sums(const Sums &p, int threads) {
   const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, both = p.dim + p.value_dim;
-  const int64_t size = p.count * both, wide = filled(p.value_dim), square = p.middle ? filled(p.dim) * wide : 0;
-  Numbers<float> parts(heads * pieces * (size + square));
+  const int64_t size = p.count * both, wide = round_up(p.value_dim), square = p.middle ? round_up(p.dim) * wide : 0;
+  aligned_vector<float> parts(heads * pieces * (size + square));
 #pragma omp parallel num_threads(threads)
   {
     Adder<T> adder(p);
@@ -201,14 +173,15 @@ static void add_up(const T *row, int64_t stride, int64_t count, float *sums, vec
 // Adds up rows; returns the sum of all squares.
 template <class T>
 static float add_rows(const T *row, int64_t stride, int64_t count, int64_t dim, float *sums) {
+  count_multiply_adds(count * dim);
   vec square = {};
   int64_t d = 0;
   for (; d + 4 * LANES <= dim; d += 4 * LANES) add_up<4>(row + d, stride, count, sums + d, square);
   for (; d + LANES <= dim; d += LANES) add_up<1>(row + d, stride, count, sums + d, square);
-  float found = total_of(square);
+  float found = sum_of_lanes(square);
   for (; d < dim; d++)
     for (int64_t j = 0; j < count; j++) {
-      const float x = number(row[j * stride + d]);
+      const float x = to_float(row[j * stride + d]);
       sums[d] += x, found += x * x;
     }
   return found;
@@ -217,7 +190,7 @@ static float add_rows(const T *row, int64_t stride, int64_t count, int64_t dim, 
 template <class T>
 static void totals(const Totals &p, int threads) {
   const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, size = p.dim + p.value_dim;
-  Numbers<float> parts(heads * pieces * size), squares(heads * pieces);
+  aligned_vector<float> parts(heads * pieces * size), squares(heads * pieces);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (int64_t t = 0; t < heads * pieces; t++) {
     const int64_t b = t / pieces / p.heads, h = t / pieces % p.heads, first = t % pieces * PIECE;
@@ -231,12 +204,4 @@ static void totals(const Totals &p, int threads) {
   }
 }
 
-extern "C" void fewkeys_totals(const Totals *p, int is_bf16, int threads) {
-  is_bf16 ? totals<bf16>(*p, threads) : totals<float>(*p, threads);
-}
-extern "C" void fewkeys_survey(const Survey *p, int is_bf16, int threads) {
-  is_bf16 ? survey<bf16>(*p, threads) : survey<float>(*p, threads);
-}
-extern "C" void fewkeys_label_sums(const Sums *p, int is_bf16, int threads) {
-  is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads);
-}
+}  // namespace fewkeys

@@ -1,0 +1,61 @@
+// How much arithmetic kernels do and how much memory their buffers take, counted in builds with -DFEWKEYS_COUNT alone:
+// with it, a law can see how both grow. In every other build the calls below are nothing.
+#pragma once
+#include <cstdint>
+
+#ifdef FEWKEYS_COUNT
+#include <atomic>
+#include <deque>
+#include <mutex>
+
+namespace fewkeys {
+
+struct Counter {
+  std::atomic<int64_t> multiply_adds{0}, bytes{0};
+};
+
+// One counter for each thread there ever was: nobody else adds to it.
+struct Counters {
+  std::mutex enrolling;
+  std::deque<Counter> of_threads;
+
+  static Counters &all() {
+    static Counters counters;
+    return counters;
+  }
+
+  static Counter &mine() {
+    static thread_local Counter &counter = all().enroll();
+    return counter;
+  }
+
+  // What all threads have counted since the last time somebody asked.
+  void take(int64_t &multiply_adds, int64_t &bytes) {
+    const std::lock_guard<std::mutex> hold(enrolling);
+    multiply_adds = bytes = 0;
+    for (Counter &counter : of_threads) multiply_adds += counter.multiply_adds.exchange(0), bytes += counter.bytes.exchange(0);
+  }
+
+ private:
+  Counter &enroll() {
+    const std::lock_guard<std::mutex> hold(enrolling);
+    return of_threads.emplace_back();
+  }
+};
+
+static inline void count_multiply_adds(int64_t number) {
+  Counters::mine().multiply_adds.fetch_add(number, std::memory_order_relaxed);
+}
+static inline void count_bytes(int64_t number) {
+  Counters::mine().bytes.fetch_add(number, std::memory_order_relaxed);
+}
+
+}  // namespace fewkeys
+#else
+namespace fewkeys {
+
+static inline void count_multiply_adds(int64_t) {}
+static inline void count_bytes(int64_t) {}
+
+}  // namespace fewkeys
+#endif

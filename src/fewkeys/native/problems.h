@@ -1,0 +1,138 @@
+// What kernels are told: the structs that cross ctypes, and nothing else. Python declares each under the same name, and
+// `build.call` compares the sizes.
+#pragma once
+#include <cstdint>
+
+#define FEWKEYS_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace fewkeys {
+
+// (B, H, N, dim) in any layout whose last dimension is dense; strides are counted in elements
+struct Rows {
+  const void *data;
+  int64_t batch, head, row;
+  template <class T>
+  const T *at(int64_t b, int64_t h, int64_t n) const {
+    return (const T *)data + b * batch + h * head + n * row;
+  }
+};
+
+// Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
+struct Near {
+  Rows query, key, value, out;
+  // What all queries of a key head share, in rows: the list, the stand-ins, the left factor of the first-order term.
+  const float *shared_key, *shared_value;  // (B Hkv, entries + means + rank, D or Dv filled up)
+  const int64_t *place;                    // (B Hkv, entries): where the list's keys stand; beyond the last: none
+  const float *bias, *total, *factor;      // (B Hkv, means)
+  const int64_t *label;                    // (B Hkv, Nk)
+  const float *share;                      // (B Hkv, Nk)
+  const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null
+  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
+  float scale;
+};
+
+struct NearBack {
+  Near of;             // its output is not read
+  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
+  float *query;        // (B, Hq, Nq, D)
+  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), through the band: zeros, to be added to
+  float *shared_key, *shared_value;  // (B Hkv, shared, D), (B Hkv, shared, Dv filled up): the same
+};
+
+struct Past;
+
+// Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
+struct Blocks {
+  Rows query, key, value, out;
+  Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
+  const float *bias;          // (B Hkv, blocks, M), -inf for none
+  const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
+  const Past *past;           // what makes the means while they are read (`prefill.cpp`); else null
+  // Blocks are of positions; the first is that of the first query.
+  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
+  float scale;
+};
+
+struct BlocksBack {
+  Blocks of;           // its output is not read
+  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
+  float *query;        // (B, Hq, Nq, D)
+  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, to be added to
+  float *means;        // (B, Hkv, blocks, M, D + Dv): keys and values side by side
+};
+
+struct Survey {
+  Rows key, value;
+  // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
+  // mean key. Null: not asked.
+  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1)
+  float *spread, *importance;  // (B Hkv, Nk)
+  // The clusters, in the coordinates of keys and values side by side. count = 0: not asked.
+  const float *centre, *constant;  // (B Hkv, C, D + Dv), (B Hkv, C)
+  float *nearest;                  // (B Hkv, Nk): the largest x . centre + constant
+  int64_t *label;                  // (B Hkv, Nk): the first that attains it
+  const float *middle;             // (B Hkv, Dv); null: not asked
+  float *square;                   // (B Hkv, Nk): |v - middle|^2
+  int64_t batch, heads, keys, dim, value_dim, count;
+};
+
+struct Sums {
+  Rows key, value;
+  const int64_t *label;  // (B Hkv, Nk)
+  const float *share;    // (B Hkv, Nk)
+  float *sums;           // (B Hkv, C, D + Dv)
+  const float *middle;   // (B Hkv, D); null: not asked
+  float *products;       // (B Hkv, D, Dv): the sum of share_j (k_j - middle) v_j^T
+  int64_t batch, heads, keys, dim, value_dim, count;
+};
+
+struct Totals {
+  Rows key, value;
+  float *sums, *square;  // (B, Hkv, D + Dv), (B, Hkv): of all keys and values; of |v|^2
+  int64_t batch, heads, keys, dim, value_dim;
+};
+
+// Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps.
+struct Lloyd {
+  Rows key, value;             // (B, Hkv, M, D or Dv)
+  const uint8_t *real;         // (B, M); null: all are
+  const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1), as those of `Survey`
+  const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv)
+  float *centre, *importance;  // (B Hkv, C, D + Dv), (B Hkv, C)
+  int64_t batch, heads, keys, dim, value_dim, count, steps;
+  float tilt, lowest;
+};
+
+// How the means of the past move on, block by block: `fewkeys.past.scan`.
+struct Past {
+  // What is known at the beginning, one after the other for every key head; at the end, what is known then.
+  float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)
+  float *seen, *seen_key, *seen_value, *seen_square;  // (B Hkv), (B Hkv, D), (B Hkv, Dv), (B Hkv)
+  float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
+  // What is known at the beginning and after every step.
+  float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
+  // Where the stand-ins and the keys of every step go, and their shares there: (B Hkv, steps, M + E); or null.
+  int64_t *place;
+  float *share;
+  // Every step's queries, and the keys that it absorbs.
+  Rows query;               // (B, Hq, steps x S, D)
+  const uint8_t *answered;  // (B, steps x S), ones for queries that count; or null: all do
+  Rows key, value;
+  const int64_t *index;  // (B Hkv, steps, E)
+  const uint8_t *real;   // (B Hkv, steps, E)
+  int64_t batch, heads, gqa_ratio, dim, value_dim, count, steps, queries, evicted, tilted;
+  float scale, tilt, lowest;
+};
+
+// The gradients of such a scan, which is linear given its moves: `fewkeys.past.gradient`.
+struct PastBack {
+  const float *rows_by, *last;  // that come: (B Hkv, steps + 1, M, D + Dv), (B Hkv, M, D + Dv)
+  const int64_t *place;         // the moves: (B Hkv, steps, M + E)
+  const float *share;
+  const int64_t *index;         // (B Hkv, steps, E)
+  float *rows;                  // of the rows at the beginning: (B Hkv, M, D + Dv)
+  float *key, *value;           // (B Hkv, Nk, D), (B Hkv, Nk, Dv): zeros, to be added to
+  int64_t heads, keys, dim, value_dim, count, steps, evicted;
+};
+
+}  // namespace fewkeys

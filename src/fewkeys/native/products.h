@@ -1,0 +1,111 @@
+// The products that attention is made of.
+//
+// Queries (or keys) stand side by side: a tile holds TILE of them, one in each lane, dimension after dimension. So rows
+// of scores are vectors too, and no score is ever summed across lanes.
+#pragma once
+#include "lanes.h"
+
+namespace fewkeys {
+
+// At most TILE rows (count, dim), transposed to lanes (dim, TILE) and scaled; lanes beyond count are zero.
+template <class T>
+static __attribute__((noinline)) void to_lanes(const T *const *rows, int count, int dim, float scale, float *into) {
+  const int whole = dim / LANES * LANES;
+  for (int part = 0; part < TILE; part += LANES) {
+    for (int d = 0; d < whole; d += LANES) {
+      vec x[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i++) x[i] = part + i < count ? load(rows[part + i] + d) * scale : vec{};
+      transpose_step<LANES / 2>(x);
+#pragma GCC unroll 16
+      for (int e = 0; e < LANES; e++) store(into + (d + e) * TILE + part, x[e]);
+    }
+    for (int d = whole; d < dim; d++)
+      for (int i = part; i < part + LANES; i++)
+        into[d * TILE + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;
+  }
+}
+// The same for rows that are `stride` apart.
+template <class T>
+static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
+  const T *at[TILE];
+  for (int i = 0; i < count; i++) at[i] = rows + i * stride;
+  to_lanes(at, count, dim, scale, into);
+}
+
+template <int R>
+static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes,
+                                              float *into) {
+  for (int part = 0; part < TILE; part += 2 * LANES) {
+    vec sum[R][2] = {};
+    const float *x = lanes + part;
+    for (int d = 0; d < dim; d++, x += TILE) {
+      const vec a = load(x), b = load(x + LANES);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        sum[r][0] += a * row[r * stride + d];
+        sum[r][1] += b * row[r * stride + d];
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {  // unrolled like the loop above: sums that are ever indexed live in memory
+      store(into + r * TILE + part, sum[r][0]);
+      store(into + r * TILE + part + LANES, sum[r][1]);
+    }
+  }
+}
+
+// The same for `count` rows, at most R.
+template <int R>
+static inline void dots_up_to(int count, const float *row, int64_t stride, int dim, const float *lanes, float *into) {
+  if constexpr (R > 0) {
+    if (count == R)
+      dots_of<R>(row, stride, dim, lanes, into);
+    else
+      dots_up_to<R - 1>(count, row, stride, dim, lanes, into);
+  }
+}
+
+// Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE).
+static inline void dots(const float *row, int64_t stride, int count, int dim, const float *lanes, float *into) {
+  count_multiply_adds((int64_t)count * dim * TILE);
+  int c = 0;
+  for (; c + ROWS <= count; c += ROWS) dots_of<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE);
+  dots_up_to<ROWS - 1>(count - c, row + c * stride, stride, dim, lanes, into + c * TILE);
+}
+
+template <int Q, int V>
+static __attribute__((noinline)) void mix_of(const float *value, int64_t stride, int count, const float *weight,
+                                             int64_t pitch, float *into, int64_t to) {
+  vec sum[Q][V];
+#pragma GCC unroll 16
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sum[q][v] = load(into + q * to + v * LANES);
+  for (int c = 0; c < count; c++, value += stride, weight += pitch) {
+    vec x[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) x[v] = load(value + v * LANES);
+#pragma GCC unroll 4
+    for (int q = 0; q < Q; q++)
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sum[q][v] += x[v] * weight[q];
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) store(into + q * to + v * LANES, sum[q][v]);
+}
+
+// Adds to SOME rows (dim), `to` apart, the values (count, dim) under weights (count, SOME), `pitch` apart; FILL divides
+// dim.
+static inline void mix(const float *value, int64_t stride, int count, int dim, const float *weight, int64_t pitch,
+                       float *into, int64_t to) {
+  count_multiply_adds((int64_t)count * dim * SOME);
+  constexpr int STEP = ABREAST * LANES;
+  int v = 0;
+  for (; v + STEP <= dim; v += STEP) mix_of<SOME, ABREAST>(value + v, stride, count, weight, pitch, into + v, to);
+  for (; v + LANES <= dim; v += LANES) mix_of<SOME, 1>(value + v, stride, count, weight, pitch, into + v, to);
+}
+
+}  // namespace fewkeys

@@ -1,0 +1,128 @@
+"""The compiled library itself: what it exports, that it agrees with Python on every struct, and what it counts."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import fewkeys as fk
+from fewkeys import native
+from fewkeys.core.graph import Graph
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute.native import backward, forward
+from fewkeys.native import build, keys, tensors
+from fewkeys.past import native as past
+from native_cases import needs_compiler
+
+pytestmark = needs_compiler
+HERE = Path(build.__file__).parent
+STRUCTS = [
+    kind
+    for module in (tensors, keys, past, forward, backward)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind.__module__ == module.__name__
+]
+
+
+def test_no_source_includes_another():
+    for file in HERE.iterdir():
+        if file.suffix in (".cpp", ".h"):
+            assert not re.search(r'#include ".*\.cpp"', file.read_text()), file.name
+
+
+def test_every_file_is_in_the_namespace():
+    for file in HERE.iterdir():
+        if file.suffix in (".cpp", ".h"):
+            assert "namespace fewkeys {" in file.read_text(), file.name
+
+
+@pytest.mark.skipif(not shutil.which("nm"), reason="no nm")
+def test_only_entry_points_are_exported():
+    told = subprocess.run(["nm", "-D", "--defined-only", build._library()._name], capture_output=True, text=True)
+    names = [line.split()[-1] for line in told.stdout.splitlines()]
+    assert len(names) > 10
+    assert not [name for name in names if not name.startswith("fewkeys_")]
+
+
+def test_every_struct_is_declared_in_both_languages():
+    declared = re.findall(r"^struct (\w+) \{", (HERE / "problems.h").read_text(), re.MULTILINE)
+    assert sorted(declared) == sorted({kind.__name__.lstrip("_") for kind in STRUCTS})
+    assert sorted(declared) == sorted(re.findall(r"SIZE_OF\((\w+)\);", (HERE / "kernels.cpp").read_text()))
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_sizes_are_those_of_python(kind):
+    build._compare_sizes(build._library(), kind)
+
+
+def test_a_struct_of_another_size_is_refused():
+    fields = (*keys._Totals._fields_, ("more", ctypes.c_int64))
+    larger = type("_Totals", (ctypes.Structure,), {"_fields_": fields})
+    with pytest.raises(RuntimeError, match=r"struct Totals of \d+ bytes as in Python, got one of"):
+        build.call("fewkeys_totals", larger(), torch.float32)
+    with pytest.raises(RuntimeError, match=r"struct Totals"):
+        build.address(larger())
+    rows = type("Rows", (ctypes.Structure,), {"_fields_": tensors.Rows._fields_[:-1]})
+    with pytest.raises(RuntimeError, match=r"struct Rows of 24 bytes as in Python, got one of 32"):
+        build.call("fewkeys_totals", type("_Totals", (ctypes.Structure,), {"_fields_": (("key", rows),)})())
+    with pytest.raises(RuntimeError, match=r"got none of this name"):
+        build.call("fewkeys_totals", type("Unknown", (ctypes.Structure,), {"_fields_": ()})())
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    monkeypatch.setenv(build.COUNT, "1")
+    assert native.missing() is None
+    native.counters()
+
+
+def test_other_builds_do_not_count(monkeypatch):
+    monkeypatch.delenv(build.COUNT, raising=False)
+    with pytest.raises(RuntimeError, match="set FEWKEYS_COUNT=1"):
+        native.counters()
+
+
+def test_sums_are_counted(counting):
+    """Every key once, and once more the sums of the only piece; they are all that is held."""
+    key, value = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 24)
+    native.totals(key, value)
+    found = native.counters()
+    assert found["multiply_adds"] == 2 * 100 * 32 + 2 * 32
+    assert found["bytes"] == 4 * (2 * 32 + 2)
+    assert native.counters() == {"multiply_adds": 0, "bytes": 0}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_statistics_are_counted(counting, threads):
+    """Products with an upper triangular form, ROWS of it at a time, the mean query and the squares, tile by tile."""
+    key, tiles, dim = torch.randn(2, 3, 96, 4), 2 * 3 * 3, 4
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    native.statistics(key, torch.randn(2, 3, dim + 1, dim), torch.randn(2, 3, dim + 1, 1))
+    torch.set_num_threads(before)
+    assert native.counters()["multiply_adds"] == tiles * 32 * (dim * dim + dim + dim)
+
+
+def test_attention_is_counted(counting):
+    """One tile that sees itself: scores, masks, weights and sums of 32 keys for 32 queries, values filled up to 16."""
+    q, k, v = torch.randn(3, 1, 1, 32, 8)
+    x = check_inputs(q, k, v)
+    forward.attend(x, Graph(x, (31, 31)), None)
+    assert native.counters()["multiply_adds"] == 32 * 32 * (8 + 1 + 1 + 16)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_arithmetic_and_memory_grow_linearly(counting, is_causal):
+    """Law 9 for compiled code: four times the tokens, at most a little more than four times the work."""
+    plan, found = fk.budget(64, is_causal=is_causal), []
+    for tokens in (2048, 8192):
+        q, k, v = torch.randn(3, 1, 1, tokens, 16, generator=torch.Generator().manual_seed(0))
+        native.counters()
+        fk.attention(q, k, v, plan=plan, is_causal=is_causal, impl="torch")
+        found.append(native.counters())
+    for name in ("multiply_adds", "bytes"):
+        assert 0 < found[1][name] < 4.5 * found[0][name], (name, found)
