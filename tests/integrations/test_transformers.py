@@ -27,7 +27,7 @@ WINDOW = fk.Plan(fk.Window(3))
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_every_key_is_the_model_itself(name, side, impl):
     model, inputs = MODELS[name](), padded(side)
     before = run(model, **inputs)
