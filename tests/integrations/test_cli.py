@@ -131,12 +131,14 @@ def test_json_is_all_that_is_on_stdout(run, tmp_path):
 def test_options_reach_the_run_and_the_report(run):
     threads = torch.get_num_threads()
     try:
-        code, out, _ = run(flags=["--json"], slots=4, seed=7, eps=0.04, threads=threads + 1, length=16, sequences=3)
+        code, out, _ = run(
+            flags=["--json"], slots=4, seed=7, eps=0.04, threads=threads + 1, length=16, sequences=3, impl="torch"
+        )
     finally:
         torch.set_num_threads(threads)
     found = json.loads(out)
     assert code == 0
-    assert (found["settings"]["seed"], found["settings"]["eps"]) == (7, 0.04)
+    assert (found["settings"]["seed"], found["settings"]["eps"], found["settings"]["impl"]) == (7, 0.04, "torch")
     assert found["machine"]["threads"] == threads + 1
     assert (found["sequences"], found["length"]) == (3, 16)
 

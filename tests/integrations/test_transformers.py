@@ -27,7 +27,7 @@ WINDOW = fk.Plan(fk.Window(3))
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_every_key_is_the_model_itself(name, side, impl):
     model, inputs = MODELS[name](), padded(side)
     before = run(model, **inputs)
@@ -98,6 +98,18 @@ def test_generation(name):
     with apply(model, EXACT):
         assert torch.equal(model.generate(**inputs, **how), before)
     assert torch.equal(model.generate(**inputs, **how), before)
+
+
+def test_the_plan_always_runs_by_the_executor_asked_for():
+    """Also where exact attention is faster, as it is for so few tokens."""
+    model = MODELS["bert"]()
+    exact = run(model, input_ids=tokens())
+    found = []
+    for impl in ("auto", "torch", "reference"):
+        with apply(model, fk.budget(8), impl=impl):
+            found.append(run(model, input_ids=tokens()))
+        torch.testing.assert_close(found[-1], found[0], rtol=1e-3, atol=1e-4)
+        assert (found[-1] - exact).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)

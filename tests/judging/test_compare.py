@@ -176,6 +176,18 @@ def test_the_same_seed_gives_the_same_numbers(capture):
     assert first.row("random").error != other.row("random").error
 
 
+def test_plans_run_by_the_executor_asked_for(capture):
+    """And always, never exact attention in their place; those that it does not know are left out, with the reason."""
+    plans = {"budget": fk.budget(8), "moments": fk.Plan(fk.Window(3), fk.Moments())}
+    slow, fast = (compare(capture, plans, impl=impl) for impl in ("reference", "torch"))
+    assert (slow.settings["impl"], fast.settings["impl"]) == ("reference", "torch")
+    assert slow.row("budget").error == pytest.approx(fast.row("budget").error, rel=1e-3)
+    assert slow.row("budget").error > 0.01
+    triton = compare(capture, plans | {"exact": fk.Plan()}, impl="triton")
+    (reason,) = [row.reason for row in triton.skipped if row.name == "moments"]
+    assert reason.startswith("impl='triton': expected")
+
+
 def test_a_row_does_not_depend_on_its_neighbours(capture):
     plan = fk.Plan(fk.RandomKeys(8))
     alone = compare(capture, {"random": plan})
@@ -270,6 +282,7 @@ def test_progress_rises_to_its_total(capture):
         ({"plans": {"a": fk.Window(3)}}, TypeError, "expected a Plan under 'a', got Window"),
         ({"eps": 0.0}, ValueError, "eps: expected"),
         ({"eps": 1.5}, ValueError, "eps: expected"),
+        ({"impl": "fast"}, ValueError, "impl: expected one of auto"),
         ({"model": object()}, ValueError, "both or neither"),
         ({"batches": []}, ValueError, "both or neither"),
     ],

@@ -188,15 +188,26 @@ def test_other_weights_and_curved_scores_go_another_way(name, taken):
         fk.attention(*tensors, plan=PLANS[name], impl="native")
 
 
-def test_torch_never_runs_a_compiled_kernel(monkeypatch):
+class Trap:
+    """A library all of whose kernels fail."""
+
+    def __getattr__(self, name):
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize("plan", [MEANS[0], MEANS[4], fk.budget(16, is_causal=True).always()], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_torch_never_runs_a_compiled_kernel(plan, grad, monkeypatch):
     """Neither to attend nor for statistics, clusters, sums and the past, with gradients or without."""
-    monkeypatch.setattr(build, "_load", lambda: "taken")  # which would raise where a kernel is called
-    monkeypatch.setattr(build, "missing", lambda: None)
-    for plan in (MEANS[0], fk.budget(16, is_causal=True).always()):
-        causal, shape = plan.rest.needs_causal, SHAPES["grouped"]
-        tensors = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
-        for impl in ("torch", "reference"):
-            fk.attention(*tensors, plan=plan, is_causal=causal, impl=impl).sum().backward()
+    monkeypatch.setattr(build, "_load", Trap)
+    tensors = [x.requires_grad_(grad) for x in SHAPES["grouped"].draw(dtype=torch.float32)]
+    for impl in ("torch", "reference"):
+        output = fk.attention(*tensors, plan=plan, is_causal=plan.rest.needs_causal, impl=impl)
+        if grad:
+            output.sum().backward()
+    for impl in ("native", "auto"):
+        with pytest.raises(AssertionError, match="fewkeys_"):
+            fk.attention(*tensors, plan=plan, is_causal=plan.rest.needs_causal, impl=impl)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func itself

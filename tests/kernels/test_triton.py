@@ -272,6 +272,18 @@ def test_attention_takes_the_kernels_by_request():
         fk.attention(*rows, keep=fk.Window(7), rest=fk.Moments(), impl="triton")
 
 
+def test_same_seed_same_bits():
+    """Law 6, statistics included; and another seed draws other keys."""
+    rows = [row.float().to(DEVICE) for row in SHAPES["cross"].draw()]
+    for rest in (fk.ClusterMeans(6, rank=2), fk.UniformSample(6)):
+        found = []
+        for seed in (1, 1, 2):
+            draw = torch.Generator().manual_seed(seed)
+            found.append(fk.attention(*rows, keep=fk.Window(7), rest=rest, generator=draw, impl="triton"))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2]) == isinstance(rest, fk.ClusterMeans)
+
+
 def test_what_the_kernels_cannot_do_is_told():
     x = made_inputs(SHAPES["plain"])
     band, columns = Graph(x, (2, 2)), made_list(x)
