@@ -13,6 +13,7 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.execute import native as native_plans
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
+from fewkeys.past import native as past_native
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import Scan, States
 from fewkeys.past.state import State
@@ -159,3 +160,20 @@ def test_step_by_step_is_all_at_once():
             assert torch.equal(states.rows[:, :, step + 1], past.summary.rows)
             assert torch.equal(states.excess[:, :, step + 1], past.summary.excess)
         assert torch.equal(whole.queries.square, past.queries.square)
+
+
+def test_the_switch_says_what_runs(monkeypatch):
+    calls, scan = [], past_native.scan
+    monkeypatch.setattr(past_native, "scan", lambda *given: calls.append(given) or scan(*given))
+    key, value = torch.randn(2, 1, 2, 80, 8, generator=torch.Generator().manual_seed(1))
+    one = a_scan(key, value, 10)
+    found = {impl: replace(one, impl=impl).run()[0] for impl in ("auto", "native", "torch", "reference", "triton")}
+    assert len(calls) == 2
+    assert torch.equal(found["auto"].rows, found["native"].rows)
+    assert torch.equal(found["torch"].rows, without(one.run)[0].rows)
+    with pytest.raises(ValueError, match=r"^impl='native': .*float64"):
+        replace(a_scan(key.double(), value.double(), 10), impl="native").run()
+    with pytest.raises(ValueError, match=r"^impl='native': FEWKEYS_NATIVE=0"):
+        without(replace(one, impl="native").run)
+    with pytest.raises(ValueError, match=r"^impl: expected one of"):
+        replace(one, impl="fast").run()

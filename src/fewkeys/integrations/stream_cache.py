@@ -8,32 +8,53 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from fewkeys.integrations.layer_stream import LayerStream, attach
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.validation import check_inputs
+from fewkeys.core.weights import Softmax
+from fewkeys.execute import exact
+from fewkeys.integrations import interface, streams
 from fewkeys.integrations.streams import Length
 from fewkeys.plan import Plan
+from fewkeys.streaming import Stream
 
 
 class StreamLayer(CacheLayerMixin):
-    """One layer of a `StreamCache`."""
+    """One layer of a `StreamCache`: its stream, made when the first tokens are attended from."""
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, own: LayerStream) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.own = own
+        self.plan = plan
+        self.stream: Stream | None = None
+        self.expected: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated before the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values alone; the rest is in the stream."""
-        self.own.expect(key_states, value_states)
+        """The new keys and values alone, which wait for their attention call; the rest is in the stream."""
+        if self.expected is not None:
+            raise ValueError(
+                "past_key_values: the attention of this model did not ask fewkeys for the last tokens; use the cache "
+                "with the model it was made for, and make another after changing the attention implementation"
+            )
+        self.expected = (key_states, value_states)
+        streams.wait(key_states, self)
         return key_states, value_states
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """Take in the expected tokens and answer their queries."""
+        self.expected = None
+        if self.stream is None:
+            self.stream = Stream(self.plan, scale=inputs.scale)
+        self.stream.append(inputs.key, inputs.value, inputs.key_mask)
+        return self.stream.attend(inputs.query)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
@@ -41,7 +62,7 @@ class StreamLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """All tokens seen, whatever is left of them."""
-        return self.own.length
+        return 0 if self.stream is None else self.stream.length
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -51,27 +72,28 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.own.stream = self.own.expected = None
+        self.stream = self.expected = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
-        self.own.select(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences."""
-        self.own.select(indices)
+        if self.stream is not None:
+            self.stream.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        stream = self.own.stream
-        if stream is not None and stream.batch is not None:
-            self.own.select(torch.arange(stream.batch).repeat_interleave(repeats))
+        if self.stream is not None and self.stream.batch is not None:
+            self.stream.select(torch.arange(self.stream.batch).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        self.own.crop(self.own.length + tokens_to_remove)
+        if self.stream is not None:
+            self.stream.crop(self.stream.length + tokens_to_remove)
 
     def offload(self) -> None:
         """Streams stay where they are: they are small."""
@@ -84,10 +106,10 @@ class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
     def __init__(self, model: PreTrainedModel, plans: Sequence[Plan]) -> None:
-        self._own = [LayerStream(plan) for plan in plans]
-        super().__init__(layers=[StreamLayer(own) for own in self._own])
+        self._own = [StreamLayer(plan) for plan in plans]
+        super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
-        self._attached = attach(model, self)
+        self._attached = weakref.finalize(self, interface.attach(model, _answer))
 
     def close(self) -> None:
         """Give the model its own attention back; the cache is of no more use."""
@@ -107,3 +129,19 @@ class StreamCache(Cache):
         for new, own in zip(found._own, self._own, strict=True):
             new.stream = copy.deepcopy(own.stream, memo)
         return found
+
+
+def _answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+    waiting = streams.take(inputs.key)
+    if waiting is not None:
+        return waiting.attend(inputs)
+    problem = check_inputs(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        is_causal=inputs.is_causal,
+        scale=inputs.scale,
+        key_mask=inputs.key_mask,
+        query_offset=inputs.query_offset,
+    )
+    return exact.attend(problem, Softmax())

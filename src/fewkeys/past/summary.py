@@ -1,6 +1,6 @@
 """A fixed number of stand-ins for an unbounded number of keys: what a causal plan keeps of the past.
 
-Keys are taken up as they are let go. Each enters as a stand-in of its own; where there are more stand-ins than
+Evicted keys are absorbed. Each enters as a stand-in of its own; where there are more stand-ins than
 places, those are merged whose union moves the output least: Ward's cost
 
     w_a w_b / (w_a + w_b) (E_q (q . (k_a - k_b))^2 + |v_a - v_b|^2 / var(v)),   w = e^(t g),
@@ -9,7 +9,7 @@ the squared difference of scores and values, weighted by the attention that both
 largest). g is the importance of `fewkeys.sketch.clusters` under the moments of the queries seen so far, t = `TILT`.
 Merging goes in rounds; in each, stand-ins join the partner of larger weight that costs least, the cheapest first, all
 at once: nearly as good as merging pair after pair, and a few matrix products. There are two: in the first, where keys
-are taken up, only those join (others may be joined), half as many as must; in the second all may.
+are absorbed, only those join (others may be joined), half as many as must; in the second all may.
 
 A stand-in of keys j has the means of key and value under the weights `e_j = exp(t g_j)`, and the *excess*
 
@@ -33,7 +33,7 @@ from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, QueryMoments
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """Stand-ins of the keys let go so far, per sequence and key head.
+    """Stand-ins of the keys evicted so far, per sequence and key head.
 
     rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at places that are still
     free; size (B, Hkv, M): how many keys each speaks for; `seen`: sums over all of these keys. Gradients flow through
@@ -76,7 +76,7 @@ class Summary:
         return (self.size > 0).sum(-1)
 
     def absorb(self, key: Tensor, value: Tensor, real: Tensor, queries: QueryMoments, *, tilted: bool) -> Summary:
-        """With the keys (B, Hkv, E, D) and values, of which `real` (B, Hkv, E) are taken up; the others must be zero.
+        """With the keys (B, Hkv, E, D) and values, of which `real` (B, Hkv, E) are absorbed; the others must be zero.
 
         `tilted`: weights and masses for softmax as above; otherwise t = 0, plain means of size-weighted keys.
         Cost O((M + E)^2 (D + Dv)) per head.

@@ -9,15 +9,25 @@ alone, not on the length.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_real, check_tensor
+from fewkeys.core.weights import Softmax
+from fewkeys.past.evicted import Evicted
+from fewkeys.past.scan import advance
+from fewkeys.past.state import State, tensors_of, with_tensors
+from fewkeys.past.tokens import Tokens, unheld
 from fewkeys.plan import Plan
+from fewkeys.select.causal import CAUSAL_BLOCK
 from fewkeys.streaming import files
-from fewkeys.streaming.memory import Memory
+from fewkeys.streaming.attend import attend
+from fewkeys.streaming.checks import check_query, check_tokens
+from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import parts_of
 
 
@@ -54,7 +64,10 @@ class Stream:
         self.generator = torch.Generator().manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        self._memory: Memory | None = None
+        self._tilted = isinstance(plan.weights, Softmax)
+        self._state: State | None = None
+        self._heavy: list[HeavyKeys] = []
+        """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -63,7 +76,7 @@ class Stream:
 
         Tokens that were appended earlier and never attended from are taken in without queries.
         """
-        key, value, real = self._check(key, value, key_mask)
+        key, value, real = check_tokens(key, value, key_mask, self._like())
         self._settle()
         self._pending = (key, value, real)
         self.length += key.shape[2]
@@ -75,8 +88,7 @@ class Stream:
         if self._pending is None:
             raise ValueError("query: expected tokens that were appended and not yet attended from; append them first")
         key, value, real = self._pending
-        self._check_query(query, key)
-        check_finite(query=query)
+        check_query(query, key)
         self._pending = None
         first = key.shape[2] - query.shape[2]
         if first:
@@ -88,8 +100,7 @@ class Stream:
         if self._pending is not None:
             key, value, real = self._pending
             self._pending = (key[index], value[index], real[index])
-        if self._memory is not None:
-            self._memory = self._memory.each(lambda tensor: tensor[index])
+        self._remember({name: tensor[index] for name, tensor in self._tensors().items()})
 
     def crop(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never come.
@@ -100,15 +111,15 @@ class Stream:
         self._settle()
         if length == self.length:
             return
-        least = 0 if self._memory is None else self._memory.state.moved
+        least = 0 if self._state is None else self._state.moved
         if not isinstance(length, int) or not least <= length <= self.length:
             raise ValueError(
                 f"length: expected {least} to {self.length}: what came before is summarised by units of "
                 f"{self.parts.unit} positions and cannot be undone; got {length}. Save the stream before tokens that "
                 "may be taken back"
             )
-        if self._memory is not None:
-            self._memory.state = self._memory.state.crop(length)
+        if self._state is not None:
+            self._state = self._state.crop(length)
         self.length = length
 
     @torch.no_grad()
@@ -127,12 +138,13 @@ class Stream:
             raise ValueError(
                 f"other: expected this stream to stand at a multiple of {self.parts.aligned} tokens, got {self.length}"
             )
-        if other._memory is None:
+        if other._state is None:
             return
-        if self._memory is None:
-            self._memory = other._memory.each(lambda tensor: tensor)
+        if self._state is None:
+            self._state = other._state
+            self._heavy = [heavy.with_tensors(heavy.tensors(""), "") for heavy in other._heavy]
         else:
-            self._memory.merge(other._memory)
+            self._state = self._merged(self._moved(self._state), other._state, other._heavy)
         self.length += other.length
 
     @property
@@ -142,19 +154,17 @@ class Stream:
 
     def memory(self) -> int:
         """Bytes that the stream holds."""
-        return 0 if self._memory is None else self._memory.size()
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the stream to one safetensors file, whole or not at all; `Stream.load` goes on from it identically."""
         self._settle()
-        memory = self._memory
         facts = {"plan": self.plan.to_dict(), "scale": self.scale, "length": self.length}
-        if memory is None:
+        if self._state is None:
             files.write(path, facts, {})
             return
-        tensors = memory.tensors()
-        tensors["generator"] = self.generator.get_state()
-        files.write(path, {**facts, "moved": memory.state.moved}, tensors)
+        tensors = self._tensors() | {"generator": self.generator.get_state()}
+        files.write(path, {**facts, "moved": self._state.moved}, tensors)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
@@ -167,9 +177,9 @@ class Stream:
             found = cls(Plan.from_dict(facts["plan"]), scale=facts["scale"], generator=generator)
             found.length = facts["length"]
             if tensors:
-                near = (tensors["near.key"], tensors["near.value"])
-                found._memory = Memory(found.plan, found.parts, *near, generator).with_tensors(tensors)
-                found._memory.state = replace(found._memory.state, length=facts["length"], moved=facts["moved"])
+                state = found._begin(tensors["near.key"], tensors["near.value"])
+                found._state = replace(state, length=facts["length"], moved=facts["moved"])
+                found._remember(tensors)
         except (KeyError, TypeError) as error:
             raise ValueError(f"path: expected all that Stream.save writes, got {path} without {error}") from None
         return found
@@ -181,57 +191,82 @@ class Stream:
             self._take(None, *pending)
 
     def _take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        if self._memory is None:
-            self._memory = Memory(self.plan, self.parts, key, value, self.generator)
-        memory, done, outputs = self._memory, 0, []
+        state, done, outputs = self._state or self._begin(key, value), 0, []
         scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale
         while done < key.shape[2]:
-            stop = min(key.shape[2], done + self.parts.unit - memory.state.length % self.parts.unit)
-            asked = None if query is None else query[:, :, done:stop]
-            output = memory.append(key[:, :, done:stop], value[:, :, done:stop], real[:, done:stop], asked, scale)
-            if output is not None:
-                outputs.append(output)
+            state = self._moved(state)
+            stop = min(key.shape[2], done + self.parts.unit - state.length % self.parts.unit)
+            new = Tokens.at(state.length, key[:, :, done:stop], value[:, :, done:stop], real[:, done:stop])
+            if query is None:
+                state = state.append(new, sinks=self.parts.sinks)
+            else:
+                rows = working(query[:, :, done:stop]).unflatten(1, (key.shape[1], -1)) * scale
+                state = state.append(new, rows, sinks=self.parts.sinks)
+                outputs.append(attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype))
             done = stop
+        self._state = state
         return torch.cat(outputs, 2) if outputs else value[:, :, :0]
 
-    def _check(self, key: object, value: object, key_mask: object) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = check_tensor("key", key), check_tensor("value", value)
-        if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
-            raise ValueError(
-                f"value: expected {tuple(k.shape[:3])} (batch, heads, tokens), {k.dtype} on {k.device} like key, got "
-                f"{tuple(v.shape[:3])}, {v.dtype} on {v.device}"
-            )
-        for name, new, old in zip(("key", "value"), (k, v), self._like(), strict=False):
-            wanted, came = (*old.shape[:2], old.shape[3]), (*new.shape[:2], new.shape[3])
-            if wanted != came or new.dtype != old.dtype or new.device != old.device:
-                raise ValueError(
-                    f"{name}: expected (batch, heads, dim) = {wanted}, {old.dtype} on {old.device} like the tokens "
-                    f"before, got {came}, {new.dtype} on {new.device}"
-                )
-        if key_mask is None:
-            real = torch.ones((k.shape[0], k.shape[2]), dtype=torch.bool, device=k.device)
-        elif (
-            isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and key_mask.shape == (k.shape[0], k.shape[2])
-        ):
-            real = key_mask.to(k.device)
-            k, v = (tensor.masked_fill(~real[:, None, :, None], 0.0) for tensor in (k, v))
-        else:
-            found = f"{key_mask.dtype} {tuple(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask)
-            raise ValueError(f"key_mask: expected a bool tensor {(k.shape[0], k.shape[2])}, got {found}")
-        check_finite(key=k, value=v)
-        return k, v, real
+    def _begin(self, key: Tensor, value: Tensor) -> State:
+        """Nothing is held yet, in the shape of these keys and values."""
+        parts = self.parts
+        scores = [part.online(self.generator) for part in parts.heavy]
+        counts = [part.count or 0 for part in parts.heavy]
+        self._heavy = [HeavyKeys.empty(*of, key, value) for of in zip(counts, scores, strict=True)]
+        return State.empty(parts.means, key, value)
+
+    def _moved(self, state: State) -> State:
+        """Everything takes its place for the unit that begins at `length`, if one does and nothing has moved yet."""
+        parts, start = self.parts, state.length
+        if start == state.moved or start % parts.unit:
+            return state
+        released = [heavy.rows for heavy in self._heavy]
+        if self._heavy and start % CAUSAL_BLOCK == 0:
+            complete = state.between(range(start - CAUSAL_BLOCK, start))
+            for heavy in self._heavy:
+                heavy.offer(complete)
+        evicted = self._evicted(state, parts.near_from(start - 1), parts.near_from(start), released)
+        _, state = advance(state, Evicted.at_once(evicted), parts.unit, tilted=self._tilted)
+        return state.trim(parts.needed_from(start))
+
+    def _merged(self, state: State, other: State, heavy: Sequence[HeavyKeys]) -> State:
+        """The state, which stands between two units, followed by another's."""
+        parts, start = self.parts, state.length
+        after = state.merge(other, sinks=parts.sinks, tilted=self._tilted)
+        released = [other.sinks.moved(start)]
+        for own, theirs in zip(self._heavy, heavy, strict=True):
+            rows = theirs.rows.moved(start)
+            released += [own.rows, rows]
+            own.join(rows, theirs)
+        held = replace(state, sinks=after.sinks)
+        evicted = self._evicted(held, parts.near_from(start), parts.near_from(after.moved), released)
+        return after.absorb(evicted, tilted=self._tilted).trim(parts.needed_from(after.moved))
+
+    def _evicted(self, state: State, start: int, stop: int, released: list[Tokens]) -> Tokens:
+        """What nobody holds any more of the near tokens from `start` on and the released ones, before `stop`.
+
+        None where no means stand in for them.
+        """
+        if not self.parts.means:
+            return state.near[:0]
+        kept = [state.sinks, *(heavy.rows for heavy in self._heavy)]
+        return unheld([state.between(range(start, stop)), *released], kept, stop)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything held, by name."""
+        found = {} if self._state is None else tensors_of(self._state)
+        for number, heavy in enumerate(self._heavy):
+            found |= heavy.tensors(f"heavy{number}.")
+        return found
+
+    def _remember(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold the tensors of these names in place of the present ones; `KeyError` where one is missing."""
+        if self._state is not None:
+            self._state = with_tensors(self._state, tensors)
+        self._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(self._heavy)]
 
     def _like(self) -> tuple[Tensor, ...]:
         """Keys and values that came before, if any did."""
         if self._pending is not None:
             return self._pending[:2]
-        return () if self._memory is None else (self._memory.state.near.key, self._memory.state.near.value)
-
-    def _check_query(self, query: Tensor, key: Tensor) -> None:
-        batch, heads, tokens, dim = key.shape
-        shape = query.shape
-        if shape[0] != batch or shape[1] % heads or shape[2] > tokens or shape[3] != dim or query.dtype != key.dtype:
-            raise ValueError(
-                f"query: expected ({batch}, a multiple of {heads}, at most {tokens}, {dim}) in {key.dtype} for the "
-                f"tokens last appended, got {tuple(shape)} in {query.dtype}"
-            )
+        return () if self._state is None else (self._state.near.key, self._state.near.value)
