@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAWS = ("03_masked_is_deleted", "04_causal_means_causal", "05_invariance", "07_no_double_counting", "10_round_trips")
+LAWS = ("03_masked_is_deleted", "07_no_double_counting", "10_round_trips")
 PROMISES = """
 import sys, tempfile, torch, fewkeys as fk
 from fewkeys.core.validation import check_inputs
@@ -57,28 +57,24 @@ def run(folder, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("title", "room", "table", "said"),
-    [
-        ("a new selector", "select", "KEEP_CASES", {"name": "EveryNth", "keep": "fk.EveryNth(3)", "rest": "fk.Drop()"}),
-        ("a new rest", "rest", "REST_CASES", {"name": "OneMean", "keep": "fk.KeyNorm(9)", "rest": "fk.OneMean()"}),
-    ],
-    ids=["selector", "rest"],
-)
-def test_a_new_part_is_one_file_and_one_line(title, room, table, said, copied):
+SELECTOR = ("a new selector", "select", "KEEP_CASES", "third", "EveryNth", "fk.EveryNth(3)", "fk.Drop()")
+REST = ("a new rest", "rest", "REST_CASES", "single", "OneMean", "fk.KeyNorm(9)", "fk.OneMean()")
+
+
+@pytest.mark.parametrize(("title", "room", "table", "word", "name", "keep", "rest"), [SELECTOR, REST])
+def test_a_new_part_is_one_file_and_one_line(title, room, table, word, name, keep, rest, copied):
     path, (code, line, case) = recipe(title)
     (copied / path).write_text(code)
     catalogue, cases = copied / "src" / "fewkeys" / room / "__init__.py", copied / "tests" / "cases.py"
     catalogue.write_text(catalogue.read_text() + line)
     table_test = "test_the_table_of_cases_has_all_that_is_listed"
     # Without its case the part is missed,
-    with pytest.raises(AssertionError, match=said["name"]):
-        run(copied, "-m", "pytest", "-q", "tests/test_project.py", "-k", table_test)
+    with pytest.raises(AssertionError, match=name):
+        run(copied, "-m", "pytest", "tests/test_project.py", "-k", table_test)
     # and with it all laws run over it.
     text = cases.read_text()
     cases.write_text(text.replace(f"{table} = {{\n", f"{table} = {{\n    {case}", 1))
     laws = [f"tests/laws/test_law_{law}.py" for law in LAWS]
-    word = re.match(r'"(\w+ \w+)', case)[1].split()[1]
-    done = run(copied, "-m", "pytest", "-q", "tests/test_project.py", *laws, "-k", f"{word} or listed or members")
+    done = run(copied, "-m", "pytest", "tests/test_project.py", *laws, "-k", f"{word} or listed or members")
     assert int(re.search(r"(\d+) passed", done)[1]) > 10
-    run(copied, "-c", PROMISES.format(**said))
+    run(copied, "-c", PROMISES.format(name=name, keep=keep, rest=rest))
