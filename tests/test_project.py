@@ -1,17 +1,28 @@
 """What holds of the whole project: what importing does, which names are public, that the README tells the truth."""
 
+import ast
 import hashlib
 import importlib
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import fewkeys
+from cases import CASES, SHAPES
 from fewkeys import demo
+from fewkeys.core.validation import check_inputs
+from fewkeys.core.weights import WEIGHTS
+from fewkeys.cost.operations import plan_operations
+from fewkeys.rest import RESTS, Rest
+from fewkeys.select import GROUPINGS, PARTS, SELECTORS, Selector
+from predictors import GROUPINGS as GROUPINGS_TRIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -124,6 +135,81 @@ def test_all_lists_the_public_names():
     assert len(set(fewkeys.__all__)) == len(fewkeys.__all__)
     assert {name.partition(".")[0] for name in PUBLIC} <= set(fewkeys.__all__)
     assert set(fewkeys.__all__) <= set(dir(fewkeys))
+    assert all(getattr(fewkeys, name) is not None for name in fewkeys.__all__)
+    with pytest.raises(AttributeError, match=r"^module 'fewkeys' has no attribute 'nothing'$"):
+        fewkeys.nothing  # noqa: B018
+
+
+def test_all_that_is_listed_is_public_and_concrete():
+    listed = {**SELECTORS.named(), **PARTS.named(), **RESTS.named(), **WEIGHTS.named()}
+    assert all(getattr(fewkeys, name) is kind and name in fewkeys.__all__ for name, kind in listed.items())
+    assert not any(inspect.isabstract(kind) for kind in listed.values())
+    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Union"}.isdisjoint(fewkeys.__all__)
+    assert all(kind.__module__.startswith("fewkeys.") for kind in listed.values())  # and none of a test's own
+
+
+def test_the_table_of_cases_has_all_that_is_listed():
+    plans = [case.part for case in CASES.values()]
+    assert {type(part) for plan in plans for part in plan.parts} == set(SELECTORS)
+    assert {type(plan.rest) for plan in plans} == set(RESTS)
+    assert {type(plan.weights) for plan in plans} == set(WEIGHTS)
+    assert {type(grouping) for grouping in GROUPINGS_TRIED.values()} == set(GROUPINGS)
+
+
+def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):
+    @dataclass(frozen=True)
+    class Sinks(Selector):
+        count: int = 3
+        select, covers, work = fewkeys.Sinks.select, fewkeys.Sinks.covers, fewkeys.Sinks.work
+
+    assert Sinks not in SELECTORS
+    q = torch.randn(1, 1, 9, 4)
+    assert torch.equal(fewkeys.attention(q, q, q, keep=Sinks()), fewkeys.attention(q, q, q, keep=fewkeys.Sinks(3)))
+    with pytest.raises(TypeError, match=r"^plan: expected a name of its own, got Sinks"):
+        fewkeys.Plan(Sinks()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^Sinks: expected a name that is not in a catalogue yet"):
+        type("Sinks", (Selector,), {}, listed=True)
+
+
+def test_a_part_that_does_not_say_what_it_costs_does_not_exist():
+    for kind, others in ((Selector, ("select", "covers")), (Rest, ("prepare", "slots"))):
+        free = type("Free", (kind,), dict.fromkeys(others, lambda self, *given: None))
+        with pytest.raises(TypeError, match="abstract method work"):
+            free()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_plan_costs_something(name):
+    plan, is_causal = CASES[name].part, CASES[name].part.rest.needs_causal
+    inputs = check_inputs(*SHAPES["plain"].draw(), is_causal=is_causal)
+    work = plan.keep.work(inputs)
+    assert work.scores > 0
+    assert work.per_key >= 0
+    assert plan_operations(inputs, plan) > 0
+    assert (plan.rest.work(inputs, plan.keep).scores > 0) == (plan.rest != fewkeys.Drop())
+
+
+def test_names_that_wait_are_those_that_type_checkers_see():
+    """The two lists of `fewkeys/__init__.py`, one for type checkers and one for running, tell the same."""
+    tree = ast.parse((ROOT / "src" / "fewkeys" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    shown = {alias.name for node in block.body for alias in node.names} - {"*"}
+    (waiting,) = [node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_LATER"]
+    assert shown == set(ast.literal_eval(waiting.value))
+
+
+def test_rooms_wait_until_they_are_asked_for():
+    loaded = run("import sys, fewkeys", "print(*(n.split('.')[1] for n in sys.modules if n.startswith('fewkeys.')))")
+    assert {"distributed", "integrations", "predict", "tuning", "oracle", "streaming"}.isdisjoint(loaded.split())
+    assert "torch.distributed.elastic" not in loaded
+    again = run(
+        "import fewkeys.integrations.transformers, fewkeys.attention, fewkeys.distributed, fewkeys as fk",
+        "from fewkeys import apply, distributed",
+        "print(callable(fk.attention), callable(fk.apply), apply is fk.apply, distributed is fk.distributed)",
+    )
+    assert again == "True True True True"
+    assert "Window" in run("import fewkeys", "print([n for n in dir(fewkeys)])")
+    assert "apply(model" in run("import fewkeys, pydoc", "print(pydoc.render_doc(fewkeys))")
 
 
 def test_version_is_the_one_in_pyproject():

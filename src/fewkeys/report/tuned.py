@@ -8,8 +8,6 @@ from typing import Any
 from fewkeys.judge.result import Report
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
-from fewkeys.rest import ClusterMeans
-from fewkeys.select import Window
 
 KINDS = ("window", "other kept keys", "cluster means", "first-order term")
 COLOURS = ("#4477AA", "#EE6677", "#CCBB44", "#228833")
@@ -56,12 +54,9 @@ def _draw_slots(axes: Any, plan: ModelPlan) -> None:
 
 def _parts(plan: Plan) -> tuple[float, float, float, float]:
     """The slots of a plan by kind: window, other kept keys, means, rank. A plan that keeps every key shows none."""
-    window = sum(part.size for part in plan.parts if isinstance(part, Window))
-    others = sum(getattr(part, "count", None) or 0 for part in plan.parts if not isinstance(part, Window))
-    rest = plan.rest
-    if not isinstance(rest, ClusterMeans):
-        return float(window), float(others), 0.0, 0.0
-    return float(window), float(others), float(rest.count), float(rest.rank)
+    window = sum(part.remembered.latest for part in plan.parts if part.remembered)
+    others = sum(getattr(part, "count", None) or 0 for part in plan.parts)
+    return float(window), float(others), float(plan.rest.clusters), float(getattr(plan.rest, "rank", 0))
 
 
 def _draw_errors(axes: Any, report: Report) -> None:
