@@ -61,6 +61,7 @@ LAZY = {
     "operator.py",
     "integrations/stream_cache.py",
     "execute/triton/op.py",
+    "execute/triton/tiles.py",
     "execute/triton/forward.py",
     "execute/triton/backward.py",
     "execute/triton/grouped_op.py",
