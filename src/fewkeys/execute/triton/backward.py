@@ -6,6 +6,8 @@ gradient of the row's slope. Counts carry no gradient.
 
 Every gradient has one program that sums it in a fixed order; what all queries share is summed by several programs, each
 over a part of the queries, into buffers that the caller adds up. So results do not change from run to run.
+
+Experimental: run in Triton's interpreter, and on no device yet.
 """
 
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.

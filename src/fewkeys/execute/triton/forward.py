@@ -5,6 +5,8 @@ tile, with a running maximum and sum (in powers of two), so no score leaves the 
 
 Arguments come in the named tuples of `op`. Query i stands at position `i + offset` among the keys. What lies
 outside a tensor is read as zeros.
+
+Experimental: run in Triton's interpreter, and on no device yet.
 """
 
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.

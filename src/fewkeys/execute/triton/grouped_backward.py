@@ -6,6 +6,8 @@ output and `gain_j = g . v_j`, the gradient of a score is `u_j (gain_j - delta)`
 Keys of a group are gathered by tiles of it, one query head at a time; what the band adds to a tile of consecutive keys
 is joined to the sum over the query heads. The list is summed by several programs, each over a part of the queries,
 into buffers that the caller adds up. Every sum has a fixed order, so results do not change from run to run.
+
+Experimental: run in Triton's interpreter, and on no device yet.
 """
 
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.

@@ -10,6 +10,8 @@ every round computes again. All sums are float32.
 
 Arguments come in the named tuples of `grouped_op`. Alpha is 1 for softmax. Query i stands at position `i + offset`
 among the keys. Places and rows that fill a tile up lie after the last; what lies outside a tensor is read as zeros.
+
+Experimental: run in Triton's interpreter, and on no device yet.
 """
 
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.

@@ -1,6 +1,6 @@
 """Tiles of attention in Triton: what all its kernels read, weigh and add up.
 
-Experimental: these kernels have run in Triton's interpreter, and on no device yet.
+Experimental: run in Triton's interpreter, and on no device yet.
 
 Arguments come in the named tuples of `op` and `grouped_op`; heads are counted through the batch, in int64. What lies
 outside a tensor is read as zeros.

@@ -6,6 +6,8 @@ Tensor cores multiply 16-bit numbers at full speed. A float32 number cut into bf
 part adds 8 bits: two are right to 2^-17 of a number, three to all of its 24 bits. Keys of 16 bits meet centres in two
 parts, an error beside which the rounding of the keys themselves is large. They meet the form in three, and sums take
 three of every row: what the spread of a cluster's keys exceeds that of their mean is told from float32's rounding.
+
+Experimental: run in Triton's interpreter, and on no device yet.
 """
 
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.
