@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.core.work import Work
 from fewkeys.select.causal import OnlineScore
 
-if TYPE_CHECKING:
-    from fewkeys.select.recent import RecentBlocks
-
 
 @dataclass(frozen=True)
 class Best:
@@ -30,6 +27,13 @@ class Best:
 
     count: int
     online: Callable[[torch.Generator | None], OnlineScore]
+
+
+class Recent(NamedTuple):
+    """The query's own block of `size` positions, and the `blocks - 1` before it."""
+
+    size: int
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Remembered:
     """
 
     latest: int = 0
-    recent: RecentBlocks | None = None
+    recent: Recent | None = None
     first: int = 0
     best: Best | None = None
 
