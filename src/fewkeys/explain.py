@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.crossover import exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
@@ -50,6 +51,7 @@ class Explanation:
         return told if self.uncompiled is None else f"{told}; no compiled kernels: {self.uncompiled}"
 
 
+@full_precision()
 def explain(
     query: Tensor,
     key: Tensor,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.execute import dispatch, exact
@@ -35,6 +36,7 @@ def answer(
     return run(inputs, plan, guard)
 
 
+@full_precision()
 def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
     """The output of a plan, or of one plan for each key head, on checked inputs; corrected by the guard, if any."""
     if not isinstance(plan, Plan):

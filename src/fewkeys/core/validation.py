@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import lowered
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -77,7 +78,7 @@ def check_inputs(
     impl: Impl = "auto",
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it."""
-    q, k, v = check_tensor("query", query), check_tensor("key", key), check_tensor("value", value)
+    q, k, v = (lowered(check_tensor(name, given)) for name, given in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(

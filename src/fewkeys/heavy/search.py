@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs, check_real
 from fewkeys.heavy.direct import directly, raised
 from fewkeys.heavy.entries import Entries, HeavyEntries
@@ -29,6 +30,7 @@ CHUNK = 1 << 19
 """Scores, or features, held at once."""
 
 
+@full_precision()
 def heavy_entries(
     query: Tensor,
     key: Tensor,

@@ -13,6 +13,7 @@ from torch import Tensor
 from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.work import Work
 from fewkeys.select.causal import OnlineScore
@@ -149,7 +150,8 @@ class Selector(Listed, ABC):
             query_offset=query_offset,
             generator=generator,
         )
-        return self.select(inputs)
+        with full_precision():
+            return self.select(inputs)
 
     def __or__(self, other: Selector) -> Selector:
         if not isinstance(other, Selector):

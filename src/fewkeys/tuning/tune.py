@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from fewkeys.captures.capture import Capture
 from fewkeys.core.files import write_whole
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -31,6 +32,7 @@ ERROR_SLOTS = 64
 """The budget around which plans are searched where only an error is asked for."""
 
 
+@full_precision()
 def tune(
     capture: Capture,
     slots: int | None = None,
