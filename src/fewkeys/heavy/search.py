@@ -78,7 +78,7 @@ def heavy_entries(
             raise TypeError(f"sketch: expected a Sketched or None, got {type(sketch).__name__}")
         sketch.check(power, inputs.head_dim)
     if generator is None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
     elif not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
     with torch.no_grad():

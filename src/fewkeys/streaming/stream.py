@@ -61,7 +61,7 @@ class Stream:
         self.plan, self.parts = plan, parts_of(plan)
         self.scale = None if scale is None else check_real("scale", scale)
         # Drawn from as keys come, so that a saved stream can go on with the same draws.
-        self.generator = torch.Generator().manual_seed(0) if generator is None else generator
+        self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
         self._tilted = isinstance(plan.weights, Softmax)
@@ -172,7 +172,7 @@ class Stream:
         """The stream that `save` wrote, on `device`; `ValueError` names a damaged or foreign file."""
         facts, tensors = files.read(path, device)
         try:
-            generator = torch.Generator()
+            generator = torch.Generator("cpu")
             if tensors:
                 generator.set_state(tensors.pop("generator").cpu())
             found = cls(Plan.from_dict(facts["plan"]), scale=facts["scale"], generator=generator)
