@@ -45,7 +45,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}; cast it first")
     if 0 in tensor.shape:
         raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
-    return tensor
+    return tensor.resolve_neg()  # a view that only promises to change signs: kernels would read the memory behind it
 
 
 def check_finite(**tensors: Tensor) -> None:
