@@ -58,10 +58,9 @@ def test_every_part_has_a_kernel_or_a_reason(way):
     lost = {kind for kind, given in found.items() if None not in given}
     assert lost == set(LEFT_TO_TORCH)
     for kind, reason in LEFT_TO_TORCH.items():
-        # Other weights are refused before anything else is looked at.
+        # Other weights are refused before anything else is looked at, and a rest may stand beside a part that is.
         own = [given for given in found[kind] if "weights" not in given]
-        assert own, kind
-        assert all(re.search(reason, given) for given in own), (kind, own)
+        assert any(re.search(reason, given) for given in own), (kind, own)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.impl in ("reference", "torch")], ids=str)
