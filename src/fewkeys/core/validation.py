@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -62,6 +63,18 @@ def check_finite(**tensors: Tensor) -> None:
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
+
+
+class Options(TypedDict, total=False):
+    """What an attention call may say beside its tensors, as `fewkeys.attention` documents it."""
+
+    is_causal: bool
+    scale: float | None
+    lengths: Tensor | None
+    key_mask: Tensor | None
+    query_offset: int
+    generator: torch.Generator | None
+    impl: Impl
 
 
 def check_inputs(

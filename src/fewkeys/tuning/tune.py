@@ -147,11 +147,7 @@ class _Table:
     """Scores of candidates, layer by layer, remembered in a folder so that an interrupted run can go on."""
 
     def __init__(
-        self,
-        capture: Capture,
-        directory: str | os.PathLike[str] | None,
-        progress: Progress | None,
-        seed: int,
+        self, capture: Capture, directory: str | os.PathLike[str] | None, progress: Progress | None, seed: int
     ) -> None:
         self.capture, self.progress, self.seed = capture, progress, seed
         self.folder = None if directory is None else Path(directory)
