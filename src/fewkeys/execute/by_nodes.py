@@ -1,0 +1,73 @@
+"""The reference of plans whose queries descend a tree: all nodes are further columns, and most are hidden.
+
+Means and variances of the nodes are taken here from their definition, over a dense matrix of which key is in which
+node; only the choice, what each query opens, is that of `fewkeys.tree`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.weights import positive
+from fewkeys.execute.problem import Problem
+from fewkeys.tree.descent import CURVE, HIGHEST, Descent, Walk, descend
+
+
+def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
+    """The output (B, Hq, stop - start, Dv), given the scores (B, Hq, stop - start, Nk) of kept keys, -inf elsewhere."""
+    x, value = problem.inputs, working(problem.inputs.value).repeat_interleave(problem.inputs.groups, 1)
+    parts, places = [], []
+    for walk in cast("Descent", problem.graph.descent).walks:
+        batch = torch.arange(x.batch) if walk.sequences.batch is None else walk.sequences.batch
+        logit, mean = (part.unflatten(0, (-1, x.kv_heads)).flatten(1, 2) for part in _columns(x, walk, start, stop))
+        near, far = problem.weights.kernel([scores[batch], logit])
+        total = near.sum(-1, keepdim=True) + far.sum(-1, keepdim=True)
+        parts.append((near @ value[batch] + far @ mean) / positive(total))
+        places.append(batch)
+    return torch.cat(parts)[torch.cat(places).argsort()]
+
+
+def _columns(x: Inputs, walk: Walk, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Logits (H, groups, stop - start, C) of all nodes, -inf where they do not stand in, and their mean values
+    (H, groups, C, Dv).
+    """
+    own = walk.sequences
+    query, key, value = own.queries(x), own.rows(x.key), own.rows(x.value)
+    shown = _shown(x, walk)
+    logits, means = [query.new_zeros((*query.shape[:2], stop - start, 0))], [value[:, None, :0]]
+    for size in walk.nodes:
+        count = walk.nodes[size].key.shape[1]
+        members = walk.forest.order[:, : count * size].unflatten(1, (count, size))
+        inside = key.new_zeros((key.shape[0], count, key.shape[1])).scatter_(2, members, 1.0 / size)
+        mean = inside @ key
+        variance = (inside @ (key - key.mean(1, keepdim=True)).square()) - (inside @ (key - key.mean(1, keepdim=True))).square()
+        asked = query[:, :, start:stop]
+        spread = asked.square() @ variance.mT.unsqueeze(1)
+        logit = asked @ mean.mT.unsqueeze(1) + math.log(size) + (CURVE * spread).clamp_max(HIGHEST)
+        logits.append(logit.masked_fill(~shown[size][:, :, start:stop], -torch.inf))
+        means.append((inside @ value).unsqueeze(1))
+    return torch.cat(logits, -1), torch.cat(means, 2).expand(-1, query.shape[1], -1, -1)
+
+
+@torch.no_grad()
+def _shown(x: Inputs, walk: Walk) -> dict[int, Tensor]:
+    """By the size of nodes, which of them stand in for each query: bool (H, groups, Nq, C)."""
+    query = walk.sequences.queries(x)
+    shape = query.shape[:3]
+    found = {
+        size: torch.zeros((*shape, table.key.shape[1]), dtype=torch.bool, device=query.device)
+        for size, table in walk.nodes.items()
+    }
+    for step, heads, span in walk.pieces(shape[0], shape[1], x.head_dim + x.value_dim):
+        if step.levels:
+            forest, nodes = walk.part(walk.nodes, heads)
+            for closed in descend(forest, nodes, step, query[heads, :, span].flatten(1, 2))[1]:
+                rows = closed.rows.unflatten(1, (shape[1], -1))
+                found[closed.size][heads, :, span] = found[closed.size][heads, :, span].scatter(3, rows, True)
+    return found
