@@ -1,7 +1,7 @@
 """The reference of plans whose queries descend a tree: all nodes are further columns, and most are hidden.
 
-Means and variances of the nodes are taken here from their definition, over a dense matrix of which key is in which
-node; only the choice, what each query opens, is that of `fewkeys.tree`.
+Means and variances of the nodes are taken here from their keys, by definition; only the choice, which trees there are
+and what each query opens, is that of `fewkeys.tree`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import Problem
 from fewkeys.tree.descent import CURVE, HIGHEST, Descent, Walk, descend
+from fewkeys.tree.forest import take
 
 
 def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
@@ -26,8 +27,9 @@ def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
     for walk in cast("Descent", problem.graph.descent).walks:
         batch = torch.arange(x.batch) if walk.sequences.batch is None else walk.sequences.batch
         logit, mean = (part.unflatten(0, (-1, x.kv_heads)).flatten(1, 2) for part in _columns(x, walk, start, stop))
-        near, far = problem.weights.kernel([scores[batch], logit])
-        total = near.sum(-1, keepdim=True) + far.sum(-1, keepdim=True)
+        # One part: there may be no node at all.
+        (weight,) = problem.weights.kernel([torch.cat([scores[batch], logit], -1)])
+        total, near, far = weight.sum(-1, keepdim=True), weight[..., : x.keys], weight[..., x.keys :]
         parts.append((near @ value[batch] + far @ mean) / positive(total))
         places.append(batch)
     return torch.cat(parts)[torch.cat(places).argsort()]
@@ -44,14 +46,13 @@ def _columns(x: Inputs, walk: Walk, start: int, stop: int) -> tuple[Tensor, Tens
     for size in walk.nodes:
         count = walk.nodes[size].key.shape[1]
         members = walk.forest.order[:, : count * size].unflatten(1, (count, size))
-        inside = key.new_zeros((key.shape[0], count, key.shape[1])).scatter_(2, members, 1.0 / size)
-        mean = inside @ key
-        variance = (inside @ (key - key.mean(1, keepdim=True)).square()) - (inside @ (key - key.mean(1, keepdim=True))).square()
+        inside = take(key, members)
+        mean, variance = inside.mean(2), inside.var(2, correction=0)
         asked = query[:, :, start:stop]
         spread = asked.square() @ variance.mT.unsqueeze(1)
         logit = asked @ mean.mT.unsqueeze(1) + math.log(size) + (CURVE * spread).clamp_max(HIGHEST)
         logits.append(logit.masked_fill(~shown[size][:, :, start:stop], -torch.inf))
-        means.append((inside @ value).unsqueeze(1))
+        means.append(take(value, members).mean(2).unsqueeze(1))
     return torch.cat(logits, -1), torch.cat(means, 2).expand(-1, query.shape[1], -1, -1)
 
 

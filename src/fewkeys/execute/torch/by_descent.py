@@ -62,26 +62,25 @@ class _Piece:
 
     def attend(self, query: Tensor, stand_ins: Nodes | None, weights: Weights) -> Tensor:
         """The output (H, M, Dv) of queries (H, M, D)."""
-        first, last = min(SINKS, self.step.seen), slice(self.step.near, self.step.seen)
-        near_key = torch.cat([self.key[:, :first], self.key[:, last]], 1)
-        near_value = torch.cat([self.value[:, :first], self.value[:, last]], 1)
         place = torch.arange(self.step.seen, device=query.device)
-        hidden = torch.cat([place[:first], place[last]]) >= self.seen[:, None]
+        place = place[(place < SINKS) | (place >= self.step.near)]
+        near_key, near_value = self.key[:, place], self.value[:, place]
+        hidden = place >= self.seen[:, None]
         hidden = hidden.repeat(query.shape[1] // self.seen.numel(), 1)
         scores = [(query @ near_key.mT).masked_fill(hidden, -torch.inf)]
-        values = [near_value]
+        values: list[Tensor] = []
         if self.step.levels:
             self._far(query, stand_ins, scores, values)
-        found = weights.kernel(scores)
-        total = torch.stack([part.sum(-1) for part in found]).sum(0).unsqueeze(-1)
-        mixed = found[0] @ values[0]
-        for part, rows in zip(found[1:], values[1:], strict=True):
+        (found,) = weights.kernel([torch.cat(scores, -1)])
+        first, *others = found.split([part.shape[-1] for part in scores], -1)
+        mixed = first @ near_value
+        for part, rows in zip(others, values, strict=True):
             mixed = mixed + (part.unsqueeze(-2) @ rows).squeeze(-2)
-        output: Tensor = mixed / positive(total)
+        output: Tensor = mixed / positive(found.sum(-1, keepdim=True))
         return output
 
     def _far(self, query: Tensor, stand_ins: Nodes | None, scores: list[Tensor], values: list[Tensor]) -> None:
-        """Add the keys of opened leaves, and what stands in."""
+        """Add the scores and values of the keys of opened leaves, and of what stands in."""
         known = self.walk.nodes if stand_ins is None else stand_ins
         forest, nodes = self.walk.part(known, self.heads)
         opened, closed = descend(forest, nodes, self.step, query)
