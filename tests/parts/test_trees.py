@@ -8,11 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fewkeys as fk
+from captures import captured
 from cases import CAUSAL_SHAPES, SHAPES, Shape
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
-from fewkeys.judge.result import Report
 from fewkeys.tree import rule
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, descend
 from fewkeys.tree.metric import roots
@@ -31,7 +31,9 @@ def descent(shape, slots=64, dtype=torch.float64):
 def test_trees_are_permutations_of_their_keys(shape):
     for walk in descent(shape).walks:
         for stand in walk.forest.stands.values():
-            own = walk.forest.order[:, stand.base : stand.base + stand.count * stand.size].unflatten(1, (-1, stand.size))
+            own = walk.forest.order[:, stand.base : stand.base + stand.count * stand.size].unflatten(
+                1, (-1, stand.size)
+            )
             expected = stand.starts()[:, None] + torch.arange(stand.size) + rule.SINKS
             assert torch.equal(own.sort(-1).values, expected.expand_as(own))
             assert not torch.equal(own, expected.expand_as(own))
@@ -200,7 +202,8 @@ def test_the_first_tokens_alone_have_the_same_trees(dtype):
                 start = 2 * size * (stand.first + tree)
                 here, there = part.forest.row(start, size, 8), whole.forest.row(start, size, 8)
                 assert torch.equal(
-                    part.forest.leaves()[:, here : here + size // 8], whole.forest.leaves()[:2, there : there + size // 8]
+                    part.forest.leaves()[:, here : here + size // 8],
+                    whole.forest.leaves()[:2, there : there + size // 8],
                 )
                 for node in (8, 32, 128, 512):
                     if node > size:
@@ -280,9 +283,12 @@ def test_every_query_finds_a_needle_of_its_own():
 
 
 def test_reports_count_the_nodes_scored():
-    from fewkeys.judge.layer import Entry  # noqa: F401
-
-    assert Report is not None
+    capture = captured(layers=1, batches=1, size=1, length=200, causal=True)
+    (call,) = capture.calls(0)
+    graph = PLAN.keep.graph(call.query, call.key, call.value, is_causal=True, scale=call.scale)
+    (row,) = (row for row in fk.compare(capture, {"tree": PLAN}).rows if row.name == "tree")
+    assert row.slots == pytest.approx(graph.slots(), rel=1e-4)
+    assert row.slots > graph.to_mask().sum(-1).double().mean() + 1
 
 
 def cost(n):
