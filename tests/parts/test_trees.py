@@ -1,4 +1,4 @@
-"""The forest of key trees: permutations, statistics of nodes, what is opened, what it costs, and that nothing changes."""
+"""The forest of key trees: permutations, statistics of nodes, what is opened, what it costs, what never changes."""
 
 import math
 from dataclasses import replace
@@ -83,6 +83,27 @@ def test_halves_are_better_than_halves_by_chance():
     assert inside[1] < 0.8 * inside[0]
 
 
+def by_definition(rows, index):
+    """The order of `index` by the docstring of `fewkeys.tree.split`, one set of rows after the other."""
+    if len(index) == 8:
+        return index
+    y = rows[index] - rows[index].mean(0)
+    u = y[y.norm(dim=-1).argmax()]
+    for _ in range(2):
+        u = sum(row * (row @ u) for row in y)
+    order = (y @ u).argsort(stable=True)
+    for _ in range(2):
+        order = (y @ -y[order[: len(index) // 2]].sum(0)).argsort(stable=True)
+    half = len(index) // 2
+    return torch.cat([by_definition(rows, index[order[:half]]), by_definition(rows, index[order[half:]])])
+
+
+def test_splits_follow_their_definition():
+    rows = torch.randn(3, 128, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    expected = torch.stack([by_definition(own, torch.arange(128)) for own in rows])
+    assert torch.equal(split(rows), expected)
+
+
 def test_equal_rows_keep_their_order():
     assert torch.equal(split(torch.ones(2, 32, 3)), torch.arange(32).expand(2, -1))
 
@@ -122,7 +143,7 @@ def test_what_is_opened_has_the_largest_ranks(shape):
                 spread = {c: float(q.square() @ table.variance[head, c]) for c in candidates}
                 score = {c: float(q @ table.key[head, c]) for c in candidates}
                 rank = {c: score[c] + REACH * math.log2(level.size) * spread[c] ** 0.5 for c in candidates}
-                best = sorted(candidates, key=lambda c: -rank[c])  # noqa: B023
+                best = sorted(candidates, key=lambda c: -rank[c])
                 own, rows = set(best[: level.opened]), closed[place].rows[head, i].tolist()
                 assert set(rows) == candidates - own
                 for row, logit in zip(rows, closed[place].logit[head, i].tolist(), strict=True):
