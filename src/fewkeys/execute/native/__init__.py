@@ -32,7 +32,7 @@ def unsupported(problem: Problem) -> str | None:
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
     else:
-        plain = readable(x.query, x.key, x.value, *forward.read(s))
+        plain = readable(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
     if not plain:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
     # Plans take these for constants, and so do the kernels.
@@ -51,6 +51,8 @@ def _form(problem: Problem) -> str | None:
     graph, s = problem.graph, problem.stand_ins
     if not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
+    if graph.descent is not None:
+        return "expected a band and lists that blocks of queries share, got keys that each query finds in a tree"
     if graph.rows is not None or graph.full:
         return "expected a band and lists that blocks of queries share, got a list of keys for every query"
     if graph.groups is not None:
@@ -71,7 +73,7 @@ def _form(problem: Problem) -> str | None:
 def _wants_gradient(problem: Problem) -> bool:
     x, s = problem.inputs, problem.stand_ins
     if not isinstance(s, BlockStandIns):
-        return wants_gradient(x.query, x.key, x.value, *forward.read(s))
+        return wants_gradient(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
     # Means that have yet to be made depend on the keys and values, and on what they were before.
     rows = s.states.rows if s.scan is None else s.scan.state.summary.rows
     return wants_gradient(x.query, x.key, x.value, rows)

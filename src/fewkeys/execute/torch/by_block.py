@@ -20,9 +20,9 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch import grouped
+from fewkeys.execute.torch import by_descent, grouped
 from fewkeys.execute.torch.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
-from fewkeys.rest.base import BlockStandIns
+from fewkeys.rest.base import BlockStandIns, StandIns
 
 CHUNK = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
@@ -35,7 +35,9 @@ def unsupported(problem: Problem) -> None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
     x, graph, weights = problem.inputs, problem.graph, problem.weights
-    if graph.rows is not None or graph.full:
+    if by_descent.knows(problem):
+        return by_descent.attend(problem)
+    if graph.rows is not None or graph.full or graph.descent is not None:
         return reference.attend_in_pieces(problem)
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
@@ -93,7 +95,7 @@ def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | BlockMe
     means: Means | BlockMeans | None = None
     if isinstance(stand_ins, BlockStandIns):
         means = BlockMeans(stand_ins, isinstance(problem.weights, Softmax))
-    elif stand_ins is not None:
+    elif isinstance(stand_ins, StandIns):
         # Beside groups, what a query keeps is counted entry by entry.
         near = [source for source in sources if isinstance(source, Band | BlockLists)]
         means = Means(stand_ins, near if graph.groups is None else [])
