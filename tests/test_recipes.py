@@ -60,7 +60,7 @@ found = law.answers(plan, shape, torch.float32, grad=True)
 assert "masked" in found, list(found)
 law.assert_alike(found, torch.float32)
 assert Way("masked", torch.float32) in WAYS
-assert Way("masked", torch.float32) in ways("leverage + window, drop, softmax", shape)
+assert Way("masked", torch.float32) in ways("leverage + window, drop, softmax", False)
 assert "masked" not in law.answers(PLANS["leverage + window, means, softmax"], shape, torch.float32, grad=False)
 with pytest.raises(ValueError, match="impl='masked': expected no stand-ins"):
     fk.attention(*shape.draw(), plan=PLANS["leverage + window, means, softmax"], impl="masked")
