@@ -189,7 +189,10 @@ def test_other_weights_and_curved_scores_go_another_way(name, taken):
 
 
 class Trap:
-    """A library all of whose kernels fail."""
+    """A library all of whose kernels fail, counting or not."""
+
+    def __init__(self, counting):
+        self._name = "trap"
 
     def __getattr__(self, name):
         raise AssertionError(name)

@@ -462,6 +462,6 @@ def test_the_model_of_costs_asks_the_selector():
 
 
 def test_reference_is_not_what_runs(monkeypatch):
-    monkeypatch.setattr(reference, "_attend_block", None)
+    monkeypatch.setattr(reference, "_attend", None)
     (q, k, v), groups, options = TANGLED.draw()
     fk.attention(q, k, v, keep=Held(groups) | fk.Window(3) | fk.Sinks(2), weights=fk.Entmax(1.5), **options)
