@@ -1,4 +1,4 @@
-"""Perplexity of a decoder whose attention is replaced in all layers, over that of exact attention, and the slots it took.
+"""Perplexity of a decoder whose attention is replaced in all layers, over that of exact attention, and slots paid.
 
     python experiments/trees/perplexity.py --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--place 0.0]
 
