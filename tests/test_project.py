@@ -74,6 +74,7 @@ LAZY = {
     "operator.py",
     "integrations/stream_cache.py",
     "execute/triton/op.py",
+    "execute/triton/tiles.py",
     "execute/triton/forward.py",
     "execute/triton/backward.py",
     "execute/triton/grouped_op.py",
@@ -81,6 +82,7 @@ LAZY = {
     "execute/triton/grouped_backward.py",
     "sketch/triton/op.py",
     "sketch/triton/kernels.py",
+    "execute/triton/grouped_tiles.py",
     "sketch/triton/tiles.py",
 }
 """torch's compiler, subclasses of transformers' own classes, Triton's kernels: imported by functions that need them."""

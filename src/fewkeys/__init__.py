@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from fewkeys import oracle as oracle
     from fewkeys.captures.capture import Capture as Capture
     from fewkeys.core.weights import *  # noqa: F403
-    from fewkeys.cost.explain import Explanation as Explanation
-    from fewkeys.cost.explain import explain as explain
+    from fewkeys.explain import Explanation as Explanation
+    from fewkeys.explain import explain as explain
     from fewkeys.guard.fallback import Fallbacks as Fallbacks
     from fewkeys.guard.fallback import Guard as Guard
     from fewkeys.heavy import HeavyEntries as HeavyEntries
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 _NOW = ("Graph", "Groups", "Plan", "attention", "budget", "leverage_scores", "metrics", "universal_set")
 _LATER = {
     "Capture": "captures.capture",
-    "Explanation": "cost.explain",
-    "explain": "cost.explain",
+    "Explanation": "explain",
+    "explain": "explain",
     "Fallbacks": "guard.fallback",
     "Guard": "guard.fallback",
     "HeavyEntries": "heavy",

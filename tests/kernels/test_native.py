@@ -372,6 +372,20 @@ class TestBuilding:
         monkeypatch.setattr(build, "_compile", None)
         assert native.missing() is None
 
+    def test_a_library_that_is_damaged_is_compiled_again(self, tmp_path):
+        assert native.missing() is None
+        (file,) = (tmp_path / "cache").iterdir()
+        whole = file.read_bytes()
+        assert file.stat().st_mode & 0o777 == 0o755
+        for damaged in (b"", whole[:1000], whole[:-1], whole[:-40] + b"x" + whole[-39:]):
+            # Another file: this process has the first one open.
+            file.unlink()
+            file.write_bytes(damaged)
+            assert not build._whole(file)
+        build._load.cache_clear()
+        assert native.missing() is None
+        assert build._whole(file)
+
     def test_every_source_decides_what_is_kept(self):
         """A file that is left out would be compiled, but not again once it changes."""
         here = Path(build.__file__).parent

@@ -16,8 +16,8 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.core.work import Work
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import reference
-from fewkeys.execute.torch import attend as linear
-from fewkeys.execute.torch import grouped
+from fewkeys.execute.problem import Problem
+from fewkeys.execute.torch import by_block, grouped
 from fewkeys.select import Selector
 from largest import Largest
 
@@ -252,7 +252,7 @@ def test_gradients_of_the_joined_rows(alpha):
 
     def run(q, k, v):
         x = check_inputs(q, k, v)
-        return linear.attend(x, Graph(x, groups=groups, band=(1, 0)), None, fk.Entmax(alpha))
+        return by_block.attend(Problem(x, Graph(x, groups=groups, band=(1, 0)), None, fk.Entmax(alpha)))
 
     assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in tensors])
 

@@ -87,7 +87,7 @@ def _output(inputs: Inputs, plan: Plan, parts: Parts, past: State, state: State,
     near = state.between(range(origin, state.length))
     # Positions are counted from the first key in reach, which begins a block.
     local = Inputs(working(inputs.query), near.key, near.value, inputs.scale, True, first - origin)
-    recent = RecentBlocks(parts.unit) if parts.recent is None else parts.recent
+    recent = RecentBlocks(*(parts.recent or (parts.unit,)))
     blocks = range(first // parts.unit, (first + count - 1) // parts.unit + 1)
     # One of the first block's stand-ins may be before its beginning: where no token of it has come yet.
     own = slice(blocks.start - past.moved // parts.unit, None)

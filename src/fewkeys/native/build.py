@@ -29,6 +29,8 @@ FLAGS = (
 )
 COMPILERS = ("g++", "clang++", "c++")
 SWITCH, COUNT, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_COUNT", "CXX"
+DIGEST = hashlib.sha256().digest_size
+"""Bytes that follow a library: its SHA-256."""
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
 
@@ -106,12 +108,20 @@ def _load(counting: bool) -> ctypes.CDLL | str:
     here = Path(__file__).parent
     try:
         path = _folder() / f"kernels-{_fingerprint(compiler, here, counting)}.so"
-        if not path.is_file():
+        if not _whole(path):
             _compile(compiler, here, path, counting)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         return f"{shlex.join(compiler)} failed: {told.strip().splitlines()[0] if told.strip() else error}"
+
+
+def _whole(path: Path) -> bool:
+    """Whether a library is what was compiled: a truncated one would end the process that loads it."""
+    if not path.is_file():
+        return False
+    library, digest = (held := path.read_bytes())[:-DIGEST], held[-DIGEST:]
+    return hashlib.sha256(library).digest() == digest
 
 
 def _compiler() -> list[str] | None:
@@ -168,6 +178,9 @@ def _compile(compiler: list[str], here: Path, path: Path, counting: bool) -> Non
             done = subprocess.run(command, capture_output=True, text=True, check=not extra, timeout=PATIENCE)  # noqa: S603
             if done.returncode == 0:
                 break
+        library = Path(part).read_bytes()
+        Path(part).write_bytes(library + hashlib.sha256(library).digest())
+        Path(part).chmod(0o755)  # readable by others, who may share the folder
         os.replace(part, path)
     finally:
         Path(part).unlink(missing_ok=True)

@@ -101,7 +101,7 @@ class NearWeights {
   }
 
   void weigh_means(Tile &tile, int64_t head) {
-    for (vec &sum : slope) sum = vec{};
+    for (int w = 0; w < WIDE; w++) slope[w] = vec{};
     count_multiply_adds(p.means * TILE);
     for (int c = 0; c < p.means; c++) {
       const float factor = p.rank ? p.factor[head * p.means + c] : 0.0f;

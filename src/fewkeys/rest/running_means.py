@@ -17,9 +17,8 @@ from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import Scan
 from fewkeys.past.state import State
 from fewkeys.rest.base import BlockStandIns, Rest
-from fewkeys.select.base import Selector
+from fewkeys.select.base import Recent, Selector
 from fewkeys.select.causal import CAUSAL_BLOCK
-from fewkeys.select.recent import RecentBlocks
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class RunningMeans(Rest):
         if reach < CAUSAL_BLOCK and any(fact is not None and fact.best for fact in facts):
             raise ValueError(
                 f"keep: keys are chosen every {CAUSAL_BLOCK} positions, so expected RecentBlocks that hold as many, "
-                f"got {recent[0]} with {reach}; give it more blocks"
+                f"got {keep} with {reach}; give it more blocks"
             )
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
@@ -87,7 +86,7 @@ class RunningMeans(Rest):
         return BlockStandIns(scan, x.head_dim)
 
 
-def _recent(keep: Selector) -> list[RecentBlocks]:
+def _recent(keep: Selector) -> list[Recent]:
     return [fact.recent for part in keep.parts if (fact := part.remembered) is not None and fact.recent is not None]
 
 

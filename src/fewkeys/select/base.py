@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -13,12 +13,10 @@ from torch import Tensor
 from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_inputs
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import Options, check_inputs
 from fewkeys.core.work import Work
 from fewkeys.select.causal import OnlineScore
-
-if TYPE_CHECKING:
-    from fewkeys.select.recent import RecentBlocks
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,13 @@ class Best:
 
     count: int
     online: Callable[[torch.Generator | None], OnlineScore]
+
+
+class Recent(NamedTuple):
+    """The query's own block of `size` positions, and the `blocks - 1` before it."""
+
+    size: int
+    blocks: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Remembered:
     """
 
     latest: int = 0
-    recent: RecentBlocks | None = None
+    recent: Recent | None = None
     first: int = 0
     best: Best | None = None
 
@@ -117,35 +122,14 @@ class Selector(Listed, ABC):
         """The rule beside `count` clusters; itself, unless it reads the clusters of its rest."""
         return self
 
-    def graph(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        lengths: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        query_offset: int = 0,
-        generator: torch.Generator | None = None,
-    ) -> Graph:
+    def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
 
         Only `Outliers` looks at the values; without them it takes the keys for values.
         """
-        inputs = check_inputs(
-            query,
-            key,
-            key if value is None else value,
-            is_causal=is_causal,
-            scale=scale,
-            lengths=lengths,
-            key_mask=key_mask,
-            query_offset=query_offset,
-            generator=generator,
-        )
-        return self.select(inputs)
+        inputs = check_inputs(query, key, key if value is None else value, **options)
+        with full_precision():
+            return self.select(inputs)
 
     def __or__(self, other: Selector) -> Selector:
         if not isinstance(other, Selector):

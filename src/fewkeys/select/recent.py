@@ -10,7 +10,7 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Remembered, Selector
+from fewkeys.select.base import Recent, Remembered, Selector
 
 
 @dataclass(frozen=True)
@@ -56,4 +56,4 @@ class RecentBlocks(Selector):
 
     @property
     def remembered(self) -> Remembered:
-        return Remembered(recent=self)
+        return Remembered(recent=Recent(self.size, self.blocks))

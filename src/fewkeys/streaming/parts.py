@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fewkeys.plan import Plan
-from fewkeys.select import RecentBlocks
-from fewkeys.select.base import Best
+from fewkeys.select.base import Best, Recent
 from fewkeys.select.causal import CAUSAL_BLOCK
 
 NEVER = 2**62
@@ -20,7 +19,7 @@ class Parts:
     """
 
     window: int
-    recent: RecentBlocks | None
+    recent: Recent | None
     sinks: int
     heavy: tuple[Best, ...]
     means: int
@@ -50,7 +49,7 @@ def parts_of(plan: Plan) -> Parts:
     if plan.keep is None:
         raise ValueError("plan: exact attention must remember every key, so there is no stream of it; give keep=")
     window = sinks = 0
-    recent: RecentBlocks | None = None
+    recent: Recent | None = None
     heavy: list[Best] = []
     for part in plan.parts:
         held = part.remembered

@@ -6,6 +6,8 @@ Tensor cores multiply 16-bit numbers at full speed. A float32 number cut into bf
 part adds 8 bits: two are right to 2^-17 of a number, three to all of its 24 bits. Keys of 16 bits meet centres in two
 parts, an error beside which the rounding of the keys themselves is large. They meet the form in three, and sums take
 three of every row: what the spread of a cluster's keys exceeds that of their mean is told from float32's rounding.
+
+Experimental: run in Triton's interpreter, and on no device yet.
 """
 
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.
@@ -14,13 +16,7 @@ three of every row: what the spread of a cluster's keys exceeds that of their me
 import triton
 import triton.language as tl
 
-from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
-
-
-@triton.jit
-def base_of(rows, strides, head, sizes):
-    """Where the rows of a head begin."""
-    return rows + head // sizes.heads * strides[0] + head % sizes.heads * strides[1]
+from fewkeys.sketch.triton.tiles import base_of, dot, load_rows, store_rows
 
 
 @triton.jit
@@ -61,7 +57,7 @@ def survey(
     head = tl.program_id(1).to(tl.int64)
     at, real = head * sizes.keys + place, place < sizes.keys
     d = tl.arange(0, BLOCK_D)
-    key = base_of(rows.key, rows.key_strides, head, sizes)
+    key = base_of(rows.key, rows.key_strides, head, sizes.heads)
     k = load_rows(key, place, sizes.keys, rows.key_strides[2], d, D)
     if seen.root is not None:
         shift = seen.shift + head * (D + 1)
@@ -78,7 +74,7 @@ def survey(
         tl.store(seen.importance + at, along + 0.5 * (spread - along * along), mask=real)
     if clusters.centre is not None:
         dv = tl.arange(0, BLOCK_V)
-        value = base_of(rows.value, rows.value_strides, head, sizes)
+        value = base_of(rows.value, rows.value_strides, head, sizes.heads)
         v = load_rows(value, place, sizes.keys, rows.value_strides[2], dv, DV)
         centre = clusters.centre + head * sizes.centres * (CENTRE_PARTS * (D + DV))
         nearest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -132,8 +128,8 @@ def label_sums(
     head = tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
-    key = base_of(rows.key, rows.key_strides, head, sizes)
-    value = base_of(rows.value, rows.value_strides, head, sizes)
+    key = base_of(rows.key, rows.key_strides, head, sizes.heads)
+    value = base_of(rows.value, rows.value_strides, head, sizes.heads)
     on_key = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
     on_value = tl.zeros((BLOCK_C, BLOCK_V), tl.float32)
     first = part * tiles * BLOCK_N
