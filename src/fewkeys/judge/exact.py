@@ -7,7 +7,7 @@ output `W value`. `W` is n x n, so it exists for one block of sequences and head
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Block(AttentionInputs):
     `heads` are the query heads of the call that it holds.
     """
 
-    heads: slice = slice(None)
+    heads: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True)
