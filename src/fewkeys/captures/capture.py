@@ -24,6 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fewkeys.core.impl import Impl
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import Options, check_inputs
+
 FORMAT_VERSION = 1
 INDEX = "capture.json"
 PROJECTIONS = "projections.safetensors"
@@ -46,6 +50,15 @@ class AttentionInputs:
     key_mask: Tensor | None = None
     query_offset: int = 0
     query_mask: Tensor | None = None
+
+    def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
+        """What `fewkeys.attention` is told of the call beside its tensors."""
+        found: Options = {"is_causal": self.is_causal, "scale": self.scale, "key_mask": self.key_mask}
+        return found | {"query_offset": self.query_offset, "generator": generator, "impl": impl}
+
+    def checked(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Inputs:
+        """The problem that the call poses."""
+        return check_inputs(self.query, self.key, self.value, **self.options(generator, impl))
 
     def rows(self, own: slice) -> AttentionInputs:
         """The sequences `own` alone: views."""

@@ -83,19 +83,9 @@ def run(arguments: argparse.Namespace) -> None:
         seen = captured.part(0, captured.sequences - held_out)
         unseen = captured.part(captured.sequences - held_out, captured.sequences)
         work = arguments.out / WORK
-        finder = Sparsefinder.fit(
-            seen,
-            rank=arguments.rank,
-            alpha=arguments.alpha,
-            shared=arguments.shared,
-            margin=arguments.margin,
-            lr=arguments.lr,
-            epochs=arguments.epochs,
-            batch=arguments.batch,
-            directory=work,
-            progress=step,
-            seed=arguments.seed,
-        )
+        names = ("rank", "alpha", "shared", "margin", "lr", "epochs", "batch", "seed")
+        settings = {name: getattr(arguments, name) for name in names}
+        finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
         found = judge(
             {"projected": finder, "raw": raw},

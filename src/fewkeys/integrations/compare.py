@@ -29,6 +29,8 @@ Progress = Callable[[int, int, str], None]
 AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
+COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
+"""What a report says of a capture in the capture's own words."""
 TIMED = 6
 """Timings per plan, at least: one in each layer, more where there are fewer layers."""
 
@@ -80,13 +82,7 @@ def compare(
     lengths = _lengths(capture)
     return Report(
         model=capture.model_name,
-        layers=capture.layers,
-        query_heads=capture.query_heads,
-        kv_heads=capture.kv_heads,
-        head_dim=capture.head_dim,
-        value_dim=capture.value_dim,
-        is_causal=capture.is_causal,
-        sequences=capture.sequences,
+        **{name: getattr(capture, name) for name in COPIED},
         length=max(lengths),
         tokens=sum(lengths),
         settings={"eps": eps, "seed": seed, "impl": impl, "budgets": budgets, "timed_shape": shape},

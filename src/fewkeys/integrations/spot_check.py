@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.validation import check_inputs
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.integrations.interface import attention_modules
 from fewkeys.integrations.transformers import Batch, Plans, check_readable, exact_passes, plans_per_layer
@@ -105,17 +104,7 @@ def _check_model(
     source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 
     def hear(layer: int, call: AttentionInputs, output: Tensor) -> None:
-        inputs = check_inputs(
-            call.query,
-            call.key,
-            call.value,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            key_mask=call.key_mask,
-            query_offset=call.query_offset,
-            generator=generator,
-        )
-        checks[layer] += check_call(inputs, plans[layer], queries, source)
+        checks[layer] += check_call(call.checked(generator), plans[layer], queries, source)
 
     count = 0
     for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, hear):

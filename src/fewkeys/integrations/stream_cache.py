@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax
 from fewkeys.execute import exact
 from fewkeys.integrations import interface, streams
@@ -135,13 +134,4 @@ def _answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
     waiting = streams.take(inputs.key)
     if waiting is not None:
         return waiting.attend(inputs)
-    problem = check_inputs(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        is_causal=inputs.is_causal,
-        scale=inputs.scale,
-        key_mask=inputs.key_mask,
-        query_offset=inputs.query_offset,
-    )
-    return exact.attend(problem, Softmax())
+    return exact.attend(inputs.checked(), Softmax())

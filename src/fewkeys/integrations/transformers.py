@@ -78,19 +78,8 @@ def apply(
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        return attention(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            plan=plans[layer],
-            is_causal=inputs.is_causal,
-            scale=inputs.scale,
-            key_mask=inputs.key_mask,
-            query_offset=inputs.query_offset,
-            generator=generator,
-            impl=impl,
-            max_error=None if guards is None else guards[layer],
-        )
+        guard, rows = None if guards is None else guards[layer], (inputs.query, inputs.key, inputs.value)
+        return attention(*rows, plan=plans[layer], max_error=guard, **inputs.options(generator, impl))
 
     return Applied(model, answer, guards or ())
 
@@ -308,16 +297,7 @@ def _came(given: object) -> str:
 
 def _exact_by(weights: Weights, inputs: AttentionInputs) -> Tensor:
     """The call by exact attention of another kernel than softmax."""
-    output = attention(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        weights=weights,
-        is_causal=inputs.is_causal,
-        scale=inputs.scale,
-        key_mask=inputs.key_mask,
-        query_offset=inputs.query_offset,
-    )
+    output = attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options())
     # The layout in which it goes on, so that this very memory can be found again at the output projection.
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -7,7 +7,7 @@ output `W value`. `W` is n x n, so it exists for one block of sequences and head
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,20 +18,14 @@ from fewkeys.captures.capture import AttentionInputs
 BLOCK = 2**25
 
 
-@dataclass(frozen=True)
-class Block:
+@dataclass(frozen=True, eq=False)
+class Block(AttentionInputs):
     """Some sequences and heads of one attention call, without padding: every query and key in it is real.
 
-    Shapes as in `AttentionInputs`; `heads` are the query heads of the call that it holds.
+    `heads` are the query heads of the call that it holds.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    is_causal: bool
-    query_offset: int
-    heads: slice
+    heads: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,8 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
         for h in range(0, key.shape[1], heads):
             part = slice(h, h + heads)
             some = slice(h * group, min((h + heads) * group, query.shape[1]))
-            yield Block(q[:, some], k[:, part], v[:, part], call.scale, call.is_causal, call.query_offset, some)
+            given = (q[:, some], k[:, part], v[:, part], call.scale, call.is_causal)
+            yield Block(*given, query_offset=call.query_offset, heads=some)
 
 
 def exact(block: Block, eps: float) -> Exact:

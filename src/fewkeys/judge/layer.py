@@ -15,7 +15,6 @@ from fewkeys.attention import attention
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
-from fewkeys.core.validation import check_inputs
 from fewkeys.flow import by_plan, run
 from fewkeys.judge.exact import Block, Exact, held
 from fewkeys.judge.result import Effect
@@ -64,16 +63,7 @@ class Entry:
 def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl) -> None:
     """Add one block to the tally of an entry, answered by the executor `impl`."""
     generator = entry.generator(where, block.query.device)
-    inputs = check_inputs(
-        block.query,
-        block.key,
-        block.value,
-        is_causal=block.is_causal,
-        scale=block.scale,
-        query_offset=block.query_offset,
-        generator=generator,
-        impl=impl,
-    )
+    inputs = block.checked(generator, impl)
     parts = list(by_plan(inputs, entry.plans(layer, block)))
     if len(parts) == 1 and parts[0][0].keep is None:
         output = run(inputs, parts[0][0])
@@ -107,17 +97,8 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
 
 
 def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> Tensor:
-    return attention(
-        block.query,
-        block.key,
-        block.value,
-        plan=entry.plans(layer, block),
-        is_causal=block.is_causal,
-        scale=block.scale,
-        query_offset=block.query_offset,
-        generator=entry.generator(where, block.query.device),
-        impl=impl,
-    )
+    options = block.options(entry.generator(where, block.query.device), impl)
+    return attention(block.query, block.key, block.value, plan=entry.plans(layer, block), **options)
 
 
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:

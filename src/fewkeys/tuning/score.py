@@ -22,7 +22,6 @@ from torch import Tensor
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
-from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax
 from fewkeys.execute import exact
 from fewkeys.flow import always, run
@@ -100,16 +99,7 @@ def digest(capture: Capture, layer: int) -> str:
 
 def problem_of(call: AttentionInputs, seed: int = 0) -> Inputs:
     """The problem that a captured call poses, with a generator of its own."""
-    return check_inputs(
-        call.query,
-        call.key,
-        call.value,
-        is_causal=call.is_causal,
-        scale=call.scale,
-        key_mask=call.key_mask,
-        query_offset=call.query_offset,
-        generator=torch.Generator(call.query.device).manual_seed(seed),
-    )
+    return call.checked(torch.Generator(call.query.device).manual_seed(seed))
 
 
 def _real(problem: Inputs) -> Tensor:

@@ -122,7 +122,7 @@ def raised(x, POWER: tl.constexpr):
     elif POWER == 2.0:
         return x * x
     else:
-        return tl.where(x > 0, tl.exp2(POWER * tl.log2(tl.where(x > 0, x, 1.0))), 0.0)
+        return tl.where(x > 0, tl.exp2(tl.log2(tl.where(x > 0, x, 1.0)) * POWER), 0.0)
 
 
 @triton.jit

@@ -82,20 +82,10 @@ def attend(problem: Problem) -> Tensor:
     # An empty band ends before it begins, for every query.
     left, right = (0, -x.queries) if graph.band is None else graph.band
     reach = x.keys + x.queries + x.offset
-    output: Tensor = near_heavy_means(
-        x.query,
-        x.key,
-        x.value,
-        hidden,
-        *_listed(x, graph),
-        *_means(x, cast("StandIns | None", problem.stand_ins)),
-        x.scale,
-        min(left, reach),
-        min(right, reach),
-        x.offset,
-        x.is_causal,
-    )[0]
-    return output
+    tensors = (x.query, x.key, x.value, hidden, *_listed(x, graph))
+    means = _means(x, cast("StandIns | None", problem.stand_ins))
+    numbers = (x.scale, min(left, reach), min(right, reach), x.offset, x.is_causal)
+    return near_heavy_means(*tensors, *means, *numbers)[0]
 
 
 def _listed(x: Inputs, graph: Graph) -> tuple[Tensor | None, ...]:

@@ -38,24 +38,14 @@ def attend(problem: Problem) -> Tensor:
     x, graph, groups, weights = problem.inputs, problem.graph, _groups(problem), problem.weights
     # An empty band ends before it begins, for every query.
     left, right = (0, -x.queries - x.keys) if graph.band is None else graph.band
-    output: Tensor = grouped(
-        x.query,
-        x.key,
-        x.value,
-        None if graph.band is None else band_hidden(x, graph),
-        None if graph.columns is None else _listed(x, graph.columns.index, graph.columns.used),
-        *_sorted(groups.query, None, groups.count),
-        *_sorted(groups.key, x.valid, groups.count),
-        groups.count,
-        weights.alpha if isinstance(weights, Entmax) else 1.0,
-        x.scale,
-        # What no query finds on its left or right, and what causality forbids, is not looked for.
-        min(left, x.queries - 1 + x.offset),
-        min(right, 0 if x.is_causal else x.keys - 1 - x.offset),
-        x.offset,
-        x.is_causal,
-    )[0]
-    return output
+    # What no query finds on its left or right, and what causality forbids, is not looked for.
+    reach = (min(left, x.queries - 1 + x.offset), min(right, 0 if x.is_causal else x.keys - 1 - x.offset))
+    hidden = None if graph.band is None else band_hidden(x, graph)
+    listed = None if graph.columns is None else _listed(x, graph.columns.index, graph.columns.used)
+    members = (*_sorted(groups.query, None, groups.count), *_sorted(groups.key, x.valid, groups.count))
+    alpha = weights.alpha if isinstance(weights, Entmax) else 1.0
+    numbers = (groups.count, alpha, x.scale, *reach, x.offset, x.is_causal)
+    return grouped(x.query, x.key, x.value, hidden, listed, *members, *numbers)[0]
 
 
 def _groups(problem: Problem) -> Groups:
