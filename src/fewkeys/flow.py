@@ -41,7 +41,7 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
     """The output of a plan, or of one plan for each key head, on checked inputs; corrected by the guard, if any."""
     if not isinstance(plan, Plan):
         parts = [(run(part, own, guard), heads) for own, heads, part in by_plan(inputs, plan)]
-        output = torch.cat([out.unflatten(1, (-1, inputs.groups)) for out, _ in parts], 1)
+        output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
         order = torch.cat([heads for _, heads in parts]).argsort()
         return output[:, order].flatten(1, 2)
     plan.check(inputs)

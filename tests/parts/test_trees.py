@@ -159,10 +159,10 @@ def test_every_key_is_kept_or_stands_in_once(shape, slots):
     """Law 7, key by key: a visible key is an edge, or inside one closed node, and never both."""
     x = check_inputs(*shape.draw(), **shape.options)
     graph = fk.KeyTree(slots).select(x)
-    mask = graph.to_mask().unflatten(1, (x.kv_heads, x.groups))
+    mask = graph.to_mask().unflatten(1, (x.kv_heads, x.gqa_ratio))
     for walk in graph.descent.walks:
         own = walk.sequences
-        kept = own.rows(mask.flatten(2, 3).mT.to(torch.float64)).mT.unflatten(1, (x.groups, -1)).long()
+        kept = own.rows(mask.flatten(2, 3).mT.to(torch.float64)).mT.unflatten(1, (x.gqa_ratio, -1)).long()
         query = own.queries(x)
         for step in own.steps:
             span = slice(step.start, step.stop)
@@ -172,7 +172,7 @@ def test_every_key_is_kept_or_stands_in_once(shape, slots):
                     inside = walk.forest.order[:, : walk.nodes[closed.size].key.shape[1] * closed.size]
                     inside = inside.unflatten(1, (-1, closed.size))
                     head = torch.arange(inside.shape[0])[:, None, None]
-                    keys = inside[head, closed.rows].flatten(2).unflatten(1, (x.groups, -1))
+                    keys = inside[head, closed.rows].flatten(2).unflatten(1, (x.gqa_ratio, -1))
                     times.scatter_add_(3, keys, torch.ones_like(keys))
             seen = torch.arange(times.shape[-1]) < own.seen[span, None]
             assert torch.equal(times, seen.long().expand_as(times))

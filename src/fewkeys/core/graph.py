@@ -115,7 +115,7 @@ class Graph:
             # Fillings may repeat a used key: count hits instead of writing flags, so that order does not matter.
             hits = torch.zeros(lists.shape, dtype=torch.int32, device=device)
             lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
-            seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.groups, 1)
+            seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)
         if self.rows is not None:
             rows = self.rows[:, :, start:stop]
             hits = torch.zeros((x.batch, heads, count, x.keys), dtype=torch.int32, device=device)

@@ -37,7 +37,7 @@ class Inputs:
     """One attention problem in canonical form.
 
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
-    `h // groups`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
+    `h // gqa_ratio`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
     Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
     `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more. `impl`
     says which code may read all this: kernels of statistics and executors ask here.
@@ -74,7 +74,7 @@ class Inputs:
         return self.key.shape[1]
 
     @property
-    def groups(self) -> int:
+    def gqa_ratio(self) -> int:
         return self.query_heads // self.kv_heads
 
     @property
@@ -105,8 +105,8 @@ class Inputs:
         return self.valid
 
     def grouped_query(self) -> Tensor:
-        """The queries by the key head they read, (B, Hkv, groups, Nq, D): a view."""
-        grouped: Tensor = self.query.unflatten(1, (self.kv_heads, self.groups))
+        """The queries by the key head they read, (B, Hkv, gqa_ratio, Nq, D): a view."""
+        grouped: Tensor = self.query.unflatten(1, (self.kv_heads, self.gqa_ratio))
         return grouped
 
     def heads(self, index: Tensor) -> Inputs:

@@ -60,7 +60,7 @@ class Setting:
     value_dim: int
     is_causal: bool
     heads: int
-    groups: int
+    gqa_ratio: int
     threads: int
     kernels: str
 
@@ -93,7 +93,7 @@ def expected(inputs: Inputs, plan: Plan) -> Expected | None:
     # Learned plans are of all heads of a layer; of others some heads tell as much.
     heads = x.kv_heads if any(learned_parts(plan)) else min(HEADS, x.kv_heads)
     setting = Setting(
-        *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, heads, x.groups),
+        *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, heads, x.gqa_ratio),
         *(torch.get_num_threads(), identity()),
     )
     lines = _lines(setting, plan)
@@ -149,7 +149,7 @@ def _plan_lines(setting: Setting, plan: Plan) -> tuple[Line, Line]:
 
 def _inputs(setting: Setting, length: int) -> Inputs:
     s, draw = setting, torch.Generator("cpu").manual_seed(0)
-    shapes = ((s.heads * s.groups, s.head_dim), (s.heads, s.head_dim), (s.heads, s.value_dim))
+    shapes = ((s.heads * s.gqa_ratio, s.head_dim), (s.heads, s.head_dim), (s.heads, s.value_dim))
     kind = (torch.device(s.device), getattr(torch, s.dtype.removeprefix("torch.")))
     sizes = ((1, heads, length, dim) for heads, dim in shapes)
     query, key, value = (

@@ -20,4 +20,4 @@ def plan_operations(inputs: Inputs, plan: Plan) -> float:
         return exact_operations(x)
     work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
     # There are so many keys per query of one key head's group.
-    return work.scores * per_score(x) + work.per_key * x.keys / (x.queries * x.groups)
+    return work.scores * per_score(x) + work.per_key * x.keys / (x.queries * x.gqa_ratio)

@@ -22,7 +22,7 @@ from fewkeys.tree.forest import take
 
 def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
     """The output (B, Hq, stop - start, Dv), given the scores (B, Hq, stop - start, Nk) of kept keys, -inf elsewhere."""
-    x, value = problem.inputs, working(problem.inputs.value).repeat_interleave(problem.inputs.groups, 1)
+    x, value = problem.inputs, working(problem.inputs.value).repeat_interleave(problem.inputs.gqa_ratio, 1)
     parts, places = [], []
     for walk in cast("Descent", problem.graph.descent).walks:
         batch = torch.arange(x.batch) if walk.sequences.batch is None else walk.sequences.batch

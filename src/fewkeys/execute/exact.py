@@ -43,6 +43,6 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
         # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     output: Tensor = scaled_dot_product_attention(
-        query, x.key, x.value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.groups > 1
+        query, x.key, x.value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.gqa_ratio > 1
     )
     return output

@@ -45,7 +45,7 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     inputs, graph, stand_ins, weights = problem.inputs, problem.graph, problem.stand_ins, problem.weights
 
     def per_query_head(tensor: Tensor) -> Tensor:
-        return working(tensor).repeat_interleave(inputs.groups, 1)
+        return working(tensor).repeat_interleave(inputs.gqa_ratio, 1)
 
     query = working(inputs.query[:, :, start:stop]) * inputs.scale
     kept = graph.mask(start, stop)

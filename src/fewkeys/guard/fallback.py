@@ -114,7 +114,7 @@ class Guard:
 
 def _single_heads(inputs: Inputs, sequence: Tensor, head: Tensor) -> Inputs:
     """The problem of these heads alone, (M,) sequences and (M,) query heads, as M sequences of one head."""
-    key_head = torch.div(head, inputs.groups, rounding_mode="floor")
+    key_head = torch.div(head, inputs.gqa_ratio, rounding_mode="floor")
     return replace(
         inputs,
         query=inputs.query[sequence, head].unsqueeze(1),

@@ -139,9 +139,9 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     Cost O(B Hq m Nk (D + Dv)), the share m / Nq of exact attention; memory O(B Hkv Nk (D + Dv)).
     """
     x, rows = inputs, index.shape[-1]
-    by_key_head = index.unflatten(1, (x.kv_heads, x.groups)).flatten(2, 3)
+    by_key_head = index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
     query = working(x.query).gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.head_dim)) * x.scale
-    query = query.unflatten(1, (x.kv_heads, x.groups)).flatten(2, 3)
+    query = query.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
     key, value = working(x.key).mT, working(x.value)
     step = max(1, BLOCK // (x.batch * x.kv_heads * x.keys))
     parts = []
@@ -153,7 +153,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
         if x.valid is not None:
             scores = scores.masked_fill(~x.valid[:, None, None], -torch.inf)
         parts.append(weights.normalised(scores) @ value)
-    output: Tensor = torch.cat(parts, 2).unflatten(2, (x.groups, rows)).flatten(1, 2)
+    output: Tensor = torch.cat(parts, 2).unflatten(2, (x.gqa_ratio, rows)).flatten(1, 2)
     return output
 
 

@@ -102,7 +102,7 @@ def _collect(
                 parts = sketched_parts(sketch, rows.shape[0], heads, keys, eps, power, generator)
                 entries = _answer(rows, keys, eps, power, parts)
             for row, column, value in entries:
-                line = (batch * inputs.kv_heads + head) * inputs.groups * inputs.queries + row
+                line = (batch * inputs.kv_heads + head) * inputs.gqa_ratio * inputs.queries + row
                 found.append(line * inputs.keys + column)
                 values.append(value)
     shape = (inputs.batch, inputs.query_heads, inputs.queries, inputs.keys)

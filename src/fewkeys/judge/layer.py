@@ -74,7 +74,7 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
         price = output.new_zeros(inputs.query_heads)
         scored = output.new_zeros(output.shape[:3])
         for plan, index, part in parts:
-            heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.groups)[index].flatten()
+            heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
             entry.restart(generator, where)
             output[:, heads] = run(part, plan).float()
             # The same inputs, and the generator where it began: the edges that the output was made from.

@@ -92,9 +92,9 @@ def check_call(
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
     if isinstance(plan, Plan):
         return [_check_part(inputs, plan, torch.arange(inputs.query_heads), queries, generator)]
-    inner = torch.arange(inputs.groups)
+    inner = torch.arange(inputs.gqa_ratio)
     return [
-        _check_part(part, own, (heads.cpu().unsqueeze(-1) * inputs.groups + inner).flatten(), queries, generator)
+        _check_part(part, own, (heads.cpu().unsqueeze(-1) * inputs.gqa_ratio + inner).flatten(), queries, generator)
         for own, heads, part in by_plan(inputs, plan)
     ]
 

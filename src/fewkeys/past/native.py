@@ -18,7 +18,7 @@ _STATE = (
 )
 _BY_STEP = ("rows_by", "excess_by", "size_by")
 _MOVES = ("place", "share")
-_SIZES = ("batch", "heads", "groups", "dim", "value_dim", "count", "steps", "queries", "leaving", "tilted")
+_SIZES = ("batch", "heads", "gqa_ratio", "dim", "value_dim", "count", "steps", "queries", "leaving", "tilted")
 
 
 class Steps(NamedTuple):
@@ -95,7 +95,7 @@ class NativeScan:
             value=Rows.of(value),
             batch=key.shape[0],
             heads=heads,
-            groups=query.shape[1] // heads,
+            gqa_ratio=query.shape[1] // heads,
             dim=key.shape[3],
             value_dim=value.shape[3],
             count=self.moved[0].shape[2],

@@ -167,7 +167,7 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
     Padded queries have no gold edges.
     """
     x = problem_of(call)
-    query, key = x.query.float(), x.key.float().repeat_interleave(x.groups, 1)
+    query, key = x.query.float(), x.key.float().repeat_interleave(x.gqa_ratio, 1)
     seen = visible(x, 0, x.queries)
     gold = entmax((query * x.scale @ key.mT).masked_fill_(~seen, -torch.inf), alpha) > 0
     real = x.valid_queries if call.query_mask is None else call.query_mask

@@ -93,5 +93,5 @@ class BlockClusters(Selector):
         blocks = max(1.0, inputs.queries / self.size)
         held = self.centroids.count * min(1.0, self.top / blocks)
         rank, prepare = space_work(inputs, self.project)
-        choose = 4.0 * rank * self.centroids.count / self.size * inputs.groups
+        choose = 4.0 * rank * self.centroids.count / self.size * inputs.gqa_ratio
         return Work(self.size * (self.window + held * self.top), prepare + choose)

@@ -38,4 +38,4 @@ class EntmaxSupport(Selector):
         return False
 
     def work(self, inputs: Inputs) -> Work:
-        return Work(float(inputs.keys), 2.0 * inputs.head_dim * inputs.queries * inputs.groups)
+        return Work(float(inputs.keys), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)

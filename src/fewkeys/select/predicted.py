@@ -109,7 +109,7 @@ class Predicted(Selector):
         rank = inputs.head_dim if self.project is None else self.project.rank
         found, choose = self.grouping.work(inputs, rank, self.fitted)
         space = 0.0 if self.project is None else 4.0 * rank * inputs.head_dim
-        return Work(found, (choose + space) * inputs.groups)
+        return Work(found, (choose + space) * inputs.gqa_ratio)
 
     def __str__(self) -> str:
         return f"{self.grouping}{' as they are' if self.project is None else f' in {self.project.rank} dimensions'}"

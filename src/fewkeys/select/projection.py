@@ -75,14 +75,14 @@ def projected(inputs: Inputs, project: Projection | None) -> tuple[Tensor, Tenso
     x = inputs
     query, key = working(x.query.detach()), working(x.key.detach())
     if project is None:
-        return query, key.repeat_interleave(x.groups, 1)
+        return query, key.repeat_interleave(x.gqa_ratio, 1)
     if project.query.shape[:2] != (x.query_heads, x.head_dim):
         raise ValueError(
             f"project: expected a projection of {x.query_heads} query heads of dimension {x.head_dim}, got "
             f"{project.query.shape[0]} of {project.query.shape[1]}; fit it on the layer it is used in"
         )
     to_query, to_key = (matrix.detach().to(query) for matrix in (project.query, project.key))
-    keys = key.unsqueeze(2) @ to_key.unflatten(0, (x.kv_heads, x.groups))
+    keys = key.unsqueeze(2) @ to_key.unflatten(0, (x.kv_heads, x.gqa_ratio))
     return query @ to_query, keys.flatten(1, 2)
 
 
@@ -90,7 +90,7 @@ def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
     """r, and operations per key of bringing queries and keys there; for `Selector.work`."""
     if project is None:
         return inputs.head_dim, 0.0
-    return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.groups
+    return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.gqa_ratio
 
 
 def _check_table(name: str, value: object, axes: str) -> None:

@@ -39,7 +39,7 @@ class TopK(Selector):
         return self.count >= inputs.keys
 
     def work(self, inputs: Inputs) -> Work:
-        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.groups)
+        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ class BestColumns(Selector):
             weights = scores.softmax(-1).nan_to_num(0.0)
             if x.valid_queries is not None:
                 weights = weights * x.valid_queries[:, None, start : start + weights.shape[2], None]
-            mass += weights.sum(-2).unflatten(1, (x.kv_heads, x.groups)).sum(2)
+            mass += weights.sum(-2).unflatten(1, (x.kv_heads, x.gqa_ratio)).sum(2)
         return shared_top(x, mass, self.count)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= inputs.keys
 
     def work(self, inputs: Inputs) -> Work:
-        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.groups)
+        return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)
 
 
 def score_blocks(inputs: Inputs) -> Iterator[tuple[int, Tensor]]:
     """(first query, scores (B, Hq, m, Nk)) for blocks of queries: scaled, hidden keys at -inf, no gradient."""
     x = inputs
-    key = working(x.key.detach()).repeat_interleave(x.groups, 1)
+    key = working(x.key.detach()).repeat_interleave(x.gqa_ratio, 1)
     step = max(1, 2**24 // (x.batch * x.query_heads * x.keys))
     for start in range(0, x.queries, step):
         stop = min(start + step, x.queries)

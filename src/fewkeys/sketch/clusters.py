@@ -191,7 +191,7 @@ def _query_moments(inputs: Inputs) -> QueryMoments:
         stride = max(1, whole.queries // QUERY_SAMPLE)
         start = -whole.first_query % stride
         rows = working(inputs.grouped_query()[..., start::stride, :].detach()).flatten(2, 3)
-        count: Tensor | int = -(-whole.queries // stride) * inputs.groups
+        count: Tensor | int = -(-whole.queries // stride) * inputs.gqa_ratio
         total, square = (whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
     else:
         query = inputs.grouped_query().detach()

@@ -136,7 +136,7 @@ class Descent:
     def mask(self, start: int, stop: int) -> Tensor:
         """The keys that queries start .. stop - 1 keep, (B, Hq, stop - start, Nk)."""
         x = self.inputs
-        found = torch.zeros((x.batch, x.kv_heads, x.groups, stop - start, x.keys), dtype=torch.bool).to(x.key.device)
+        found = torch.zeros((x.batch, x.kv_heads, x.gqa_ratio, stop - start, x.keys), dtype=torch.bool).to(x.key.device)
         for walk in self.walks:
             own = walk.sequences
             kept = self._kept(walk, start, stop).unflatten(0, (-1, x.kv_heads))

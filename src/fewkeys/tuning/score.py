@@ -119,7 +119,7 @@ def _errors(
     relative = relative_error(output, truth)
     share = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
     sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, share)])
-    by_key_head: Tensor = sums.unflatten(1, (problem.kv_heads, problem.groups)).mean(2)
+    by_key_head: Tensor = sums.unflatten(1, (problem.kv_heads, problem.gqa_ratio)).mean(2)
     return by_key_head
 
 

@@ -26,7 +26,7 @@ from fewkeys.rest.base import BlockStandIns, StandIns
 
 _ROWS = ("query", "key", "value", "out")
 _HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "label", "share", "hidden")
-_SIZES = ("batch", "heads", "groups", "queries", "keys", "dim", "value_dim")
+_SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 
 
 class Near(ctypes.Structure):
@@ -152,6 +152,6 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
 def _common(x: Inputs, output: Tensor) -> dict[str, Any]:
     """What both kernels are told."""
     rows = zip(_ROWS, (x.query, x.key, x.value, output), strict=True)
-    sizes = (x.batch, x.query_heads, x.groups, x.queries, x.keys, x.head_dim, x.value_dim)
+    sizes = (x.batch, x.query_heads, x.gqa_ratio, x.queries, x.keys, x.head_dim, x.value_dim)
     numbers = {"offset": x.offset, "causal": x.is_causal, "scale": x.scale}
     return {name: Rows.of(tensor) for name, tensor in rows} | dict(zip(_SIZES, sizes, strict=True)) | numbers

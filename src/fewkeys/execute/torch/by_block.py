@@ -47,7 +47,7 @@ def attend(problem: Problem) -> Tensor:
         return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
     sources, means = _sources(problem, size)
     query = x.grouped_query().flatten(0, 1)
-    width, limit = sum(source.width for source in sources) * x.groups, CHUNK
+    width, limit = sum(source.width for source in sources) * x.gqa_ratio, CHUNK
     if graph.groups is not None:
         width, limit = width + grouped.mean_width(x, graph.groups), grouped.CHUNK
     heads = max(1, min(query.shape[0], limit // max(1, width * x.queries)))
@@ -110,7 +110,7 @@ def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: 
     if blocks * size > stop - start:
         rows = pad(rows, (0, 0, 0, blocks * size - (stop - start)))
     rows = rows.unflatten(2, (blocks, size)).transpose(1, 2).flatten(1, 3)
-    return Chunk(heads, start, blocks, size, x.groups, x.offset, rows)
+    return Chunk(heads, start, blocks, size, x.gqa_ratio, x.offset, rows)
 
 
 def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | BlockMeans | None, weights: Weights) -> Tensor:

@@ -133,13 +133,13 @@ class GroupedKeys:
 
     def _key(self, owner: Tensor) -> Tensor:
         """Rows of `key` (H x Nk) for rows of `ids` (H x groups x Nk)."""
-        keys, groups = self.inputs.keys, self.inputs.groups
+        keys, groups = self.inputs.keys, self.inputs.gqa_ratio
         return owner // (groups * keys) * keys + owner % keys
 
     def _hidden(self, chunk: Chunk, ids: Tensor, row: Tensor, owner: Tensor) -> Tensor | None:
         row, hidden = row.clamp_max(ids.shape[0] - 1), None
         if self.inputs.is_causal:
-            place = chunk.positions().repeat(ids.shape[0] // (chunk.blocks * chunk.groups * chunk.size))
+            place = chunk.positions().repeat(ids.shape[0] // (chunk.blocks * chunk.gqa_ratio * chunk.size))
             hidden = place[row].unsqueeze(-1) < (owner % self.inputs.keys).unsqueeze(-2)
         for column in range(ids.shape[-1] - 1):
             for other, overlap in enumerate(self.overlaps[column]):
@@ -319,7 +319,7 @@ def _rows(rows: Tensor, index: Tensor) -> Tensor:
 
 def _by_key_head(inputs: Inputs, ids: Tensor) -> Tensor:
     """(B, Hq, N, M) -> (B x Hkv, groups, N, M): by the key head that the query heads read."""
-    by_head: Tensor = ids.unflatten(1, (inputs.kv_heads, inputs.groups)).flatten(0, 1)
+    by_head: Tensor = ids.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio)).flatten(0, 1)
     return by_head
 
 

@@ -1,7 +1,7 @@
 """The sources of a row's entries: shared key lists, block-wise key lists, the band, the stand-ins.
 
 Each source gives the scores of a chunk of queries, (H, M, columns), and mixes its values under their weights,
-(H, M, Dv). A chunk's queries are block-major: M = blocks x (groups x block size), so that queries of all groups at the
+(H, M, Dv). A chunk's queries are block-major: M = blocks x (gqa_ratio x block size), so that queries of all heads at the
 same positions stand together.
 """
 
@@ -29,7 +29,7 @@ class Chunk:
     start: int  # first query
     blocks: int
     size: int  # queries per block
-    groups: int
+    gqa_ratio: int
     offset: int
     query: Tensor  # (H, M, D), scaled, in working precision
 
@@ -41,16 +41,16 @@ class Chunk:
     def positions(self) -> Tensor:
         """Position of every query among the keys, (M,)."""
         place = torch.arange(self.blocks * self.size, device=self.query.device) + self.first_key
-        return place.view(self.blocks, 1, self.size).expand(-1, self.groups, -1).flatten()
+        return place.view(self.blocks, 1, self.size).expand(-1, self.gqa_ratio, -1).flatten()
 
     def by_block(self, rows: Tensor) -> Tensor:
-        """(H, M, ...) -> (H, blocks, groups x size, ...)."""
-        by_block: Tensor = rows.unflatten(1, (self.blocks, self.groups * self.size))
+        """(H, M, ...) -> (H, blocks, gqa_ratio x size, ...)."""
+        by_block: Tensor = rows.unflatten(1, (self.blocks, self.gqa_ratio * self.size))
         return by_block
 
     def by_query(self, rows: Tensor) -> Tensor:
-        """(H, M, X) -> (H, groups, blocks x size, X)."""
-        grouped: Tensor = rows.unflatten(1, (self.blocks, self.groups, self.size))
+        """(H, M, X) -> (H, gqa_ratio, blocks x size, X)."""
+        grouped: Tensor = rows.unflatten(1, (self.blocks, self.gqa_ratio, self.size))
         return grouped.transpose(1, 2).flatten(2, 3)
 
 
@@ -156,7 +156,7 @@ class BlockLists(KeySource):
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
         """What the block's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's list."""
         held = self._rows(member, chunk) * self._lists(self.used, chunk).unsqueeze(-1)
-        return held.sum(2).repeat_interleave(chunk.groups * chunk.size, 1)
+        return held.sum(2).repeat_interleave(chunk.gqa_ratio * chunk.size, 1)
 
 
 class Band(KeySource):
@@ -192,7 +192,7 @@ class Band(KeySource):
 
     def scores(self, chunk: Chunk) -> Tensor:
         scores = chunk.by_block(chunk.query) @ working(self.stretch(self.key, chunk))
-        scores.unflatten(2, (chunk.groups, chunk.size)).masked_fill_(~self.inside, -torch.inf)
+        scores.unflatten(2, (chunk.gqa_ratio, chunk.size)).masked_fill_(~self.inside, -torch.inf)
         hidden = self._hidden(chunk)
         if hidden is not None:
             scores.masked_fill_(hidden.unsqueeze(2), -torch.inf)
@@ -215,7 +215,7 @@ class Band(KeySource):
             # What a block's list holds, the list counts; no stand-in speaks for shared lists.
             inside = inside & ~self._listed(self.columns, chunk).unsqueeze(2)
         held = inside.to(member.dtype) @ self.stretch(member, chunk).mT
-        return held.unsqueeze(2).expand(-1, -1, chunk.groups, -1, -1).flatten(1, 3)
+        return held.unsqueeze(2).expand(-1, -1, chunk.gqa_ratio, -1, -1).flatten(1, 3)
 
     def _stretch_places(self, chunk: Chunk) -> Tensor:
         """(blocks, width), also outside the sequence."""
@@ -337,7 +337,7 @@ class BlockMeans(Source):
         """How many keys each stand-in speaks for, (H, M, C); None where the bias has told it."""
         if self.tilted:
             return None
-        rows = chunk.groups * chunk.size
+        rows = chunk.gqa_ratio * chunk.size
         return self._of(self.size, chunk).unsqueeze(2).expand(-1, -1, rows, -1).flatten(1, 2)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:

@@ -43,7 +43,7 @@ def query_gradients(x, output, log_mass, slope, grad, delta, lift, grad_query):
     """Gradients of the queries; also `delta` and `lift` of every row, which the other kernels read."""
     first_row = tl.program_id(0) * x.made.BLOCK_M
     head = tl.program_id(1).to(tl.int64)
-    shared = head // x.sizes.groups
+    shared = head // x.sizes.gqa_ratio
     row = first_row + tl.arange(0, x.made.BLOCK_M)
     q = load_queries(x, head, row)
     g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
@@ -102,7 +102,7 @@ def key_gradients(
         factor = load_column(x.means.factor, shared, entry, entries, 0.0)
     begin, end, per_head = part_of_queries(x, first, last, part, tiles)
     for tile in range(begin, end):
-        head = shared * x.sizes.groups + tile // per_head
+        head = shared * x.sizes.gqa_ratio + tile // per_head
         first_row = first + tile % per_head * x.made.BLOCK_M
         row = first_row + tl.arange(0, x.made.BLOCK_M)
         q = load_queries(x, head, row)
@@ -140,7 +140,7 @@ def slope_gradients(x, slope, grad, tiles, grad_left, grad_right):
     total_right = tl.zeros((x.made.BLOCK_R, x.made.BLOCK_V), tl.float32)
     begin, end, per_head = part_of_queries(x, 0, x.sizes.queries, part, tiles)
     for tile in range(begin, end):
-        head = shared * x.sizes.groups + tile // per_head
+        head = shared * x.sizes.gqa_ratio + tile // per_head
         row = tile % per_head * x.made.BLOCK_M + tl.arange(0, x.made.BLOCK_M)
         q = load_queries(x, head, row)
         g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)

@@ -126,7 +126,7 @@ def attend_rows(x, output, log_mass, slope):
     """Outputs, log2 of the rows' sums (+inf for rows that see nothing), and `slope = sum_c A_ic factor_c`."""
     first_row = tl.program_id(0) * x.made.BLOCK_M
     head = tl.program_id(1).to(tl.int64)
-    shared = head // x.sizes.groups
+    shared = head // x.sizes.gqa_ratio
     row = first_row + tl.arange(0, x.made.BLOCK_M)
     q = load_queries(x, head, row)
     top = tl.full((x.made.BLOCK_M,), float("-inf"), tl.float32)

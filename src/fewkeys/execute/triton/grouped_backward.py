@@ -52,7 +52,7 @@ def weigh(scores, level, share, ALPHA: tl.constexpr):
 def query_gradients(x, tiles, output, level, share, grad, delta, grad_query):
     """Gradients of a tile of queries; also `delta` of every row, which the other kernels read."""
     head = tl.program_id(1).to(tl.int64)
-    shared = head // x.sizes.groups
+    shared = head // x.sizes.gqa_ratio
     group, first, last, begin, end = tile_of(tiles, head)
     if first >= last:
         return
@@ -116,8 +116,8 @@ def group_gradients(x, tiles, level, share, grad, delta, sum_key, sum_value):
     if first >= last:
         return
     place = tokens_at(x.members.key_order, first + tl.arange(0, x.made.BLOCK_N), last, head, x.sizes.keys)
-    k = load_keys(x, head // x.sizes.groups, place)
-    v = load_values(x, head // x.sizes.groups, place)
+    k = load_keys(x, head // x.sizes.gqa_ratio, place)
+    v = load_values(x, head // x.sizes.gqa_ratio, place)
     total_key = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_D), tl.float32)
     total_value = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_V), tl.float32)
     for start in range(begin, end, x.made.BLOCK_M):
@@ -154,7 +154,7 @@ def key_gradients(x, level, share, grad, delta, tiles, sum_key, sum_value, grad_
     total_value = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_V), tl.float32)
     begin, end, per_head = part_of_queries(x, first, last, part, tiles)
     for tile in range(begin, end):
-        head = shared * x.sizes.groups + tile // per_head
+        head = shared * x.sizes.gqa_ratio + tile // per_head
         row = first + tile % per_head * x.made.BLOCK_M + tl.arange(0, x.made.BLOCK_M)
         query_group = load_column(x.members.query_group, head, row, x.sizes.queries, -1)[:, None]
         key_group = load_column(x.members.key_group, head, place, x.sizes.keys, -1)[None, :]
@@ -168,7 +168,7 @@ def key_gradients(x, level, share, grad, delta, tiles, sum_key, sum_value, grad_
         total_value += to_value
     total_key *= x.scale
     if not LISTED:
-        for head in range(shared * x.sizes.groups, (shared + 1) * x.sizes.groups):
+        for head in range(shared * x.sizes.gqa_ratio, (shared + 1) * x.sizes.gqa_ratio):
             total_key += load_dense(sum_key, head, place, entries, x.made.BLOCK_D, x.made.D)
             total_value += load_dense(sum_value, head, place, entries, x.made.BLOCK_V, x.made.DV)
     at = part * tl.num_programs(2) + shared

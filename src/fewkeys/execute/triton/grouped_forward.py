@@ -59,7 +59,7 @@ def key_places(x, at, begin, end, group, head):
     if x.members.listed is not None:
         entry = at - (end - begin)
         inside = (entry >= 0) & (entry < x.sizes.entries)
-        listed = x.members.listed + head // x.sizes.groups * x.sizes.entries
+        listed = x.members.listed + head // x.sizes.gqa_ratio * x.sizes.entries
         listed = tl.load(listed + entry, mask=inside, other=x.sizes.keys)
         own = load_column(x.members.key_group, head, listed, x.sizes.keys, -1)
         place = tl.where((entry < 0) | (own == group), place, listed)
@@ -74,7 +74,7 @@ def near_places(x, position, shift, group, head):
     own = tl.load(x.members.key_group + head * x.sizes.keys + place, mask=inside, other=-1)
     seen = inside & (own != group)
     if x.near.hidden is not None:
-        hidden = x.near.hidden + head // x.sizes.groups * x.sizes.keys
+        hidden = x.near.hidden + head // x.sizes.gqa_ratio * x.sizes.keys
         seen = seen & (tl.load(hidden + place, mask=inside, other=1) == 0)
     return tl.where(seen, place, x.sizes.keys)
 
@@ -106,7 +106,7 @@ def step_tile(x, at, q, position, begin, end, group, head, NEAR: tl.constexpr):
     else:
         place = key_places(x, at + tl.arange(0, x.made.BLOCK_N), begin, end, group, head)
         seen = visible(x, position, place)
-    k = load_keys(x, head // x.sizes.groups, place)
+    k = load_keys(x, head // x.sizes.gqa_ratio, place)
     return place, k, tl.where(seen, meet(x, q, k, NEAR) * x.factor, float("-inf"))
 
 
@@ -177,7 +177,7 @@ def attend_groups(x, tiles, output, level, share):
         start, stop, step = steps(x, begin, end, NEAR)
         for at in range(start, stop, step):
             place, _k, scores = step_tile(x, at, q, position, begin, end, group, head, NEAR)
-            v = load_values(x, head // x.sizes.groups, place)
+            v = load_values(x, head // x.sizes.gqa_ratio, place)
             if x.made.ALPHA > 1:
                 weight = raised(tl.maximum(scores - top[:, None], 0.0), 1 / (x.made.ALPHA - 1))
                 mass += tl.sum(weight, 1)

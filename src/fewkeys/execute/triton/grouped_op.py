@@ -104,7 +104,7 @@ def _backward(grad: Tensor, output: Tensor, level: Tensor, share: Tensor, *argum
         grouped_backward.query_gradients[tiles.shape[1], x.rows](x.call, tiles, output, *of_rows, found[0], **x.options)
         tiles = x.key_tiles()
         grouped_backward.group_gradients[tiles.shape[1], x.rows](x.call, tiles, *of_rows, *sums, **x.options)
-        every = triton.cdiv(x.sizes.queries, x.block_m) * x.sizes.groups
+        every = triton.cdiv(x.sizes.queries, x.block_m) * x.sizes.gqa_ratio
         if x.listed is not None:
             across = triton.cdiv(x.sizes.entries, x.block_n)
             parts, each = split(every, across * x.shared)
@@ -129,7 +129,7 @@ def _add_list(x: Problem, listed: Tensor, added: list[Tensor], sums: list[Tensor
     place = listed.flatten(0, 1).long().clamp_max(x.sizes.keys - 1).unsqueeze(-1)
     for total, add in zip(sums, added, strict=True):
         # No used key is listed twice, and fillings add zeros: the order of the additions does not matter.
-        first = total.view(x.shared, x.sizes.groups, *total.shape[2:])[:, 0]
+        first = total.view(x.shared, x.sizes.gqa_ratio, *total.shape[2:])[:, 0]
         first.scatter_add_(1, place.expand(-1, -1, total.shape[3]), add.sum(0))
 
 

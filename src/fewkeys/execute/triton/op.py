@@ -61,10 +61,10 @@ class Means(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of things, and the reach of the band; `groups` counts the query heads of a key head."""
+    """Numbers of things, and the reach of the band; `gqa_ratio`: query heads of a key head."""
 
     heads: int
-    groups: int
+    gqa_ratio: int
     queries: int
     keys: int
     entries: int
@@ -125,7 +125,7 @@ class Problem:
 
     def split(self, programs: int) -> tuple[int, int]:
         """How many parts the queries of a key head come in, beside `programs` other programs, and tiles per part."""
-        return split(triton.cdiv(self.sizes.queries, self.block_m) * self.sizes.groups, programs)
+        return split(triton.cdiv(self.sizes.queries, self.block_m) * self.sizes.gqa_ratio, programs)
 
 
 def near_of(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Near:
@@ -182,7 +182,7 @@ def _backward(grad: Tensor, output: Tensor, log_mass: Tensor, slope: Tensor, *ar
         backward.query_gradients[triton.cdiv(x.sizes.queries, x.block_m), x.rows](
             x.call, output, log_mass, slope, grad, delta, lift, found[0], **x.options
         )
-        every = triton.cdiv(x.sizes.queries, x.block_m) * x.sizes.groups
+        every = triton.cdiv(x.sizes.queries, x.block_m) * x.sizes.gqa_ratio
         backward.key_gradients[triton.cdiv(x.sizes.keys, x.block_n), 1, x.shared](
             x.call, *of_rows, every, *found[1:3], None, None, forward.BAND, **x.options
         )

@@ -25,14 +25,14 @@ def load_queries(x, head, row):
 @triton.jit
 def load_keys(x, shared, place):
     """Keys of a key head (N, D)."""
-    base = base_of(x.near.key, x.near.key_strides, shared, x.sizes.heads // x.sizes.groups)
+    base = base_of(x.near.key, x.near.key_strides, shared, x.sizes.heads // x.sizes.gqa_ratio)
     return load_rows(base, place, x.sizes.keys, x.near.key_strides[2], tl.arange(0, x.made.BLOCK_D), x.made.D)
 
 
 @triton.jit
 def load_values(x, shared, place):
     """Values of a key head (N, DV)."""
-    base = base_of(x.near.value, x.near.value_strides, shared, x.sizes.heads // x.sizes.groups)
+    base = base_of(x.near.value, x.near.value_strides, shared, x.sizes.heads // x.sizes.gqa_ratio)
     return load_rows(base, place, x.sizes.keys, x.near.value_strides[2], tl.arange(0, x.made.BLOCK_V), x.made.DV)
 
 
@@ -106,7 +106,7 @@ def part_of_queries(x, first, last, part, tiles):
     The first such tile, the one after the last, and how many each head has.
     """
     per_head = tl.cdiv(last - first, x.made.BLOCK_M)
-    return part * tiles, tl.minimum((part + 1) * tiles, per_head * x.sizes.groups), per_head
+    return part * tiles, tl.minimum((part + 1) * tiles, per_head * x.sizes.gqa_ratio), per_head
 
 
 @triton.jit

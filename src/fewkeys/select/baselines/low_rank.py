@@ -69,4 +69,4 @@ class LowRankEntmax(Selector):
 
     def work(self, inputs: Inputs) -> Work:
         rank = self.rank if self.project is None else self.project.rank
-        return Work(float(inputs.keys), 2.0 * (rank or 1) * inputs.queries * inputs.groups)
+        return Work(float(inputs.keys), 2.0 * (rank or 1) * inputs.queries * inputs.gqa_ratio)

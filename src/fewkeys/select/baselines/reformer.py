@@ -65,5 +65,5 @@ class Reformer(Selector):
 
     def work(self, inputs: Inputs) -> Work:
         rank, prepare = space_work(inputs, self.project)
-        hashing = 2.0 * self.rounds * rank * self.buckets * inputs.groups
+        hashing = 2.0 * self.rounds * rank * self.buckets * inputs.gqa_ratio
         return Work(self.rounds * inputs.keys / self.buckets, prepare + hashing)

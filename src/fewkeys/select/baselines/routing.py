@@ -84,7 +84,7 @@ class Routing(Selector):
     def work(self, inputs: Inputs) -> Work:
         rank, prepare = space_work(inputs, self.project)
         passes = 1 if self.centroids is not None else 1 + LLOYD_STEPS
-        return Work(inputs.keys / self.clusters, prepare + 4.0 * passes * rank * self.clusters * inputs.groups)
+        return Work(inputs.keys / self.clusters, prepare + 4.0 * passes * rank * self.clusters * inputs.gqa_ratio)
 
 
 def spherical_means(

@@ -68,7 +68,7 @@ class SortedLSH(Selector):
 
     def work(self, inputs: Inputs) -> Work:
         rank, prepare = space_work(inputs, self.project)
-        return Work(float(min(self.size, inputs.keys)), prepare + 4.0 * rank * self.planes * inputs.groups)
+        return Work(float(min(self.size, inputs.keys)), prepare + 4.0 * rank * self.planes * inputs.gqa_ratio)
 
 
 def gray_rank(rows: Tensor, planes: Tensor) -> Tensor:
