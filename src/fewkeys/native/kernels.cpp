@@ -5,6 +5,7 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "prefill.h"
+#include "split.h"
 
 namespace fewkeys {
 
@@ -50,6 +51,10 @@ FEWKEYS_EXPORT void fewkeys_label_sums(const Sums *p, int is_bf16, int threads) 
   is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads);
 }
 
+FEWKEYS_EXPORT void fewkeys_split(const Split *p, int threads) { split(*p, threads); }
+
+FEWKEYS_EXPORT void fewkeys_grow(const Trees *p, int threads) { grow(*p, threads); }
+
 // What ctypes must agree on; -1 for what is no struct here.
 FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
 #define SIZE_OF(type) \
@@ -65,6 +70,8 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Lloyd);
   SIZE_OF(Past);
   SIZE_OF(PastBack);
+  SIZE_OF(Split);
+  SIZE_OF(Trees);
 #undef SIZE_OF
   return -1;
 }

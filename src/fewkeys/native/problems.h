@@ -135,4 +135,21 @@ struct PastBack {
   int64_t heads, keys, dim, value_dim, count, steps, evicted;
 };
 
+// Trees of rows: `fewkeys.tree.split`.
+struct Split {
+  const float *rows;  // (count, size, dim)
+  int64_t *order;     // (count, size)
+  int64_t count, size, dim;
+};
+
+// All trees of some sequences: `fewkeys.tree.forest`.
+struct Trees {
+  Rows key, value;                             // float, (H, 1, n, D or Dv)
+  const float *root;                           // (H, roots, D, D): lower triangular
+  const int64_t *size, *start, *base, *kind;   // (trees): keys, the first of them, its place in the order, its root
+  int64_t *order;                              // (H, places)
+  int64_t heads, trees, roots, places, dim, value_dim;
+  float share;                                 // of the values
+};
+
 }  // namespace fewkeys
