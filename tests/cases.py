@@ -79,6 +79,8 @@ KEEP_CASES = {
     ),
     "low-dimensional entmax": Case(fk.LowRankEntmax(4), alone=True),
     "random edges": Case(fk.RandomEdges(6), draws=True, alone=True),
+    "key tree": Case(fk.KeyTree(64), by_position=True, grows=True, alone=True),
+    "key tree + window": Case(fk.KeyTree(64) | fk.Window(25), by_position=True, grows=True, alone=True),
     "entmax support (oracle)": Case(fk.EntmaxSupport(1.5)),
 }
 REST_CASES = {
@@ -106,6 +108,12 @@ GROUPED = {
     ),
 }
 """Plans whose stand-ins are of the selector's own groups."""
+TREES = {
+    "key tree, tree means": Case(Plan(fk.KeyTree(64), fk.TreeMeans()), by_position=True, grows=True),
+    "larger key tree, tree means": Case(Plan(fk.KeyTree(67), fk.TreeMeans()), by_position=True, grows=True),
+    "key tree, drop, entmax": Case(Plan(fk.KeyTree(65), weights=fk.Entmax(1.5)), by_position=True, grows=True),
+}
+"""Plans whose queries find their keys in a tree, and whose stand-ins are its nodes."""
 
 
 def _plans() -> dict[str, Case]:
@@ -129,7 +137,7 @@ def _plans() -> dict[str, Case]:
                     continue
                 name = f"{keep_name}, {rest_name}, {weights_name}"
                 plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
-    return plans | GROUPED
+    return plans | GROUPED | TREES
 
 
 RUNNING_CASES = {
@@ -162,6 +170,7 @@ SOME_PLANS = {
         "leverage + window, moments, softmax",
         "leverage + window, sample, relu",
         "universal set, first-order means, softmax",
+        "key tree, tree means",
     )
 }
 """One plan of every kind, for laws that are slow to check."""

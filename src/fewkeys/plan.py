@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
-from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans
-from fewkeys.select import PARTS, SELECTORS, Outliers, RecentBlocks, Selector, Window, united
+from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
+from fewkeys.select import PARTS, SELECTORS, KeyTree, Outliers, RecentBlocks, Selector, Window, united
+from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
 FILE = "plan.json"
@@ -127,8 +128,12 @@ class Plan:
         return cls.from_dict(data, load_learned(directory, data, PARTS))
 
 
-def budget(slots: int, *, is_causal: bool = False) -> Plan:
+def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "constant"] = "constant") -> Plan:
     """The recommended plan for `slots` key slots per query.
+
+    `memory` is of causal plans: "constant" forgets keys as it summarises them, as streams and caches of fixed size
+    need; "all" keeps every key at hand, so that each query may find its own (docs/trees.md). Below 64 slots, too few to
+    descend a tree, both are the same.
 
     A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
     (one slot a rank), and the others are cluster means; the split was chosen by measurement on all-MiniLM-L6-v2
@@ -138,6 +143,12 @@ def budget(slots: int, *, is_causal: bool = False) -> Plan:
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """
     check_count("slots", slots)
+    if memory not in ("all", "constant"):
+        raise ValueError(f"memory: expected 'all' or 'constant', got {memory!r}")
+    if memory == "all" and not is_causal:
+        raise ValueError("memory: expected 'constant', got 'all', which is a choice of causal plans; add is_causal=True")
+    if memory == "all" and slots >= LEAST:
+        return Plan(KeyTree(slots), TreeMeans(), exact_if_faster=True)
     if is_causal:
         if slots < 8:
             return Plan(Window(slots), exact_if_faster=True)

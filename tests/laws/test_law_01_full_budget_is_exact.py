@@ -16,6 +16,7 @@ EVERY_KEY = {
     "random": fk.RandomKeys(1000),
     "top-k": fk.TopK(1000),
     "leverage + window": fk.Leverage(1000) | fk.Window(3),
+    "key tree": fk.KeyTree(1000),
 }
 
 
@@ -50,6 +51,7 @@ def test_no_plan_is_the_definition(shape, weights, impl):
 def test_full_budget(shape, keep, impl):
     """Stand-ins, where the shape allows them, have nothing left to stand in for."""
     rest = fk.Drop() if shape.is_causal else fk.ClusterMeans(4, rank=2)
+    rest = fk.TreeMeans() if isinstance(keep, fk.KeyTree) else rest
     q, k, v = shape.draw()
     found = fk.attention(q, k, v, keep=keep, rest=rest, impl=impl, **shape.options)
     torch.testing.assert_close(found, by_definition(q, k, v, shape, fk.Softmax()), rtol=1e-9, atol=1e-10)

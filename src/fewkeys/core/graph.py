@@ -1,11 +1,12 @@
 """Which keys each query attends to exactly.
 
-A `Graph` is a union of four kinds of edges, each stored in the space its pattern needs, never as n x n:
+A `Graph` is a union of five kinds of edges, each stored in the space its pattern needs, never as n x n:
 
 * a band: every query sees the keys from `left` before to `right` after its own position;
 * columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
 * rows: every query has its own list of keys (only oracles need this);
-* groups: every query sees the keys that share one of its groups.
+* groups: every query sees the keys that share one of its groups;
+* a descent: every query finds its own keys in a tree over them.
 
 Causality and padding hold for every kind: hidden keys are never edges.
 """
@@ -13,6 +14,7 @@ Causality and padding hold for every kind: hidden keys are never edges.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +51,16 @@ class Columns:
         return position // self.size if self.blocks > 1 else torch.zeros_like(position)
 
 
+class Descent(Protocol):
+    """Edges that every query finds by scoring nodes of a tree (`fewkeys.tree.descent`)."""
+
+    def mask(self, start: int, stop: int) -> Tensor:
+        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+
+    def scored(self, start: int, stop: int) -> Tensor:
+        """How many nodes each of these queries scores, (B, Hq, stop - start)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The edges (query, key) that are attended to exactly, for the problem `inputs` they were chosen for."""
@@ -59,6 +71,7 @@ class Graph:
     rows: Tensor | None = None  # (B, Hq, Nq, R) key positions, -1 for none
     full: bool = False
     groups: Groups | None = None
+    descent: Descent | None = None
 
     def __post_init__(self) -> None:
         x, groups = self.inputs, self.groups
@@ -74,6 +87,8 @@ class Graph:
     def __or__(self, other: Graph) -> Graph:
         if other.inputs is not self.inputs:
             raise ValueError("graph: expected two graphs of the same inputs, got graphs of different ones")
+        if self.descent is not None and other.descent is not None:
+            raise ValueError("keep: expected one KeyTree, got two; give one of them the slots of both")
         return Graph(
             self.inputs,
             _join_bands(self.band, other.band),
@@ -81,6 +96,7 @@ class Graph:
             _join_rows(self.rows, other.rows),
             self.full or other.full,
             _join_groups(self.groups, other.groups),
+            self.descent or other.descent,
         )
 
     def mask(self, start: int, stop: int) -> Tensor:
@@ -106,6 +122,8 @@ class Graph:
             seen |= hits.scatter_add_(-1, rows.clamp_min(0), (rows >= 0).to(torch.int32)) > 0
         if self.groups is not None:
             seen |= self.groups.mask(start, stop)
+        if self.descent is not None:
+            seen |= self.descent.mask(start, stop)
         return seen & visible(x, start, stop)
 
     def to_mask(self) -> Tensor:
@@ -122,9 +140,10 @@ class Graph:
         return 1.0 - kept.sum().item() / max(1, int(total.sum()))
 
     def slots(self) -> float:
-        """The mean number of keys that a real query attends to exactly."""
+        """The mean number of keys that a real query attends to exactly, and of nodes that it scores to find them."""
         kept, total = self._counts()
-        return float(kept.sum().item() / max(1, total.numel()))
+        scored = 0 if self.descent is None else self._real(self.descent.scored(0, self.inputs.queries)).sum().item()
+        return float((kept.sum().item() + scored) / max(1, total.numel()))
 
     def _counts(self) -> tuple[Tensor, Tensor]:
         """Kept and visible keys of every real query, flat; in blocks of queries, so that memory stays linear."""
@@ -133,13 +152,17 @@ class Graph:
         kept, total = [], []
         for start in range(0, x.queries, step):
             stop = min(start + step, x.queries)
-            real = torch.ones((x.batch, stop - start), dtype=torch.bool, device=x.query.device)
-            if x.valid_queries is not None:
-                real = x.valid_queries[:, start:stop]
-            real = real[:, None].expand(-1, x.query_heads, -1)
-            kept.append(self.mask(start, stop).sum(-1)[real])
-            total.append(visible(x, start, stop).sum(-1).expand(x.batch, x.query_heads, -1)[real])
+            kept.append(self._real(self.mask(start, stop).sum(-1), start))
+            total.append(self._real(visible(x, start, stop).sum(-1).expand(x.batch, x.query_heads, -1), start))
         return torch.cat(kept), torch.cat(total)
+
+    def _real(self, numbers: Tensor, start: int = 0) -> Tensor:
+        """Those numbers (B, Hq, M) of queries from `start` on that are of real ones, flat."""
+        x, stop = self.inputs, start + numbers.shape[-1]
+        real = torch.ones((x.batch, stop - start), dtype=torch.bool, device=numbers.device)
+        if x.valid_queries is not None:
+            real = x.valid_queries[:, start:stop]
+        return numbers[real[:, None].expand(-1, x.query_heads, -1)]
 
 
 def visible(inputs: Inputs, start: int, stop: int) -> Tensor:

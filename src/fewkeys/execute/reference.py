@@ -15,8 +15,9 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
+from fewkeys.execute import by_nodes
 from fewkeys.execute.problem import Problem
-from fewkeys.rest.base import BlockStandIns
+from fewkeys.rest.base import BlockStandIns, NodeStandIns
 
 PIECE = 2**22
 """Scores held at a time by `attend_in_pieces` (16 MB in float32)."""
@@ -59,6 +60,8 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         parts = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.size)
         return _beside_means(query, scores, value, [per_query_head(part)[:, :, block] for part in parts], weights)
 
+    if isinstance(stand_ins, NodeStandIns):
+        return by_nodes.attend(problem, start, stop, scores)
     extra = query @ per_query_head(stand_ins.key).mT
     if stand_ins.bias is not None:
         extra = extra + per_query_head(stand_ins.bias).unsqueeze(-2)

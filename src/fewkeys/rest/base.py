@@ -18,6 +18,7 @@ from fewkeys.core.work import Work
 from fewkeys.past.scan import Scan, States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.sums import members
+from fewkeys.tree.forest import Nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +103,15 @@ class BlockStandIns:
         return self.states.size
 
 
+@dataclass(frozen=True, eq=False)
+class NodeStandIns:
+    """What is known of the nodes of every walk of the graph's descent: those that a query meets and does not open stand
+    in for their keys (`fewkeys.tree.descent`).
+    """
+
+    nodes: tuple[Nodes, ...]
+
+
 class Rest(Listed, ABC):
     """A rule that makes the stand-ins for whatever is not kept.
 
@@ -118,7 +128,7 @@ class Rest(Listed, ABC):
     """Whether `prepare` works, without causality, on keys that are split over processes (`inputs.whole`)."""
 
     @abstractmethod
-    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | BlockStandIns | None:
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | BlockStandIns | NodeStandIns | None:
         """The stand-ins for all keys outside the graph's shared columns, or None where nothing stands in."""
 
     @abstractmethod

@@ -51,6 +51,8 @@ def _form(problem: Problem) -> str | None:
     graph, s = problem.graph, problem.stand_ins
     if not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
+    if graph.descent is not None:
+        return "expected a band and lists that blocks of queries share, got keys that each query finds in a tree"
     if graph.rows is not None or graph.full:
         return "expected a band and lists that blocks of queries share, got a list of keys for every query"
     if graph.groups is not None:

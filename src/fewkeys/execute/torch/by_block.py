@@ -20,7 +20,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch import grouped
+from fewkeys.execute.torch import by_descent, grouped
 from fewkeys.execute.torch.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
 from fewkeys.rest.base import BlockStandIns
 
@@ -35,7 +35,9 @@ def unsupported(problem: Problem) -> None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
     x, graph, weights = problem.inputs, problem.graph, problem.weights
-    if graph.rows is not None or graph.full:
+    if by_descent.knows(problem):
+        return by_descent.attend(problem)
+    if graph.rows is not None or graph.full or graph.descent is not None:
         return reference.attend_in_pieces(problem)
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0

@@ -1,0 +1,145 @@
+"""All trees that some sequences need, and what is known of their nodes.
+
+The trees of z keys stand side by side in one permutation of key positions, `order`, the largest first: then node i of s
+keys is `order[s i : s (i + 1)]` whatever its tree, its children are 4 i .. 4 i + 3, and a table of nodes of s keys has
+as many rows as there are keys in trees of at least s. A tree is built once, from the keys, values and queries up to
+its own end; nothing that comes later changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.tree.metric import features, roots
+from fewkeys.tree.rule import BRANCH, LEAF, SINKS, cover
+from fewkeys.tree.sequences import Sequences
+from fewkeys.tree.split import split
+
+
+@dataclass(frozen=True)
+class Stand:
+    """`count` trees of `size` keys, of which tree t covers the sealed keys 2 t size .. (2 t + 1) size - 1.
+
+    `first`: t of the first of them. `base`: its place in the order.
+    """
+
+    size: int
+    first: int
+    count: int
+    base: int
+
+    def starts(self) -> Tensor:
+        """The first sealed key of each tree, (count,)."""
+        return (torch.arange(self.count) + self.first) * (2 * self.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """`order` (H, R), int64: positions of keys (sinks counted), tree after tree; `stands`: by size, largest first."""
+
+    order: Tensor
+    stands: Mapping[int, Stand]
+
+    def row(self, start: int, tree: int, size: int) -> int:
+        """The first of the nodes of `size` keys of the tree of `tree` keys that begins at sealed key `start`."""
+        stand = self.stands[tree]
+        return (stand.base + (start // (2 * tree) - stand.first) * tree) // size
+
+    def leaves(self) -> Tensor:
+        """(H, R / 8, 8): the keys of every leaf."""
+        return self.order.unflatten(1, (-1, LEAF))
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Nodes of one size: mean key (H, R_s, D), mean value (H, R_s, Dv), variance of each coordinate (H, R_s, D)."""
+
+    key: Tensor
+    value: Tensor
+    variance: Tensor
+
+
+Nodes = Mapping[int, Table]
+"""Tables by the size of the nodes."""
+
+
+def needed(sequences: Sequences) -> dict[int, Stand]:
+    """The trees that some step reads."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for step in sequences.steps:
+        for start, size in cover(step.sealed, sequences.block) if step.levels else ():
+            tree = start // (2 * size)
+            low, high = ranges.get(size, (tree, tree))
+            ranges[size] = min(low, tree), max(high, tree)
+    stands, base = {}, 0
+    for size in sorted(ranges, reverse=True):
+        low, high = ranges[size]
+        stands[size] = Stand(size, low, high - low + 1, base)
+        base += stands[size].count * size
+    return stands
+
+
+def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> Forest:
+    """The trees of scaled queries (H, groups, Nq, D), keys (H, n, D) and values, in working precision.
+
+    Cost O(n log^2 n (D + Dv)) a head for a causal sequence, O(n log n (D + Dv)) for one forest; memory O(n log n).
+    """
+    stands, heads = needed(sequences), key.shape[0]
+    if not stands:
+        return Forest(torch.zeros((heads, 0), dtype=torch.int64, device=key.device), {})
+    ends = torch.cat([stand.starts() + stand.size for stand in stands.values()])
+    blocks = (ends // sequences.block if sequences.is_causal else torch.zeros_like(ends)).to(key.device)
+    kinds, kind = blocks.unique(return_inverse=True)
+    metric = roots(sequences, query, kinds).to(key.dtype)
+    found, done = [], 0
+    for stand in stands.values():
+        inside = torch.arange(stand.size, device=key.device)
+        place = stand.starts().to(key.device)[:, None] + inside + SINKS
+        own = metric[:, kind[done : done + stand.count]].flatten(0, 1)
+        rows = features(key[:, place].flatten(0, 1), value[:, place].flatten(0, 1), own)
+        inner = split(rows).unflatten(0, (heads, stand.count))
+        found.append(place.expand(heads, -1, -1).gather(2, inner).flatten(1))
+        done += stand.count
+    return Forest(torch.cat(found, 1), stands)
+
+
+def summarise(forest: Forest, key: Tensor, value: Tensor) -> dict[int, Table]:
+    """What is known of all nodes, of keys (H, n, D) and values in working precision. Gradients flow.
+
+    Means and variances of a node are those of its children's means, and of their variances:
+    `var = mean of var_c + mean of (mean_c - mean)^2`. Cost O(n log n (D + Dv)).
+    """
+    parts: dict[int, list[Table]] = {}
+    for stand in forest.stands.values():
+        size, last = LEAF, slice(stand.base, stand.base + stand.count * stand.size)
+        table = Table(*(take(rows, forest.order[:, last]) for rows in (key, value)), key.new_zeros(()))
+        while size <= stand.size:
+            table = _above(table, LEAF if size == LEAF else BRANCH)
+            parts.setdefault(size, []).append(table)
+            size *= BRANCH
+    return {
+        size: Table(*(torch.cat([getattr(own, name) for own in some], 1) for name in ("key", "value", "variance")))
+        for size, some in parts.items()
+    }
+
+
+def _above(table: Table, branch: int) -> Table:
+    """The nodes of `branch` nodes each."""
+    key, value = table.key.unflatten(1, (-1, branch)), table.value.unflatten(1, (-1, branch))
+    mean = key.mean(2)
+    variance = (key - mean.unsqueeze(2)).square().mean(2)
+    if table.variance.dim():
+        variance = variance + table.variance.unflatten(1, (-1, branch)).mean(2)
+    return Table(mean, value.mean(2), variance)
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows (H, R, X) at index (H, ...): (H, ..., X)."""
+    heads, count, width = rows.shape
+    first = torch.arange(heads, device=rows.device).mul_(count).view(-1, *[1] * (index.dim() - 1))
+    flat = rows.reshape(heads * count, width).index_select(0, (index + first).flatten())
+    return flat.view(*index.shape, width)

@@ -1,0 +1,57 @@
+"""What of a key matters to a tree: the scores that queries like those seen so far would give it, and its value.
+
+    feature_j = ( (k_j - mean k) L ,  0.3 r (v_j - mean v) )        L L^T = C + (1e-3 tr C / D) I
+
+with C the covariance of the scaled queries up to the end of the tree, centred: the mean query moves all scores of a
+node together, which its mean key tells, and would hide by what they differ. r makes the root mean squares of both
+parts equal over a tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.past.running import RunningQueries
+from fewkeys.tree.sequences import Sequences
+
+VALUES = 0.3
+RIDGE = 1e-3
+
+
+def roots(sequences: Sequences, query: Tensor, blocks: Tensor) -> Tensor:
+    """L (H, E, D, D), float64, after `blocks` (E,) sealed blocks; `query` (H, groups, Nq, D) are scaled.
+
+    Sums over a block are added to those before in order, in float64: so they are the same to the last bit whatever
+    comes later. Before the first query the metric is a multiple of the identity.
+    """
+    turn = sequences.turn[sequences.asking]
+    most = int(blocks.max())
+    query = query[:, :, sequences.asking[turn <= most]].double()
+    counts = torch.bincount(turn[turn <= most], minlength=most + 1)
+    # One row a turn, filled up by zeros: queries stand in the order of their turns.
+    place = torch.arange(int(counts.max()), device=query.device)
+    index = (counts.cumsum(0) - counts)[:, None] + place
+    index = index.masked_fill(place >= counts[:, None], query.shape[2])
+    rows = pad(query, (0, 0, 0, 1))[:, :, index].transpose(1, 2).flatten(2, 3)
+    square = torch.stack([one.mT @ one for one in rows.unbind(1)], 1).cumsum(1)
+    total = rows.sum(2, keepdim=True).cumsum(1)
+    count = (counts.cumsum(0) * query.shape[1]).double()
+    moments = RunningQueries(count[None, blocks], total[:, blocks], square[:, blocks]).moments()
+    covariance = moments.covariance
+    least = RIDGE * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None] + torch.finfo(torch.float32).tiny
+    covariance.diagonal(dim1=-2, dim2=-1).add_(least)
+    root, info = torch.linalg.cholesky_ex(covariance)
+    # What rounding has made indefinite is measured coordinate by coordinate.
+    plain = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().diag_embed()
+    return torch.where((info > 0)[..., None, None], plain, root)
+
+
+def features(key: Tensor, value: Tensor, root: Tensor) -> Tensor:
+    """(N, z, D + Dv) of the keys (N, z, D) and values of N trees, with L (N, D, D)."""
+    key = (key - key.mean(1, keepdim=True)) @ root
+    value = value - value.mean(1, keepdim=True)
+    energy = [part.square().sum((1, 2), keepdim=True) for part in (key, value)]
+    ratio = energy[0] / energy[1].clamp_min(torch.finfo(key.dtype).tiny)
+    return torch.cat([key, value * (VALUES * ratio.sqrt())], -1)
