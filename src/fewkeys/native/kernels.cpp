@@ -1,11 +1,11 @@
 // What the library exports: every kernel, and what a loader asks it. One unit, so that the products that all kernels
 // share are compiled once.
 #include "blocks_back.h"
+#include "descend.h"
 #include "keys.h"
 #include "lloyd.h"
 #include "near_back.h"
 #include "prefill.h"
-#include "split.h"
 
 namespace fewkeys {
 
@@ -55,6 +55,10 @@ FEWKEYS_EXPORT void fewkeys_split(const Split *p, int threads) { split(*p, threa
 
 FEWKEYS_EXPORT void fewkeys_grow(const Trees *p, int threads) { grow(*p, threads); }
 
+FEWKEYS_EXPORT void fewkeys_descend(const Descend *p, int is_bf16, int threads) {
+  is_bf16 ? descend<bf16>(*p, threads) : descend<float>(*p, threads);
+}
+
 // What ctypes must agree on; -1 for what is no struct here.
 FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
 #define SIZE_OF(type) \
@@ -72,6 +76,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(PastBack);
   SIZE_OF(Split);
   SIZE_OF(Trees);
+  SIZE_OF(Descend);
 #undef SIZE_OF
   return -1;
 }

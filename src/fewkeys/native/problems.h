@@ -152,4 +152,18 @@ struct Trees {
   float share;                                 // of the values
 };
 
+// Softmax over what every query finds by descending a forest: `fewkeys.tree.descent`.
+struct Descend {
+  Rows query, key, value, out;
+  const int64_t *batch;  // (sequences): which of the batch; null: all
+  const int64_t *real;   // (n): where real keys stand; null: all are
+  const int64_t *seen;   // (Nq): how many of them each query sees
+  const int64_t *order;  // (H, places)
+  // Rows of numbers: what they are called, `descend.h` says.
+  const int64_t *steps, *levels, *runs, *tables;
+  int64_t count, sequences, heads, gqa_ratio, places, dim, value_dim, sinks;
+  int64_t shown;  // whether unopened nodes stand in
+  float scale, reach, curve, highest;
+};
+
 }  // namespace fewkeys

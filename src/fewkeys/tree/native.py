@@ -1,4 +1,4 @@
-"""The compiled kernels of forests: growing them (`native/split.h`)."""
+"""The compiled kernels of forests: growing them (`native/split.h`), and descending them (`native/descend.h`)."""
 
 from __future__ import annotations
 
