@@ -2,6 +2,7 @@
 // share are compiled once.
 #include "blocks_back.h"
 #include "descend.h"
+#include "forest.h"
 #include "keys.h"
 #include "lloyd.h"
 #include "near_back.h"
@@ -55,6 +56,10 @@ FEWKEYS_EXPORT void fewkeys_split(const Split *p, int threads) { split(*p, threa
 
 FEWKEYS_EXPORT void fewkeys_grow(const Trees *p, int threads) { grow(*p, threads); }
 
+FEWKEYS_EXPORT void fewkeys_roots(const TreeRoots *p, int threads) { roots(*p, threads); }
+
+FEWKEYS_EXPORT void fewkeys_summarise(const Summaries *p, int threads) { summarise(*p, threads); }
+
 FEWKEYS_EXPORT void fewkeys_descend(const Descend *p, int is_bf16, int threads) {
   is_bf16 ? descend<bf16>(*p, threads) : descend<float>(*p, threads);
 }
@@ -76,6 +81,8 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(PastBack);
   SIZE_OF(Split);
   SIZE_OF(Trees);
+  SIZE_OF(TreeRoots);
+  SIZE_OF(Summaries);
   SIZE_OF(Descend);
 #undef SIZE_OF
   return -1;

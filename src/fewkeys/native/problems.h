@@ -152,6 +152,26 @@ struct Trees {
   float share;                                 // of the values
 };
 
+// The metric of trees: `fewkeys.tree.metric`.
+struct TreeRoots {
+  Rows query;             // float, scaled, (H, groups, Nq, D)
+  const int64_t *asking;  // the queries that count, by their turns
+  const int64_t *stop;    // (turns): how many are of this turn or of one before
+  const int64_t *turn;    // (count), ascending: up to which turn
+  float *root;            // (H, count, D, D)
+  int64_t heads, groups, turns, count, dim;
+  float ridge;
+};
+
+// What is known of nodes: `fewkeys.tree.forest.summarise`.
+struct Summaries {
+  Rows key, value;              // float, (H, 1, n, D or Dv)
+  const int64_t *order;         // (H, places)
+  const int64_t *size, *base;   // (trees)
+  const int64_t *tables;        // (count), leaves first: `TableTo` in `forest.h`
+  int64_t heads, trees, places, dim, value_dim, count;
+};
+
 // Softmax over what every query finds by descending a forest: `fewkeys.tree.descent`.
 struct Descend {
   Rows query, key, value, out;
