@@ -7,7 +7,7 @@ namespace fewkeys {
 // The lower triangular roots of the covariance of all queries up to some turns: `fewkeys.tree.metric.roots`.
 class Roots {
  public:
-  explicit Roots(const TreeRoots &p) : p(p), dim(p.dim), total(dim), square(dim * dim), root(dim * dim) {}
+  explicit Roots(const TreeRoots &p) : p(p), dim(p.dim), total(dim), plain(dim), asked(FOUR * dim), square(dim * dim), root(dim * dim) {}
 
   void run(int64_t head) {
     std::fill(total.begin(), total.end(), 0.0), std::fill(square.begin(), square.end(), 0.0);
@@ -29,24 +29,22 @@ class Roots {
  private:
   const TreeRoots &p;
   const int64_t dim;
-  aligned_vector<double> total, square, root;  // of the matrices, what stands on the diagonal and right of it
+  aligned_vector<double> total, plain, asked, square, root;  // of the matrices, what stands on the diagonal and right of it
 
   // Adds queries, FOUR at a time.
   void take(int64_t head, int64_t group, int64_t from, int64_t to) {
     for (; from < to; from += FOUR) {
       const int count = std::min<int64_t>(FOUR, to - from);
-      const float *x[FOUR];
-      float by[FOUR];
-      for (int r = 0; r < FOUR; r++) {
-        x[r] = p.query.at<float>(head, group, p.asking[std::min<int64_t>(from + r, to - 1)]);
-        by[r] = r < count ? 1.0f : 0.0f;
-      }
       count_multiply_adds(count * dim * (dim + 1) / 2);
+      double *__restrict__ x = asked.data();
+      std::fill(asked.begin(), asked.end(), 0.0);
+      for (int r = 0; r < count; r++)
+        std::copy_n(p.query.at<float>(head, group, p.asking[from + r]), dim, x + r * dim);
       for (int64_t i = 0; i < dim; i++) {
-        double own[FOUR], *row = &square[i * dim];
-        for (int r = 0; r < FOUR; r++) total[i] += own[r] = x[r][i] * by[r];
+        double own[FOUR], *__restrict__ row = &square[i * dim];
+        for (int r = 0; r < FOUR; r++) total[i] += own[r] = x[r * dim + i];
         for (int64_t j = i; j < dim; j++)
-          row[j] += (own[0] * x[0][j] + own[1] * x[1][j]) + (own[2] * x[2][j] + own[3] * x[3][j]);
+          row[j] += (own[0] * x[j] + own[1] * x[dim + j]) + (own[2] * x[2 * dim + j] + own[3] * x[3 * dim + j]);
       }
     }
   }
@@ -63,11 +61,9 @@ class Roots {
     const double least = p.ridge * trace / dim + std::numeric_limits<float>::min();
     for (int64_t i = 0; i < dim; i++) root[i * dim + i] += least;
     count_multiply_adds(dim * dim * dim / 6);
-    aligned_vector<double> &plain = diagonal;
-    plain.resize(dim);
     for (int64_t i = 0; i < dim; i++) plain[i] = root[i * dim + i];
     for (int64_t k = 0; k < dim; k++) {
-      double *row = &root[k * dim];
+      double *__restrict__ row = &root[k * dim];
       if (!(row[k] > 0)) {
         // What rounding has made indefinite is measured coordinate by coordinate.
         std::fill(root.begin(), root.end(), 0.0);
@@ -77,13 +73,12 @@ class Roots {
       const double by = 1 / std::sqrt(row[k]);
       for (int64_t j = k; j < dim; j++) row[j] *= by;
       for (int64_t i = k + 1; i < dim; i++) {
-        double *to = &root[i * dim];
+        double *__restrict__ to = &root[i * dim];
         const double share = row[i];
         for (int64_t j = i; j < dim; j++) to[j] -= share * row[j];
       }
     }
   }
-  aligned_vector<double> diagonal;
 };
 
 static void roots(const TreeRoots &p, int threads) {

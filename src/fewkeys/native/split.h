@@ -60,13 +60,17 @@ class Splitter {
   // Where the rows are to be put, filled up with zeros to `wide`.
   float *first() { return rows[0].data(); }
 
-  // Writes `base` plus their order.
-  void split(int64_t size, int64_t base, int64_t *order) {
-    float *x = first();
+  // Puts their mean at zero.
+  void centre(int64_t size) {
     std::fill(sum.begin(), sum.end(), 0.0f);
-    for (int64_t i = 0; i < size; i++) add(sum.data(), x + i * wide, 1.0f, wide);
+    for (int64_t i = 0; i < size; i++) add(sum.data(), first() + i * wide, 1.0f, wide);
+    for (int64_t i = 0; i < size; i++) shift(first() + i * wide, -1.0f / size, first() + i * wide);
+  }
+
+  // Writes `base` plus the order of rows whose mean is zero.
+  void split(int64_t size, int64_t base, int64_t *order) {
     for (int64_t i = 0; i < size; i++) {
-      norm[i] = shift(x + i * wide, -1.0f / size, x + i * wide);
+      norm[i] = size > SMALL ? product(first() + i * wide, first() + i * wide, wide) : 0.0f;
       index[0][i] = i;
     }
     out = order, added = base;
@@ -252,77 +256,96 @@ static void split(const Split &p, int threads) {
         float *to = splitter.first() + i * splitter.wide;
         std::fill_n(std::copy_n(p.rows + (t * p.size + i) * p.dim, p.dim, to), splitter.wide - p.dim, 0.0f);
       }
+      splitter.centre(p.size);
       splitter.split(p.size, 0, p.order + t * p.size);
     }
   }
 }
 
-// Trees of what queries see of keys, and of values: `fewkeys.tree.metric.features`.
+// What trees are of: what queries see of keys, and values: `fewkeys.tree.metric.features`.
 class Features {
  public:
   explicit Features(const Trees &p)
-      : p(p), key_mean(p.dim), value_mean(p.value_dim), root(p.dim * round_up(p.dim)),
-        rows(FOUR * p.dim) {}
+      : p(p), dim(p.dim), value_dim(p.value_dim), pitch(round_up(dim, STEP)), key_mean(dim), value_mean(value_dim),
+        root(dim * pitch), rows(FOUR * dim) {}
 
-  // Of a tree of a head.
+  // Of a tree of a head; their means are zero.
   void write(int64_t head, int64_t tree, float *to, int64_t wide) {
-    const int64_t size = p.size[tree], dim = p.dim, value_dim = p.value_dim, pitch = round_up(dim);
+    const int64_t size = p.size[tree];
     const float *key = p.key.at<float>(head, 0, p.start[tree]), *value = p.value.at<float>(head, 0, p.start[tree]);
     mean(key, p.key.row, size, dim, key_mean.data());
     mean(value, p.value.row, size, value_dim, value_mean.data());
     const float *own = p.root + (head * p.roots + p.kind[tree]) * dim * dim;
-    for (int64_t i = 0; i < dim; i++) std::fill_n(std::copy_n(own + i * dim, dim, &root[i * pitch]), pitch - dim, 0.0f);
+    if (pitch != dim) {
+      for (int64_t i = 0; i < dim; i++) std::copy_n(own + i * dim, dim, &root[i * pitch]);
+      own = root.data();
+    }
     double energy[2] = {};
     for (int64_t i = 0; i < size; i += FOUR) {
-      for (int r = 0; r < FOUR; r++)
-        for (int64_t d = 0; d < dim; d++) rows[r * dim + d] = key[(i + r) * p.key.row + d] - key_mean[d];
-      multiply(to + i * wide, wide, pitch);
       float square[2] = {};
+      for (int r = 0; r < FOUR; r++) subtract(key + (i + r) * p.key.row, key_mean.data(), dim, &rows[r * dim]);
+      multiply(own, to + i * wide, wide);
       for (int r = 0; r < FOUR; r++) {
         float *row = to + (i + r) * wide;
-        // What stands beyond dim is zero, and values follow right after it.
-        square[0] += product(row, row, dim);
-        for (int64_t d = 0; d < value_dim; d++) row[dim + d] = value[(i + r) * p.value.row + d] - value_mean[d];
-        for (int64_t d = dim + value_dim; d < wide; d++) row[d] = 0.0f;
-        square[1] += product(row + dim, row + dim, value_dim);
+        subtract(value + (i + r) * p.value.row, value_mean.data(), value_dim, row + dim);
+        std::fill(row + dim + value_dim, row + wide, 0.0f);
+        square[0] += product(row, row, dim), square[1] += product(row + dim, row + dim, value_dim);
       }
       energy[0] += square[0], energy[1] += square[1];
     }
     const float by = p.share * std::sqrt(energy[0] / std::max<double>(energy[1], std::numeric_limits<float>::min()));
     count_multiply_adds(size * value_dim);
-    for (int64_t i = 0; i < size; i++)
-      for (int64_t d = 0; d < value_dim; d++) to[i * wide + dim + d] *= by;
+    for (int64_t i = 0; i < size; i++) {
+      float *row = to + i * wide + dim;
+      for (int64_t d = 0; d < value_dim; d++) row[d] *= by;
+    }
   }
 
  private:
+  static constexpr int64_t STEP = 2 * LANES;
   const Trees &p;
+  const int64_t dim, value_dim, pitch;
   aligned_vector<float> key_mean, value_mean, root, rows;
 
-  void mean(const float *row, int64_t stride, int64_t count, int64_t dim, float *to) {
+  static void subtract(const float *__restrict__ from, const float *__restrict__ other, int64_t count,
+                       float *__restrict__ to) {
+    for (int64_t d = 0; d < count; d++) to[d] = from[d] - other[d];
+  }
+
+  // Of rows whose number FOUR divides.
+  static void mean(const float *row, int64_t stride, int64_t count, int64_t dim, float *__restrict__ to) {
+    count_multiply_adds(count * dim);
     std::fill_n(to, dim, 0.0f);
-    for (int64_t i = 0; i < count; i++) add(to, row + i * stride, 1.0f, dim);
+    for (int64_t i = 0; i < count; i += FOUR, row += FOUR * stride)
+      for (int64_t d = 0; d < dim; d++)
+        to[d] += (row[d] + row[stride + d]) + (row[2 * stride + d] + row[3 * stride + d]);
     for (int64_t d = 0; d < dim; d++) to[d] /= count;
   }
 
   // FOUR rows times the root, which is lower triangular.
-  void multiply(float *to, int64_t stride, int64_t pitch) {
-    const int64_t dim = p.dim;
-    constexpr int STEP = 2 * LANES;
+  __attribute__((noinline)) void multiply(const float *own, float *to, int64_t stride) const {
+    const float *const x = rows.data();
     for (int64_t e = 0; e < dim; e += STEP) {
       count_multiply_adds(FOUR * STEP * (dim - e));
       vec sum[FOUR][2] = {};
       for (int64_t d = e; d < dim; d++) {
-        const vec a = load(&root[d * pitch + e]), b = e + LANES < pitch ? load(&root[d * pitch + e + LANES]) : vec{};
+        const vec a = load(own + d * pitch + e), b = load(own + d * pitch + e + LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < FOUR; r++) {
-          sum[r][0] += a * rows[r * dim + d];
-          sum[r][1] += b * rows[r * dim + d];
+          const float by = x[r * dim + d];
+          sum[r][0] += a * by;
+          sum[r][1] += b * by;
         }
       }
+#pragma GCC unroll 4
       for (int r = 0; r < FOUR; r++) {
-        alignas(64) float found[STEP];
-        store(found, sum[r][0]), store(found + LANES, sum[r][1]);
-        std::copy_n(found, std::min<int64_t>(STEP, dim - e), to + r * stride + e);
+        if (e + STEP <= dim) {
+          store(to + r * stride + e, sum[r][0]), store(to + r * stride + e + LANES, sum[r][1]);
+        } else {
+          alignas(64) float found[STEP];
+          store(found, sum[r][0]), store(found + LANES, sum[r][1]);
+          std::copy_n(found, dim - e, to + r * stride + e);
+        }
       }
     }
   }
