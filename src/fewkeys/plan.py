@@ -146,7 +146,7 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
     if memory not in ("all", "constant"):
         raise ValueError(f"memory: expected 'all' or 'constant', got {memory!r}")
     if memory == "all" and not is_causal:
-        raise ValueError("memory: expected 'constant', got 'all', which is a choice of causal plans; add is_causal=True")
+        raise ValueError("memory: expected 'constant' without is_causal=True, got 'all'; only a causal plan may forget")
     if memory == "all" and slots >= LEAST:
         return Plan(KeyTree(slots), TreeMeans(), exact_if_faster=True)
     if is_causal:

@@ -82,6 +82,7 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
         output = torch.empty_like(truth.output)
         edges = torch.empty(truth.weights.shape, dtype=torch.bool, device=output.device)
         price = output.new_zeros(inputs.query_heads)
+        scored = output.new_zeros(output.shape[:3])
         for plan, index, part in parts:
             heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.groups)[index].flatten()
             entry.restart(generator, where)
@@ -91,10 +92,13 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
             graph = Graph(part, full=True) if plan.keep is None else plan.keep.select(part)
             edges[:, heads] = graph.to_mask()
             price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
+            if graph.descent is not None:
+                scored[:, heads] = graph.descent.scored(0, part.queries).to(scored.dtype)
         mass, slots = held(truth.weights, edges)
         found = truth.count(edges.flatten()[truth.heavy])
         # Where every key is kept, nothing stands in.
         slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
+        slots += scored
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
     errors = relative_error(output.float(), truth.output)

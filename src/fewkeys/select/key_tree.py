@@ -25,8 +25,9 @@ class KeyTree(Selector):
     before `query_offset` are not known, so they have no part in the shape of the trees.
 
     `slots`, at least 64, pay for kept keys and for every node scored, opened or not; on average over a block of queries
-    they are not exceeded, by a single query by at most half a block. `rest=TreeMeans()` lets the unopened nodes stand
-    in. Query heads that share keys open their own leaves. Cost O(n log^2 n (D + Dv)) for building, O(slots D) a query.
+    they are not exceeded (but by 64 slots beyond 65,536 keys), by a single query by at most half a block.
+    `rest=TreeMeans()` lets the unopened nodes stand in. Query heads that share keys open their own leaves. Cost
+    O(n log^2 n (D + Dv)) for building, O(slots D) a query.
     """
 
     slots: int

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 from fewkeys.tree.forest import Forest, Nodes, grow, summarise, take
-from fewkeys.tree.rule import BRANCH, SINKS, block_of, scored
+from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, scored
 from fewkeys.tree.sequences import Sequences, Step, sequences_of
 
 REACH = 0.43
@@ -97,7 +97,7 @@ class Walk:
         `width`: numbers a key. The cut depends on the step alone, not on what comes later.
         """
         for step in self.sequences.steps:
-            leaf = step.levels[-1].opened * 8 if step.levels else 0
+            leaf = step.levels[-1].opened * LEAF if step.levels else 0
             own = max(1, leaf + scored(step.levels)) * width
             count = step.stop - step.start
             some = max(1, PIECE // (own * groups * count))
@@ -157,7 +157,7 @@ class Descent:
                 continue
             forest, nodes = walk.part(walk.nodes, heads)
             opened, _ = descend(forest, nodes, step, query[heads, :, span].flatten(1, 2))
-            keys = take(forest.order.unflatten(1, (-1, 8)), opened).flatten(2)
+            keys = take(forest.leaves(), opened).flatten(2)
             near = (place < SINKS) | (place >= step.near)
             kept = near.expand(*keys.shape[:2], -1).scatter(2, keys, True)
             kept = kept.unflatten(1, (query.shape[1], -1))

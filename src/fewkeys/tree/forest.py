@@ -38,7 +38,7 @@ class Stand:
 
     def starts(self) -> Tensor:
         """The first sealed key of each tree, (count,)."""
-        return (torch.arange(self.count) + self.first) * (2 * self.size)
+        return torch.arange(self.first, self.first + self.count) * (2 * self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,8 @@ class Forest:
 
     def leaves(self) -> Tensor:
         """(H, R / 8, 8): the keys of every leaf."""
-        return self.order.unflatten(1, (-1, LEAF))
+        leaves: Tensor = self.order.unflatten(1, (-1, LEAF))
+        return leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +143,8 @@ def summarise(forest: Forest, key: Tensor, value: Tensor, impl: Impl = "auto") -
     parts: dict[int, list[Table]] = {}
     for stand in forest.stands.values():
         size, last = LEAF, slice(stand.base, stand.base + stand.count * stand.size)
-        table = Table(*(take(rows, forest.order[:, last]) for rows in (key, value)), key.new_zeros(()))
+        index = forest.order[:, last]
+        table = Table(take(key, index), take(value, index), key.new_zeros(()))
         while size <= stand.size:
             table = _above(table, LEAF if size == LEAF else BRANCH)
             parts.setdefault(size, []).append(table)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
@@ -38,7 +36,7 @@ def unsupported(problem: Problem) -> str | None:
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
     else:
-        plain = readable(x.query, x.key, x.value, *forward.read(cast("StandIns | None", s)))
+        plain = readable(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
     if not plain:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
     # Plans take these for constants, and so do the kernels.
@@ -81,7 +79,7 @@ def _form(problem: Problem) -> str | None:
 def _wants_gradient(problem: Problem) -> bool:
     x, s = problem.inputs, problem.stand_ins
     if not isinstance(s, BlockStandIns):
-        return wants_gradient(x.query, x.key, x.value, *forward.read(s))
+        return wants_gradient(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
     # Means that have yet to be made depend on the keys and values, and on what they were before.
     rows = s.states.rows if s.scan is None else s.scan.state.summary.rows
     return wants_gradient(x.query, x.key, x.value, rows)

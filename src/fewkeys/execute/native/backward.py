@@ -21,7 +21,7 @@ from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, pointers
 from fewkeys.past.scan import States
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
 
 
 class _BlocksBack(ctypes.Structure):
@@ -52,12 +52,12 @@ def attend(problem: Problem) -> Tensor:
     return output
 
 
-def _parts(stand_ins: StandIns | BlockStandIns | None) -> tuple[Tensor, ...]:
+def _parts(stand_ins: StandIns | BlockStandIns | NodeStandIns | None) -> tuple[Tensor, ...]:
     """What carries gradients."""
-    if stand_ins is None:
-        return ()
     if isinstance(stand_ins, BlockStandIns):
         return (stand_ins.states.rows,)
+    if not isinstance(stand_ins, StandIns):
+        return ()
     left = () if stand_ins.left is None else (stand_ins.left,)
     return (stand_ins.key, stand_ins.value, *left)
 
@@ -67,7 +67,7 @@ def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Ten
     x, s = replace(problem.inputs, query=query, key=key, value=value), problem.stand_ins
     if isinstance(s, BlockStandIns):
         s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
-    elif s is not None:
+    elif isinstance(s, StandIns):
         s = replace(s, key=parts[0], value=parts[1], left=parts[2] if parts[2:] else None)
     return replace(problem, inputs=x, stand_ins=s)
 

@@ -22,7 +22,7 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_descent, grouped
 from fewkeys.execute.torch.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
-from fewkeys.rest.base import BlockStandIns
+from fewkeys.rest.base import BlockStandIns, StandIns
 
 CHUNK = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
@@ -95,7 +95,7 @@ def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | BlockMe
     means: Means | BlockMeans | None = None
     if isinstance(stand_ins, BlockStandIns):
         means = BlockMeans(stand_ins, isinstance(problem.weights, Softmax))
-    elif stand_ins is not None:
+    elif isinstance(stand_ins, StandIns):
         # Beside groups, what a query keeps is counted entry by entry.
         near = [source for source in sources if isinstance(source, Band | BlockLists)]
         means = Means(stand_ins, near if graph.groups is None else [])

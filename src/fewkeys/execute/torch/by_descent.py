@@ -32,7 +32,7 @@ def attend(problem: Problem) -> Tensor:
     parts, places = [], []
     for index, walk in enumerate(descent.walks):
         nodes = stand_ins.nodes[index] if isinstance(stand_ins, NodeStandIns) else None
-        output = _walk(problem, walk, nodes).to(x.query.dtype).unflatten(0, (-1, x.kv_heads)).flatten(1, 2)
+        output: Tensor = _walk(problem, walk, nodes).to(x.query.dtype).unflatten(0, (-1, x.kv_heads)).flatten(1, 2)
         if walk.sequences.batch is None:
             return output
         parts.append(output)

@@ -1,0 +1,359 @@
+"""The forest of key trees: permutations, statistics of nodes, what is opened, what it costs, what never changes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fewkeys as fk
+from captures import captured
+from cases import CAUSAL_SHAPES, SHAPES, Shape
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
+from fewkeys.tree import rule
+from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, descend
+from fewkeys.tree.metric import roots
+from fewkeys.tree.split import split
+from largest import Largest
+
+LONG = Shape(query_heads=4, kv_heads=2, queries=1100, keys=1100, value_dim=5, is_causal=True)
+PLAN = fk.budget(64, is_causal=True, memory="all").always()
+
+
+def descent(shape, slots=64, dtype=torch.float64):
+    return Descent.of(check_inputs(*shape.draw(dtype=dtype), **shape.options), slots)
+
+
+@pytest.mark.parametrize("shape", [LONG, SHAPES["cross padded"], CAUSAL_SHAPES["causal padded"]], ids=str)
+def test_trees_are_permutations_of_their_keys(shape):
+    for walk in descent(shape).walks:
+        for stand in walk.forest.stands.values():
+            own = walk.forest.order[:, stand.base : stand.base + stand.count * stand.size].unflatten(
+                1, (-1, stand.size)
+            )
+            expected = stand.starts()[:, None] + torch.arange(stand.size) + rule.SINKS
+            assert torch.equal(own.sort(-1).values, expected.expand_as(own))
+            assert not torch.equal(own, expected.expand_as(own))
+
+
+@pytest.mark.parametrize("slots", [64, 200])
+def test_the_trees_of_a_step_cover_its_sealed_keys(slots):
+    (walk,) = descent(LONG, slots).walks
+    for step in walk.sequences.steps:
+        assert step.sealed == max(0, (step.start - rule.SINKS) // walk.sequences.block * walk.sequences.block)
+        found = []
+        for level in step.levels:
+            for start, size in level.trees:
+                first = walk.forest.row(start, size, level.size)
+                found.append(walk.forest.order[:, first * level.size : first * level.size + size])
+        if found:
+            expected = torch.arange(step.sealed) + rule.SINKS
+            assert torch.equal(torch.cat(found, 1).sort(-1).values, expected.expand(walk.forest.order.shape[0], -1))
+
+
+def test_nodes_are_statistics_of_their_keys():
+    shape = LONG
+    _, k, v = shape.draw()
+    (walk,) = descent(shape).walks
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    assert set(walk.nodes) == {8, 32, 128, 512}
+    for size, table in walk.nodes.items():
+        count = table.key.shape[1]
+        assert count == sum(s.count * s.size for s in walk.forest.stands.values() if s.size >= size) // size
+        for head in range(4):
+            for node in range(0, count, 3):
+                keys = walk.forest.order[head, node * size : (node + 1) * size]
+                torch.testing.assert_close(table.key[head, node], k[head, keys].mean(0))
+                torch.testing.assert_close(table.value[head, node], v[head, keys].mean(0))
+                torch.testing.assert_close(table.variance[head, node], k[head, keys].var(0, correction=0))
+
+
+def test_halves_are_better_than_halves_by_chance():
+    """Rows in two clouds are told apart, and every split lowers the spread inside."""
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(5, 64, 6, generator=g, dtype=torch.float64)
+    cloud = torch.rand(5, 64, generator=g).argsort(-1) % 2
+    found = split(rows + 9 * cloud.unsqueeze(-1))
+    sides = cloud.gather(1, found).unflatten(1, (2, 32))
+    assert (sides == sides[..., :1]).all()
+    inside = [rows.gather(1, found.unsqueeze(-1).expand_as(rows)).unflatten(1, (-1, z)).var(2).mean() for z in (32, 8)]
+    assert inside[1] < 0.8 * inside[0]
+
+
+def by_definition(rows, index):
+    """The order of `index` by the docstring of `fewkeys.tree.split`, one set of rows after the other."""
+    if len(index) == 8:
+        return index
+    y = rows[index] - rows[index].mean(0)
+    u = y[y.norm(dim=-1).argmax()]
+    for _ in range(2):
+        u = sum(row * (row @ u) for row in y)
+    order = (y @ u).argsort(stable=True)
+    for _ in range(2):
+        order = (y @ -y[order[: len(index) // 2]].sum(0)).argsort(stable=True)
+    half = len(index) // 2
+    return torch.cat([by_definition(rows, index[order[:half]]), by_definition(rows, index[order[half:]])])
+
+
+def test_splits_follow_their_definition():
+    rows = torch.randn(3, 128, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    expected = torch.stack([by_definition(own, torch.arange(128)) for own in rows])
+    assert torch.equal(split(rows), expected)
+
+
+def test_equal_rows_keep_their_order():
+    assert torch.equal(split(torch.ones(2, 32, 3)), torch.arange(32).expand(2, -1))
+
+
+def test_the_metric_is_the_covariance_of_the_queries_so_far():
+    x = check_inputs(*LONG.draw(), is_causal=True)
+    (walk,) = Descent.of(x, 64).walks
+    query = walk.sequences.queries(x)
+    for blocks in (1, 5, 40):
+        found = roots(walk.sequences, query, torch.tensor([blocks]))[:, 0]
+        own = query[:, :, : rule.SINKS + 16 * blocks].flatten(1, 2)
+        # One query more, imagined: its mean is zero and its covariance I / D.
+        total, count = own.sum(1, keepdim=True), own.shape[1] + 1
+        expected = (own.mT @ own + torch.eye(8) / 8) / count - total.mT @ total / count**2
+        expected += 1e-3 * expected.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(8)
+        torch.testing.assert_close(found @ found.mT, expected)
+
+
+@pytest.mark.parametrize("shape", [LONG, replace(LONG, is_causal=False)], ids=["causal", "all at once"])
+def test_what_is_opened_has_the_largest_ranks(shape):
+    """Level by level, node by node: no candidate left closed ranks above one that was opened, and logits are right."""
+    x = check_inputs(*shape.draw(), **shape.options)
+    (walk,) = Descent.of(x, 64).walks
+    step = next(step for step in reversed(walk.sequences.steps) if len(step.levels) >= 3)
+    query = walk.sequences.queries(x)[:, :, step.start : step.start + 9].flatten(1, 2)
+    opened, closed = descend(walk.forest, walk.nodes, step, query)
+    for head in range(4):
+        for i in range(query.shape[1]):
+            q, before = query[head, i], []
+            for place, level in enumerate(step.levels):
+                table = walk.nodes[level.size]
+                candidates = {4 * node + child for node in before for child in range(4)}
+                for start, size in level.trees:
+                    first = walk.forest.row(start, size, level.size)
+                    candidates |= set(range(first, first + size // level.size))
+                assert len(candidates) == level.scored
+                spread = {c: float(q.square() @ table.variance[head, c]) for c in candidates}
+                score = {c: float(q @ table.key[head, c]) for c in candidates}
+                rank = {c: score[c] + REACH * math.log2(level.size) * spread[c] ** 0.5 for c in candidates}
+                best = sorted(candidates, key=lambda c: -rank[c])
+                own, rows = set(best[: level.opened]), closed[place].rows[head, i].tolist()
+                assert set(rows) == candidates - own
+                for row, logit in zip(rows, closed[place].logit[head, i].tolist(), strict=True):
+                    told = score[row] + math.log(level.size) + min(CURVE * spread[row], HIGHEST)
+                    assert logit == pytest.approx(told, rel=1e-9, abs=1e-9)
+                before = own
+            assert set(opened[head, i].tolist()) == before
+
+
+@pytest.mark.parametrize("shape", [LONG, replace(LONG, is_causal=False), SHAPES["padded"], SHAPES["few keys"]], ids=str)
+@pytest.mark.parametrize("slots", [64, 128, 200])
+def test_every_key_is_kept_or_stands_in_once(shape, slots):
+    """Law 7, key by key: a visible key is an edge, or inside one closed node, and never both."""
+    x = check_inputs(*shape.draw(), **shape.options)
+    graph = fk.KeyTree(slots).select(x)
+    mask = graph.to_mask().unflatten(1, (x.kv_heads, x.groups))
+    for walk in graph.descent.walks:
+        own = walk.sequences
+        kept = own.rows(mask.flatten(2, 3).mT.to(torch.float64)).mT.unflatten(1, (x.groups, -1)).long()
+        query = own.queries(x)
+        for step in own.steps:
+            span = slice(step.start, step.stop)
+            times = kept[:, :, span].clone()
+            if step.levels:
+                for closed in descend(walk.forest, walk.nodes, step, query[:, :, span].flatten(1, 2))[1]:
+                    inside = walk.forest.order[:, : walk.nodes[closed.size].key.shape[1] * closed.size]
+                    inside = inside.unflatten(1, (-1, closed.size))
+                    head = torch.arange(inside.shape[0])[:, None, None]
+                    keys = inside[head, closed.rows].flatten(2).unflatten(1, (x.groups, -1))
+                    times.scatter_add_(3, keys, torch.ones_like(keys))
+            seen = torch.arange(times.shape[-1]) < own.seen[span, None]
+            assert torch.equal(times, seen.long().expand_as(times))
+
+
+@pytest.mark.parametrize("slots", [64, 65, 100, 128, 129, 256, 500])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_slots_are_those_counted_one_by_one(slots, is_causal):
+    shape = Shape(batch=1, query_heads=2, kv_heads=1, queries=700, keys=700, is_causal=is_causal)
+    q, k, v = shape.draw()
+    graph = fk.KeyTree(slots).graph(q, k, v, is_causal=is_causal)
+    kept = graph.to_mask().sum(-1).double()
+    nodes = torch.zeros_like(kept)
+    (walk,) = graph.descent.walks
+    for step in walk.sequences.steps:
+        if step.levels:
+            query = walk.sequences.queries(graph.inputs)[:, :, step.start : step.stop].flatten(1, 2)
+            opened, closed = descend(walk.forest, walk.nodes, step, query)
+            met = sum(part.rows.shape[-1] for part in closed) + sum(level.opened for level in step.levels)
+            assert opened.shape[-1] == step.levels[-1].opened
+            nodes[:, :, step.start : step.stop] = met
+    assert torch.equal(nodes, graph.descent.scored(0, 700).double())
+    assert graph.slots() == pytest.approx(float((kept + nodes).mean()))
+    assert graph.slots() <= slots
+    assert (kept + nodes).max() <= slots + (walk.sequences.block // 2 if is_causal else 0)
+
+
+@pytest.mark.parametrize("slots", [64, 96, 128, 256, 512])
+def test_slots_hold_at_every_length_and_most_are_spent(slots):
+    block = rule.block_of(slots)
+    for sealed in [*range(block, 40 * slots, block), 2**15 - block, 2**17, 2**17 - block]:
+        exact = rule.exact_keys(block)
+        levels = rule.levels_of(slots, sealed, exact, block)
+        paid = rule.price(levels) + exact if levels else sealed + exact
+        assert paid <= slots or (slots == 64 and sealed > 2**16)
+        assert not levels or paid > 0.8 * slots
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_first_tokens_alone_have_the_same_trees(dtype):
+    """To the last bit, whatever the length at which one looks, and however many sequences there are beside."""
+    q, k, v = LONG.draw(dtype=dtype)
+    (whole,) = Descent.of(check_inputs(q, k, v, is_causal=True), 64).walks
+    for m in (150, 333, 516, 517, 1029, 1099):
+        (part,) = Descent.of(check_inputs(*(x[:1, :, :m] for x in (q, k, v)), is_causal=True), 64).walks
+        for size, stand in part.forest.stands.items():
+            for tree in range(stand.count):
+                start = 2 * size * (stand.first + tree)
+                here, there = part.forest.row(start, size, 8), whole.forest.row(start, size, 8)
+                assert torch.equal(
+                    part.forest.leaves()[:, here : here + size // 8],
+                    whole.forest.leaves()[:2, there : there + size // 8],
+                )
+                for node in (8, 32, 128, 512):
+                    if node > size:
+                        continue
+                    here, there = part.forest.row(start, size, node), whole.forest.row(start, size, node)
+                    for name in ("key", "value", "variance"):
+                        own, other = (getattr(w.nodes[node], name) for w in (part, whole))
+                        assert torch.equal(own[:, here : here + size // node], other[:2, there : there + size // node])
+
+
+def test_the_first_tokens_alone_have_the_same_output():
+    q, k, v = LONG.draw(dtype=torch.float32)
+    whole = fk.attention(q, k, v, plan=PLAN, is_causal=True, impl="torch")
+    for m in (333, 1029):
+        part = fk.attention(q[:, :, :m], k[:, :, :m], v[:, :, :m], plan=PLAN, is_causal=True, impl="torch")
+        torch.testing.assert_close(part, whole[:, :, :m], rtol=1e-4, atol=1e-5)
+
+
+def test_pieces_do_not_matter(monkeypatch):
+    from fewkeys.tree import descent as module
+
+    shape = replace(LONG, is_causal=False)
+    whole = fk.attention(*shape.draw(), plan=PLAN, impl="torch")
+    for piece in (1, 100_000):
+        monkeypatch.setattr(module, "PIECE", piece)
+        torch.testing.assert_close(fk.attention(*shape.draw(), plan=PLAN, impl="torch"), whole, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("plan", [PLAN, fk.Plan(fk.KeyTree(64))], ids=str)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_are_those_of_the_output_with_choices_held(plan, is_causal):
+    shape = Shape(batch=1, kv_heads=1, queries=150, keys=150, head_dim=3, value_dim=2, is_causal=is_causal)
+    q, k, v = (x.requires_grad_() for x in shape.draw())
+    with torch.no_grad():
+        graph = plan.keep.select(check_inputs(q, k, v, is_causal=is_causal))
+
+    def run(query, key, value):
+        x = check_inputs(query, key, value, is_causal=is_causal, impl="torch")
+        own = replace(graph, inputs=x)
+        return dispatch.attend(Problem(x, own, plan.rest.prepare(x, own, plan.weights), plan.weights))[:, :, ::13]
+
+    assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize("shape", ["causal grouped", "causal padded", "causal with offset"])
+def test_causal_gradients_agree(shape):
+    found = []
+    for impl in ("torch", "reference"):
+        tensors = [x.requires_grad_() for x in CAUSAL_SHAPES[shape].draw()]
+        output = fk.attention(*tensors, plan=PLAN, impl=impl, **CAUSAL_SHAPES[shape].options)
+        found.append(torch.autograd.grad(output.square().sum(), tensors))
+    for fast, slow in zip(*found, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-8, atol=1e-9)
+
+
+def test_left_padding_is_as_if_deleted():
+    q, k, v = replace(LONG, queries=400, keys=400).draw()
+    mask = torch.ones(2, 400, dtype=torch.bool)
+    mask[0, :41], mask[0, 99] = False, False
+    found = fk.attention(q, k, v, plan=PLAN, key_mask=mask, is_causal=True, impl="torch")[:1, :, mask[0]]
+    alone = fk.attention(*(x[:1, :, mask[0]] for x in (q, k, v)), plan=PLAN, is_causal=True, impl="torch")
+    torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-10)
+
+
+def test_every_query_finds_a_needle_of_its_own():
+    """One key in a thousand matters to each query, another one to each: a shared list could not hold them."""
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 1024, 32, generator=g)
+    k = 6 * k / k.norm(dim=-1, keepdim=True)
+    v = torch.randn(1, 1, 1024, 8, generator=g)
+    q = 3 * k[:, :, torch.randperm(1024, generator=g)]
+    exact, found = fk.attention(q, k, v, scale=1.0), fk.attention(q, k, v, plan=PLAN, scale=1.0, impl="torch")
+    right = (found - exact).norm(dim=-1) < 0.1 * exact.norm(dim=-1)
+    assert right.float().mean() > 0.5
+    shared = fk.attention(q, k, v, plan=fk.budget(64).always(), scale=1.0, impl="torch")
+    assert ((shared - exact).norm(dim=-1) < 0.1 * exact.norm(dim=-1)).float().mean() < 0.2
+
+
+def test_reports_count_the_nodes_scored():
+    capture = captured(layers=1, batches=1, size=1, length=200, causal=True)
+    (call,) = capture.calls(0)
+    graph = PLAN.keep.graph(call.query, call.key, call.value, is_causal=True, scale=call.scale)
+    (row,) = (row for row in fk.compare(capture, {"tree": PLAN}).rows if row.name == "tree")
+    assert row.slots == pytest.approx(graph.slots(), rel=1e-4)
+    assert row.slots > graph.to_mask().sum(-1).double().mean() + 1
+
+
+def cost(n):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 8, generator=g) for _ in range(3))
+    largest, flops = Largest(), FlopCounterMode(display=False)
+    with torch.no_grad(), flops, largest:
+        fk.attention(q, k, v, plan=PLAN, is_causal=True, impl="torch")
+    return largest.numel, flops.get_total_flops()
+
+
+def test_memory_and_operations_grow_little_faster_than_the_length():
+    """Four times the tokens: a tree more on every token's way, and a level more in it."""
+    small, large = cost(2048), cost(8192)
+    assert large[0] <= 4.2 * small[0] * 13 / 11
+    assert large[1] <= 4.2 * small[1] * (13 / 11) ** 2
+    assert large[0] < 8192 * 8192 / 8
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fk.KeyTree(63), "KeyTree slots: expected at least 64, got 63"),
+        (lambda: fk.Plan(fk.Window(5), fk.TreeMeans()), "keep: TreeMeans stands for the closed nodes of KeyTree"),
+        (lambda: fk.Plan(fk.KeyTree(64) | fk.Window(5), fk.TreeMeans()), "keep: TreeMeans stands for the closed nodes"),
+        (lambda: fk.Plan(fk.KeyTree(64), fk.TreeMeans(), fk.Power(2.0)), r"rest: TreeMeans is defined for Softmax\(\)"),
+        (lambda: fk.Plan(fk.KeyTree(64), fk.TreeMeans(), fk.Entmax(1.5)), "rest: TreeMeans needs weights that are"),
+        (lambda: fk.budget(64, memory="all"), "memory: expected 'constant' without is_causal=True, got 'all'"),
+        (lambda: fk.budget(64, is_causal=True, memory="some"), "memory: expected 'all' or 'constant', got 'some'"),
+        (lambda: fk.stream(PLAN), "plan: a stream keeps one RecentBlocks or a Window"),
+    ],
+)
+def test_what_is_no_plan_is_refused(make, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make()
+
+
+def test_two_trees_do_not_join():
+    q, k, v = SHAPES["plain"].draw()
+    with pytest.raises(ValueError, match=r"^keep: expected one KeyTree, got two"):
+        fk.attention(q, k, v, keep=fk.KeyTree(64) | fk.KeyTree(65), impl="torch")
+
+
+def test_budget_takes_the_memory_that_is_asked_for():
+    assert fk.budget(256, is_causal=True, memory="all").keep == fk.KeyTree(256)
+    assert fk.budget(256, is_causal=True) == fk.budget(256, is_causal=True, memory="constant")
+    assert fk.budget(63, is_causal=True, memory="all") == fk.budget(63, is_causal=True)
