@@ -80,6 +80,18 @@ struct LevelOf {
 struct RunOf {
   int64_t first, count;
 };
+// A tile of queries of a step.
+struct TileOf {
+  int64_t step, first;
+};
+// One of many candidates.
+struct Ranked {
+  float rank;
+  int32_t index;
+  bool operator<(const Ranked &other) const {
+    return rank < other.rank || (rank == other.rank && index < other.index);
+  }
+};
 struct TableOf {
   const float *key, *value, *variance;
   int64_t rows;
@@ -149,7 +161,7 @@ class Descender {
   aligned_vector<int64_t> opened, next;
   aligned_vector<const float *> closed_value;
   aligned_vector<const T *> leaf_key, leaf_value;
-  std::vector<std::pair<float, int32_t>> sorted;  // of many candidates: ranks, and which
+  aligned_vector<Ranked> sorted;
 
   const LevelOf &level_of(const StepOf &step, int64_t level) const {
     return ((const LevelOf *)p.levels)[step.level + level];
@@ -341,7 +353,7 @@ class Descender {
     for (int c = 0; c < count; c++) sorted[c] = {rank[c], c}, place[c] = count;
     std::nth_element(sorted.begin(), sorted.begin() + opened - 1, sorted.begin() + count);
     std::sort(sorted.begin(), sorted.begin() + opened);
-    for (int64_t o = 0; o < opened; o++) place[sorted[o].second] = o;
+    for (int64_t o = 0; o < opened; o++) place[sorted[o].index] = o;
   }
 
   // Logits become weights beside those of the tile, and rows are summed under them.
@@ -369,7 +381,7 @@ class Descender {
 template <class T>
 static void descend(const Descend &p, int threads) {
   const auto *steps = (const StepOf *)p.steps;
-  std::vector<std::pair<int64_t, int64_t>> tiles;
+  aligned_vector<TileOf> tiles;
   for (int64_t s = 0; s < p.count; s++)
     for (int64_t first = 0; first < p.gqa_ratio * (steps[s].stop - steps[s].start); first += TILE)
       tiles.push_back({s, first});
@@ -379,7 +391,7 @@ static void descend(const Descend &p, int threads) {
     Descender<T> descender(p);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t t = 0; t < p.sequences * heads * each; t++)
-      descender.attend(t / each / heads, t / each % heads, tiles[t % each].first, tiles[t % each].second);
+      descender.attend(t / each / heads, t / each % heads, tiles[t % each].step, tiles[t % each].first);
   }
 }
 

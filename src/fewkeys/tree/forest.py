@@ -132,14 +132,13 @@ def summarise(forest: Forest, key: Tensor, value: Tensor, impl: Impl = "auto") -
     `var = mean of var_c + mean of (mean_c - mean)^2`. Cost O(n log n (D + Dv)).
     """
     if forest.stands and impl in COMPILED and key.dtype == value.dtype == torch.float32 and suits(key, value):
-        size, _, base = _places(forest.stands)
+        keys, _, base = _places(forest.stands)
         sizes = [LEAF]
         while sizes[-1] * BRANCH <= max(forest.stands):
             sizes.append(sizes[-1] * BRANCH)
-        rows = {one: int(size[size >= one].sum()) // one for one in sizes}
-        return {
-            one: Table(*parts) for one, parts in native.summarise(key, value, forest.order, size, base, rows).items()
-        }
+        rows = {one: int(keys[keys >= one].sum()) // one for one in sizes}
+        tables = native.summarise(key, value, forest.order, keys, base, rows)
+        return {one: Table(*own) for one, own in tables.items()}
     parts: dict[int, list[Table]] = {}
     for stand in forest.stands.values():
         size, last = LEAF, slice(stand.base, stand.base + stand.count * stand.size)

@@ -76,7 +76,9 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
     tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
     place = {size: index for index, size in enumerate(nodes)}
-    steps, levels, runs = [], [], []
+    steps: list[tuple[int, ...]] = []
+    levels: list[tuple[int, ...]] = []
+    runs: list[tuple[int, int]] = []
     for step in own.steps:
         first = len(levels)
         for level in step.levels:
