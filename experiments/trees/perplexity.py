@@ -1,6 +1,6 @@
-"""Perplexity of a decoder whose attention is replaced in all layers, over that of exact attention, and the slots it took.
+"""Perplexity of a decoder whose attention is replaced in all layers, over that of exact attention, and slots paid.
 
-    python experiments/trees/perplexity.py --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--place 0.0]
+    python experiments/trees/perplexity.py --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--place 1/3]
 
 One stretch of `--length` tokens that begins at the share `--place` of the text (gzipped or plain); the second half is
 judged. Prints a line for each number of slots and each memory. KL: the mean over tokens of KL(exact || plan).
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--place", type=float, default=0.0)
+    parser.add_argument("--place", type=Fraction, default=Fraction(0))
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 128])
     parser.add_argument("--memory", nargs="+", default=["all"], choices=["all", "constant"])
     options = parser.parse_args()

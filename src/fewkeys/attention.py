@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.impl import Impl
+from fewkeys.core.validation import Options
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.flow import answer, check_plan
 from fewkeys.guard.fallback import Guard
@@ -81,26 +82,13 @@ def attention(
     Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
     """
     chosen = _plan(plan, keep, rest, weights)
+    options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
+    options |= {"query_offset": query_offset, "generator": generator, "impl": impl}
     if torch.compiler.is_compiling():
         from fewkeys import operator  # loads torch's compiler
 
-        return operator.compiled(
-            query, key, value, chosen, lengths, key_mask, is_causal, scale, query_offset, impl, generator, max_error
-        )
-    return answer(
-        query,
-        key,
-        value,
-        plan=chosen,
-        is_causal=is_causal,
-        scale=scale,
-        lengths=lengths,
-        key_mask=key_mask,
-        query_offset=query_offset,
-        generator=generator,
-        impl=impl,
-        max_error=max_error,
-    )
+        return operator.compiled(query, key, value, chosen, max_error, options)
+    return answer(query, key, value, plan=chosen, max_error=max_error, **options)
 
 
 def _plan(

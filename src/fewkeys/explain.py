@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Unpack
 
-from torch import Generator, Tensor
+from torch import Tensor
 
-from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_inputs
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import Options, check_inputs
 from fewkeys.cost.crossover import exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
@@ -50,21 +50,9 @@ class Explanation:
         return told if self.uncompiled is None else f"{told}; no compiled kernels: {self.uncompiled}"
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    plan: Plan,
-    is_causal: bool = False,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    query_offset: int = 0,
-    generator: Generator | None = None,
-    impl: Impl = "auto",
-) -> Explanation:
-    """What `fewkeys.attention(..., impl=impl)` does with such a call on this machine, and why.
+@full_precision()
+def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Explanation:
+    """What `fewkeys.attention` does with such a call on this machine, and why.
 
     Arguments and errors are those of `attention`. Attends to nothing, but chooses keys and summarises the others, which
     tells the executor. For a plan that may give way to exact attention it measures the machine, where that was never
@@ -72,18 +60,7 @@ def explain(
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
-    x = check_inputs(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        scale=scale,
-        lengths=lengths,
-        key_mask=key_mask,
-        query_offset=query_offset,
-        generator=generator,
-        impl=impl,
-    )
+    x = check_inputs(query, key, value, **options)
     plan.check(x)
     found = _way(x, plan)
     if found.runs == "exact":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_inputs
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import Options, check_inputs
 from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
@@ -24,7 +25,7 @@ def answer(
     *,
     plan: Plan | Sequence[Plan],
     max_error: float | Guard | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Tensor:
     """`fewkeys.attention` of a plan, or of one plan for each key head; `options` are those of `check_inputs`."""
     inputs = check_inputs(query, key, value, **options)
@@ -35,6 +36,7 @@ def answer(
     return run(inputs, plan, guard)
 
 
+@full_precision()
 def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
     """The output of a plan, or of one plan for each key head, on checked inputs; corrected by the guard, if any."""
     if not isinstance(plan, Plan):

@@ -25,9 +25,12 @@ from fewkeys.select import SELECTORS
 
 if TYPE_CHECKING:
     from fewkeys.core.impl import Impl
+    from fewkeys.core.validation import Options
     from fewkeys.guard.fallback import Guard
 
 PLANS, LEARNED = 64, 64
+_ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? key_mask,
+    str plan, bool is_causal, float? scale, SymInt query_offset, str impl"""
 _known: WeakValueDictionary[str, Learned] = WeakValueDictionary()
 """By fingerprint, the learned values of the plans that were compiled here, for as long as somebody holds them."""
 _latest: deque[Learned] = deque(maxlen=LEARNED)
@@ -39,35 +42,17 @@ def compiled(
     key: Tensor,
     value: Tensor,
     plan: Plan | Sequence[Plan],
-    lengths: Tensor | None,
-    key_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    query_offset: int,
-    impl: Impl,
-    generator: torch.Generator | None,
     max_error: float | Guard | None,
+    options: Options,
 ) -> Tensor:
     """What `fewkeys.attention` does where it is compiled: the operator, or else a break of the graph."""
     output: Tensor
-    if generator is None and max_error is None and holds(plan):
-        name = name_of(plan)
-        output = attend(query, key, value, lengths, key_mask, name, is_causal, scale, query_offset, impl)
+    if options["generator"] is None and max_error is None and holds(plan):
+        o, name = options, name_of(plan)
+        rest = (o["is_causal"], o["scale"], o["query_offset"], o["impl"])
+        output = attend(query, key, value, o["lengths"], o["key_mask"], name, *rest)
     else:
-        output = _outside(
-            query,
-            key,
-            value,
-            plan=plan,
-            is_causal=is_causal,
-            scale=scale,
-            lengths=lengths,
-            key_mask=key_mask,
-            query_offset=query_offset,
-            generator=generator,
-            impl=impl,
-            max_error=max_error,
-        )
+        output = _outside(query, key, value, plan=plan, max_error=max_error, **options)
     return output
 
 
@@ -134,36 +119,20 @@ def _attention(
     is_causal: bool,
     scale: float | None,
     query_offset: int,
-    impl: str,
+    impl: Impl,
 ) -> Callable[..., Tensor]:
-    return partial(
-        answer,
-        lengths=lengths,
-        key_mask=key_mask,
-        plan=plan_of(plan),
-        is_causal=is_causal,
-        scale=scale,
-        query_offset=query_offset,
-        impl=impl,
-    )
+    options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
+    options |= {"query_offset": query_offset, "impl": impl}
+    return partial(answer, plan=plan_of(plan), **options)
 
 
-@torch.library.custom_op("fewkeys::attention", mutates_args=())
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor | None,
-    key_mask: Tensor | None,
-    plan: str,
-    is_causal: bool,
-    scale: float | None,
-    query_offset: int,
-    impl: str,
-) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of `fewkeys.attention`."""
-    output = _attention(lengths, key_mask, plan, is_causal, scale, query_offset, impl)(query, key, value)
+def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    output = _attention(*rest)(query, key, value)
     return output.clone(memory_format=torch.contiguous_format)  # an operator's output must be no view of its inputs
+
+
+attend = torch.library.custom_op("fewkeys::attention", _attend, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
+"""The output (B, Hq, Nq, Dv) of `fewkeys.attention`."""
 
 
 @attend.register_fake
@@ -171,27 +140,24 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
 
-@torch.library.custom_op("fewkeys::attention_backward", mutates_args=())
-def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor | None,
-    key_mask: Tensor | None,
-    plan: str,
-    is_causal: bool,
-    scale: float | None,
-    query_offset: int,
-    impl: str,
+def _attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value. Computes the output again: it keeps nothing but the inputs."""
     given = [rows.detach().requires_grad_() for rows in (query, key, value)]
     with _autograd():
-        output = _attention(lengths, key_mask, plan, is_causal, scale, query_offset, impl)(*given)
+        output = _attention(*rest)(*given)
         found = torch.autograd.grad(output, given, grad, materialize_grads=True)
     query, key, value = (part.clone(memory_format=torch.contiguous_format) for part in found)
     return query, key, value
+
+
+attend_backward = torch.library.custom_op(
+    "fewkeys::attention_backward",
+    _attend_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+"""The gradients of query, key and value. Computes the output again: it keeps nothing but the inputs."""
 
 
 @contextmanager

@@ -6,6 +6,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, WEIGHTS
+from executors import WAYS, support
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute.dispatch import EXECUTORS
+from fewkeys.flow import prepare
 
 ALL = {**SHAPES, **CAUSAL_SHAPES}
 EVERY_KEY = {
@@ -55,6 +59,41 @@ def test_full_budget(shape, keep, impl):
     q, k, v = shape.draw()
     found = fk.attention(q, k, v, keep=keep, rest=rest, impl=impl, **shape.options)
     torch.testing.assert_close(found, by_definition(q, k, v, shape, fk.Softmax()), rtol=1e-9, atol=1e-10)
+
+
+ONE_WAY = {**EVERY_KEY, "recent blocks": fk.RecentBlocks(8, 100), "wide window": fk.Window(901)}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.impl != "triton"], ids=str)
+@pytest.mark.parametrize("form", ALL)
+def test_every_executor_is_exact_on_a_full_budget(form, way):
+    """The executors themselves: plans that cover everything never reach them through the front door."""
+    shape, tried = ALL[form], 0
+    q, k, v = shape.draw(dtype=way.dtype)
+    for keep in ONE_WAY.values():
+        # A budget far beyond the keys there are is exact without and with stand-ins, which have nobody to speak for.
+        for rest in (fk.Drop(), *(() if shape.is_causal else (fk.ClusterMeans(4, rank=2),))):
+            inputs = check_inputs(q, k, v, impl=way.impl, **shape.options)
+            problem = prepare(inputs, fk.Plan(keep, rest))
+            if support(problem, way) is None:
+                found = EXECUTORS[way.impl].attend(problem)
+                expected = by_definition(q.double(), k.double(), v.double(), shape, fk.Softmax())
+                way.assert_close(found, expected)
+                tried += 1
+    assert tried >= 4
+
+
+@pytest.mark.skipif(not any(way.impl == "triton" for way in WAYS), reason="no such executor")
+def test_triton_is_exact_on_a_full_budget():
+    pytest.importorskip("triton")
+    (way,) = (way for way in WAYS if way.impl == "triton")
+    shape = SHAPES["few keys"]
+    q, k, v = shape.draw(dtype=way.dtype)
+    problem = prepare(check_inputs(q, k, v, impl="triton"), fk.Plan(fk.Window(99), fk.ClusterMeans(2)))
+    if (reason := support(problem, way)) is not None:
+        pytest.skip(reason)
+    expected = by_definition(q.double(), k.double(), v.double(), shape, fk.Softmax())
+    way.assert_close(EXECUTORS["triton"].attend(problem), expected)
 
 
 @pytest.mark.parametrize("keep", [fk.Leverage(69), fk.KeyNorm(69) | fk.Sinks(5), fk.RandomKeys(69)], ids=str)

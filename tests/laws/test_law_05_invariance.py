@@ -4,33 +4,38 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CASES, PLANS, SHAPES, SOME_PLANS
+from cases import CASES, CAUSAL_PLANS, PLANS, SHAPES, SOME_PLANS
+from executors import FORMS, runs
 
 QUIET = {n: p for n, p in PLANS.items() if not CASES[n].draws}
+QUIET_CAUSAL = {n: p for n, p in CAUSAL_PLANS.items() if not CASES[n].draws}
 ORDERLESS = {n: p for n, p in QUIET.items() if not CASES[n].by_position}
 
 
-@pytest.mark.parametrize("plan", QUIET.values(), ids=QUIET)
-def test_sequences_and_heads_stand_alone(plan):
-    q, k, v = SHAPES["grouped"].draw()
-    whole = fk.attention(q, k, v, plan=plan, impl="torch")
+@pytest.mark.parametrize(("name", "form", "way"), runs(QUIET, ["grouped"]) + runs(QUIET_CAUSAL, ["causal grouped"]))
+def test_sequences_and_heads_stand_alone(name, form, way):
+    plan, shape = CASES[name].part, FORMS[form]
+    q, k, v = shape.draw(dtype=way.dtype)
+    whole = way.attend(q, k, v, plan=plan, **shape.options)
     for b in range(2):
-        alone = fk.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], plan=plan, impl="torch")
-        torch.testing.assert_close(whole[b : b + 1], alone, rtol=1e-9, atol=1e-10)
+        alone = way.attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], plan=plan, **shape.options)
+        way.assert_close(whole[b : b + 1], alone, times=2)
+    ratio = shape.query_heads // shape.kv_heads
     for h in range(2):
-        group = slice(3 * h, 3 * h + 3)
-        alone = fk.attention(q[:, group], k[:, h : h + 1], v[:, h : h + 1], plan=plan, impl="torch")
-        torch.testing.assert_close(whole[:, group], alone, rtol=1e-9, atol=1e-10)
+        group = slice(ratio * h, ratio * (h + 1))
+        alone = way.attend(q[:, group], k[:, h : h + 1], v[:, h : h + 1], plan=plan, **shape.options)
+        way.assert_close(whole[:, group], alone, times=2)
 
 
-@pytest.mark.parametrize("plan", ORDERLESS.values(), ids=ORDERLESS)
-def test_order_of_keys_and_queries_is_meaningless(plan):
-    q, k, v = SHAPES["cross"].draw()
+@pytest.mark.parametrize(("name", "form", "way"), runs(ORDERLESS, ["cross"]))
+def test_order_of_keys_and_queries_is_meaningless(name, form, way):
+    plan = PLANS[name]
+    q, k, v = FORMS[form].draw(dtype=way.dtype)
     g = torch.Generator().manual_seed(3)
-    keys, queries = torch.randperm(90, generator=g), torch.randperm(37, generator=g)
-    found = fk.attention(q, k, v, plan=plan, impl="torch")
-    shuffled = fk.attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], plan=plan, impl="torch")
-    torch.testing.assert_close(found[:, :, queries], shuffled, rtol=1e-8, atol=1e-9)
+    keys, queries = (torch.randperm(rows.shape[2], generator=g) for rows in (k, q))
+    found = way.attend(q, k, v, plan=plan)
+    shuffled = way.attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], plan=plan)
+    way.assert_close(found[:, :, queries], shuffled, times=2)
 
 
 @pytest.mark.parametrize("name", [n for n in PLANS if CASES[n].draws])
@@ -53,9 +58,9 @@ def test_randomness_comes_only_from_the_generator(name):
     torch.random.set_rng_state(state)
 
 
-@pytest.mark.parametrize("plan", SOME_PLANS.values(), ids=SOME_PLANS)
-def test_inputs_are_left_alone(plan):
-    inputs = SHAPES["padded"].draw()
+@pytest.mark.parametrize(("name", "form", "way"), runs(SOME_PLANS, ["padded"]))
+def test_inputs_are_left_alone(name, form, way):
+    inputs = FORMS[form].draw(dtype=way.dtype)
     copies = [x.clone() for x in inputs]
-    fk.attention(*inputs, plan=plan, lengths=torch.tensor([70, 33]), impl="torch")
+    way.attend(*inputs, plan=SOME_PLANS[name], **FORMS[form].options)
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))

@@ -7,57 +7,49 @@ import sys
 import pytest
 import torch
 
-import fewkeys as fk
-from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
+from cases import CASES, PLANS, RUNNING_PLANS
+from executors import FORMS, Way, runs
 
-RANDOM = ["random keys, drop, softmax", "baseline random edges, drop, softmax", "leverage + window, sample, softmax"]
+RANDOM = ["random keys, drop, softmax", "random edges, drop, softmax", "leverage + window, sample, softmax"]
 FIXED = ["leverage, drop, softmax", "outliers + window, first-order means, softmax"]
 
 
-def answer(plan, impl, seed, shape=SHAPES["padded"]):
+def answer(name, way, seed, shape):
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    tensors = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
-    try:
-        output = fk.attention(*tensors, plan=plan, impl=impl, generator=generator, **shape.options)
-    except ValueError as error:
-        if impl != "native" or "impl='native'" not in str(error):
-            raise
-        return None  # what it cannot do, it refuses
+    tensors = [x.requires_grad_() for x in shape.draw(dtype=way.dtype)]
+    output = way.attend(*tensors, plan=CASES[name].part, generator=generator, **shape.options)
     return [output.detach(), *torch.autograd.grad(output.square().sum(), tensors)]
 
 
-def assert_same(plan, impl, **shape):
+def assert_same(name, way, shape):
     before = torch.get_rng_state()
     for seed in (None, 3):
-        first, again = answer(plan, impl, seed, **shape), answer(plan, impl, seed, **shape)
-        assert (first is None) == (again is None)
-        if first is not None:
-            assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+        first, again = answer(name, way, seed, shape), answer(name, way, seed, shape)
+        assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
     assert torch.equal(torch.get_rng_state(), before)  # nobody else's numbers are drawn
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch", "native", "auto"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_same_seed_same_bits(plan, impl):
-    assert_same(plan, impl)
+@pytest.mark.parametrize(("name", "form", "way"), runs(PLANS, ["padded"]) + runs(RUNNING_PLANS, ["causal grouped"]))
+def test_same_seed_same_bits(name, form, way):
+    assert_same(name, way, FORMS[form])
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch", "native", "auto"])
-@pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
-def test_same_seed_same_bits_of_a_past(plan, impl):
-    assert_same(plan, impl, shape=CAUSAL_SHAPES["causal grouped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PLANS | RUNNING_PLANS)
+def test_auto_gives_the_same_bits(name, dtype):
+    assert_same(name, Way("auto", dtype), FORMS["causal grouped" if name in RUNNING_PLANS else "padded"])
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_another_seed_may_give_another_result(name):
-    found = [answer(PLANS[name], "torch", seed)[0] for seed in (None, 0, 1)]
+@pytest.mark.parametrize(("name", "form", "way"), runs(RANDOM, ["padded"]))
+def test_another_seed_may_give_another_result(name, form, way):
+    found = [answer(name, way, seed, FORMS[form])[0] for seed in (None, 0, 1)]
     assert torch.equal(found[0], found[1])  # without a generator: seed 0
     assert not torch.equal(found[1], found[2])
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_plans_that_draw_nothing_do_not_care(name):
-    assert torch.equal(answer(PLANS[name], "torch", 1)[0], answer(PLANS[name], "torch", 2)[0])
+@pytest.mark.parametrize(("name", "form", "way"), runs(FIXED, ["padded"], skip="triton"))
+def test_plans_that_draw_nothing_do_not_care(name, form, way):
+    assert torch.equal(answer(name, way, 1, FORMS[form])[0], answer(name, way, 2, FORMS[form])[0])
 
 
 AUTO = """

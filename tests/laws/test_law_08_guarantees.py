@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from executors import WAYS
 from odd_keys import KINDS, keys
 
 
@@ -68,3 +69,21 @@ def test_selector_keeps_the_universal_set(power):
     k = keys("heavy tail")
     mask = fk.Leverage(eps=0.1, power=power).graph(k, k).to_mask()
     assert torch.equal(mask[:, :, 0], fk.universal_set(k, 0.1, power))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.impl in ("reference", "torch", "native")], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_executor_attends_to_every_heavy_entry(kind, way):
+    """Through the output: with one value per key, a query's output tells which keys it attended to."""
+    k, eps = keys(kind).to(way.dtype), 0.1
+    q = torch.cat([k.double() @ torch.linalg.pinv(k.double().mT @ k.double()), attack(k.double(), 20)], 2)
+    q = (q / q.norm(dim=-1, keepdim=True).clamp_min(1e-30)).to(way.dtype)
+    scores = q.double() @ k.double().mT
+    entries = scores.square() / scores.square().sum(-1, keepdim=True).clamp_min(1e-300)
+    one_each = torch.eye(k.shape[2], dtype=way.dtype).expand(1, 2, -1, -1)
+    # So small a scale that no weight vanishes, however large the negative score.
+    scale = 1.0 / scores.abs().max().item()
+    found = way.attend(q, k, one_each, keep=fk.Leverage(eps=eps), scale=scale)
+    assert not ((entries > eps * (1 + 1e-3)) & (found == 0)).any()
+    assert ((found > 0).sum(-1) <= k.shape[-1] / eps).all()
+    way.assert_close(found.double().sum(-1), torch.ones_like(found[..., 0]))

@@ -13,7 +13,7 @@ def random_inputs(dim: int, *, dtype: torch.dtype, device: torch.device, seed: i
     """Independent normal numbers: good for time, meaningless for error."""
 
     def problem(length: int, heads: int) -> tuple[Tensor, Tensor, Tensor, float]:
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator("cpu").manual_seed(seed)
         tensors = [torch.randn(1, heads, length, dim, generator=draw).to(device, dtype) for _ in range(3)]
         return tensors[0], tensors[1], tensors[2], dim**-0.5
 

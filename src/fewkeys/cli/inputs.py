@@ -63,11 +63,7 @@ def open_model(arguments: argparse.Namespace, texts: list[str], step: Step) -> t
     with _named_as_options(name_or_dir="--model", length="--length", text="--text"):
         model, tokenizer = load_model(folder)
         batches = text.batches(
-            texts,
-            tokenizer,
-            sequences=arguments.sequences,
-            length=arguments.length,
-            longest=text.positions(model),
+            texts, tokenizer, sequences=arguments.sequences, length=arguments.length, longest=text.positions(model)
         )
     count = sum(len(batch) for batch in batches)
     if count < arguments.sequences:

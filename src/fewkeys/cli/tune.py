@@ -70,12 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         captured = capture(model, seen)
         work = arguments.out / WORK
         plan = tune(
-            captured,
-            arguments.slots,
-            max_error=arguments.max_error,
-            directory=work,
-            progress=step,
-            seed=arguments.seed,
+            captured, arguments.slots, max_error=arguments.max_error, directory=work, progress=step, seed=arguments.seed
         )
         plan = replace(plan, record={**plan.record, "model": name})
         paid = max(1, round(plan.record["slots"]))

@@ -1,11 +1,35 @@
-"""The precision that statistics are computed in, whatever the inputs come in."""
+"""The precision that statistics are computed in, whatever the inputs come in and whatever autocast says."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor
+
+KINDS = ("cpu", "cuda")
+"""Devices on which autocast may be on."""
 
 
 def working(tensor: Tensor) -> Tensor:
     """`tensor` in the precision of statistics: float64 stays, everything else becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def lowered(tensor: Tensor) -> Tensor:
+    """`tensor` as torch's own attention reads it: in the dtype of autocast where that is on; float64 stays."""
+    kind = tensor.device.type
+    if kind not in KINDS or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No operation inside is lowered by autocast; as a decorator, none of a function's."""
+    with ExitStack() as stack:
+        for kind in KINDS:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

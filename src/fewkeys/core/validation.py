@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import lowered
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,7 +46,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}; cast it first")
     if 0 in tensor.shape:
         raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
-    return tensor
+    return tensor.resolve_neg()  # a view that only promises to change signs: kernels would read the memory behind it
 
 
 def check_finite(**tensors: Tensor) -> None:
@@ -63,6 +65,18 @@ def check_finite(**tensors: Tensor) -> None:
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
 
 
+class Options(TypedDict, total=False):
+    """What an attention call may say beside its tensors, as `fewkeys.attention` documents it."""
+
+    is_causal: bool
+    scale: float | None
+    lengths: Tensor | None
+    key_mask: Tensor | None
+    query_offset: int
+    generator: torch.Generator | None
+    impl: Impl
+
+
 def check_inputs(
     query: object,
     key: object,
@@ -77,7 +91,7 @@ def check_inputs(
     impl: Impl = "auto",
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it."""
-    q, k, v = check_tensor("query", query), check_tensor("key", key), check_tensor("value", value)
+    q, k, v = (lowered(check_tensor(name, given)) for name, given in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(

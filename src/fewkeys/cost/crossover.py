@@ -148,10 +148,13 @@ def _plan_lines(setting: Setting, plan: Plan) -> tuple[Line, Line]:
 
 
 def _inputs(setting: Setting, length: int) -> Inputs:
-    s, draw = setting, torch.Generator().manual_seed(0)
+    s, draw = setting, torch.Generator("cpu").manual_seed(0)
     shapes = ((s.heads * s.groups, s.head_dim), (s.heads, s.head_dim), (s.heads, s.value_dim))
     kind = (torch.device(s.device), getattr(torch, s.dtype.removeprefix("torch.")))
-    query, key, value = (torch.randn(1, heads, length, dim, generator=draw).to(*kind) for heads, dim in shapes)
+    sizes = ((1, heads, length, dim) for heads, dim in shapes)
+    query, key, value = (
+        torch.randn(size, generator=draw, device="cpu", dtype=torch.float32).to(*kind) for size in sizes
+    )
     return check_inputs(query, key, value, is_causal=s.is_causal)
 
 

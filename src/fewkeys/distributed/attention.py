@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
+from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.distributed import causal, means
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # torch may be built without it
     from torch.distributed import ProcessGroup
 
 
+@full_precision()
 def attention(
     query: Tensor,
     key: Tensor,

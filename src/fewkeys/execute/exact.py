@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -37,7 +38,11 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
 def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     if mask is not None:
         mask = mask.expand(-1, -1, x.queries, -1)
+    query, scale = x.query, x.scale
+    if scale <= 0:
+        # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.
+        query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     output: Tensor = scaled_dot_product_attention(
-        x.query, x.key, x.value, attn_mask=mask, is_causal=is_causal, scale=x.scale, enable_gqa=x.groups > 1
+        query, x.key, x.value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.groups > 1
     )
     return output

@@ -100,7 +100,7 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: t
     drew.
     """
     if generator is None:
-        generator = torch.Generator().manual_seed(0x5A3B1E)
+        generator = torch.Generator("cpu").manual_seed(0x5A3B1E)
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
 
 

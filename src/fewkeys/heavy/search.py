@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs, check_real
 from fewkeys.heavy.direct import directly, raised
 from fewkeys.heavy.entries import Entries, HeavyEntries
@@ -29,6 +30,7 @@ CHUNK = 1 << 19
 """Scores, or features, held at once."""
 
 
+@full_precision()
 def heavy_entries(
     query: Tensor,
     key: Tensor,
@@ -76,7 +78,7 @@ def heavy_entries(
             raise TypeError(f"sketch: expected a Sketched or None, got {type(sketch).__name__}")
         sketch.check(power, inputs.head_dim)
     if generator is None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
     elif not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
     with torch.no_grad():

@@ -102,7 +102,7 @@ def _check_model(
     plans = plans_per_layer(plan, len(attention_modules(model)))
     checks: list[list[CallCheck]] = [[] for _ in plans]
     # One source for all calls: samples that repeat each other would not be independent.
-    source = torch.Generator().manual_seed(0) if generator is None else generator
+    source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 
     def hear(layer: int, call: AttentionInputs, output: Tensor) -> None:
         inputs = check_inputs(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count, check_inputs, check_real
+from fewkeys.core.validation import Options, check_count, check_inputs, check_real
 from fewkeys.flow import answers_exactly, by_plan, check_plan, run
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.interval import Estimates, estimates, pool
@@ -70,28 +71,13 @@ def check_tensors(
     *,
     queries: int = QUERIES,
     confidence: float = 0.95,
-    is_causal: bool = False,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    query_offset: int = 0,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Options],
 ) -> SpotCheck:
     """`fewkeys.spot_check` of one attention call."""
     check_options(queries, confidence)
     check_plan(plan)
-    inputs = check_inputs(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        scale=scale,
-        lengths=lengths,
-        key_mask=key_mask,
-        query_offset=query_offset,
-        generator=generator,
-    )
-    return summary(check_call(inputs, plan, queries, generator), confidence)
+    inputs = check_inputs(query, key, value, **options)
+    return summary(check_call(inputs, plan, queries, inputs.generator), confidence)
 
 
 def check_options(queries: int, confidence: float) -> None:

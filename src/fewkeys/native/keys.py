@@ -122,7 +122,7 @@ def totals(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`sum_j k_j` (B, H, 1, D), `sum_j v_j` (B, H, 1, Dv) and `sum_j |v_j|^2` (B, H, 1), all float32."""
     key, value = alike(key, value)
     dim, value_dim = key.shape[3], value.shape[3]
-    found = torch.zeros((*key.shape[:2], dim + value_dim), dtype=torch.float32)
+    found = key.new_zeros((*key.shape[:2], dim + value_dim), dtype=torch.float32)
     square = found.new_zeros((*key.shape[:2], 1))
     call("fewkeys_totals", _Totals(**_rows(key, value), **pointers({"sums": found, "square": square})), key.dtype)
     key_sum, value_sum = found.unsqueeze(2).split([dim, value_dim], -1)

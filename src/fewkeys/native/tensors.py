@@ -49,12 +49,7 @@ def _plain(*tensors: Tensor) -> bool:
 class Rows(ctypes.Structure):
     """(B, H, N, dim) in any layout whose last dimension is dense."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-    )
+    _fields_ = (("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64))
 
     @staticmethod
     def of(tensor: Tensor) -> Rows:

@@ -39,9 +39,7 @@ class RunningQueries:
             count = torch.full_like(self.count, query.shape[3])
         rows = query.flatten(2, 3)
         return RunningQueries(
-            self.count + count * query.shape[2],
-            self.total + rows.sum(-2, keepdim=True),
-            self.square + rows.mT @ rows,
+            self.count + count * query.shape[2], self.total + rows.sum(-2, keepdim=True), self.square + rows.mT @ rows
         )
 
     def __add__(self, other: RunningQueries) -> RunningQueries:

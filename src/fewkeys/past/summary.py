@@ -126,7 +126,7 @@ class _Metric:
         self.mean = torch.cat([mean, value_mean], -1)
         second = queries.second
         # Block diagonal: E[q q^T] for the keys, 1 / var(v) for the values.
-        self.form = torch.zeros((*second.shape[:2], self.mean.shape[-1], self.mean.shape[-1])).to(second)
+        self.form = second.new_zeros((*second.shape[:2], self.mean.shape[-1], self.mean.shape[-1]))
         self.form[..., : self.dim, : self.dim] = second
         self.form.diagonal(dim1=-2, dim2=-1)[..., self.dim :] = unit.squeeze(-1)
 

@@ -30,12 +30,7 @@ class Shape:
 def shape_of(capture: Capture) -> Shape:
     """The model of a capture."""
     return Shape(
-        capture.model_name,
-        kind_of(capture),
-        capture.layers,
-        capture.query_heads,
-        capture.kv_heads,
-        capture.head_dim,
+        capture.model_name, kind_of(capture), capture.layers, capture.query_heads, capture.kv_heads, capture.head_dim
     )
 
 

@@ -88,7 +88,7 @@ def learn(
 def generator(*facts: object) -> torch.Generator:
     """A source of randomness that these facts alone decide."""
     number = hashlib.sha256("/".join(map(str, facts)).encode()).digest()[:8]
-    return torch.Generator().manual_seed(int.from_bytes(number, "little"))
+    return torch.Generator("cpu").manual_seed(int.from_bytes(number, "little"))
 
 
 def _start(capture: Capture, layer: int, settings: Settings) -> Learning:

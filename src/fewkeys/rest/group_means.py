@@ -44,7 +44,10 @@ class GroupMeans(Rest):
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
         if graph.groups is None:
             raise ValueError("rest: GroupMeans needs a selector that keeps groups, got none; use ClusterMeans(count)")
-        group = graph.groups.key[:, :: inputs.groups, :, 0]
+        group = graph.groups.key[:, :: inputs.groups, :, :1]
+        if not group.shape[3]:  # where no key is real, none belongs anywhere
+            group = group.new_full((*group.shape[:3], 1), -1)
+        group = group.squeeze(3)
         most = int(group.max())
         if most >= self.count:
             raise ValueError(f"GroupMeans count: expected at least {most + 1} groups, got {self.count}; raise it")

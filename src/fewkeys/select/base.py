@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_inputs
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import Options, check_inputs
 from fewkeys.core.work import Work
 from fewkeys.select.causal import OnlineScore
 
@@ -121,35 +122,14 @@ class Selector(Listed, ABC):
         """The rule beside `count` clusters; itself, unless it reads the clusters of its rest."""
         return self
 
-    def graph(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        lengths: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        query_offset: int = 0,
-        generator: torch.Generator | None = None,
-    ) -> Graph:
+    def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
 
         Only `Outliers` looks at the values; without them it takes the keys for values.
         """
-        inputs = check_inputs(
-            query,
-            key,
-            key if value is None else value,
-            is_causal=is_causal,
-            scale=scale,
-            lengths=lengths,
-            key_mask=key_mask,
-            query_offset=query_offset,
-            generator=generator,
-        )
-        return self.select(inputs)
+        inputs = check_inputs(query, key, key if value is None else value, **options)
+        with full_precision():
+            return self.select(inputs)
 
     def __or__(self, other: Selector) -> Selector:
         if not isinstance(other, Selector):

@@ -86,7 +86,7 @@ class _Norms(OnlineScore):
 class _Draws(OnlineScore):
     def __init__(self, generator: torch.Generator | None) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(0) if generator is None else generator
+        self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
         return _uniform(self.generator, tuple(key.shape[:3]), key.device).to(key.dtype)
@@ -101,8 +101,8 @@ def _draws_of_all(inputs: Inputs) -> Tensor:
 
 def uniform(inputs: Inputs, shape: tuple[int, ...]) -> Tensor:
     """Uniform numbers in [0, 1) from the call's generator, on the problem's device."""
-    return _uniform(inputs.generator or torch.Generator().manual_seed(0), shape, inputs.query.device)
+    return _uniform(inputs.generator or torch.Generator("cpu").manual_seed(0), shape, inputs.query.device)
 
 
 def _uniform(generator: torch.Generator, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.rand(shape, generator=generator, device=generator.device).to(device)
+    return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32).to(device)

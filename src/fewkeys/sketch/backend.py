@@ -34,14 +34,7 @@ class Kernels(Protocol):
         """Closeness and label."""
 
     def survey(
-        self,
-        key: Tensor,
-        value: Tensor,
-        form: Tensor,
-        shift: Tensor,
-        centre: Tensor,
-        constant: Tensor,
-        middle: Tensor,
+        self, key: Tensor, value: Tensor, form: Tensor, shift: Tensor, centre: Tensor, constant: Tensor, middle: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Spread, importance, closeness, squared distance from the middle, and label."""
 

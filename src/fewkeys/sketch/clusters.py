@@ -22,6 +22,7 @@ from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.sketch.backend import COMPILED, backend
+from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
@@ -206,9 +207,7 @@ def _frame(inputs: Inputs) -> Frame:
     moments = query_moments(inputs)
     key, value = inputs.key.detach(), inputs.value.detach()
     second = moments.second
-    ridge = 1e-6 * second.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(second.dtype).tiny
-    eye = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
-    root = torch.linalg.cholesky(second + ridge[..., None, None] * eye)
+    root = triangular_root(second, 1e-6)
     totals, dtype, count = inputs.whole.totals, second.dtype, second.new_full((1, 1, 1), inputs.whole.keys)
     if inputs.valid is not None:
         count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)

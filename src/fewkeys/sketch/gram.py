@@ -43,6 +43,26 @@ def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
     return solved
 
 
+def triangular_root(matrix: Tensor, ridge: float) -> Tensor:
+    """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, about, for matrices that would be
+    positive semidefinite but for rounding. Never fails.
+
+    A matrix that rounding has made indefinite, as that of fewer rows than dimensions may be, gets the eigenvalues that
+    are below the ridge raised to it, in float64; each by itself, whatever else is in the batch.
+    """
+    least = ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(matrix.dtype).tiny
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    found = torch.linalg.cholesky_ex(matrix + least[..., None, None] * eye)
+    root: Tensor = found.L
+    info = found.info
+    if not bool((info > 0).any()):
+        return root
+    values, vectors = torch.linalg.eigh(matrix.double())
+    raised = vectors * values.maximum(least.double().unsqueeze(-1)).unsqueeze(-2) @ vectors.mT
+    mended, _ = torch.linalg.cholesky_ex(raised)
+    return torch.where((info > 0)[..., None, None], mended.to(matrix.dtype), root)
+
+
 def score_rows(rows: Tensor, root: Tensor) -> Tensor:
     """`k^T W W^T k` (..., N) for rows (..., N, D) and a whitener W (..., D, D), at most 1."""
     return (rows @ root).square().sum(-1).clamp_max(1.0)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fewkeys.core.precision import working
+from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_finite, check_real, check_tensor
 from fewkeys.sketch.gram import BLOCK, gram, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
@@ -92,6 +92,7 @@ class KeySketch:
         held = [self._keys, self._positions] + ([] if self._gram is None else [self._gram])
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
+    @full_precision()
     def update(self, keys: Tensor) -> None:
         """Take in the next keys of the stream, (B, H, N, D); N may be 0, the other sizes must stay the same.
 
@@ -108,6 +109,7 @@ class KeySketch:
             self._append(part, place.expand(part.shape[:3]))
             self._count += part.shape[2]
 
+    @full_precision()
     def merge(self, other: KeySketch) -> None:
         """Take in the sketch of the keys that follow: their positions continue this sketch's. `other` is unchanged.
 
@@ -144,6 +146,7 @@ class KeySketch:
         self._open(rows)
         return self._score(rows)
 
+    @full_precision()
     def universal_set(self, eps: float | None = None) -> UniversalKeys:
         """The keys seen so far with a score of at least `eps`: they hold every entry >= eps of any query.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
+from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_finite, check_real, check_tensor
 from fewkeys.sketch.gram import gram, score_rows, whitener
 from fewkeys.sketch.lewis import sensitivity_bounds
@@ -20,6 +20,7 @@ ROUNDING = 1e-9
 """Rounding must not drop a key that sits exactly at eps: float64 scores count from `eps * (1 - ROUNDING)` on."""
 
 
+@full_precision()
 def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tensor:
     """Upper bounds on the l_p sensitivity `sup_y |<k_j, y>|^p / sum_l |<k_l, y>|^p` of every key, p = `power`.
 
@@ -63,6 +64,7 @@ def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tens
     return score_rows(rows, whitener(matrix))
 
 
+@full_precision()
 def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth: bool = False) -> Tensor:
     """The keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible query.
 

@@ -113,11 +113,7 @@ class CountSketch(Projection):
         return _some(result)
 
 
-PROJECTIONS: dict[str, Projection] = {
-    "gaussian": Gaussian(),
-    "hadamard": Hadamard(),
-    "countsketch": CountSketch(),
-}
+PROJECTIONS: dict[str, Projection] = {"gaussian": Gaussian(), "hadamard": Hadamard(), "countsketch": CountSketch()}
 
 
 def hadamard(matrix: Tensor) -> Tensor:

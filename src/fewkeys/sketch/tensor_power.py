@@ -48,4 +48,4 @@ def _monomials(size: int, degree: int) -> tuple[Tensor, Tensor]:
     roots = [
         math.sqrt(math.factorial(degree) / math.prod(math.factorial(c) for c in Counter(f).values())) for f in factors
     ]
-    return torch.tensor(factors).T.contiguous(), torch.tensor(roots, dtype=torch.float64)
+    return torch.tensor(factors, device="cpu").T.contiguous(), torch.tensor(roots, dtype=torch.float64, device="cpu")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fewkeys.core.precision import lowered
 from fewkeys.core.validation import check_finite, check_tensor
 
 
@@ -14,7 +15,7 @@ def check_tokens(
     key: object, value: object, key_mask: object, before: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and which are real (B, N), once they match each other and the keys and values `before`, if any."""
-    k, v = check_tensor("key", key), check_tensor("value", value)
+    k, v = lowered(check_tensor("key", key)), lowered(check_tensor("value", value))
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(
             f"value: expected {tuple(k.shape[:3])} (batch, heads, tokens), {k.dtype} on {k.device} like key, got "

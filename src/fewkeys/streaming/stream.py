@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
+from fewkeys.core.precision import full_precision, lowered, working
 from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.core.weights import Softmax
 from fewkeys.past.evicted import Evicted
@@ -61,7 +61,7 @@ class Stream:
         self.plan, self.parts = plan, parts_of(plan)
         self.scale = None if scale is None else check_real("scale", scale)
         # Drawn from as keys come, so that a saved stream can go on with the same draws.
-        self.generator = torch.Generator().manual_seed(0) if generator is None else generator
+        self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
         self._tilted = isinstance(plan.weights, Softmax)
@@ -84,7 +84,7 @@ class Stream:
     @torch.no_grad()
     def attend(self, query: Tensor) -> Tensor:
         """The outputs (B, Hq, Nq, Dv) of the queries (B, Hq, Nq, D) of the last Nq tokens of the last `append`."""
-        query = check_tensor("query", query)
+        query = lowered(check_tensor("query", query))
         if self._pending is None:
             raise ValueError("query: expected tokens that were appended and not yet attended from; append them first")
         key, value, real = self._pending
@@ -122,6 +122,7 @@ class Stream:
             self._state = self._state.crop(length)
         self.length = length
 
+    @full_precision()
     @torch.no_grad()
     def merge(self, other: Stream) -> None:
         """Go on as if the tokens of `other`, a stream of the same plan, had come after these.
@@ -171,7 +172,7 @@ class Stream:
         """The stream that `save` wrote, on `device`; `ValueError` names a damaged or foreign file."""
         facts, tensors = files.read(path, device)
         try:
-            generator = torch.Generator()
+            generator = torch.Generator("cpu")
             if tensors:
                 generator.set_state(tensors.pop("generator").cpu())
             found = cls(Plan.from_dict(facts["plan"]), scale=facts["scale"], generator=generator)
@@ -190,6 +191,8 @@ class Stream:
             pending, self._pending = self._pending, None
             self._take(None, *pending)
 
+    @full_precision()
+    @torch.no_grad()
     def _take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
         state, done, outputs = self._state or self._begin(key, value), 0, []
         scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale

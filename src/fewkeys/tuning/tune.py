@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from fewkeys.captures.capture import Capture
 from fewkeys.core.files import write_whole
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -31,6 +32,7 @@ ERROR_SLOTS = 64
 """The budget around which plans are searched where only an error is asked for."""
 
 
+@full_precision()
 def tune(
     capture: Capture,
     slots: int | None = None,
@@ -145,11 +147,7 @@ class _Table:
     """Scores of candidates, layer by layer, remembered in a folder so that an interrupted run can go on."""
 
     def __init__(
-        self,
-        capture: Capture,
-        directory: str | os.PathLike[str] | None,
-        progress: Progress | None,
-        seed: int,
+        self, capture: Capture, directory: str | os.PathLike[str] | None, progress: Progress | None, seed: int
     ) -> None:
         self.capture, self.progress, self.seed = capture, progress, seed
         self.folder = None if directory is None else Path(directory)

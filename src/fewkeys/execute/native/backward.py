@@ -129,4 +129,4 @@ def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Te
 
 
 def _zeros(given: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros(rows.shape, dtype=torch.float32) for rows in given]
+    return [rows.new_zeros(rows.shape, dtype=torch.float32) for rows in given]

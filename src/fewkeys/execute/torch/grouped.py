@@ -12,6 +12,7 @@ band or a list holds it too, it belongs to the group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -357,7 +358,7 @@ def _overlap(own: Tensor, theirs: Tensor) -> bool:
 
 def _batches(height: Tensor, width: Tensor) -> Iterator[Tensor]:
     """Tiles to be padded to a common size, as indices."""
-    kind = (width.double().log() / torch.tensor(SPREAD).double().log()).long()
+    kind = (width.double().log() / math.log(SPREAD)).long()
     order = (kind * (TILE + 1) + height).argsort(stable=True)
     kinds, heights, widths = (part[order].tolist() for part in (kind, height, width))
     begin, area, tall, wide = 0, 0, 0, 0

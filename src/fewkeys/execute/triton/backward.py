@@ -16,18 +16,17 @@ Experimental: run in Triton's interpreter, and on no device yet.
 import triton
 import triton.language as tl
 
-from fewkeys.execute.triton.forward import BAND, LISTED, MEANS, band_scores, list_scores, mean_scores, part_tile, unkept
+from fewkeys.execute.triton.forward import BAND, MEANS, has_part, low_rank, part_entries, part_rows, part_scores
 from fewkeys.execute.triton.tiles import (
-    band_keys,
     band_queries,
     gradients_of,
     load_column,
     load_dense,
-    load_keys,
     load_queries,
-    load_values,
+    part_of_queries,
     store_column,
     store_dense,
+    store_gradients,
 )
 from fewkeys.sketch.triton.tiles import dot
 
@@ -40,246 +39,116 @@ def pull(scores, log_mass, delta, gain):
 
 
 @triton.jit
-def query_gradients(
-    near,
-    listed,
-    means,
-    sizes,
-    scale,
-    output,
-    log_mass,
-    slope,
-    grad,
-    delta,
-    lift,
-    grad_query,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    RANK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def query_gradients(x, output, log_mass, slope, grad, delta, lift, grad_query):
     """Gradients of the queries; also `delta` and `lift` of every row, which the other kernels read."""
-    first_row = tl.program_id(0) * BLOCK_M
+    first_row = tl.program_id(0) * x.made.BLOCK_M
     head = tl.program_id(1).to(tl.int64)
-    shared = head // sizes.groups
-    row = first_row + tl.arange(0, BLOCK_M)
-    position = row + sizes.offset
-    q = load_queries(near, sizes, head, row, BLOCK_D, D)
-    g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-    o = load_dense(output, head, row, sizes.queries, BLOCK_V, DV)
-    row_mass = load_column(log_mass, head, row, sizes.queries, float("inf"))
+    shared = head // x.sizes.groups
+    row = first_row + tl.arange(0, x.made.BLOCK_M)
+    q = load_queries(x, head, row)
+    g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
+    o = load_dense(output, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
+    row_mass = load_column(log_mass, head, row, x.sizes.queries, float("inf"))
     row_delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-    store_column(delta, head, row, sizes.queries, row_delta)
-    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    row_lift = tl.zeros((BLOCK_M,), tl.float32)
-    if RANK > 0:
-        left = load_dense(means.left, shared, tl.arange(0, BLOCK_D), D, BLOCK_R, RANK)
-        right = load_dense(means.right, shared, tl.arange(0, BLOCK_R), RANK, BLOCK_V, DV)
-        back = dot(g, tl.trans(right), PRECISION)
-        row_lift = tl.sum(dot(q, left, PRECISION) * scale * back, 1)
-        store_column(lift, head, row, sizes.queries, row_lift)
-        row_slope = load_column(slope, head, row, sizes.queries, 0.0)
-        total += dot((row_slope[:, None] * back).to(q.dtype), tl.trans(left), PRECISION)
-
-    first, last = band_keys(first_row, sizes, BLOCK_M)
-    for start in range(first, last, BLOCK_N):
-        _entry, k, v, scores = part_tile(
-            start, q, position, first, last, shared, near, listed, means, sizes, scale,
-            BAND, D, DV, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
-        )  # fmt: skip
-        _weight, pulled = pull(scores, row_mass, row_delta, dot(g, tl.trans(v), PRECISION))
-        total += dot(pulled.to(k.dtype), k, PRECISION)
-    if listed.key is not None:
-        for start in range(0, sizes.entries, BLOCK_N):
-            _entry, k, v, scores = part_tile(
-                start, q, position, first, last, shared, near, listed, means, sizes, scale,
-                LISTED, D, DV, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
-            )  # fmt: skip
-            _weight, pulled = pull(scores, row_mass, row_delta, dot(g, tl.trans(v), PRECISION))
-            total += dot(pulled.to(k.dtype), k, PRECISION)
-    if means.key is not None:
-        for start in range(0, sizes.means, BLOCK_N):
-            entry, k, v, scores = part_tile(
-                start, q, position, first, last, shared, near, listed, means, sizes, scale,
-                MEANS, D, DV, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, PRECISION,
-            )  # fmt: skip
-            gain = dot(g, tl.trans(v), PRECISION)
-            if RANK > 0:
-                gain += row_lift[:, None] * load_column(means.factor, shared, entry, sizes.means, 0.0)[None, :]
-            _weight, pulled = pull(scores, row_mass, row_delta, gain)
-            total += dot(pulled.to(k.dtype), k, PRECISION)
-    store_dense(grad_query, head, row, sizes.queries, total * scale, BLOCK_D, D)
+    store_column(delta, head, row, x.sizes.queries, row_delta)
+    total = tl.zeros((x.made.BLOCK_M, x.made.BLOCK_D), tl.float32)
+    row_lift = tl.zeros((x.made.BLOCK_M,), tl.float32)
+    if x.made.RANK > 0:
+        left, right = low_rank(x, shared)
+        back = dot(g, tl.trans(right), x.made.PRECISION)
+        row_lift = tl.sum(dot(q, left, x.made.PRECISION) * x.scale * back, 1)
+        store_column(lift, head, row, x.sizes.queries, row_lift)
+        row_slope = load_column(slope, head, row, x.sizes.queries, 0.0)
+        total += dot((row_slope[:, None] * back).to(q.dtype), tl.trans(left), x.made.PRECISION)
+    for PART in tl.static_range(3):
+        if has_part(x, PART):
+            begin, end = part_entries(x, first_row, PART)
+            for start in range(begin, end, x.made.BLOCK_N):
+                entry = start + tl.arange(0, x.made.BLOCK_N)
+                k, v = part_rows(x, shared, entry, PART)
+                scores = part_scores(x, q, k, first_row, shared, entry, PART)
+                gain = dot(g, tl.trans(v), x.made.PRECISION)
+                if PART == MEANS and x.made.RANK > 0:
+                    gain += row_lift[:, None] * load_column(x.means.factor, shared, entry, x.sizes.means, 0.0)[None, :]
+                _weight, pulled = pull(scores, row_mass, row_delta, gain)
+                total += dot(pulled.to(k.dtype), k, x.made.PRECISION)
+    store_dense(grad_query, head, row, x.sizes.queries, total * x.scale, x.made.BLOCK_D, x.made.D)
 
 
 @triton.jit
-def band_gradients(
-    near,
-    sizes,
-    scale,
-    log_mass,
-    grad,
-    delta,
-    grad_key,
-    grad_value,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+def key_gradients(
+    x, log_mass, grad, delta, lift, tiles, grad_key, grad_value, grad_bias, grad_factor, PART: tl.constexpr
 ):
-    """Gradients of a tile of keys and values, from the queries of all groups whose band touches it."""
-    first_place = tl.program_id(0) * BLOCK_N
-    shared = tl.program_id(1).to(tl.int64)
-    place = first_place + tl.arange(0, BLOCK_N)
-    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
-    v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-    total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    first, last = band_queries(first_place, sizes, BLOCK_N)
-    for group in range(sizes.groups):
-        head = shared * sizes.groups + group
-        for start in range(first, last, BLOCK_M):
-            row = start + tl.arange(0, BLOCK_M)
-            q = load_queries(near, sizes, head, row, BLOCK_D, D)
-            g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-            row_mass = load_column(log_mass, head, row, sizes.queries, float("inf"))
-            row_delta = load_column(delta, head, row, sizes.queries, 0.0)
-            scores = band_scores(q, k, row + sizes.offset, place, shared, near, sizes, scale, PRECISION)
-            weight, pulled = pull(scores, row_mass, row_delta, dot(g, tl.trans(v), PRECISION))
-            to_key, to_value = gradients_of(weight, pulled, q, g, PRECISION)
-            total_key += to_key
-            total_value += to_value
-    store_dense(grad_key, shared, place, sizes.keys, total_key * scale, BLOCK_D, D)
-    store_dense(grad_value, shared, place, sizes.keys, total_value, BLOCK_V, DV)
+    """Gradients of a tile of keys, of the shared list or of stand-ins, from `tiles` of the tiles of queries.
 
-
-@triton.jit
-def shared_gradients(
-    near,
-    listed,
-    means,
-    sizes,
-    scale,
-    log_mass,
-    grad,
-    delta,
-    lift,
-    tiles,
-    grad_key,
-    grad_value,
-    grad_bias,
-    grad_factor,
-    COUNTED: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    RANK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradients of a tile of stand-ins (`COUNTED`) or of the shared list, from `tiles` of the tiles of queries.
-
-    Outputs are (parts, batch x key heads, entries, ...), to be summed over the parts.
+    The band's keys meet the queries whose band touches the tile. Outputs are (parts, batch x key heads, entries, ...),
+    to be summed over the parts.
     """
+    first_entry = tl.program_id(0) * x.made.BLOCK_N
     part = tl.program_id(1)
     shared = tl.program_id(2).to(tl.int64)
-    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    entries = sizes.means if COUNTED else sizes.entries
-    source = means if COUNTED else listed
-    k = load_dense(source.key, shared, entry, entries, BLOCK_D, D)
-    v = load_dense(source.value, shared, entry, entries, BLOCK_V, DV)
-    total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    total_bias = tl.zeros((BLOCK_N,), tl.float32)
-    total_factor = tl.zeros((BLOCK_N,), tl.float32)
-    if RANK > 0:
-        factor = load_column(means.factor, shared, entry, entries, 0.0)
-    per_head = tl.cdiv(sizes.queries, BLOCK_M)
-    for tile in range(part * tiles, tl.minimum((part + 1) * tiles, per_head * sizes.groups)):
-        head = shared * sizes.groups + tile // per_head
-        first_row = tile % per_head * BLOCK_M
-        row = first_row + tl.arange(0, BLOCK_M)
-        position = row + sizes.offset
-        q = load_queries(near, sizes, head, row, BLOCK_D, D)
-        g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-        row_mass = load_column(log_mass, head, row, sizes.queries, float("inf"))
-        row_delta = load_column(delta, head, row, sizes.queries, 0.0)
-        gain = dot(g, tl.trans(v), PRECISION)
-        if COUNTED:
-            first, last = band_keys(first_row, sizes, BLOCK_M)
-            count = unkept(position, entry, first, last, shared, means, sizes, BLOCK_M, BLOCK_N)
-            scores = mean_scores(q, k, entry, count, shared, means, sizes, scale, PRECISION)
-        else:
-            scores = list_scores(q, k, position, entry, shared, listed, sizes, scale, CAUSAL, PRECISION)
-        if RANK > 0:
-            row_lift = load_column(lift, head, row, sizes.queries, 0.0)
+    entry = first_entry + tl.arange(0, x.made.BLOCK_N)
+    first, last, entries = 0, x.sizes.queries, x.sizes.means if PART == MEANS else x.sizes.entries
+    if PART == BAND:
+        first, last = band_queries(x, first_entry)
+        entries = x.sizes.keys
+    BENT: tl.constexpr = PART == MEANS and x.made.RANK > 0
+    k, v = part_rows(x, shared, entry, PART)
+    total_key = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_D), tl.float32)
+    total_value = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_V), tl.float32)
+    total_bias = tl.zeros((x.made.BLOCK_N,), tl.float32)
+    total_factor = tl.zeros((x.made.BLOCK_N,), tl.float32)
+    if BENT:
+        factor = load_column(x.means.factor, shared, entry, entries, 0.0)
+    begin, end, per_head = part_of_queries(x, first, last, part, tiles)
+    for tile in range(begin, end):
+        head = shared * x.sizes.groups + tile // per_head
+        first_row = first + tile % per_head * x.made.BLOCK_M
+        row = first_row + tl.arange(0, x.made.BLOCK_M)
+        q = load_queries(x, head, row)
+        g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
+        row_mass = load_column(log_mass, head, row, x.sizes.queries, float("inf"))
+        row_delta = load_column(delta, head, row, x.sizes.queries, 0.0)
+        gain = dot(g, tl.trans(v), x.made.PRECISION)
+        scores = part_scores(x, q, k, first_row, shared, entry, PART)
+        if BENT:
+            row_lift = load_column(lift, head, row, x.sizes.queries, 0.0)
             gain += row_lift[:, None] * factor[None, :]
         weight, pulled = pull(scores, row_mass, row_delta, gain)
-        to_key, to_value = gradients_of(weight, pulled, q, g, PRECISION)
+        to_key, to_value = gradients_of(weight, pulled, q, g, x.made.PRECISION)
         total_key += to_key
         total_value += to_value
-        if COUNTED:
+        if PART == MEANS:
             total_bias += tl.sum(pulled, 0)
-        if RANK > 0:
+        if BENT:
             total_factor += tl.sum(weight * row_lift[:, None], 0)
-    place = part * tl.num_programs(2) + shared
-    store_dense(grad_key, place, entry, entries, total_key * scale, BLOCK_D, D)
-    store_dense(grad_value, place, entry, entries, total_value, BLOCK_V, DV)
-    if COUNTED:
-        store_column(grad_bias, place, entry, entries, total_bias)
-    if RANK > 0:
-        store_column(grad_factor, place, entry, entries, total_factor)
+    at = part * tl.num_programs(2) + shared
+    store_gradients(x, grad_key, grad_value, at, entry, entries, total_key * x.scale, total_value)
+    if PART == MEANS:
+        store_column(grad_bias, at, entry, entries, total_bias)
+    if BENT:
+        store_column(grad_factor, at, entry, entries, total_factor)
 
 
 @triton.jit
-def slope_gradients(
-    near,
-    means,
-    sizes,
-    scale,
-    slope,
-    grad,
-    tiles,
-    grad_left,
-    grad_right,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def slope_gradients(x, slope, grad, tiles, grad_left, grad_right):
     """Gradients of `left` and `right` from `tiles` of the tiles of queries; outputs (parts, batch x key heads, ...)."""
     part = tl.program_id(0)
     shared = tl.program_id(1).to(tl.int64)
-    left = load_dense(means.left, shared, tl.arange(0, BLOCK_D), D, BLOCK_R, RANK)
-    right = load_dense(means.right, shared, tl.arange(0, BLOCK_R), RANK, BLOCK_V, DV)
-    total_left = tl.zeros((BLOCK_D, BLOCK_R), tl.float32)
-    total_right = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
-    per_head = tl.cdiv(sizes.queries, BLOCK_M)
-    for tile in range(part * tiles, tl.minimum((part + 1) * tiles, per_head * sizes.groups)):
-        head = shared * sizes.groups + tile // per_head
-        row = tile % per_head * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = load_queries(near, sizes, head, row, BLOCK_D, D)
-        g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-        row_slope = load_column(slope, head, row, sizes.queries, 0.0)[:, None] * scale
-        along = (row_slope * dot(q, left, PRECISION)).to(g.dtype)
-        back = (row_slope * dot(g, tl.trans(right), PRECISION)).to(q.dtype)
-        total_right += dot(tl.trans(along), g, PRECISION)
-        total_left += dot(tl.trans(q), back, PRECISION)
-    place = part * tl.num_programs(1) + shared
-    store_dense(grad_left, place, tl.arange(0, BLOCK_D), D, total_left, BLOCK_R, RANK)
-    store_dense(grad_right, place, tl.arange(0, BLOCK_R), RANK, total_right, BLOCK_V, DV)
+    left, right = low_rank(x, shared)
+    total_left = tl.zeros((x.made.BLOCK_D, x.made.BLOCK_R), tl.float32)
+    total_right = tl.zeros((x.made.BLOCK_R, x.made.BLOCK_V), tl.float32)
+    begin, end, per_head = part_of_queries(x, 0, x.sizes.queries, part, tiles)
+    for tile in range(begin, end):
+        head = shared * x.sizes.groups + tile // per_head
+        row = tile % per_head * x.made.BLOCK_M + tl.arange(0, x.made.BLOCK_M)
+        q = load_queries(x, head, row)
+        g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
+        row_slope = load_column(slope, head, row, x.sizes.queries, 0.0)[:, None] * x.scale
+        along = (row_slope * dot(q, left, x.made.PRECISION)).to(g.dtype)
+        back = (row_slope * dot(g, tl.trans(right), x.made.PRECISION)).to(q.dtype)
+        total_right += dot(tl.trans(along), g, x.made.PRECISION)
+        total_left += dot(tl.trans(q), back, x.made.PRECISION)
+    at = part * tl.num_programs(1) + shared
+    store_dense(grad_left, at, tl.arange(0, x.made.BLOCK_D), x.made.D, total_left, x.made.BLOCK_R, x.made.RANK)
+    store_dense(grad_right, at, tl.arange(0, x.made.BLOCK_R), x.made.RANK, total_right, x.made.BLOCK_V, x.made.DV)

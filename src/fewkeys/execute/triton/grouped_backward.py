@@ -16,7 +16,7 @@ Experimental: run in Triton's interpreter, and on no device yet.
 import triton
 import triton.language as tl
 
-from fewkeys.execute.triton.grouped_forward import near_tile, raised, sequence_tile, tile_of, tokens_at
+from fewkeys.execute.triton.grouped_forward import meet, raised, step_tile, steps, tile_of, tokens_at
 from fewkeys.execute.triton.tiles import (
     band_queries,
     gradients_of,
@@ -26,185 +26,87 @@ from fewkeys.execute.triton.tiles import (
     load_keys,
     load_queries,
     load_values,
+    mix,
+    part_of_queries,
     scores_of,
     store_column,
     store_dense,
+    store_gradients,
+    unhidden,
     visible,
 )
-from fewkeys.sketch.triton.tiles import dot
 
 
 @triton.jit
 def weigh(scores, level, share, ALPHA: tl.constexpr):
-    """Weights A, and their slopes u."""
+    """Weights A, and their slopes u, of scores (M, N)."""
     if ALPHA > 1:
-        weight = raised(tl.maximum(scores - level, 0.0), 1 / (ALPHA - 1)) * share
+        weight = raised(tl.maximum(scores - level[:, None], 0.0), 1 / (ALPHA - 1)) * share[:, None]
         return weight, raised(weight, 2 - ALPHA)
     else:
-        weight = tl.exp2(scores - level) * share
+        weight = tl.exp2(scores - level[:, None]) * share[:, None]
         return weight, weight
 
 
 @triton.jit
-def query_gradients(
-    near,
-    members,
-    tiles,
-    sizes,
-    factor,
-    scale,
-    output,
-    level,
-    share,
-    grad,
-    delta,
-    grad_query,
-    ALPHA: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def query_gradients(x, tiles, output, level, share, grad, delta, grad_query):
     """Gradients of a tile of queries; also `delta` of every row, which the other kernels read."""
     head = tl.program_id(1).to(tl.int64)
-    shared = head // sizes.groups
+    shared = head // x.sizes.groups
     group, first, last, begin, end = tile_of(tiles, head)
     if first >= last:
         return
-    row = tokens_at(members.query_order, first + tl.arange(0, BLOCK_M), last, head, sizes.queries)
-    position = row + sizes.offset
-    q = load_queries(near, sizes, head, row, BLOCK_D, D)
-    g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-    row_level = load_column(level, head, row, sizes.queries, 0.0)
-    row_share = load_column(share, head, row, sizes.queries, 0.0)
-    if ALPHA > 1:
-        along = tl.zeros((BLOCK_M,), tl.float32)
-        mass = tl.zeros((BLOCK_M,), tl.float32)
-        for start in range(0, end - begin + sizes.entries, BLOCK_N):
-            place, _k, scores = sequence_tile(
-                start,
-                q,
-                position,
-                begin,
-                end,
-                group,
-                head,
-                near,
-                members,
-                sizes,
-                factor,
-                D,
-                CAUSAL,
-                BLOCK_N,
-                BLOCK_D,
-                PRECISION,
-            )
-            v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-            _weight, slope = weigh(scores, row_level[:, None], row_share[:, None], ALPHA)
-            along += tl.sum(slope * dot(g, tl.trans(v), PRECISION), 1)
-            mass += tl.sum(slope, 1)
-        if BAND:
-            for shift in range(-sizes.band_left, sizes.band_right + 1):
-                place, _k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
-                v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-                _weight, slope = weigh(scores, row_level, row_share, ALPHA)
-                along += slope * tl.sum(g.to(tl.float32) * v.to(tl.float32), 1)
-                mass += slope
+    row = tokens_at(x.members.query_order, first + tl.arange(0, x.made.BLOCK_M), last, head, x.sizes.queries)
+    position = row + x.sizes.offset
+    q = load_queries(x, head, row)
+    g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
+    row_level = load_column(level, head, row, x.sizes.queries, 0.0)
+    row_share = load_column(share, head, row, x.sizes.queries, 0.0)
+    if x.made.ALPHA > 1:
+        along = tl.zeros((x.made.BLOCK_M,), tl.float32)
+        mass = tl.zeros((x.made.BLOCK_M,), tl.float32)
+        for NEAR in tl.static_range(1 + x.made.BAND):
+            start, stop, step = steps(x, begin, end, NEAR)
+            for at in range(start, stop, step):
+                place, _k, scores = step_tile(x, at, q, position, begin, end, group, head, NEAR)
+                v = load_values(x, shared, place)
+                _weight, slope = weigh(scores, row_level, row_share, x.made.ALPHA)
+                along += tl.sum(slope * meet(x, g, v, NEAR), 1)
+                mass += tl.sum(slope, 1)
         row_delta = along / tl.where(mass > 0, mass, 1.0)
     else:
-        o = load_dense(output, head, row, sizes.queries, BLOCK_V, DV)
+        o = load_dense(output, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
         row_delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-    store_column(delta, head, row, sizes.queries, row_delta)
+    store_column(delta, head, row, x.sizes.queries, row_delta)
 
-    total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for start in range(0, end - begin + sizes.entries, BLOCK_N):
-        place, k, scores = sequence_tile(
-            start,
-            q,
-            position,
-            begin,
-            end,
-            group,
-            head,
-            near,
-            members,
-            sizes,
-            factor,
-            D,
-            CAUSAL,
-            BLOCK_N,
-            BLOCK_D,
-            PRECISION,
-        )
-        v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-        _weight, slope = weigh(scores, row_level[:, None], row_share[:, None], ALPHA)
-        pulled = slope * (dot(g, tl.trans(v), PRECISION) - row_delta[:, None])
-        total += dot(pulled.to(k.dtype), k, PRECISION)
-    if BAND:
-        for shift in range(-sizes.band_left, sizes.band_right + 1):
-            place, k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
-            v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-            _weight, slope = weigh(scores, row_level, row_share, ALPHA)
-            pulled = slope * (tl.sum(g.to(tl.float32) * v.to(tl.float32), 1) - row_delta)
-            total += pulled[:, None] * k.to(tl.float32)
-    store_dense(grad_query, head, row, sizes.queries, total * scale, BLOCK_D, D)
+    total = tl.zeros((x.made.BLOCK_M, x.made.BLOCK_D), tl.float32)
+    for NEAR in tl.static_range(1 + x.made.BAND):
+        start, stop, step = steps(x, begin, end, NEAR)
+        for at in range(start, stop, step):
+            place, k, scores = step_tile(x, at, q, position, begin, end, group, head, NEAR)
+            v = load_values(x, shared, place)
+            _weight, slope = weigh(scores, row_level, row_share, x.made.ALPHA)
+            pulled = slope * (meet(x, g, v, NEAR) - row_delta[:, None])
+            total += mix(pulled, k, x.made.PRECISION)
+    store_dense(grad_query, head, row, x.sizes.queries, total * x.scale, x.made.BLOCK_D, x.made.D)
 
 
 @triton.jit
-def pull_back(
-    q,
-    g,
-    k,
-    v,
-    seen,
-    row,
-    head,
-    sizes,
-    factor,
-    level,
-    share,
-    delta,
-    ALPHA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def pull_back(x, k, v, seen, row, head, level, share, grad, delta):
     """What a tile of queries adds to the gradients of the keys (over `scale`) and values of a tile."""
-    row_level = load_column(level, head, row, sizes.queries, 0.0)
-    row_share = load_column(share, head, row, sizes.queries, 0.0)
-    row_delta = load_column(delta, head, row, sizes.queries, 0.0)
-    weight, slope = weigh(scores_of(q, k, seen, factor, PRECISION), row_level[:, None], row_share[:, None], ALPHA)
-    pulled = slope * (dot(g, tl.trans(v), PRECISION) - row_delta[:, None])
-    return gradients_of(weight, pulled, q, g, PRECISION)
+    q = load_queries(x, head, row)
+    g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
+    row_level = load_column(level, head, row, x.sizes.queries, 0.0)
+    row_share = load_column(share, head, row, x.sizes.queries, 0.0)
+    row_delta = load_column(delta, head, row, x.sizes.queries, 0.0)
+    scores = scores_of(q, k, seen, x.factor, x.made.PRECISION)
+    weight, slope = weigh(scores, row_level, row_share, x.made.ALPHA)
+    pulled = slope * (meet(x, g, v, False) - row_delta[:, None])
+    return gradients_of(weight, pulled, q, g, x.made.PRECISION)
 
 
 @triton.jit
-def group_gradients(
-    near,
-    members,
-    tiles,
-    sizes,
-    factor,
-    scale,
-    level,
-    share,
-    grad,
-    delta,
-    sum_key,
-    sum_value,
-    ALPHA: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def group_gradients(x, tiles, level, share, grad, delta, sum_key, sum_value):
     """Gradients of a tile of one group's keys and values, from the group's queries `begin .. end - 1` of one head.
 
     `sum_key` (B, Hq, Nk, D) and `sum_value` (B, Hq, Nk, Dv), float32; zeros for keys of no group.
@@ -213,131 +115,61 @@ def group_gradients(
     _group, first, last, begin, end = tile_of(tiles, head)
     if first >= last:
         return
-    place = tokens_at(members.key_order, first + tl.arange(0, BLOCK_N), last, head, sizes.keys)
-    k = load_keys(near, sizes, head // sizes.groups, place, BLOCK_D, D)
-    v = load_values(near, sizes, head // sizes.groups, place, BLOCK_V, DV)
-    total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    for start in range(begin, end, BLOCK_M):
-        row = tokens_at(members.query_order, start + tl.arange(0, BLOCK_M), end, head, sizes.queries)
-        q = load_queries(near, sizes, head, row, BLOCK_D, D)
-        g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-        seen = visible(row + sizes.offset, place, sizes, CAUSAL)
-        to_key, to_value = pull_back(q, g, k, v, seen, row, head, sizes, factor, level, share, delta, ALPHA, PRECISION)
+    place = tokens_at(x.members.key_order, first + tl.arange(0, x.made.BLOCK_N), last, head, x.sizes.keys)
+    k = load_keys(x, head // x.sizes.groups, place)
+    v = load_values(x, head // x.sizes.groups, place)
+    total_key = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_D), tl.float32)
+    total_value = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_V), tl.float32)
+    for start in range(begin, end, x.made.BLOCK_M):
+        row = tokens_at(x.members.query_order, start + tl.arange(0, x.made.BLOCK_M), end, head, x.sizes.queries)
+        seen = visible(x, row + x.sizes.offset, place)
+        to_key, to_value = pull_back(x, k, v, seen, row, head, level, share, grad, delta)
         total_key += to_key
         total_value += to_value
-    store_dense(sum_key, head, place, sizes.keys, total_key * scale, BLOCK_D, D)
-    store_dense(sum_value, head, place, sizes.keys, total_value, BLOCK_V, DV)
+    store_gradients(x, sum_key, sum_value, head, place, x.sizes.keys, total_key * x.scale, total_value)
 
 
 @triton.jit
-def apart(row, place, head, members, sizes):
-    """Which queries `row` (M) and keys `place` (N) of a head share no group: (M, N)."""
-    query_group = load_column(members.query_group, head, row, sizes.queries, -1)
-    key_group = load_column(members.key_group, head, place, sizes.keys, -1)
-    return (query_group[:, None] != key_group[None, :]) | (query_group < 0)[:, None]
+def key_gradients(x, level, share, grad, delta, tiles, sum_key, sum_value, grad_key, grad_value, LISTED: tl.constexpr):
+    """Gradients of a tile of consecutive keys or of the shared list, from queries in other groups.
 
-
-@triton.jit
-def band_gradients(
-    near,
-    members,
-    sizes,
-    factor,
-    scale,
-    level,
-    share,
-    grad,
-    delta,
-    sum_key,
-    sum_value,
-    grad_key,
-    grad_value,
-    ALPHA: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradients of a tile of consecutive keys and values: the sums of all their query heads, and what the band adds."""
-    first_place = tl.program_id(0) * BLOCK_N
-    shared = tl.program_id(1).to(tl.int64)
-    place = first_place + tl.arange(0, BLOCK_N)
-    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
-    v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-    free = place < sizes.keys
-    if near.hidden is not None:
-        free = load_column(near.hidden, shared, place, sizes.keys, 1) == 0
-    total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    first, last = band_queries(first_place, sizes, BLOCK_N)
-    for own in range(sizes.groups):
-        head = shared * sizes.groups + own
-        for start in range(first, last, BLOCK_M):
-            row = start + tl.arange(0, BLOCK_M)
-            q = load_queries(near, sizes, head, row, BLOCK_D, D)
-            g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-            seen = in_band(row + sizes.offset, place, sizes) & apart(row, place, head, members, sizes) & free[None, :]
-            to_key, to_value = pull_back(
-                q, g, k, v, seen, row, head, sizes, factor, level, share, delta, ALPHA, PRECISION
-            )
-            total_key += to_key * scale
-            total_value += to_value
-        total_key += load_dense(sum_key, head, place, sizes.keys, BLOCK_D, D)
-        total_value += load_dense(sum_value, head, place, sizes.keys, BLOCK_V, DV)
-    store_dense(grad_key, shared, place, sizes.keys, total_key, BLOCK_D, D)
-    store_dense(grad_value, shared, place, sizes.keys, total_value, BLOCK_V, DV)
-
-
-@triton.jit
-def list_gradients(
-    near,
-    members,
-    sizes,
-    factor,
-    scale,
-    level,
-    share,
-    grad,
-    delta,
-    tiles,
-    sum_key,
-    sum_value,
-    ALPHA: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Gradients of a tile of the shared list, from `tiles` of the tiles of queries that are in other groups.
-
-    Outputs are (parts, batch x key heads, entries, ...), to be summed over the parts; zeros for fillings.
+    The band's keys meet the queries whose band touches the tile; what they had from their groups, the sums of their
+    query heads, is joined. The list is met by `tiles` of the tiles of queries: outputs are (parts, batch x key heads,
+    entries, ...), to be summed over the parts; zeros for fillings.
     """
+    first_entry = tl.program_id(0) * x.made.BLOCK_N
     part = tl.program_id(1)
     shared = tl.program_id(2).to(tl.int64)
-    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = load_column(members.listed, shared, entry, sizes.entries, sizes.keys)
-    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
-    v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-    total_key = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    total_value = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    per_head = tl.cdiv(sizes.queries, BLOCK_M)
-    for tile in range(part * tiles, tl.minimum((part + 1) * tiles, per_head * sizes.groups)):
-        head = shared * sizes.groups + tile // per_head
-        row = tile % per_head * BLOCK_M + tl.arange(0, BLOCK_M)
-        q = load_queries(near, sizes, head, row, BLOCK_D, D)
-        g = load_dense(grad, head, row, sizes.queries, BLOCK_V, DV)
-        seen = apart(row, place, head, members, sizes) & visible(row + sizes.offset, place, sizes, CAUSAL)
-        to_key, to_value = pull_back(q, g, k, v, seen, row, head, sizes, factor, level, share, delta, ALPHA, PRECISION)
+    entry = first_entry + tl.arange(0, x.made.BLOCK_N)
+    if LISTED:
+        place = load_column(x.members.listed, shared, entry, x.sizes.entries, x.sizes.keys)
+        first, last, entries = 0, x.sizes.queries, x.sizes.entries
+    else:
+        place = entry
+        first, last = band_queries(x, first_entry)
+        entries = x.sizes.keys
+    k = load_keys(x, shared, place)
+    v = load_values(x, shared, place)
+    total_key = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_D), tl.float32)
+    total_value = tl.zeros((x.made.BLOCK_N, x.made.BLOCK_V), tl.float32)
+    begin, end, per_head = part_of_queries(x, first, last, part, tiles)
+    for tile in range(begin, end):
+        head = shared * x.sizes.groups + tile // per_head
+        row = first + tile % per_head * x.made.BLOCK_M + tl.arange(0, x.made.BLOCK_M)
+        query_group = load_column(x.members.query_group, head, row, x.sizes.queries, -1)[:, None]
+        key_group = load_column(x.members.key_group, head, place, x.sizes.keys, -1)[None, :]
+        seen = (query_group != key_group) | (query_group < 0)
+        if LISTED:
+            seen = seen & visible(x, row + x.sizes.offset, place)
+        else:
+            seen = seen & in_band(x, row + x.sizes.offset, place) & unhidden(x, shared, place)[None, :]
+        to_key, to_value = pull_back(x, k, v, seen, row, head, level, share, grad, delta)
         total_key += to_key
         total_value += to_value
+    total_key *= x.scale
+    if not LISTED:
+        for head in range(shared * x.sizes.groups, (shared + 1) * x.sizes.groups):
+            total_key += load_dense(sum_key, head, place, entries, x.made.BLOCK_D, x.made.D)
+            total_value += load_dense(sum_value, head, place, entries, x.made.BLOCK_V, x.made.DV)
     at = part * tl.num_programs(2) + shared
-    store_dense(sum_key, at, entry, sizes.entries, total_key * scale, BLOCK_D, D)
-    store_dense(sum_value, at, entry, sizes.entries, total_value, BLOCK_V, DV)
+    store_gradients(x, grad_key, grad_value, at, entry, entries, total_key, total_value)

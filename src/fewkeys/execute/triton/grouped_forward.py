@@ -8,7 +8,7 @@ With `z = score log2(e)` for softmax and `z = (alpha - 1) score` for entmax, a w
 is `2^x` or `max(0, x)^(1 / (alpha - 1))`. Softmax takes one pass. Entmax finds the row's level first, from scores that
 every round computes again. All sums are float32.
 
-Arguments come in the named tuples of `grouped_op`. Alpha is 1 for softmax. Query i stands at position `i + offset`
+Arguments come in one named tuple, `grouped_op.Call`. Alpha is 1 for softmax. Query i stands at position `i + offset`
 among the keys. Places and rows that fill a tile up lie after the last; what lies outside a tensor is read as zeros.
 
 Experimental: run in Triton's interpreter, and on no device yet.
@@ -22,11 +22,11 @@ import triton.language as tl
 
 from fewkeys.execute.triton.tiles import (
     add_entries,
-    grown,
+    load_column,
     load_keys,
     load_queries,
     load_values,
-    scores_of,
+    mix,
     store_column,
     store_dense,
     visible,
@@ -53,76 +53,61 @@ def tokens_at(order, at, last, head, tokens):
 
 
 @triton.jit
-def key_places(at, begin, end, group, head, shared, members, sizes):
+def key_places(x, at, begin, end, group, head):
     """Where the keys `at` (N) of the sequence stand: those of the group, then those of the list in other groups."""
-    place = tokens_at(members.key_order, begin + at, end, head, sizes.keys)
-    if members.listed is not None:
+    place = tokens_at(x.members.key_order, begin + at, end, head, x.sizes.keys)
+    if x.members.listed is not None:
         entry = at - (end - begin)
-        inside = (entry >= 0) & (entry < sizes.entries)
-        listed = tl.load(members.listed + shared * sizes.entries + entry, mask=inside, other=sizes.keys)
-        own = tl.load(members.key_group + head * sizes.keys + listed, mask=listed < sizes.keys, other=-1)
+        inside = (entry >= 0) & (entry < x.sizes.entries)
+        listed = x.members.listed + head // x.sizes.groups * x.sizes.entries
+        listed = tl.load(listed + entry, mask=inside, other=x.sizes.keys)
+        own = load_column(x.members.key_group, head, listed, x.sizes.keys, -1)
         place = tl.where((entry < 0) | (own == group), place, listed)
     return place
 
 
 @triton.jit
-def near_places(position, shift, group, head, shared, near, members, sizes):
+def near_places(x, position, shift, group, head):
     """The key `shift` after each query (M,), Nk where it is outside, marked as hidden, or in the tile's group."""
     place = position + shift
-    inside = (place >= 0) & (place < sizes.keys)
-    own = tl.load(members.key_group + head * sizes.keys + place, mask=inside, other=-1)
+    inside = (place >= 0) & (place < x.sizes.keys)
+    own = tl.load(x.members.key_group + head * x.sizes.keys + place, mask=inside, other=-1)
     seen = inside & (own != group)
-    if near.hidden is not None:
-        seen = seen & (tl.load(near.hidden + shared * sizes.keys + place, mask=inside, other=1) == 0)
-    return tl.where(seen, place, sizes.keys)
+    if x.near.hidden is not None:
+        hidden = x.near.hidden + head // x.sizes.groups * x.sizes.keys
+        seen = seen & (tl.load(hidden + place, mask=inside, other=1) == 0)
+    return tl.where(seen, place, x.sizes.keys)
 
 
 @triton.jit
-def sequence_tile(
-    start,
-    q,
-    position,
-    begin,
-    end,
-    group,
-    head,
-    near,
-    members,
-    sizes,
-    factor,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """A tile of the sequence: where its keys (N) stand, the keys, and their scores z (M, N)."""
-    shared = head // sizes.groups
-    place = key_places(start + tl.arange(0, BLOCK_N), begin, end, group, head, shared, members, sizes)
-    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
-    return place, k, scores_of(q, k, visible(position, place, sizes, CAUSAL), factor, PRECISION)
+def steps(x, begin, end, NEAR: tl.constexpr):
+    """The first step along the sequence, or along the band (`NEAR`), the one after the last, and how long each is."""
+    if NEAR:
+        return -x.sizes.band_left, x.sizes.band_right + 1, 1
+    else:
+        return 0, end - begin + x.sizes.entries, x.made.BLOCK_N
 
 
 @triton.jit
-def near_tile(
-    shift,
-    q,
-    position,
-    group,
-    head,
-    near,
-    members,
-    sizes,
-    factor,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The key `shift` after each query: where it stands, the keys (M, D), and their scores z (M,)."""
-    shared = head // sizes.groups
-    place = near_places(position, shift, group, head, shared, near, members, sizes)
-    k = load_keys(near, sizes, shared, place, BLOCK_D, D)
-    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * factor
-    return place, k, tl.where(place < sizes.keys, scores, float("-inf"))
+def meet(x, rows, others, NEAR: tl.constexpr):
+    """Products (M, N) of rows with those that all share; or of each with its own (M, 1)."""
+    if NEAR:
+        return tl.sum(rows.to(tl.float32) * others.to(tl.float32), 1)[:, None]
+    else:
+        return dot(rows, tl.trans(others), x.made.PRECISION)
+
+
+@triton.jit
+def step_tile(x, at, q, position, begin, end, group, head, NEAR: tl.constexpr):
+    """A tile of the sequence, or the key `at` after each query: where the keys stand, the keys, and their scores z."""
+    if NEAR:
+        place = near_places(x, position, at, group, head)
+        seen = (place < x.sizes.keys)[:, None]
+    else:
+        place = key_places(x, at + tl.arange(0, x.made.BLOCK_N), begin, end, group, head)
+        seen = visible(x, position, place)
+    k = load_keys(x, head // x.sizes.groups, place)
+    return place, k, tl.where(seen, meet(x, q, k, NEAR) * x.factor, float("-inf"))
 
 
 @triton.jit
@@ -141,166 +126,66 @@ def raised(x, POWER: tl.constexpr):
 
 
 @triton.jit
-def scan(
-    level,
-    q,
-    position,
-    begin,
-    end,
-    group,
-    head,
-    near,
-    members,
-    sizes,
-    factor,
-    TOP: tl.constexpr,
-    ALPHA: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def scan(x, level, q, position, begin, end, group, head, TOP: tl.constexpr):
     """Every row's largest z, twice (`TOP`); or `sum f(z - level)`, and the sum of `f^(2 - alpha)`."""
-    total = tl.full((BLOCK_M,), float("-inf") if TOP else 0.0, tl.float32)
+    total = tl.full((x.made.BLOCK_M,), float("-inf") if TOP else 0.0, tl.float32)
     slope = total
-    for start in range(0, end - begin + sizes.entries, BLOCK_N):
-        _place, _k, scores = sequence_tile(
-            start,
-            q,
-            position,
-            begin,
-            end,
-            group,
-            head,
-            near,
-            members,
-            sizes,
-            factor,
-            D,
-            CAUSAL,
-            BLOCK_N,
-            BLOCK_D,
-            PRECISION,
-        )
-        if TOP:
-            total = tl.maximum(total, tl.max(scores, 1))
-        else:
-            above = tl.maximum(scores - level[:, None], 0.0)
-            low = raised(above, (2 - ALPHA) / (ALPHA - 1))
-            total += tl.sum(low * above, 1)
-            slope += tl.sum(low, 1)
-    if BAND:
-        for shift in range(-sizes.band_left, sizes.band_right + 1):
-            _place, _k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
+    for NEAR in tl.static_range(1 + x.made.BAND):
+        start, stop, step = steps(x, begin, end, NEAR)
+        for at in range(start, stop, step):
+            _place, _k, scores = step_tile(x, at, q, position, begin, end, group, head, NEAR)
             if TOP:
-                total = tl.maximum(total, scores)
+                total = tl.maximum(total, tl.max(scores, 1))
             else:
-                above = tl.maximum(scores - level, 0.0)
-                low = raised(above, (2 - ALPHA) / (ALPHA - 1))
-                total += low * above
-                slope += low
+                above = tl.maximum(scores - level[:, None], 0.0)
+                low = raised(above, (2 - x.made.ALPHA) / (x.made.ALPHA - 1))
+                total += tl.sum(low * above, 1)
+                slope += tl.sum(low, 1)
     return total, slope
 
 
 @triton.jit
-def attend_groups(
-    near,
-    members,
-    tiles,
-    sizes,
-    factor,
-    output,
-    level,
-    share,
-    ALPHA: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BAND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def attend_groups(x, tiles, output, level, share):
     """Outputs, and the level and share of every row; both 0 for rows that see nothing.
 
     Entmax's level is the root of `(sum f(z - level))^(alpha - 1) = 1`, a norm that is convex in the level: Newton's
     steps from below climb to it and never pass it, and equal entries take one step, however many they are.
     """
     head = tl.program_id(1).to(tl.int64)
-    shared = head // sizes.groups
     group, first, last, begin, end = tile_of(tiles, head)
     if first >= last:
         return
-    row = tokens_at(members.query_order, first + tl.arange(0, BLOCK_M), last, head, sizes.queries)
-    position = row + sizes.offset
-    q = load_queries(near, sizes, head, row, BLOCK_D, D)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if ALPHA > 1:
-        top, _same = scan(
-            top, q, position, begin, end, group, head, near, members, sizes, factor,
-            True, ALPHA, D, CAUSAL, BAND, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
+    row = tokens_at(x.members.query_order, first + tl.arange(0, x.made.BLOCK_M), last, head, x.sizes.queries)
+    position = row + x.sizes.offset
+    q = load_queries(x, head, row)
+    top = tl.full((x.made.BLOCK_M,), float("-inf"), tl.float32)
+    if x.made.ALPHA > 1:
+        top, _same = scan(x, top, q, position, begin, end, group, head, True)
         top = tl.where(top > float("-inf"), top - 1.0, 0.0)
         moved = 1.0
         rounds = 0
         while (moved > CLOSE) & (rounds < ROUNDS):
-            total, slope = scan(
-                top, q, position, begin, end, group, head, near, members, sizes, factor,
-                False, ALPHA, D, CAUSAL, BAND, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-            )  # fmt: skip
-            step = tl.where(slope > 0, (total - raised(total, 2 - ALPHA)) / tl.where(slope > 0, slope, 1.0), 0.0)
-            moved = tl.max(tl.abs(step) / tl.maximum(tl.abs(top), 1.0), 0)
-            top += step
+            total, slope = scan(x, top, q, position, begin, end, group, head, False)
+            rise = tl.where(slope > 0, (total - raised(total, 2 - x.made.ALPHA)) / tl.where(slope > 0, slope, 1.0), 0.0)
+            moved = tl.max(tl.abs(rise) / tl.maximum(tl.abs(top), 1.0), 0)
+            top += rise
             rounds += 1
 
-    mass = tl.zeros((BLOCK_M,), tl.float32)
-    mixed = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    for start in range(0, end - begin + sizes.entries, BLOCK_N):
-        place, _k, scores = sequence_tile(
-            start,
-            q,
-            position,
-            begin,
-            end,
-            group,
-            head,
-            near,
-            members,
-            sizes,
-            factor,
-            D,
-            CAUSAL,
-            BLOCK_N,
-            BLOCK_D,
-            PRECISION,
-        )
-        v = load_values(near, sizes, shared, place, BLOCK_V, DV)
-        if ALPHA > 1:
-            weight = raised(tl.maximum(scores - top[:, None], 0.0), 1 / (ALPHA - 1))
-            mass += tl.sum(weight, 1)
-            mixed += dot(weight.to(v.dtype), v, PRECISION)
-        else:
-            top, mass, mixed, _weight, _shrink = add_entries(top, mass, mixed, scores, v, PRECISION)
-    if BAND:
-        for shift in range(-sizes.band_left, sizes.band_right + 1):
-            place, _k, scores = near_tile(shift, q, position, group, head, near, members, sizes, factor, D, BLOCK_D)
-            v = load_values(near, sizes, shared, place, BLOCK_V, DV).to(tl.float32)
-            if ALPHA > 1:
-                weight = raised(tl.maximum(scores - top, 0.0), 1 / (ALPHA - 1))
-                mass += weight
-                mixed += weight[:, None] * v
+    mass = tl.zeros((x.made.BLOCK_M,), tl.float32)
+    mixed = tl.zeros((x.made.BLOCK_M, x.made.BLOCK_V), tl.float32)
+    for NEAR in tl.static_range(1 + x.made.BAND):
+        start, stop, step = steps(x, begin, end, NEAR)
+        for at in range(start, stop, step):
+            place, _k, scores = step_tile(x, at, q, position, begin, end, group, head, NEAR)
+            v = load_values(x, head // x.sizes.groups, place)
+            if x.made.ALPHA > 1:
+                weight = raised(tl.maximum(scores - top[:, None], 0.0), 1 / (x.made.ALPHA - 1))
+                mass += tl.sum(weight, 1)
+                mixed += mix(weight, v, x.made.PRECISION)
             else:
-                top, origin, shrink = grown(top, scores)
-                weight = tl.exp2(scores - origin)
-                mass = mass * shrink + weight
-                mixed = mixed * shrink[:, None] + weight[:, None] * v
+                top, mass, mixed, _weight, _shrink = add_entries(top, mass, mixed, scores, v, x.made.PRECISION)
 
     part = tl.where(mass > 0, 1 / tl.where(mass > 0, mass, 1.0), 0.0)
-    store_dense(output, head, row, sizes.queries, mixed * part[:, None], BLOCK_V, DV)
-    store_column(level, head, row, sizes.queries, tl.where(mass > 0, top, 0.0))
-    store_column(share, head, row, sizes.queries, part)
+    store_dense(output, head, row, x.sizes.queries, mixed * part[:, None], x.made.BLOCK_V, x.made.DV)
+    store_column(level, head, row, x.sizes.queries, tl.where(mass > 0, top, 0.0))
+    store_column(share, head, row, x.sizes.queries, part)

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from fewkeys.execute.triton import backward, forward
-from fewkeys.sketch.triton.tiles import power_of_two, precision
+from fewkeys.sketch.triton.tiles import constants, power_of_two, precision
 
 PROGRAMS = 512
 """Programs that a sum over all queries is split among: a few for each processor of a large GPU."""
@@ -61,7 +61,7 @@ class Means(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of things, and the reach of the band."""
+    """Numbers of things, and the reach of the band; `groups` counts the query heads of a key head."""
 
     heads: int
     groups: int
@@ -74,68 +74,79 @@ class Sizes(NamedTuple):
     band_right: int
 
 
+class Made(NamedTuple):
+    """The constants that a kernel is compiled for; a `BLOCK_` is the size of a tile."""
+
+    D: Any
+    DV: Any
+    RANK: Any
+    ALPHA: Any
+    CAUSAL: Any
+    BAND: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BLOCK_V: Any
+    BLOCK_R: Any
+    PRECISION: Any
+
+
+class Call(NamedTuple):
+    """All that every kernel takes."""
+
+    near: Near
+    listed: Listed
+    means: Means
+    sizes: Sizes
+    scale: float
+    made: Made
+
+
 class Problem:
-    """The operator's arguments as the kernels take them."""
+    """The operator's arguments as the kernels take them, and the options of a launch."""
 
-    def __init__(self, tensors: Sequence[Tensor | None], numbers: Sequence[Any]) -> None:
-        query, key, value = (tensor for tensor in tensors[:3] if tensor is not None)
+    def __init__(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
+        near = near_of(*tensors[:4])
         others = [None if tensor is None else tensor.contiguous() for tensor in tensors[4:]]
-        self.near = near_of(query, key, value, tensors[3])
         self.listed, self.means = Listed(*others[:3]), Means(*others[3:])
-        self.scale, band_left, band_right, offset, self.is_causal = numbers
-        batch, heads, queries, self.dim = query.shape
-        self.shared, self.value_dim = batch * key.shape[1], value.shape[3]
-        self.rows = batch * heads
-        self.sizes = Sizes(
-            heads,
-            heads // key.shape[1],
-            queries,
-            key.shape[2],
-            0 if self.listed.key is None else self.listed.key.shape[2],
-            0 if self.means.key is None else self.means.key.shape[2],
-            offset,
-            band_left,
-            band_right,
-        )
+        scale, band_left, band_right, offset, is_causal = numbers
+        entries, means = (0 if key is None else key.shape[2] for key in (self.listed.key, self.means.key))
+        self.sizes = sizes_of(near, entries, means, offset, band_left, band_right)
+        self.rows, self.shared = near.query.shape[0] * self.sizes.heads, near.key.shape[0] * near.key.shape[1]
         self.rank = 0 if self.means.left is None else self.means.left.shape[3]
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Queries and keys per tile: 16-bit kernels hold them in registers (sm_90), all in the 99 KB of small GPUs."""
-        wide = max(self.dim, self.value_dim) > 128
-        if self.near.query.dtype == torch.float32:
-            return (16, 16) if wide else (32, 32)
-        return (32, 32) if wide else (64, 32)
-
-    def options(self, *names: str) -> dict[str, Any]:
-        """Constants for a kernel: those that all take, and those named."""
-        block_m, block_n = self.block
-        known = {
-            "RANK": self.rank,
-            "CAUSAL": self.is_causal,
-            "BLOCK_N": block_n,
-            "BLOCK_R": power_of_two(self.rank),
-        }
-        wide = max(self.dim, self.value_dim) * self.near.query.element_size() > 256
-        found = constants(self.near) | {"BLOCK_M": block_m, "num_warps": 8 if wide else 4}
-        return found | {name: known[name] for name in names}
+        widest, whole = max(near.query.shape[3], near.value.shape[3]), near.query.dtype == torch.float32
+        # 16-bit kernels hold a tile in registers (sm_90), all in the 99 KB of small GPUs.
+        large, small = ((32, 32), (16, 16)) if whole else ((64, 32), (32, 32))
+        self.block_m, self.block_n = small if widest > 128 else large
+        made = made_of(near, self.rank, 1.0, is_causal, True, self.block_m, self.block_n)
+        self.call = Call(near, self.listed, self.means, self.sizes, scale, made)
+        wide = widest * near.query.element_size() > 256
+        self.options = {"num_warps": 8 if wide else 4, "num_stages": 2}
 
     def split(self, programs: int) -> tuple[int, int]:
         """How many parts the queries of a key head come in, beside `programs` other programs, and tiles per part."""
-        return split(-(-self.sizes.queries // self.block[0]) * self.sizes.groups, programs)
+        return split(triton.cdiv(self.sizes.queries, self.block_m) * self.sizes.groups, programs)
 
 
-def constants(near: Near) -> dict[str, Any]:
-    """Constants of every kernel that the problem's dimensions and dtype decide."""
+def near_of(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Near:
+    """Queries, keys and values in any layout whose last dimension is dense."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    hidden = None if hidden is None else hidden.contiguous()
+    return Near(query, key, value, hidden, query.stride()[:3], key.stride()[:3], value.stride()[:3])
+
+
+def sizes_of(near: Near, entries: int, means: int, offset: int, band_left: int, band_right: int) -> Sizes:
+    """Numbers of things, and the reach of the band."""
+    heads, kv_heads = near.query.shape[1], near.key.shape[1]
+    reach = (offset, band_left, band_right)
+    return Sizes(heads, heads // kv_heads, near.query.shape[2], near.key.shape[2], entries, means, *reach)
+
+
+def made_of(near: Near, rank: int, alpha: float, is_causal: bool, band: bool, block_m: int, block_n: int) -> Made:
+    """The constants of kernels for such tensors and tiles."""
     dim, value_dim = near.query.shape[3], near.value.shape[3]
-    return {
-        "D": dim,
-        "DV": value_dim,
-        "BLOCK_D": power_of_two(dim),
-        "BLOCK_V": power_of_two(value_dim),
-        "PRECISION": precision(),
-        "num_stages": 2,
-    }
+    blocks = (block_m, block_n, power_of_two(dim), power_of_two(value_dim), power_of_two(rank))
+    return Made(*constants((dim, value_dim, rank, alpha, is_causal, band, *blocks, precision())))
 
 
 def split(tiles: int, programs: int) -> tuple[int, int]:
@@ -144,27 +155,11 @@ def split(tiles: int, programs: int) -> tuple[int, int]:
     return -(-tiles // each), each
 
 
-def near_of(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Near:
-    """Queries, keys and values in any layout whose last dimension is dense."""
-    query, key, value = _rows(query), _rows(key), _rows(value)
-    hidden = None if hidden is None else hidden.contiguous()
-    return Near(query, key, value, hidden, query.stride()[:3], key.stride()[:3], value.stride()[:3])
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Any layout whose last dimension is dense."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem = Problem(arguments[:TENSORS], arguments[TENSORS:])
+    x = Problem(arguments[:TENSORS], arguments[TENSORS:])
     found = _forward_shapes(*arguments)
-    grid = (triton.cdiv(problem.sizes.queries, problem.block[0]), problem.rows)
-    options = problem.options("RANK", "CAUSAL", "BLOCK_N", "BLOCK_R")
     with torch.cuda.device_of(found[0]):
-        forward.attend_rows[grid](
-            problem.near, problem.listed, problem.means, problem.sizes, problem.scale, *found, **options
-        )
+        forward.attend_rows[triton.cdiv(x.sizes.queries, x.block_m), x.rows](x.call, *found, **x.options)
     return found
 
 
@@ -179,44 +174,39 @@ def _forward_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward(grad: Tensor, output: Tensor, log_mass: Tensor, slope: Tensor, *arguments: Any) -> list[Tensor]:
     x = Problem(arguments[:TENSORS], arguments[TENSORS:])
-    found = _backward_shapes(grad, output, log_mass, slope, *arguments)
+    found = empty_like(arguments, DIFFERENTIABLE)
     grad, output = grad.contiguous(), output.contiguous()
     delta, lift = torch.empty_like(log_mass), torch.empty_like(slope)
+    of_rows = (log_mass, grad, delta, lift)
     with torch.cuda.device_of(grad):
-        grid = (triton.cdiv(x.sizes.queries, x.block[0]), x.rows)
-        of_rows = (output, log_mass, slope, grad, delta, lift, found[0])
-        options = x.options("RANK", "CAUSAL", "BLOCK_N", "BLOCK_R")
-        backward.query_gradients[grid](x.near, x.listed, x.means, x.sizes, x.scale, *of_rows, **options)
-        grid = (triton.cdiv(x.sizes.keys, x.block[1]), x.shared)
-        of_keys = (log_mass, grad, delta, found[1], found[2])
-        backward.band_gradients[grid](x.near, x.sizes, x.scale, *of_keys, **x.options("BLOCK_N"))
+        backward.query_gradients[triton.cdiv(x.sizes.queries, x.block_m), x.rows](
+            x.call, output, log_mass, slope, grad, delta, lift, found[0], **x.options
+        )
+        every = triton.cdiv(x.sizes.queries, x.block_m) * x.sizes.groups
+        backward.key_gradients[triton.cdiv(x.sizes.keys, x.block_n), 1, x.shared](
+            x.call, *of_rows, every, *found[1:3], None, None, forward.BAND, **x.options
+        )
         if x.listed.key is not None:
-            _shared_gradients(x, False, (log_mass, grad, delta, lift), found[3:5])
+            _shared_gradients(x, x.sizes.entries, of_rows, found[3:5], forward.LISTED)
         if x.means.key is not None:
-            _shared_gradients(x, True, (log_mass, grad, delta, lift), [*found[5:8], found[10]])
+            _shared_gradients(x, x.sizes.means, of_rows, [*found[5:8], found[10]], forward.MEANS)
         if x.rank:
             parts, tiles = x.split(x.shared)
             sums = [tensor.new_empty((parts, *tensor.shape), dtype=torch.float32) for tensor in found[8:10]]
-            options = x.options("RANK", "BLOCK_R")
-            backward.slope_gradients[parts, x.shared](
-                x.near, x.means, x.sizes, x.scale, slope, grad, tiles, *sums, **options
-            )
+            backward.slope_gradients[parts, x.shared](x.call, slope, grad, tiles, *sums, **x.options)
             _add_up(sums, found[8:10])
     return found
 
 
-def _shared_gradients(x: Problem, counted: bool, of_rows: tuple[Tensor, ...], found: list[Tensor]) -> None:
+def _shared_gradients(
+    x: Problem, entries: int, of_rows: tuple[Tensor, ...], found: list[Tensor], part: triton.language.constexpr
+) -> None:
     """Write the gradients of the stand-ins (key, value, bias, factor) or of the list (key, value) to `found`."""
-    across = triton.cdiv(x.sizes.means if counted else x.sizes.entries, x.block[1])
+    across = triton.cdiv(entries, x.block_n)
     parts, tiles = x.split(across * x.shared)
     sums = [tensor.new_empty((parts, *tensor.shape), dtype=torch.float32) for tensor in found]
-    outputs = sums if counted else [*sums, None, None]
-    options = x.options("RANK", "CAUSAL", "BLOCK_N") | {"COUNTED": counted}
-    if not counted:
-        options["RANK"] = 0
-    backward.shared_gradients[across, parts, x.shared](
-        x.near, x.listed, x.means, x.sizes, x.scale, *of_rows, tiles, *outputs, **options
-    )
+    outputs = [*sums, None, None][:4]
+    backward.key_gradients[across, parts, x.shared](x.call, *of_rows, tiles, *outputs, part, **x.options)
     _add_up(sums, found)
 
 
@@ -226,47 +216,58 @@ def _add_up(sums: list[Tensor], found: list[Tensor]) -> None:
         result.copy_(total.sum(0))
 
 
-def _backward_shapes(grad: Tensor, output: Tensor, log_mass: Tensor, slope: Tensor, *arguments: Any) -> list[Tensor]:
-    """A gradient for each of `DIFFERENTIABLE`; empty for arguments that are None."""
-    tensors = [arguments[place] for place in DIFFERENTIABLE]
-    return [grad.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors]
+def empty_like(arguments: Sequence[Any], places: Sequence[int]) -> list[Tensor]:
+    """Room for the gradients of the arguments at `places`; empty for those that are None."""
+    tensors, like = [arguments[place] for place in places], arguments[0]
+    return [like.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors]
 
 
-def saving(tensors: int) -> Callable[[Any, tuple[Any, ...], tuple[Tensor, ...]], None]:
-    """Keeps the first so many arguments and all outputs for the backward pass; only the first output has gradients."""
+def operator(
+    name: str,
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    shapes: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    backward: Callable[..., list[Tensor]],
+    arguments: str,
+    tensors: int,
+    places: Sequence[int],
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The operator `fewkeys::name`, whose first arguments are so many `tensors`, those at `places` with gradients.
+
+    `backward` takes the gradient of the first output, all three outputs and the arguments. It is an operator as well.
+    """
+    run = torch.library.custom_op(
+        f"fewkeys::{name}", forward, mutates_args=(), schema=f"({arguments}) -> (Tensor, Tensor, Tensor)"
+    )
+    given = f"Tensor grad, Tensor output, Tensor first, Tensor second, {arguments}"
+    back = torch.library.custom_op(
+        f"fewkeys::{name}_backward", backward, mutates_args=(), schema=f"({given}) -> Tensor[]"
+    )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[:tensors], *output)
         ctx.numbers = inputs[tensors:]
         ctx.mark_non_differentiable(*output[1:])
 
-    return save
+    def differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        inputs, outputs = ctx.saved_tensors[:tensors], ctx.saved_tensors[tensors:]
+        found = back(grad, *outputs, *inputs, *ctx.numbers)
+        gradients: list[Tensor | None] = [None] * (tensors + len(ctx.numbers))
+        for place, gradient in zip(places, found, strict=True):
+            if inputs[place] is not None:
+                gradients[place] = gradient
+        return tuple(gradients)
+
+    run.register_fake(shapes)
+    back.register_fake(lambda *all_given: empty_like(all_given[4:], places))
+    run.register_autograd(differentiate, setup_context=save)
+    return run
 
 
-def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    found = near_heavy_means_backward(grad, *tensors[TENSORS:], *tensors[:TENSORS], *ctx.numbers)
-    gradients: list[Tensor | None] = [None] * (TENSORS + len(ctx.numbers))
-    for place, gradient in zip(DIFFERENTIABLE, found, strict=True):
-        if tensors[place] is not None:
-            gradients[place] = gradient
-    return tuple(gradients)
-
-
-near_heavy_means = torch.library.custom_op(
-    "fewkeys::near_heavy_means", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+near_heavy_means = operator(
+    "near_heavy_means", _forward, _forward_shapes, _backward, _ARGUMENTS, TENSORS, DIFFERENTIABLE
 )
 """The softmax of the band, the shared list and the stand-ins: outputs, log2 of the rows' sums, slopes of the rows.
 
 Only the outputs have gradients, and these have none. `mean_total` (B, Hkv, C) and `share` count keys; counts carry no
 gradient.
 """
-near_heavy_means_backward = torch.library.custom_op(
-    "fewkeys::near_heavy_means_backward",
-    _backward,
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor output, Tensor log_mass, Tensor slope, {_ARGUMENTS}) -> Tensor[]",
-)
-near_heavy_means.register_fake(_forward_shapes)
-near_heavy_means_backward.register_fake(_backward_shapes)
-near_heavy_means.register_autograd(_differentiate, setup_context=saving(TENSORS))

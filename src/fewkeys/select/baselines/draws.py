@@ -14,8 +14,8 @@ def normal(inputs: Inputs, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
     Drawn in float32, so that a seed means the same in every dtype.
     """
-    generator = inputs.generator or torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator, device=generator.device).to(like)
+    generator = inputs.generator or torch.Generator("cpu").manual_seed(0)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(like)
 
 
 def distinct(inputs: Inputs, total: Tensor, rows: int, count: int) -> Tensor:

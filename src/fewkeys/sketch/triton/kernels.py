@@ -16,13 +16,7 @@ Experimental: run in Triton's interpreter, and on no device yet.
 import triton
 import triton.language as tl
 
-from fewkeys.sketch.triton.tiles import dot, load_rows, store_rows
-
-
-@triton.jit
-def base_of(rows, strides, head, sizes):
-    """Where the rows of a head begin."""
-    return rows + head // sizes.heads * strides[0] + head % sizes.heads * strides[1]
+from fewkeys.sketch.triton.tiles import base_of, dot, load_rows, store_rows
 
 
 @triton.jit
@@ -63,7 +57,7 @@ def survey(
     head = tl.program_id(1).to(tl.int64)
     at, real = head * sizes.keys + place, place < sizes.keys
     d = tl.arange(0, BLOCK_D)
-    key = base_of(rows.key, rows.key_strides, head, sizes)
+    key = base_of(rows.key, rows.key_strides, head, sizes.heads)
     k = load_rows(key, place, sizes.keys, rows.key_strides[2], d, D)
     if seen.root is not None:
         shift = seen.shift + head * (D + 1)
@@ -80,7 +74,7 @@ def survey(
         tl.store(seen.importance + at, along + 0.5 * (spread - along * along), mask=real)
     if clusters.centre is not None:
         dv = tl.arange(0, BLOCK_V)
-        value = base_of(rows.value, rows.value_strides, head, sizes)
+        value = base_of(rows.value, rows.value_strides, head, sizes.heads)
         v = load_rows(value, place, sizes.keys, rows.value_strides[2], dv, DV)
         centre = clusters.centre + head * sizes.centres * (CENTRE_PARTS * (D + DV))
         nearest = tl.full((BLOCK_N,), float("-inf"), tl.float32)
@@ -134,8 +128,8 @@ def label_sums(
     head = tl.program_id(2).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_V)
-    key = base_of(rows.key, rows.key_strides, head, sizes)
-    value = base_of(rows.value, rows.value_strides, head, sizes)
+    key = base_of(rows.key, rows.key_strides, head, sizes.heads)
+    value = base_of(rows.value, rows.value_strides, head, sizes.heads)
     on_key = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
     on_value = tl.zeros((BLOCK_C, BLOCK_V), tl.float32)
     first = part * tiles * BLOCK_N

@@ -104,32 +104,19 @@ def _options(rows: Rows) -> dict[str, Any]:
     """Constants that all kernels take."""
     dim, value_dim = rows.key.shape[3], 0 if rows.value is None else rows.value.shape[3]
     whole = rows.key.dtype == torch.float32
-    return {
-        "D": dim,
-        "DV": value_dim,
-        "BLOCK_D": power_of_two(dim),
-        "BLOCK_V": power_of_two(value_dim),
-        "num_warps": 8 if whole or _is_wide(rows) else 4,
-        # Two tiles of float32 rows in flight would not fit in the 99 KB of small GPUs.
-        "num_stages": 1 if whole else 2,
-    }
+    constants = {"D": dim, "DV": value_dim, "BLOCK_D": power_of_two(dim), "BLOCK_V": power_of_two(value_dim)}
+    # Two tiles of float32 rows in flight would not fit in the 99 KB of small GPUs.
+    return constants | {"num_warps": 8 if whole or _is_wide(rows) else 4, "num_stages": 1 if whole else 2}
 
 
 def _is_wide(rows: Rows) -> bool:
     return max(rows.key.shape[3], 0 if rows.value is None else rows.value.shape[3]) > 128
 
 
-def _survey(
-    key: Tensor,
-    value: Tensor | None,
-    form: Tensor | None,
-    shift: Tensor | None,
-    centre: Tensor | None,
-    constant: Tensor | None,
-    middle: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _survey(key: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    value, form, shift, centre, constant, middle = others
     rows, whole = _rows(key, value), key.dtype == torch.float32
-    found = _survey_shapes(key, value, form, shift, centre, constant, middle)
+    found = _survey_shapes(key, *others)
     form_parts, centre_parts = (1, 1) if whole else (3, 2)
     seen, clusters, count = Seen(), Clusters(), 0
     if form is not None and shift is not None:
@@ -142,13 +129,8 @@ def _survey(
     # What fits in the 99 KB of small GPUs, and in registers.
     block_n = (32 if whole else 64) // (2 if _is_wide(rows) else 1)
     block_r = 32 if key.dtype == torch.bfloat16 else 16
-    constants = {
-        "BLOCK_N": block_n,
-        "BLOCK_R": block_r,
-        "FORM_PARTS": form_parts,
-        "CENTRE_PARTS": centre_parts,
-        "PRECISION": precision(),
-    }
+    constants = {"BLOCK_N": block_n, "BLOCK_R": block_r, "PRECISION": precision()}
+    constants |= {"FORM_PARTS": form_parts, "CENTRE_PARTS": centre_parts}
     with torch.cuda.device_of(key):
         kernels.survey[triton.cdiv(keys, block_n), batch * heads](
             rows, seen, clusters, Sizes(heads, keys, count), **constants, **_options(rows)
@@ -156,16 +138,9 @@ def _survey(
     return found
 
 
-def _survey_shapes(
-    key: Tensor,
-    value: Tensor | None,
-    form: Tensor | None,
-    shift: Tensor | None,
-    centre: Tensor | None,
-    constant: Tensor | None,
-    middle: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _survey_shapes(key: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Spread, importance, closeness, distance and label (B, H, N), empty where not asked for."""
+    _, form, _, centre, _, middle = others
     asked = (form, form, centre, middle, centre)
     shapes = [(0,) if part is None else key.shape[:3] for part in asked]
     spread, importance, nearest, square = (key.new_empty(shape, dtype=torch.float32) for shape in shapes[:4])
@@ -184,17 +159,10 @@ def _label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count:
     each = max(1, triton.cdiv(tiles, max(1, PROGRAMS // (across * batch * heads))))
     parts = triton.cdiv(tiles, each)
     sums = share.new_empty((parts, batch, heads, count, key.shape[3] + value.shape[3]))
-    constants = {"BLOCK_C": block_c, "BLOCK_N": block_n}
+    constants, owner = {"BLOCK_C": block_c, "BLOCK_N": block_n}, (label.contiguous(), share.contiguous())
     with torch.cuda.device_of(key):
         kernels.label_sums[across, parts, batch * heads](
-            rows,
-            label.contiguous(),
-            share.contiguous(),
-            Sizes(heads, keys, count),
-            each,
-            sums,
-            **constants,
-            **_options(rows),
+            rows, *owner, Sizes(heads, keys, count), each, sums, **constants, **_options(rows)
         )
     return sums.sum(0)
 

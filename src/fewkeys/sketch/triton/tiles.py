@@ -3,6 +3,9 @@
 # Kernels are compiled from their source: Triton, which ships no types, gives the meaning of what they take.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +16,11 @@ EMULATED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def power_of_two(size: int) -> int:
     """The smallest that matrix units take and `size` fits in."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def constants(values: Iterable[Any]) -> list[Any]:
+    """Numbers and words that a kernel is compiled for; in a named tuple they pass as one argument."""
+    return [tl.constexpr(value) for value in values]
 
 
 def precision() -> str:
@@ -28,6 +36,12 @@ def dot(a, b, PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def base_of(rows, strides, head, heads):
+    """Where the rows of a head begin, of `heads` in a batch entry."""
+    return rows + head // heads * strides[0] + head % heads * strides[1]
 
 
 @triton.jit

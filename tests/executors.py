@@ -1,0 +1,107 @@
+"""The ways to run a plan that laws go through, and how far the answers of each may be off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import CASES, CAUSAL_SHAPES, SHAPES, SOME_PLANS, Shape
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute.dispatch import EXECUTORS
+from fewkeys.flow import prepare
+
+UNITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2**-6}
+"""Roundings, as a part of the largest entry: of sums of some hundred terms and of statistics, which square (float64,
+float32); of every weight and of the output, each by half of 2^-7, and of what they are made of (bfloat16)."""
+DTYPES = {
+    "reference": (torch.float64,),
+    "torch": (torch.float64, torch.float32),
+    "native": (torch.float32, torch.bfloat16),
+    "triton": (torch.float32,),
+}
+"""What every executor is tried in; one that is not named here, in float32."""
+SHORT = ("window, drop, softmax", "outliers + window, first-order means, softmax", "fixed windows, drop, softmax")
+"""The plans that Triton's interpreter is asked for: it is slow."""
+OFTEN = {*SOME_PLANS, "recent blocks + leverage + sinks, drop, softmax", "recent, running means"}
+"""The plans that are tried in every way in every shape."""
+FORMS = {**SHAPES, **CAUSAL_SHAPES}
+TINY = {
+    f"tiny {form}": replace(
+        shape, queries=min(20, shape.queries), keys=20, query_offset=0, lengths=shape.lengths and (20, 9)
+    )
+    for form, shape in FORMS.items()
+}
+FORMS |= TINY
+
+
+@dataclass(frozen=True)
+class Way:
+    """An executor and the dtype of what it is given."""
+
+    impl: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.impl}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def unit(self) -> float:
+        return UNITS[self.dtype]
+
+    def attend(self, *tensors, **options):
+        return fk.attention(*tensors, impl=self.impl, **options)
+
+    def assert_close(self, found, expected, times=1.0):
+        """Equal but for `times` as many roundings as one answer has."""
+        found, expected = found.detach().double(), expected.detach().double()
+        off = (found - expected).abs().max() if found.numel() else torch.tensor(0.0)
+        limit = times * self.unit * expected.abs().max() if found.numel() else 1.0
+        assert off <= limit, f"{self}: off by {off:.3g}, expected at most {limit:.3g}"
+
+
+WAYS = [Way(impl, dtype) for impl in EXECUTORS for dtype in DTYPES.get(impl, (torch.float32,))]
+
+
+def support(problem, way):
+    """Why the way cannot answer the problem, None where it can."""
+    x = problem.inputs
+    rows = {name: getattr(x, name).to(way.dtype) for name in ("query", "key", "value")}
+    return EXECUTORS[way.impl].unsupported(replace(problem, inputs=replace(x, **rows)))
+
+
+@cache
+def ways(name: str, shape: Shape) -> tuple[Way, ...]:
+    """The ways that know the case in this shape, says `unsupported`; Triton's interpreter for few."""
+    x = check_inputs(*shape.draw(dtype=torch.float32), **shape.options, impl="torch")
+    plan = CASES[name].part
+    if plan.rest.needs_causal and x.offset:
+        x = x.from_start()
+    problem = prepare(x, plan)
+    found = [way for way in WAYS if way.impl != "triton" or name in SHORT]
+    return tuple(way for way in found if support(problem, way) is None)
+
+
+def runs(names, forms, skip=None):
+    """Parameters (name, form, way): plans of `OFTEN` in every form in every way.
+
+    All others take turns: each goes through torch in float64 and through every compiled or new way in one form, another
+    one for every plan, and through the reference and torch in float32 for every third plan. Triton's interpreter takes
+    seconds where others take milliseconds: it gets a tiny form. `skip`: an executor to leave out.
+    """
+    found = []
+    for turn, name in enumerate(names):
+        for place, form in enumerate(forms):
+            for way in ways(name, FORMS[form]):
+                its_turn = (turn + WAYS.index(way)) % len(forms) == place
+                thin = way in (Way("reference", torch.float64), Way("torch", torch.float32)) and turn % 3
+                if name not in OFTEN and (not its_turn or thin):
+                    continue
+                if (way.impl == "triton" and not its_turn) or way.impl == skip:
+                    continue
+                tried = f"tiny {form}" if way.impl == "triton" else form
+                found.append(pytest.param(name, tried, way, id=f"{name}-{tried}-{way}"))
+    return found

@@ -1,0 +1,94 @@
+"""Autocast lowers what attention reads, as it does for torch's own, and nothing that is computed from it."""
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import CAUSAL_SHAPES, SHAPES, SOME_PLANS
+
+PLANS = {**SOME_PLANS, "budget": fk.budget(24)}
+
+
+def lowered(tensors):
+    return [tensor.bfloat16() for tensor in tensors]
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_call_under_autocast_is_the_call_on_lowered_inputs(plan, impl):
+    """To the last bit: no Gram matrix, factor or sum follows autocast."""
+    shape = SHAPES["padded"]
+    tensors = shape.draw(dtype=torch.float32)
+    want = fk.attention(*lowered(tensors), plan=plan, impl=impl, **shape.options)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fk.attention(*tensors, plan=plan, impl=impl, **shape.options)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, want)
+
+
+def test_dtypes_that_autocast_mixes_are_one():
+    """Rotary embeddings leave queries and keys in float32 beside values in bfloat16."""
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    want = fk.attention(*lowered((q, k, v)), plan=fk.budget(24))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fk.attention(q, k, v.bfloat16(), plan=fk.budget(24)), want)
+    with pytest.raises(ValueError, match="value: expected"):
+        fk.attention(q, k, v.bfloat16(), plan=fk.budget(24))
+
+
+def test_double_precision_stays():
+    tensors = SHAPES["plain"].draw()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fk.attention(*tensors, plan=fk.budget(24))
+    assert torch.equal(found, fk.attention(*tensors, plan=fk.budget(24)))
+
+
+@pytest.mark.parametrize("shape", [SHAPES["plain"], CAUSAL_SHAPES["causal"]], ids=["plain", "causal"])
+def test_gradients_are_those_of_the_lowered_call(shape):
+    plan = fk.budget(24, is_causal=shape.is_causal)
+
+    def gradients(run):
+        tensors = [tensor.requires_grad_() for tensor in shape.draw(dtype=torch.float32)]
+        run(tensors).float().square().sum().backward()
+        return [tensor.grad for tensor in tensors]
+
+    def plain(tensors):
+        return fk.attention(*lowered(tensors), plan=plan, **shape.options)
+
+    def under(tensors):
+        with torch.autocast("cpu", torch.bfloat16):
+            return fk.attention(*tensors, plan=plan, **shape.options)
+
+    for found, want in zip(gradients(under), gradients(plain), strict=True):
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+
+
+def test_streams_under_autocast():
+    plan = fk.budget(24, is_causal=True)
+    q, k, v = CAUSAL_SHAPES["causal"].draw(dtype=torch.float32)
+    one, other = fk.stream(plan), fk.stream(plan)
+    found = []
+    for part in torch.arange(150).split(7):
+        one.append(*lowered((k[:, :, part], v[:, :, part])))
+        want = one.attend(q[:, :, part].bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            other.append(k[:, :, part], v[:, :, part])
+            found.append(torch.equal(other.attend(q[:, :, part]), want))
+    assert all(found)
+
+
+def test_statistics_of_keys_do_not_follow():
+    keys = SHAPES["plain"].draw(dtype=torch.float32)[1]
+    want = fk.leverage_scores(keys), fk.universal_set(keys, 0.2)
+    sketch, other = fk.KeySketch(0.2), fk.KeySketch(0.2)
+    sketch.update(keys)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fk.leverage_scores(keys), fk.universal_set(keys, 0.2)
+        other.update(keys)
+    assert all(map(torch.equal, found, want))
+    assert torch.equal(other.universal_set().scores, sketch.universal_set().scores)
+    heavy = fk.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = fk.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
+    assert torch.equal(again.indices, heavy.indices)

@@ -1,0 +1,88 @@
+"""Which parts the compiled kernels answer, and why they leave the others to torch: so that none is lost in silence."""
+
+import re
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import CASES, CAUSAL_SHAPES, SHAPES
+from executors import DTYPES, FORMS, WAYS, Way, runs, support, ways
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute.dispatch import EXECUTORS
+from fewkeys.flow import prepare
+from fewkeys.rest import RESTS
+from fewkeys.select import SELECTORS
+from native_cases import needs_compiler
+
+ROWS = "a list of keys for every query"
+GROUPS = "groups of tokens"
+LEFT_TO_TORCH = {
+    fk.TopK: ROWS,
+    fk.EntmaxSupport: ROWS,
+    fk.LowRankEntmax: ROWS,
+    fk.GlobalTokens: GROUPS,
+    fk.Longformer: GROUPS,
+    fk.BigBird: GROUPS,
+    fk.Strided: GROUPS,
+    fk.Fixed: GROUPS,
+    fk.Reformer: GROUPS,
+    fk.SortedLSH: GROUPS,
+    fk.Routing: GROUPS,
+    fk.Predicted: GROUPS,
+    fk.BlockClusters: GROUPS,
+    fk.Moments: r"stand-ins without curvature, got Moments\(\)",
+    fk.GroupMeans: GROUPS,
+}
+"""Selectors and rests that no kernel answers under any case, and the reason that is given."""
+
+
+def reasons(way):
+    """By part: why the way cannot answer its cases, None for those that it can."""
+    found = {}
+    for case in CASES.values():
+        plan = case.part
+        shape = CAUSAL_SHAPES["causal grouped"] if plan.rest.needs_causal else SHAPES["grouped"]
+        x = check_inputs(*shape.draw(dtype=torch.float32), **shape.options, impl="torch")
+        reason = support(prepare(x, plan), way)
+        for part in (*plan.parts, plan.rest):
+            found.setdefault(type(part), []).append(reason)
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", [way for way in WAYS if way.impl == "native"], ids=str)
+def test_every_part_has_a_kernel_or_a_reason(way):
+    found = reasons(way)
+    assert set(found) == {*SELECTORS, *RESTS}
+    lost = {kind for kind, given in found.items() if None not in given}
+    assert lost == set(LEFT_TO_TORCH)
+    for kind, reason in LEFT_TO_TORCH.items():
+        # Other weights are refused before anything else is looked at, and a rest may stand beside a part that is.
+        own = [given for given in found[kind] if "weights" not in given]
+        assert any(re.search(reason, given) for given in own), (kind, own)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.impl in ("reference", "torch")], ids=str)
+def test_torch_and_the_reference_answer_everything(way):
+    assert not any(reason for given in reasons(way).values() for reason in given)
+
+
+def test_every_executor_is_among_the_ways():
+    assert {way.impl for way in WAYS} == set(EXECUTORS)
+    assert set(DTYPES) <= set(EXECUTORS)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["plain", "causal"])
+def test_every_plan_is_run_in_float64_and_in_every_way_that_knows_it(form):
+    """Whose turn it is never takes a plan out of a law altogether."""
+    names = [n for n in CASES if not CASES[n].part.rest.needs_causal] if form == "plain" else list(CASES)
+    if form == "causal":
+        names = [n for n in names if CASES[n].part.rest.causal and CASES[n].part.keep.causal]
+    forms = [form, "grouped" if form == "plain" else "causal grouped"]
+    run = {(name, way) for name, _, way in (param.values for param in runs(names, forms))}
+    for name in names:
+        assert (name, Way("torch", torch.float64)) in run
+        for way in ways(name, FORMS[form]):
+            assert way.impl != "native" or (name, way) in run
