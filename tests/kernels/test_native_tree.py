@@ -12,6 +12,7 @@ from fewkeys.execute import native as native_plans
 from fewkeys.execute import reference
 from fewkeys.execute import torch as torch_plans
 from fewkeys.execute.problem import Problem
+from fewkeys.native import build, counters
 from fewkeys.tree import native
 from fewkeys.tree.descent import Descent
 from fewkeys.tree.forest import grow, summarise
@@ -172,7 +173,7 @@ def test_a_budget_for_all_keys_is_exact():
     torch.testing.assert_close(found, expected, **CLOSE[torch.float32])
 
 
-@pytest.mark.parametrize("slots", [64, 700])
+@pytest.mark.parametrize("slots", [64, 1900])
 def test_many_candidates_are_chosen_alike(slots):
     """Beyond 128 candidates they are sorted in another way."""
     shape = replace(LONG, queries=20, keys=20000, head_dim=4, value_dim=3, is_causal=False)
@@ -212,3 +213,19 @@ def test_a_window_beside_the_tree_is_left_to_torch():
     x = check_inputs(*LONG.draw(dtype=torch.float32), is_causal=True)
     told = Problem(x, (fk.KeyTree(64) | fk.Window(25)).select(x), None, fk.Softmax())
     assert "expected keys that each query finds in a tree alone" in str(native_plans.unsupported(told))
+
+
+def test_arithmetic_grows_linearly_and_memory_hardly(monkeypatch):
+    """Of attending alone: four times the queries, each for as many slots; what a thread holds is as for one query."""
+    monkeypatch.setenv(build.COUNT, "1")
+    found = []
+    for tokens in (2048, 8192):
+        g = torch.Generator().manual_seed(0)
+        q, k, v = torch.randn(3, 1, 1, tokens, 16, generator=g)
+        told = problem_of(check_inputs(q, k, v, is_causal=True), 64)
+        counters()
+        threads(1, lambda: native_plans.attend(told))  # noqa: B023 - called at once
+        found.append(counters())
+    few, many = found
+    assert 3.5 * few["multiply_adds"] < many["multiply_adds"] < 4.5 * few["multiply_adds"], found
+    assert 0 < many["bytes"] < 2 * few["bytes"], found
