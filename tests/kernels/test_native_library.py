@@ -13,17 +13,18 @@ import fewkeys as fk
 from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute.native import backward, forward
+from fewkeys.execute.native import backward, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native import build, keys, tensors
 from fewkeys.past import native as past
+from fewkeys.tree import native as tree
 from native_cases import needs_compiler
 
 pytestmark = needs_compiler
 HERE = Path(build.__file__).parent
 STRUCTS = [
     kind
-    for module in (tensors, keys, past, forward, backward)
+    for module in (tensors, keys, past, tree, forward, backward, descent)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind.__module__ == module.__name__
 ]

@@ -20,6 +20,7 @@ from fewkeys.core.files import cache_folder
 SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "lanes.h", "products.h", "tile.h", "columns.h", "matrix.h", "back.h"),
     *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
+    *("split.h", "forest.h", "descend.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden"),

@@ -1,6 +1,8 @@
 // What the library exports: every kernel, and what a loader asks it. One unit, so that the products that all kernels
 // share are compiled once.
 #include "blocks_back.h"
+#include "descend.h"
+#include "forest.h"
 #include "keys.h"
 #include "lloyd.h"
 #include "near_back.h"
@@ -50,6 +52,18 @@ FEWKEYS_EXPORT void fewkeys_label_sums(const Sums *p, int is_bf16, int threads) 
   is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads);
 }
 
+FEWKEYS_EXPORT void fewkeys_split(const Split *p, int threads) { split(*p, threads); }
+
+FEWKEYS_EXPORT void fewkeys_grow(const Trees *p, int threads) { grow(*p, threads); }
+
+FEWKEYS_EXPORT void fewkeys_roots(const TreeRoots *p, int threads) { roots(*p, threads); }
+
+FEWKEYS_EXPORT void fewkeys_summarise(const Summaries *p, int threads) { summarise(*p, threads); }
+
+FEWKEYS_EXPORT void fewkeys_descend(const Descend *p, int is_bf16, int threads) {
+  is_bf16 ? descend<bf16>(*p, threads) : descend<float>(*p, threads);
+}
+
 // What ctypes must agree on; -1 for what is no struct here.
 FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
 #define SIZE_OF(type) \
@@ -65,6 +79,11 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Lloyd);
   SIZE_OF(Past);
   SIZE_OF(PastBack);
+  SIZE_OF(Split);
+  SIZE_OF(Trees);
+  SIZE_OF(TreeRoots);
+  SIZE_OF(Summaries);
+  SIZE_OF(Descend);
 #undef SIZE_OF
   return -1;
 }

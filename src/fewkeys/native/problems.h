@@ -135,4 +135,55 @@ struct PastBack {
   int64_t heads, keys, dim, value_dim, count, steps, evicted;
 };
 
+// Trees of rows: `fewkeys.tree.split`.
+struct Split {
+  const float *rows;  // (count, size, dim)
+  int64_t *order;     // (count, size)
+  int64_t count, size, dim;
+};
+
+// All trees of some sequences: `fewkeys.tree.forest`.
+struct Trees {
+  Rows key, value;                             // float, (H, 1, n, D or Dv)
+  const float *root;                           // (H, roots, D, D): lower triangular
+  const int64_t *size, *start, *base, *kind;   // (trees): keys, the first of them, its place in the order, its root
+  int64_t *order;                              // (H, places)
+  int64_t heads, trees, roots, places, dim, value_dim;
+  float share;                                 // of the values
+};
+
+// The metric of trees: `fewkeys.tree.metric`.
+struct TreeRoots {
+  Rows query;             // float, scaled, (H, groups, Nq, D)
+  const int64_t *asking;  // the queries that count, by their turns
+  const int64_t *stop;    // (turns): how many are of this turn or of one before
+  const int64_t *turn;    // (count), ascending: up to which turn
+  float *root;            // (H, count, D, D)
+  int64_t heads, groups, turns, count, dim;
+  float ridge;
+};
+
+// What is known of nodes: `fewkeys.tree.forest.summarise`.
+struct Summaries {
+  Rows key, value;              // float, (H, 1, n, D or Dv)
+  const int64_t *order;         // (H, places)
+  const int64_t *size, *base;   // (trees)
+  const int64_t *tables;        // (count), leaves first: `TableTo` in `forest.h`
+  int64_t heads, trees, places, dim, value_dim, count;
+};
+
+// Softmax over what every query finds by descending a forest: `fewkeys.tree.descent`.
+struct Descend {
+  Rows query, key, value, out;
+  const int64_t *batch;  // (sequences): which of the batch; null: all
+  const int64_t *real;   // (n): where real keys stand; null: all are
+  const int64_t *seen;   // (Nq): how many of them each query sees
+  const int64_t *order;  // (H, places)
+  // Rows of numbers: what they are called, `descend.h` says.
+  const int64_t *steps, *levels, *runs, *tables;
+  int64_t count, sequences, heads, gqa_ratio, places, dim, value_dim, sinks;
+  int64_t shown;  // whether unopened nodes stand in
+  float scale, reach, curve, highest;
+};
+
 }  // namespace fewkeys

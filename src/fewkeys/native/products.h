@@ -35,8 +35,8 @@ static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, f
 
 template <int R>
 static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes,
-                                              float *into) {
-  for (int part = 0; part < TILE; part += 2 * LANES) {
+                                              float *into, int used) {
+  for (int part = 0; part < used; part += 2 * LANES) {
     vec sum[R][2] = {};
     const float *x = lanes + part;
     for (int d = 0; d < dim; d++, x += TILE) {
@@ -57,21 +57,23 @@ static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, 
 
 // The same for `count` rows, at most R.
 template <int R>
-static inline void dots_up_to(int count, const float *row, int64_t stride, int dim, const float *lanes, float *into) {
+static inline void dots_up_to(int count, const float *row, int64_t stride, int dim, const float *lanes, float *into,
+                              int used) {
   if constexpr (R > 0) {
     if (count == R)
-      dots_of<R>(row, stride, dim, lanes, into);
+      dots_of<R>(row, stride, dim, lanes, into, used);
     else
-      dots_up_to<R - 1>(count, row, stride, dim, lanes, into);
+      dots_up_to<R - 1>(count, row, stride, dim, lanes, into, used);
   }
 }
 
-// Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE).
-static inline void dots(const float *row, int64_t stride, int count, int dim, const float *lanes, float *into) {
-  count_multiply_adds((int64_t)count * dim * TILE);
+// Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE), of which the first `used` are asked for.
+static inline void dots(const float *row, int64_t stride, int count, int dim, const float *lanes, float *into,
+                        int used = TILE) {
+  count_multiply_adds((int64_t)count * dim * used);
   int c = 0;
-  for (; c + ROWS <= count; c += ROWS) dots_of<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE);
-  dots_up_to<ROWS - 1>(count - c, row + c * stride, stride, dim, lanes, into + c * TILE);
+  for (; c + ROWS <= count; c += ROWS) dots_of<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE, used);
+  dots_up_to<ROWS - 1>(count - c, row + c * stride, stride, dim, lanes, into + c * TILE, used);
 }
 
 template <int Q, int V>

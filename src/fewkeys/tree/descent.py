@@ -128,8 +128,8 @@ class Descent:
         walks = []
         for sequences in sequences_of(inputs, slots, block_of(slots)):
             key, value = sequences.rows(inputs.key), sequences.rows(inputs.value)
-            forest = grow(sequences, sequences.queries(inputs), key, value)
-            walks.append(Walk(sequences, forest, summarise(forest, key, value)))
+            forest = grow(sequences, sequences.queries(inputs), key, value, inputs.impl)
+            walks.append(Walk(sequences, forest, summarise(forest, key, value, inputs.impl)))
         return Descent(inputs, tuple(walks))
 
     @torch.no_grad()

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.tree.metric import features, roots
+from fewkeys.core.impl import Impl
+from fewkeys.native.tensors import suits
+from fewkeys.sketch.backend import COMPILED
+from fewkeys.tree import native
+from fewkeys.tree.metric import VALUES, features, roots
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, cover
 from fewkeys.tree.sequences import Sequences
 from fewkeys.tree.split import split
@@ -84,10 +88,11 @@ def needed(sequences: Sequences) -> dict[int, Stand]:
     return stands
 
 
-def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> Forest:
+def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, impl: Impl = "auto") -> Forest:
     """The trees of scaled queries (H, groups, Nq, D), keys (H, n, D) and values, in working precision.
 
-    Cost O(n log^2 n (D + Dv)) a head for a causal sequence, O(n log n (D + Dv)) for one forest; memory O(n log n).
+    `impl`: "auto" and "native" take compiled kernels where they can read these. A choice: no gradient flows. Cost
+    O(n log^2 n (D + Dv)) a head for a causal sequence, O(n log n (D + Dv)) for one forest; memory O(n log n).
     """
     stands, heads = needed(sequences), key.shape[0]
     if not stands:
@@ -95,7 +100,13 @@ def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> For
     ends = torch.cat([stand.starts() + stand.size for stand in stands.values()])
     blocks = (ends // sequences.block if sequences.is_causal else torch.zeros_like(ends)).to(key.device)
     kinds, kind = blocks.unique(return_inverse=True)
-    metric = roots(sequences, query, kinds).to(key.dtype)
+    query, key, value = query.detach(), key.detach(), value.detach()
+    if compiled := impl in COMPILED and all(x.dtype == torch.float32 for x in (query, key, value)):
+        compiled = suits(query, key, value)
+    metric = roots(sequences, query, kinds, compiled).to(key.dtype)
+    if compiled:
+        size, start, base = _places(stands)
+        return Forest(native.grow(key, value, metric, kind, size, start + SINKS, base, VALUES), stands)
     found, done = [], 0
     for stand in stands.values():
         inside = torch.arange(stand.size, device=key.device)
@@ -108,12 +119,26 @@ def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> For
     return Forest(torch.cat(found, 1), stands)
 
 
-def summarise(forest: Forest, key: Tensor, value: Tensor) -> dict[int, Table]:
+def _places(stands: Mapping[int, Stand]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every tree, the number of keys, the first sealed key, and the place in the order."""
+    size = torch.tensor([stand.size for stand in stands.values() for _ in range(stand.count)])
+    return size, torch.cat([stand.starts() for stand in stands.values()]), size.cumsum(0) - size
+
+
+def summarise(forest: Forest, key: Tensor, value: Tensor, impl: Impl = "auto") -> dict[int, Table]:
     """What is known of all nodes, of keys (H, n, D) and values in working precision. Gradients flow.
 
-    Means and variances of a node are those of its children's means, and of their variances:
+    `impl`: as of `grow`. Means and variances of a node are those of its children's means, and of their variances:
     `var = mean of var_c + mean of (mean_c - mean)^2`. Cost O(n log n (D + Dv)).
     """
+    if forest.stands and impl in COMPILED and key.dtype == value.dtype == torch.float32 and suits(key, value):
+        keys, _, base = _places(forest.stands)
+        sizes = [LEAF]
+        while sizes[-1] * BRANCH <= max(forest.stands):
+            sizes.append(sizes[-1] * BRANCH)
+        rows = {one: int(keys[keys >= one].sum()) // one for one in sizes}
+        tables = native.summarise(key, value, forest.order, keys, base, rows)
+        return {one: Table(*own) for one, own in tables.items()}
     parts: dict[int, list[Table]] = {}
     for stand in forest.stands.values():
         size, last = LEAF, slice(stand.base, stand.base + stand.count * stand.size)

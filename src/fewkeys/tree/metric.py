@@ -14,23 +14,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.past.running import RunningQueries
+from fewkeys.tree import native
 from fewkeys.tree.sequences import Sequences
 
 VALUES = 0.3
 RIDGE = 1e-3
 
 
-def roots(sequences: Sequences, query: Tensor, blocks: Tensor) -> Tensor:
-    """L (H, E, D, D), float64, after `blocks` (E,) sealed blocks; `query` (H, groups, Nq, D) are scaled.
+def roots(sequences: Sequences, query: Tensor, blocks: Tensor, compiled: bool = False) -> Tensor:
+    """L (H, E, D, D) after `blocks` (E,), ascending, sealed blocks; `query` (H, groups, Nq, D) are scaled.
 
     Sums over a block are added to those before in order, in float64: so they are the same to the last bit whatever
     comes later. Before the first query the metric is a multiple of the identity.
     """
     turn = sequences.turn[sequences.asking]
     most = int(blocks.max())
-    query = query[:, :, sequences.asking[turn <= most]].double()
     counts = torch.bincount(turn[turn <= most], minlength=most + 1)
+    if compiled:
+        return native.roots(query, sequences.asking, counts.cumsum(0), blocks, RIDGE)
     # One row a turn, filled up by zeros: queries stand in the order of their turns.
+    query = query[:, :, sequences.asking[turn <= most]].double()
     place = torch.arange(int(counts.max()), device=query.device)
     index = (counts.cumsum(0) - counts)[:, None] + place
     index = index.masked_fill(place >= counts[:, None], query.shape[2])

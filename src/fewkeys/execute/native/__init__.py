@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
-from fewkeys.execute.native import backward, forward
+from fewkeys.execute.native import backward, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, readable, wants_gradient
@@ -28,7 +28,11 @@ def unsupported(problem: Problem) -> str | None:
     if (reason := missing()) is not None:
         return f"expected compiled kernels, got none ({reason})"
     s = problem.stand_ins
-    if isinstance(s, BlockStandIns):
+    if problem.graph.descent is not None:
+        plain = readable(*descent.read(problem))
+        if plain and wants_gradient(*descent.read(problem)):
+            return "expected no gradients through keys that each query finds in a tree, got tensors that require them"
+    elif isinstance(s, BlockStandIns):
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
     else:
@@ -42,7 +46,9 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward.attend`, or `backward.attend`."""
+    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward`, `backward` or `descent` has it."""
+    if problem.graph.descent is not None:
+        return descent.attend(problem)
     return backward.attend(problem) if _wants_gradient(problem) else forward.attend(problem)
 
 
@@ -52,7 +58,7 @@ def _form(problem: Problem) -> str | None:
     if not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
     if graph.descent is not None:
-        return "expected a band and lists that blocks of queries share, got keys that each query finds in a tree"
+        return descent.form(problem)
     if graph.rows is not None or graph.full:
         return "expected a band and lists that blocks of queries share, got a list of keys for every query"
     if graph.groups is not None:

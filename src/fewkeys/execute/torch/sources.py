@@ -1,8 +1,8 @@
 """The sources of a row's entries: shared key lists, block-wise key lists, the band, the stand-ins.
 
 Each source gives the scores of a chunk of queries, (H, M, columns), and mixes its values under their weights,
-(H, M, Dv). A chunk's queries are block-major: M = blocks x (gqa_ratio x block size), so that queries of all heads at the
-same positions stand together.
+(H, M, Dv). A chunk's queries are block-major: M = blocks x (gqa_ratio x block size), so that queries of all heads at
+the same positions stand together.
 """
 
 from __future__ import annotations

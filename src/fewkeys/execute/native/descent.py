@@ -1,0 +1,116 @@
+"""Softmax over what every query finds in a forest of key trees, by the compiled kernel (`native/descend.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fewkeys.execute.problem import Problem
+from fewkeys.native.build import call
+from fewkeys.native.tensors import Rows, dense, pointers
+from fewkeys.rest.base import NodeStandIns
+from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
+from fewkeys.tree.forest import Nodes, Table
+from fewkeys.tree.rule import SINKS
+
+_HELD = ("batch", "real", "seen", "order", "steps", "levels", "runs", "tables")
+
+
+class _Descend(ctypes.Structure):
+    _fields_ = (
+        *((name, Rows) for name in ("query", "key", "value", "out")),
+        *((name, ctypes.c_void_p) for name in _HELD),
+        *((name, ctypes.c_int64) for name in ("count", "sequences", "heads", "groups", "places", "dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("sinks", "shown")),
+        *((name, ctypes.c_float) for name in ("scale", "reach", "curve", "highest")),
+    )
+
+
+def form(problem: Problem) -> str | None:
+    """Why there is no kernel for a descent of this form, None where there is."""
+    graph, s = problem.graph, problem.stand_ins
+    if not isinstance(graph.descent, Descent):
+        return f"expected the descent of KeyTree, got {type(graph.descent).__name__}"
+    if any(part is not None for part in (graph.band, graph.columns, graph.rows, graph.groups)) or graph.full:
+        return "expected keys that each query finds in a tree alone, got others beside them"
+    if s is not None and not isinstance(s, NodeStandIns):
+        return f"expected nodes of the tree to stand in, or nothing, got {type(s).__name__}"
+    return None
+
+
+def read(problem: Problem) -> list[Tensor]:
+    """What the kernel reads that may depend on the inputs."""
+    x = problem.inputs
+    nodes = [part for walk in _nodes(problem) for table in walk.values() for part in _parts(table)]
+    return [x.query, x.key, x.value, *nodes]
+
+
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding, and to what nearly equal ranks decide.
+
+    Every query chooses what it opens as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)).
+    """
+    x = problem.inputs
+    output = x.value.new_empty((*x.query.shape[:3], x.value_dim))
+    for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
+        _attend(problem, walk, nodes, output)
+    return output
+
+
+def _nodes(problem: Problem) -> tuple[Nodes, ...]:
+    if isinstance(problem.stand_ins, NodeStandIns):
+        return problem.stand_ins.nodes
+    return tuple(walk.nodes for walk in cast("Descent", problem.graph.descent).walks)
+
+
+def _parts(table: Table) -> tuple[Tensor, Tensor, Tensor]:
+    return table.key, table.value, table.variance
+
+
+def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
+    """Write the output of some sequences."""
+    x, own, forest = problem.inputs, walk.sequences, walk.forest
+    query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
+    tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
+    place = {size: index for index, size in enumerate(nodes)}
+    steps: list[tuple[int, ...]] = []
+    levels: list[tuple[int, ...]] = []
+    runs: list[tuple[int, int]] = []
+    for step in own.steps:
+        first = len(levels)
+        for level in step.levels:
+            found = [(forest.row(start, size, level.size), size // level.size) for start, size in level.trees]
+            levels.append((place[level.size], level.size, len(runs), len(found), level.scored, level.opened))
+            runs += found
+        steps.append((step.start, step.stop, step.seen, step.near, first, len(step.levels)))
+    held: dict[str, Tensor | None] = {
+        "batch": own.batch,
+        "real": own.real,
+        "seen": own.seen.contiguous(),
+        "order": forest.order.contiguous(),
+        "steps": torch.tensor(steps),
+        "levels": torch.tensor(levels),
+        "runs": torch.tensor(runs),
+        "tables": torch.tensor([[*(part.data_ptr() for part in own), own[0].shape[1]] for own in tables]),
+    }
+    told = _Descend(
+        **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
+        **pointers(held),
+        count=len(steps),
+        sequences=x.batch if own.batch is None else own.batch.numel(),
+        heads=x.query_heads,
+        groups=x.gqa_ratio,
+        places=forest.order.shape[1],
+        dim=x.head_dim,
+        value_dim=x.value_dim,
+        sinks=SINKS,
+        shown=isinstance(problem.stand_ins, NodeStandIns),
+        scale=x.scale,
+        reach=REACH,
+        curve=CURVE,
+        highest=HIGHEST,
+    )
+    call("fewkeys_descend", told, x.query.dtype)

@@ -1,0 +1,131 @@
+"""The compiled kernels that grow forests (`native/split.h`, `native/forest.h`); all tensors are float32."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fewkeys.native.build import call
+from fewkeys.native.tensors import Rows, dense, pointers
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Split(ctypes.Structure):
+    _fields_ = (
+        *((name, _POINTER) for name in ("rows", "order")),
+        *((name, _SIZE) for name in ("count", "size", "dim")),
+    )
+
+
+class _Trees(ctypes.Structure):
+    _fields_ = (
+        *((name, Rows) for name in ("key", "value")),
+        *((name, _POINTER) for name in ("root", "size", "start", "base", "kind", "order")),
+        *((name, _SIZE) for name in ("heads", "trees", "roots", "places", "dim", "value_dim")),
+        ("share", ctypes.c_float),
+    )
+
+
+class _TreeRoots(ctypes.Structure):
+    _fields_ = (
+        ("query", Rows),
+        *((name, _POINTER) for name in ("asking", "stop", "turn", "root")),
+        *((name, _SIZE) for name in ("heads", "groups", "turns", "count", "dim")),
+        ("ridge", ctypes.c_float),
+    )
+
+
+class _Summaries(ctypes.Structure):
+    _fields_ = (
+        *((name, Rows) for name in ("key", "value")),
+        *((name, _POINTER) for name in ("order", "size", "base", "tables")),
+        *((name, _SIZE) for name in ("heads", "trees", "places", "dim", "value_dim", "count")),
+    )
+
+
+def split(rows: Tensor) -> Tensor:
+    """What `tree.split.split` promises, of float32 rows; within leaves in their old order."""
+    rows = rows.contiguous()
+    order = torch.empty(rows.shape[:2], dtype=torch.int64)
+    sizes = dict(zip(("count", "size", "dim"), rows.shape, strict=True))
+    call("fewkeys_split", _Split(**pointers({"rows": rows, "order": order}), **sizes))
+    return order
+
+
+def grow(
+    key: Tensor, value: Tensor, root: Tensor, kind: Tensor, size: Tensor, start: Tensor, base: Tensor, share: float
+) -> Tensor:
+    """The order (H, R) of trees of keys (H, n, D) and values, all float32.
+
+    root (H, E, D, D): lower triangular. kind, size, start and base (trees,), int64: which root, how many keys from
+    which on, and where the tree stands in the order. share: of the values in the features.
+    """
+    key, value = dense(key.unsqueeze(1)), dense(value.unsqueeze(1))
+    heads, places = key.shape[0], int(size.sum())
+    order = torch.empty((heads, places), dtype=torch.int64)
+    held: dict[str, Tensor | None] = {"root": root, "size": size, "start": start, "base": base, "kind": kind}
+    held = {name: None if part is None else part.contiguous() for name, part in held.items()} | {"order": order}
+    told = _Trees(
+        key=Rows.of(key),
+        value=Rows.of(value),
+        **pointers(held),
+        heads=heads,
+        trees=size.numel(),
+        roots=root.shape[1],
+        places=places,
+        dim=key.shape[3],
+        value_dim=value.shape[3],
+        share=share,
+    )
+    call("fewkeys_grow", told)
+    return order
+
+
+def roots(query: Tensor, asking: Tensor, stop: Tensor, turn: Tensor, ridge: float) -> Tensor:
+    """What `tree.metric.roots` promises, (H, E, D, D), of scaled queries (H, groups, Nq, D).
+
+    asking (N,): the queries that count, by their turns. stop (turns,): how many are of this turn or of one before. turn
+    (E,), ascending: up to which turn.
+    """
+    query = dense(query)
+    heads, groups, _, dim = query.shape
+    root = query.new_empty((heads, turn.numel(), dim, dim))
+    held = {"asking": asking.contiguous(), "stop": stop.contiguous(), "turn": turn.contiguous(), "root": root}
+    sizes = {"heads": heads, "groups": groups, "turns": stop.numel(), "count": turn.numel(), "dim": dim}
+    call("fewkeys_roots", _TreeRoots(query=Rows.of(query), **pointers(held), **sizes, ridge=ridge))
+    return root
+
+
+def summarise(
+    key: Tensor, value: Tensor, order: Tensor, size: Tensor, base: Tensor, rows: Mapping[int, int]
+) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """Mean key, mean value and variances, (H, R_s, D or Dv), of all nodes of trees of keys (H, n, D) and values.
+
+    order (H, R); size and base (trees,), int64: how many keys, and from where on in the order. rows: how many nodes
+    there are of each size, the leaves first.
+    """
+    key, value, order = dense(key.unsqueeze(1)), dense(value.unsqueeze(1)), order.contiguous()
+    heads, dim, value_dim = key.shape[0], key.shape[3], value.shape[3]
+    found = {
+        size: tuple(key.new_empty((heads, count, width)) for width in (dim, value_dim, dim))
+        for size, count in rows.items()
+    }
+    tables = torch.tensor([[*(part.data_ptr() for part in own), rows[size], size] for size, own in found.items()])
+    held = {"order": order, "size": size.contiguous(), "base": base.contiguous(), "tables": tables}
+    told = _Summaries(
+        key=Rows.of(key),
+        value=Rows.of(value),
+        **pointers(held),
+        heads=heads,
+        trees=size.numel(),
+        places=order.shape[1],
+        dim=dim,
+        value_dim=value_dim,
+        count=len(found),
+    )
+    call("fewkeys_summarise", told)
+    return {size: (own[0], own[1], own[2]) for size, own in found.items()}
