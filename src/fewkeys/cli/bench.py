@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
     from fewkeys.plan import Plan
 
-METHODS = ("budget", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
+METHODS = ("budget", "tree", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -165,6 +165,8 @@ def _plan(name: str, is_causal: bool) -> Plan:
     half = max(1, slots // 2)
     if method == "budget":
         return fk.budget(slots, is_causal=is_causal)
+    if method == "tree":
+        return fk.Plan(fk.KeyTree(slots), fk.TreeMeans())
     if method in ("sample", "hyper"):
         return fk.Plan(fk.Window(half | 1) if method == "sample" else fk.SortedLSH(half), fk.UniformSample(half))
     keeps = {
