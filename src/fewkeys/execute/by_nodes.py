@@ -25,7 +25,7 @@ def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
     x, value = problem.inputs, working(problem.inputs.value).repeat_interleave(problem.inputs.gqa_ratio, 1)
     parts, places = [], []
     for walk in cast("Descent", problem.graph.descent).walks:
-        batch = torch.arange(x.batch) if walk.sequences.batch is None else walk.sequences.batch
+        batch = torch.arange(x.batch, device=x.key.device) if walk.sequences.batch is None else walk.sequences.batch
         logit, mean = (part.unflatten(0, (-1, x.kv_heads)).flatten(1, 2) for part in _columns(x, walk, start, stop))
         # One part: there may be no node at all.
         (weight,) = problem.weights.kernel([torch.cat([scores[batch], logit], -1)])

@@ -55,7 +55,8 @@ def descend(forest: Forest, nodes: Nodes, step: Step, query: Tensor) -> tuple[Te
     for level in step.levels:
         table = nodes[level.size]
         entering = [
-            torch.arange(size // level.size) + forest.row(start, size, level.size) for start, size in level.trees
+            torch.arange(size // level.size, device=query.device) + forest.row(start, size, level.size)
+            for start, size in level.trees
         ]
         shared = torch.cat(entering).to(query.device) if entering else query.new_zeros(0, dtype=torch.int64)
         rows = shared.expand(*query.shape[:2], -1)
@@ -136,7 +137,7 @@ class Descent:
     def mask(self, start: int, stop: int) -> Tensor:
         """The keys that queries start .. stop - 1 keep, (B, Hq, stop - start, Nk)."""
         x = self.inputs
-        found = torch.zeros((x.batch, x.kv_heads, x.gqa_ratio, stop - start, x.keys), dtype=torch.bool).to(x.key.device)
+        found = x.key.new_zeros((x.batch, x.kv_heads, x.gqa_ratio, stop - start, x.keys), dtype=torch.bool)
         for walk in self.walks:
             own = walk.sequences
             kept = self._kept(walk, start, stop).unflatten(0, (-1, x.kv_heads))

@@ -38,7 +38,7 @@ class Stand:
 
     def starts(self) -> Tensor:
         """The first sealed key of each tree, (count,)."""
-        return torch.arange(self.first, self.first + self.count) * (2 * self.size)
+        return torch.arange(self.first, self.first + self.count, device="cpu") * (2 * self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, impl: 
 
 def _places(stands: Mapping[int, Stand]) -> tuple[Tensor, Tensor, Tensor]:
     """Of every tree, the number of keys, the first sealed key, and the place in the order."""
-    size = torch.tensor([stand.size for stand in stands.values() for _ in range(stand.count)])
+    size = torch.tensor([stand.size for stand in stands.values() for _ in range(stand.count)], device="cpu")
     return size, torch.cat([stand.starts() for stand in stands.values()]), size.cumsum(0) - size
 
 

@@ -50,7 +50,7 @@ class _Summaries(ctypes.Structure):
 def split(rows: Tensor) -> Tensor:
     """What `tree.split.split` promises, of float32 rows; within leaves in their old order."""
     rows = rows.contiguous()
-    order = torch.empty(rows.shape[:2], dtype=torch.int64)
+    order = rows.new_empty(rows.shape[:2], dtype=torch.int64)
     sizes = dict(zip(("count", "size", "dim"), rows.shape, strict=True))
     call("fewkeys_split", _Split(**pointers({"rows": rows, "order": order}), **sizes))
     return order
@@ -66,7 +66,7 @@ def grow(
     """
     key, value = dense(key.unsqueeze(1)), dense(value.unsqueeze(1))
     heads, places = key.shape[0], int(size.sum())
-    order = torch.empty((heads, places), dtype=torch.int64)
+    order = torch.empty((heads, places), dtype=torch.int64, device="cpu")
     held: dict[str, Tensor | None] = {"root": root, "size": size, "start": start, "base": base, "kind": kind}
     held = {name: None if part is None else part.contiguous() for name, part in held.items()} | {"order": order}
     told = _Trees(
@@ -114,7 +114,9 @@ def summarise(
         size: tuple(key.new_empty((heads, count, width)) for width in (dim, value_dim, dim))
         for size, count in rows.items()
     }
-    tables = torch.tensor([[*(part.data_ptr() for part in own), rows[size], size] for size, own in found.items()])
+    tables = torch.tensor(
+        [[*(part.data_ptr() for part in own), rows[size], size] for size, own in found.items()], device="cpu"
+    )
     held = {"order": order, "size": size.contiguous(), "base": base.contiguous(), "tables": tables}
     told = _Summaries(
         key=Rows.of(key),

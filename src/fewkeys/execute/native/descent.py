@@ -91,10 +91,10 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
         "real": own.real,
         "seen": own.seen.contiguous(),
         "order": forest.order.contiguous(),
-        "steps": torch.tensor(steps),
-        "levels": torch.tensor(levels),
-        "runs": torch.tensor(runs),
-        "tables": torch.tensor([[*(part.data_ptr() for part in own), own[0].shape[1]] for own in tables]),
+        "steps": torch.tensor(steps, device="cpu"),
+        "levels": torch.tensor(levels, device="cpu"),
+        "runs": torch.tensor(runs, device="cpu"),
+        "tables": torch.tensor([[*(part.data_ptr() for part in own), own[0].shape[1]] for own in tables], device="cpu"),
     }
     told = _Descend(
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
