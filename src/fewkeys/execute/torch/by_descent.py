@@ -61,7 +61,9 @@ class _Piece:
         self.key, self.value = key[heads], value[heads]
 
     def attend(self, query: Tensor, stand_ins: Nodes | None, weights: Weights) -> Tensor:
-        """The output (H, M, Dv) of queries (H, M, D)."""
+        """The output (H, M, Dv) of queries (H, M, D); zero where there is no key to see."""
+        if not self.step.seen:
+            return query.new_zeros((*query.shape[:2], self.value.shape[2]))
         place = torch.arange(self.step.seen, device=query.device)
         place = place[(place < SINKS) | (place >= self.step.near)]
         near_key, near_value = self.key[:, place], self.value[:, place]
