@@ -66,15 +66,15 @@ class Way:
 WAYS = [Way(impl, dtype) for impl in EXECUTORS for dtype in DTYPES.get(impl, (torch.float32,))]
 
 
-def support(problem, way):
-    """Why the way cannot answer the problem, None where it can."""
+def support(problem, way, gradients=False):
+    """Why the way cannot answer the problem, None where it can; with gradients, where they are asked for."""
     x = problem.inputs
-    rows = {name: getattr(x, name).to(way.dtype) for name in ("query", "key", "value")}
+    rows = {name: getattr(x, name).to(way.dtype).requires_grad_(gradients) for name in ("query", "key", "value")}
     return EXECUTORS[way.impl].unsupported(replace(problem, inputs=replace(x, **rows)))
 
 
 @cache
-def ways(name: str, is_causal: bool) -> tuple[Way, ...]:
+def ways(name: str, is_causal: bool, gradients: bool = False) -> tuple[Way, ...]:
     """The ways that know the case, says `unsupported`; Triton's interpreter for few.
 
     It looks at the form of the problem, which is that of 70 tokens here: a way that refused another shape would fail.
@@ -82,20 +82,21 @@ def ways(name: str, is_causal: bool) -> tuple[Way, ...]:
     shape = Shape(batch=1, query_heads=1, kv_heads=1, is_causal=is_causal)
     problem = prepare(check_inputs(*shape.draw(dtype=torch.float32), **shape.options, impl="torch"), CASES[name].part)
     found = [way for way in WAYS if way.impl != "triton" or name in SHORT]
-    return tuple(way for way in found if support(problem, way) is None)
+    return tuple(way for way in found if support(problem, way, gradients) is None)
 
 
-def runs(names, forms, skip=None):
+def runs(names, forms, skip=None, gradients=False):
     """Parameters (name, form, way): plans of `OFTEN` in every form in every way.
 
     All others take turns: each goes through torch in float64 and through every compiled or new way in one form, another
     one for every plan, and through the reference and torch in float32 for every third plan. Triton's interpreter takes
-    seconds where others take milliseconds: it gets a tiny form. `skip`: an executor to leave out.
+    seconds where others take milliseconds: it gets a tiny form. `skip`: an executor to leave out; `gradients`: only
+    ways that have them.
     """
     found = []
     for turn, name in enumerate(names):
         for place, form in enumerate(forms):
-            for way in ways(name, FORMS[form].is_causal):
+            for way in ways(name, FORMS[form].is_causal, gradients):
                 its_turn = (turn + WAYS.index(way)) % len(forms) == place
                 thin = way in (Way("reference", torch.float64), Way("torch", torch.float32)) and turn % 3
                 if name not in OFTEN and (not its_turn or thin):

@@ -29,7 +29,10 @@ def assert_same(name, way, shape):
     assert torch.equal(torch.get_rng_state(), before)  # nobody else's numbers are drawn
 
 
-@pytest.mark.parametrize(("name", "form", "way"), runs(PLANS, ["padded"]) + runs(RUNNING_PLANS, ["causal grouped"]))
+@pytest.mark.parametrize(
+    ("name", "form", "way"),
+    runs(PLANS, ["padded"], gradients=True) + runs(RUNNING_PLANS, ["causal grouped"], gradients=True),
+)
 def test_same_seed_same_bits(name, form, way):
     assert_same(name, way, FORMS[form])
 
