@@ -24,7 +24,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/fewkeys compare --demo $(foreach file,$(TEXT),--text $(file)) --slots $(SLOTS) --out $(OUT)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
