@@ -20,6 +20,7 @@ from fewkeys.attention import attention as attention
 from fewkeys.core import metrics as metrics
 from fewkeys.core.graph import Graph as Graph
 from fewkeys.core.groups import Groups as Groups
+from fewkeys.core.version import VERSION
 from fewkeys.core.weights import WEIGHTS
 from fewkeys.plan import Plan as Plan
 from fewkeys.plan import budget as budget
@@ -28,7 +29,7 @@ from fewkeys.select import PARTS, SELECTORS
 from fewkeys.sketch.leverage import leverage_scores as leverage_scores
 from fewkeys.sketch.leverage import universal_set as universal_set
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from fewkeys import distributed as distributed

@@ -85,7 +85,7 @@ def attention(
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "generator": generator, "impl": impl}
     if torch.compiler.is_compiling():
-        from fewkeys import operator  # loads torch's compiler
+        import fewkeys.operator as operator  # loads torch's compiler
 
         return operator.compiled(query, key, value, chosen, max_error, options)
     return answer(query, key, value, plan=chosen, max_error=max_error, **options)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fewkeys import native
+import fewkeys.native as native
+from fewkeys.core.version import VERSION
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -27,9 +28,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def versions(*, with_transformers: bool = False) -> dict[str, str]:
     """Versions of fewkeys, python, torch and, on request, transformers."""
-    from fewkeys import __version__  # here, because fewkeys imports this module
-
-    found = {"fewkeys": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = {"fewkeys": VERSION, "python": platform.python_version(), "torch": torch.__version__}
     return {**found, "transformers": _version("transformers")} if with_transformers else found
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewkeys import demo
+import fewkeys.demo as demo
 from fewkeys.cli.options import positive
 from fewkeys.cli.progress import Step
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fewkeys.core.files import cache_folder, write_whole
+from fewkeys.core.version import VERSION
 from fewkeys.native.build import processor
 
 FOLDER = "measured"
@@ -73,7 +74,5 @@ def _write_first(path: Path, text: str) -> None:
 
 @lru_cache(1)
 def _machine() -> dict[str, str]:
-    from fewkeys import __version__  # here, because fewkeys imports this module
-
     processors = hashlib.sha256(processor().encode()).hexdigest()[:16]
-    return {"fewkeys": __version__, "torch": torch.__version__, "processor": processors}
+    return {"fewkeys": VERSION, "torch": torch.__version__, "processor": processors}

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fewkeys import native
+import fewkeys.native as native
 from fewkeys.core.impl import Impl
 from fewkeys.native.tensors import unwatched
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys import native
+import fewkeys.native as native
 from fewkeys.core.impl import Impl
 from fewkeys.core.precision import working
 from fewkeys.sketch.backend import COMPILED, backend

@@ -1,0 +1,3 @@
+"""Which fewkeys this is."""
+
+VERSION = "0.1.0"
