@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fewkeys as fk
 from fewkeys import native
 from fewkeys.core.validation import check_inputs
-from fewkeys.cost import crossover
+from fewkeys.cost import crossover, kept
 from fewkeys.cost.crossover import Line, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import exact
@@ -139,6 +139,22 @@ def test_the_first_to_write_wins(monkeypatch, folder):
     monkeypatch.setattr(crossover, "_exact_line", slow)
     assert expected(x, PLAN) == other[0]
     assert other[0].exact == 1 + 100**2
+
+
+def test_what_another_process_has_just_written_is_not_removed(monkeypatch, folder):
+    """It writes between this one's look and this one's measuring, and goes on by its own numbers."""
+    read, others = kept._read, []
+
+    def look(path, told):
+        found = read(path, told)
+        if not others:
+            others.append(None)
+            others.append(kept.kept({"of": "both"}, lambda: ((1.0,),)))
+        return found
+
+    monkeypatch.setattr(kept, "_read", look)
+    assert kept.kept({"of": "both"}, lambda: ((2.0,),)) == ((1.0,),)
+    assert others[1] == ((1.0,),)
 
 
 def test_where_nothing_can_be_kept_operations_decide(monkeypatch, folder):

@@ -35,10 +35,9 @@ def kept(what: Mapping[str, Any], measure: Callable[[], Numbers]) -> Numbers | N
         found = _read(path, told)
         if found is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
             if not os.access(path.parent, os.W_OK):
                 return None
-            _write_first(path, json.dumps({"of": told, "numbers": measure()}, indent=1) + "\n")
+            _write_first(path, told, json.dumps({"of": told, "numbers": measure()}, indent=1) + "\n")
             found = _read(path, told)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
@@ -57,16 +56,14 @@ def _read(path: Path, told: Mapping[str, Any]) -> Numbers | None:
     return found if all(math.isfinite(number) and number >= 0 for row in found for number in row) else None
 
 
-def _write_first(path: Path, text: str) -> None:
-    """Write the file, whole, unless there is one by now."""
+def _write_first(path: Path, told: Mapping[str, Any], text: str) -> None:
+    """Write the file, whole, unless there is a sound one by now: others may have read it already."""
     draft = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     write_whole(draft, text)
     try:
         os.link(draft, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links
-        if not path.exists():
+    except OSError:  # there is one, or a file system without links
+        if _read(path, told) is None:
             draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
