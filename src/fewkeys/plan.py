@@ -128,26 +128,26 @@ class Plan:
         return cls.from_dict(data, load_learned(directory, data, PARTS))
 
 
-def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "constant"] = "constant") -> Plan:
+def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "constant"] = "all") -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    `memory` is of causal plans: "constant" forgets keys as it summarises them, as streams and caches of fixed size
-    need; "all" keeps every key at hand, so that each query may find its own (docs/trees.md). Below 64 slots, too few to
-    descend a tree, both are the same.
+    `memory` is of causal plans: "all" keeps every key at hand, so that each query finds its own (docs/trees.md);
+    "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for shards. Below 64
+    slots, too few to descend a tree, both are the same.
 
     A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
     (one slot a rank), and the others are cluster means; the split was chosen by measurement on all-MiniLM-L6-v2
-    (docs/method.md). Under causality, about half of the slots are recent blocks of keys, on average over a block, and
-    the others means of everything before them.
+    (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average over a block,
+    and the others means of everything before them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """
     check_count("slots", slots)
     if memory not in ("all", "constant"):
         raise ValueError(f"memory: expected 'all' or 'constant', got {memory!r}")
-    if memory == "all" and not is_causal:
-        raise ValueError("memory: expected 'constant' without is_causal=True, got 'all'; only a causal plan may forget")
-    if memory == "all" and slots >= LEAST:
+    if memory == "constant" and not is_causal:
+        raise ValueError("memory: expected 'all' without is_causal=True, got 'constant'; only a causal plan forgets")
+    if is_causal and memory == "all" and slots >= LEAST:
         return Plan(KeyTree(slots), TreeMeans(), exact_if_faster=True)
     if is_causal:
         if slots < 8:

@@ -34,7 +34,9 @@ def test_trees_are_permutations_of_their_keys(shape):
             own = walk.forest.order[:, stand.base : stand.base + stand.count * stand.size].unflatten(
                 1, (-1, stand.size)
             )
-            expected = stand.starts()[:, None] + torch.arange(stand.size) + rule.SINKS
+            expected = (
+                torch.tensor([start for start, _ in stand.trees()])[:, None] + torch.arange(stand.size) + rule.SINKS
+            )
             assert torch.equal(own.sort(-1).values, expected.expand_as(own))
             assert not torch.equal(own, expected.expand_as(own))
 
@@ -337,9 +339,8 @@ def test_memory_and_operations_grow_little_faster_than_the_length():
         (lambda: fk.Plan(fk.KeyTree(64) | fk.Window(5), fk.TreeMeans()), "keep: TreeMeans stands for the closed nodes"),
         (lambda: fk.Plan(fk.KeyTree(64), fk.TreeMeans(), fk.Power(2.0)), r"rest: TreeMeans is defined for Softmax\(\)"),
         (lambda: fk.Plan(fk.KeyTree(64), fk.TreeMeans(), fk.Entmax(1.5)), "rest: TreeMeans needs weights that are"),
-        (lambda: fk.budget(64, memory="all"), "memory: expected 'constant' without is_causal=True, got 'all'"),
+        (lambda: fk.budget(64, memory="constant"), "memory: expected 'all' without is_causal=True, got 'constant'"),
         (lambda: fk.budget(64, is_causal=True, memory="some"), "memory: expected 'all' or 'constant', got 'some'"),
-        (lambda: fk.stream(PLAN), "plan: a stream keeps one RecentBlocks or a Window"),
     ],
 )
 def test_what_is_no_plan_is_refused(make, message):
@@ -354,6 +355,7 @@ def test_two_trees_do_not_join():
 
 
 def test_budget_takes_the_memory_that_is_asked_for():
-    assert fk.budget(256, is_causal=True, memory="all").keep == fk.KeyTree(256)
-    assert fk.budget(256, is_causal=True) == fk.budget(256, is_causal=True, memory="constant")
-    assert fk.budget(63, is_causal=True, memory="all") == fk.budget(63, is_causal=True)
+    assert fk.budget(256, is_causal=True).keep == fk.KeyTree(256)
+    assert fk.budget(256, is_causal=True) == fk.budget(256, is_causal=True, memory="all")
+    assert isinstance(fk.budget(256, is_causal=True, memory="constant").keep, fk.RecentBlocks)
+    assert fk.budget(63, is_causal=True, memory="constant") == fk.budget(63, is_causal=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fewkeys.integrations import interface
 from fewkeys.plan import Plan
 from fewkeys.select import Window
-from fewkeys.streaming.parts import parts_of
+from fewkeys.streaming import Stream
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -71,5 +71,5 @@ def _layers(config: Any, plan: Plan | Sequence[Plan]) -> list[Plan]:
         elif kind != "full_attention":
             raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
     for one in plans:
-        parts_of(one)
+        Stream(one)
     return plans

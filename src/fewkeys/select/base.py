@@ -39,19 +39,21 @@ class Recent(NamedTuple):
 
 @dataclass(frozen=True)
 class Remembered:
-    """What of the past a causal rule may still ask for; memory of a fixed size holds it.
+    """What of the past a causal rule may still ask for; memory of a fixed size holds it, but for a tree.
 
     Attributes:
         latest: the number of latest keys, which each query counts from its own place.
         recent: blocks of positions, of which a whole one is let go at once.
         first: the number of first real keys.
         best: the best keys so far.
+        tree: slots of a descent of a tree over all keys, which are held for it; 0: none.
     """
 
     latest: int = 0
     recent: Recent | None = None
     first: int = 0
     best: Best | None = None
+    tree: int = 0
 
 
 @dataclass(frozen=True)

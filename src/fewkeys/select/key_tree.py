@@ -9,7 +9,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import PER_SORTED, Work, per_score
-from fewkeys.select.base import Selector
+from fewkeys.select.base import Remembered, Selector
 from fewkeys.tree.descent import Descent
 from fewkeys.tree.rule import LEAST, SINKS, Level, block_of, exact_keys, levels_of, scored
 
@@ -37,6 +37,10 @@ class KeyTree(Selector):
 
     def select(self, inputs: Inputs) -> Graph:
         return Graph(inputs, descent=Descent.of(inputs, self.slots))
+
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(tree=self.slots)
 
     def covers(self, inputs: Inputs) -> bool:
         return not self._levels(inputs)

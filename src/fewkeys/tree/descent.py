@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -113,7 +113,7 @@ class Walk:
             size: type(table)(table.key[heads], table.value[heads], table.variance[heads])
             for size, table in nodes.items()
         }
-        return Forest(self.forest.order[heads], self.forest.stands), own
+        return replace(self.forest, order=self.forest.order[heads]), own
 
 
 @dataclass(frozen=True, eq=False)

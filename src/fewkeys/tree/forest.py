@@ -8,8 +8,9 @@ its own end; nothing that comes later changes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -36,9 +37,9 @@ class Stand:
     count: int
     base: int
 
-    def starts(self) -> Tensor:
-        """The first sealed key of each tree, (count,)."""
-        return torch.arange(self.first, self.first + self.count, device="cpu") * (2 * self.size)
+    def trees(self) -> list[tuple[int, int]]:
+        """The first sealed key of each tree, and its size."""
+        return [(2 * self.size * tree, self.size) for tree in range(self.first, self.first + self.count)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,10 @@ class Forest:
         """The first of the nodes of `size` keys of the tree of `tree` keys that begins at sealed key `start`."""
         stand = self.stands[tree]
         return (stand.base + (start // (2 * tree) - stand.first) * tree) // size
+
+    def trees(self) -> list[tuple[int, int]]:
+        """The first sealed key and the size of every tree, in their order."""
+        return [tree for stand in self.stands.values() for tree in stand.trees()]
 
     def leaves(self) -> Tensor:
         """(H, R / 8, 8): the keys of every leaf."""
@@ -97,32 +102,47 @@ def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, impl: 
     stands, heads = needed(sequences), key.shape[0]
     if not stands:
         return Forest(torch.zeros((heads, 0), dtype=torch.int64, device=key.device), {})
-    ends = torch.cat([stand.starts() + stand.size for stand in stands.values()])
-    blocks = (ends // sequences.block if sequences.is_causal else torch.zeros_like(ends)).to(key.device)
-    kinds, kind = blocks.unique(return_inverse=True)
-    query, key, value = query.detach(), key.detach(), value.detach()
-    if compiled := impl in COMPILED and all(x.dtype == torch.float32 for x in (query, key, value)):
-        compiled = suits(query, key, value)
-    metric = roots(sequences, query, kinds, compiled).to(key.dtype)
-    if compiled:
-        size, start, base = _places(stands)
-        return Forest(native.grow(key, value, metric, kind, size, start + SINKS, base, VALUES), stands)
+    trees = [tree for stand in stands.values() for tree in stand.trees()]
+    ends = torch.tensor([sum(tree) // sequences.block * sequences.is_causal for tree in trees], device=key.device)
+    blocks, kind = ends.unique(return_inverse=True)
+    compiled = _compiled(impl, query.detach(), key.detach(), value.detach())
+    metric = roots(sequences, query.detach(), blocks, compiled)
+    return Forest(order_of(trees, metric, kind, key, value, impl), stands)
+
+
+def order_of(
+    trees: Sequence[tuple[int, int]], metric: Tensor, kind: Tensor, key: Tensor, value: Tensor, impl: Impl = "auto"
+) -> Tensor:
+    """The order (H, R) of trees, tree after tree, of keys (H, n, D) and values.
+
+    trees: the first sealed key and the size of each, those of equal size side by side. metric (H, E, D, D): roots; kind
+    (trees,): which of them each is measured by. `impl`: as of `grow`.
+    """
+    key, value, metric = key.detach(), value.detach(), metric.to(key.dtype)
+    if _compiled(impl, key, value):
+        start, size, base = _places(trees)
+        return native.grow(key, value, metric, kind, size, start + SINKS, base, VALUES)
     found, done = [], 0
-    for stand in stands.values():
-        inside = torch.arange(stand.size, device=key.device)
-        place = stand.starts().to(key.device)[:, None] + inside + SINKS
-        own = metric[:, kind[done : done + stand.count]].flatten(0, 1)
+    for size, some in groupby(trees, lambda tree: tree[1]):
+        starts = torch.tensor([start for start, _ in some], device=key.device)
+        place = starts[:, None] + torch.arange(size, device=key.device) + SINKS
+        own = metric[:, kind[done : done + len(starts)]].flatten(0, 1)
         rows = features(key[:, place].flatten(0, 1), value[:, place].flatten(0, 1), own)
-        inner = split(rows).unflatten(0, (heads, stand.count))
-        found.append(place.expand(heads, -1, -1).gather(2, inner).flatten(1))
-        done += stand.count
-    return Forest(torch.cat(found, 1), stands)
+        inner = split(rows).unflatten(0, (key.shape[0], len(starts)))
+        found.append(place.expand(key.shape[0], -1, -1).gather(2, inner).flatten(1))
+        done += len(starts)
+    return torch.cat(found, 1)
 
 
-def _places(stands: Mapping[int, Stand]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every tree, the number of keys, the first sealed key, and the place in the order."""
-    size = torch.tensor([stand.size for stand in stands.values() for _ in range(stand.count)], device="cpu")
-    return size, torch.cat([stand.starts() for stand in stands.values()]), size.cumsum(0) - size
+def _compiled(impl: Impl, *rows: Tensor) -> bool:
+    """Whether compiled kernels read these."""
+    return impl in COMPILED and all(one.dtype == torch.float32 for one in rows) and suits(*rows)
+
+
+def _places(trees: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every tree, the first sealed key, the number of keys, and the place in the order."""
+    start, size = torch.tensor(trees, device="cpu").unbind(1)
+    return start.contiguous(), size.contiguous(), size.cumsum(0) - size
 
 
 def summarise(forest: Forest, key: Tensor, value: Tensor, impl: Impl = "auto") -> dict[int, Table]:
@@ -131,8 +151,8 @@ def summarise(forest: Forest, key: Tensor, value: Tensor, impl: Impl = "auto") -
     `impl`: as of `grow`. Means and variances of a node are those of its children's means, and of their variances:
     `var = mean of var_c + mean of (mean_c - mean)^2`. Cost O(n log n (D + Dv)).
     """
-    if forest.stands and impl in COMPILED and key.dtype == value.dtype == torch.float32 and suits(key, value):
-        keys, _, base = _places(forest.stands)
+    if forest.stands and _compiled(impl, key, value):
+        _, keys, base = _places(forest.trees())
         sizes = [LEAF]
         while sizes[-1] * BRANCH <= max(forest.stands):
             sizes.append(sizes[-1] * BRANCH)

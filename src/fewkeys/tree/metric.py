@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from fewkeys.past.running import RunningQueries
 from fewkeys.tree import native
+from fewkeys.tree.rule import SINKS
 from fewkeys.tree.sequences import Sequences
 
 VALUES = 0.3
@@ -27,21 +28,44 @@ def roots(sequences: Sequences, query: Tensor, blocks: Tensor, compiled: bool = 
     Sums over a block are added to those before in order, in float64: so they are the same to the last bit whatever
     comes later. Before the first query the metric is a multiple of the identity.
     """
-    turn = sequences.turn[sequences.asking]
-    most = int(blocks.max())
-    counts = torch.bincount(turn[turn <= most], minlength=most + 1)
+    asking = sequences.asking
+    turn = turn_of(sequences.seen, sequences.block, sequences.is_causal)[asking]
     if compiled:
-        return native.roots(query, sequences.asking, counts.cumsum(0), blocks, RIDGE)
+        counts = torch.bincount(turn[turn <= blocks[-1]], minlength=int(blocks[-1]) + 1)
+        return native.roots(query, asking, counts.cumsum(0), blocks, RIDGE)
+    return roots_after(query[:, :, asking], turn, blocks)
+
+
+def turn_of(seen: Tensor, block: int, is_causal: bool = True) -> Tensor:
+    """Of queries that see so many keys (N,): 0 for those at sinks, 1 for those of the first block after, and so on.
+
+    The statistics of j sealed blocks are of the queries of turns 0 .. j. Without causality all are of turn 0.
+    """
+    if not is_causal:
+        return torch.zeros_like(seen)
+    return (seen - 1 - SINKS).div(block, rounding_mode="floor").clamp_min(-1) + 1
+
+
+def roots_after(query: Tensor, turn: Tensor, blocks: Tensor, past: RunningQueries | None = None) -> Tensor:
+    """The same of scaled queries (H, groups, M, D) of ascending `turn` (M,), and of those of the `past` before them.
+
+    past: `count` (1, 1), `total` (H, 1, D), `square` (H, D, D), in float64.
+    """
+    first = min(int(blocks[0]), int(turn[0]) if turn.numel() else 0)
+    turn = turn[turn <= blocks[-1]] - first
+    counts = torch.bincount(turn, minlength=int(blocks[-1]) - first + 1)
     # One row a turn, filled up by zeros: queries stand in the order of their turns.
-    query = query[:, :, sequences.asking[turn <= most]].double()
+    query = query[:, :, : turn.numel()].double()
     place = torch.arange(int(counts.max()), device=query.device)
     index = (counts.cumsum(0) - counts)[:, None] + place
     index = index.masked_fill(place >= counts[:, None], query.shape[2])
     rows = pad(query, (0, 0, 0, 1))[:, :, index].transpose(1, 2).flatten(2, 3)
     square = torch.stack([one.mT @ one for one in rows.unbind(1)], 1).cumsum(1)
-    total = rows.sum(2, keepdim=True).cumsum(1)
-    count = (counts.cumsum(0) * query.shape[1]).double()
-    moments = RunningQueries(count[None, blocks], total[:, blocks], square[:, blocks]).moments()
+    total, count = rows.sum(2, keepdim=True).cumsum(1), (counts.cumsum(0) * query.shape[1]).double()[None]
+    if past is not None:
+        count, total, square = past.count + count, past.total.unsqueeze(1) + total, past.square.unsqueeze(1) + square
+    after = blocks - first
+    moments = RunningQueries(count[:, after], total[:, after], square[:, after]).moments()
     covariance = moments.covariance
     least = RIDGE * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None] + torch.finfo(torch.float32).tiny
     covariance.diagonal(dim1=-2, dim2=-1).add_(least)

@@ -61,16 +61,6 @@ class Sequences:
         query = inputs.grouped_query()
         return working((query if self.batch is None else query[self.batch]).flatten(0, 1)) * inputs.scale
 
-    @property
-    def turn(self) -> Tensor:
-        """(Nq,): 0 for queries at sinks, 1 for those of the first block after them, and so on.
-
-        The statistics of j sealed blocks are of the queries of turns 0 .. j. Without causality all are of turn 0.
-        """
-        if not self.is_causal:
-            return torch.zeros_like(self.seen)
-        return (self.seen - 1 - SINKS).div(self.block, rounding_mode="floor").clamp_min(-1) + 1
-
 
 def sequences_of(inputs: Inputs, slots: int, block: int) -> tuple[Sequences, ...]:
     """The sequences of a batch, those of equal padding together."""
@@ -79,19 +69,20 @@ def sequences_of(inputs: Inputs, slots: int, block: int) -> tuple[Sequences, ...
     last = (own + x.offset).clamp_max(x.keys - 1) if x.is_causal else torch.full_like(own, x.keys - 1)
     if x.valid is None:
         seen = last + 1
-        return (Sequences(None, None, seen, own, x.is_causal, block, _steps(seen, x.is_causal, slots, block)),)
+        return (Sequences(None, None, seen, own, x.is_causal, block, steps_of(seen, x.is_causal, slots, block)),)
     kinds, kind = x.valid.unique(dim=0, return_inverse=True)
     found = []
     for index, valid in enumerate(kinds):
         seen = valid.cumsum(0)[last]
         asking = own if x.valid_queries is None else own[valid]
-        steps = _steps(seen, x.is_causal, slots, block)
+        steps = steps_of(seen, x.is_causal, slots, block)
         batch, real = (kind == index).nonzero().squeeze(-1), valid.nonzero().squeeze(-1)
         found.append(Sequences(batch, real, seen, asking, x.is_causal, block, steps))
     return tuple(found)
 
 
-def _steps(seen: Tensor, is_causal: bool, slots: int, block: int) -> tuple[Step, ...]:
+def steps_of(seen: Tensor, is_causal: bool, slots: int, block: int) -> tuple[Step, ...]:
+    """The steps of queries that see so many keys, (Nq,), ascending."""
     sealed = (seen - int(is_causal) - SINKS).clamp_min(0) // block * block
     found, start = [], 0
     kinds, counts = sealed.unique_consecutive(return_counts=True)
