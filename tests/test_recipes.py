@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from native_cases import needs_compiler
+
 ROOT = Path(__file__).parents[1]
 FOLLOW_PART = """
 import sys, tempfile, pytest, torch
@@ -67,13 +69,25 @@ with pytest.raises(ValueError, match="impl='masked': expected no stand-ins"):
     fk.attention(*shape.draw(), plan=PLANS["leverage + window, means, softmax"], impl="masked")
 sys.exit(pytest.main(["tests/laws/test_law_03_masked_is_deleted.py", "-k", "masked-float32", "-p", "no:cacheprovider"]))
 """
+FOLLOW_KERNEL = """
+import sys, pytest, torch
+from fewkeys.native import build
+
+assert build.missing() is None, build.missing()
+files = ["tests/kernels/test_native_longest.py", "tests/kernels/test_native_library.py"]
+sys.exit(pytest.main([*files, "-k", "not grow_linearly", "-p", "no:cacheprovider"]))
+"""
+
+
+def recipe_text(title):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    part = text[text.index(f"## Recipe: {title}\n") :]
+    return part[: part.index("\n## ", 1)]
 
 
 def recipe(title):
     """The file of a recipe, and its pieces of code: the file, then the lines."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    part = text[text.index(f"## Recipe: {title}\n") :]
-    part = part[: part.index("\n## ", 1)]
+    part = recipe_text(title)
     (path,) = re.findall(r"^   `(\S+\.py)`:$", part, re.M)
     return path, [textwrap.dedent(code) for code in re.findall(r"   ```python\n(.*?)   ```", part, re.S)]
 
@@ -86,9 +100,9 @@ def copied(tmp_path):
     return tmp_path
 
 
-def follow(folder, code):
+def follow(folder, code, **variables):
     paths = os.pathsep.join([str(folder / "src"), str(folder / "tests")])
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths, **variables}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -125,3 +139,27 @@ def test_a_new_way_to_run_is_one_file_and_one_line(copied):
         place.write_text(text)
     told = follow(copied, FOLLOW_WAY)
     assert int(re.search(r"(\d+) passed", told)[1]) > 10
+
+
+PIECE = r"^   (?:In )?`([^`\n]+)`(?:, above `([^`\n]+)`)?:\n\n   ```\w+\n(.*?)^   ```"
+"""A new file and what is in it; or a file that is there, a line of it, and what to put above that line."""
+
+
+@needs_compiler
+def test_a_new_kernel_is_a_header_and_its_declarations(copied):
+    pieces = re.findall(PIECE, recipe_text("a new kernel in C++"), re.M | re.S)
+    assert len(pieces) == 8
+    for name, line, code in pieces:
+        path, code = copied / name, re.sub("^   ", "", code, flags=re.M)
+        assert path.exists() == bool(line), name
+        text = path.read_text() if line else ""
+        if line:
+            assert text.count(f"\n{line}\n") == 1, (name, line)
+            code = text.replace(f"\n{line}\n", f"\n{code}{line}\n")
+        path.write_text(code)
+    # Quick to compile: what it computes is the same.
+    build = copied / "src" / "fewkeys" / "native" / "build.py"
+    build.write_text(build.read_text().replace('"-O3"', '"-O1"'))
+    told = follow(copied, FOLLOW_KERNEL, FEWKEYS_CACHE=str(copied / "cache"))
+    assert "longest" in (copied / "src" / "fewkeys" / "native" / "problems.h").read_text()
+    assert int(re.search(r"(\d+) passed", told)[1]) > 20

@@ -1,6 +1,7 @@
 """The compiled library itself: what it exports, that it agrees with Python on every struct, and what it counts."""
 
 import ctypes
+import importlib
 import re
 import shutil
 import subprocess
@@ -13,21 +14,28 @@ import fewkeys as fk
 from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute.native import backward, descent, forward
+from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native import build, keys, tensors
-from fewkeys.past import native as past
-from fewkeys.tree import native as tree
 from native_cases import needs_compiler
 
 pytestmark = needs_compiler
 HERE = Path(build.__file__).parent
-STRUCTS = [
-    kind
-    for module in (tensors, keys, past, tree, forward, backward, descent)
-    for kind in vars(module).values()
-    if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind.__module__ == module.__name__
-]
+PACKAGE = Path(fk.__file__).parent
+
+
+def structs():
+    """All structs that any module of the package declares."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "(ctypes.Structure)" in path.read_text():
+            name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+            held = vars(importlib.import_module(name)).values()
+            found += [kind for kind in held if getattr(kind, "__module__", None) == name and hasattr(kind, "_fields_")]
+    return found
+
+
+STRUCTS = structs()
 
 
 def test_no_source_includes_another():

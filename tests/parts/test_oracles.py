@@ -169,7 +169,7 @@ CASES = [(n, d, r) for n, d in ((8, 4), (10, 5), (10, 8), (10, 16)) for r in (2,
 
 
 def rows_of(weights, values):
-    return supports.Rows(values, weights, weights @ values, torch.ones_like(weights, dtype=torch.bool))
+    return supports.Mixtures(values, weights, weights @ values, torch.ones_like(weights, dtype=torch.bool))
 
 
 def test_against_brute_force():

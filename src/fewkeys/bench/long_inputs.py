@@ -27,7 +27,7 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.devic
     heads than the capture holds raises `ValueError`.
     """
     layer = capture.layers // 2
-    groups = capture.query_heads // capture.kv_heads
+    gqa_ratio = capture.query_heads // capture.kv_heads
 
     def problem(length: int, heads: int) -> tuple[Tensor, Tensor, Tensor, float]:
         if length > capture.tokens or heads > capture.kv_heads:
@@ -43,7 +43,7 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.devic
                     part.append(tensor[row][:, real])
         query, key, value = (torch.cat(part, 1)[None, :, :length].to(device, dtype) for part in joined)
         return (
-            query[:, : heads * groups].contiguous(),
+            query[:, : heads * gqa_ratio].contiguous(),
             key[:, :heads].contiguous(),
             value[:, :heads].contiguous(),
             capture.scales[layer],

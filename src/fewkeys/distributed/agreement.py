@@ -56,9 +56,9 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], own: object = 
 
 def check_shard(comm: Communicator, name: str, tensor: Tensor) -> Tensor:
     """`tensor` as this rank's shard: as `check_tensor` wants it, finite, but the token axis may be empty."""
-    filled = check_tensor(name, occupied(tensor))
-    comm.check_device(name, filled)
-    check_finite(**{name: filled})
+    checked = check_tensor(name, occupied(tensor))
+    comm.check_device(name, checked)
+    check_finite(**{name: checked})
     return tensor
 
 

@@ -50,7 +50,7 @@ def attend(inputs: Inputs, plan: Plan, parts: Parts, first: int, comm: Communica
     As many queries as keys; there may be none. `wanted`: some rank wants gradients, so that all ranks pass them on.
     """
     key, value = working(inputs.key), working(inputs.value)
-    past = State.empty(parts.means, key.detach(), value.detach(), groups=inputs.gqa_ratio)
+    past = State.empty(parts.means, key.detach(), value.detach(), gqa_ratio=inputs.gqa_ratio)
     past = replace(past, near=replace(past.near, key=past.near.key.clone().requires_grad_(wanted)))
     if comm.rank:
         # Whichever of this rank's tensors a gradient is asked for, the earlier ranks' gradients pass as well.

@@ -36,8 +36,8 @@ def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
 
 
 def _columns(x: Inputs, walk: Walk, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Logits (H, groups, stop - start, C) of all nodes, -inf where they do not stand in, and their mean values
-    (H, groups, C, Dv).
+    """Logits (H, gqa_ratio, stop - start, C) of all nodes, -inf where they do not stand in, and their mean values
+    (H, gqa_ratio, C, Dv).
     """
     own = walk.sequences
     query, key, value = own.queries(x), own.rows(x.key), own.rows(x.value)
@@ -58,7 +58,7 @@ def _columns(x: Inputs, walk: Walk, start: int, stop: int) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def _shown(x: Inputs, walk: Walk) -> dict[int, Tensor]:
-    """By the size of nodes, which of them stand in for each query: bool (H, groups, Nq, C)."""
+    """By the size of nodes, which of them stand in for each query: bool (H, gqa_ratio, Nq, C)."""
     query = walk.sequences.queries(x)
     shape = query.shape[:3]
     found = {

@@ -58,11 +58,11 @@ def pool(parts: Sequence[Estimates], confidence: float) -> tuple[float, float, f
     total = sum(float(part.count.sum()) for part in parts)
     mean = square = cube = quartic = 0.0
     for part in parts:
-        share = part.count / max(total, 1.0)
-        variance = share.square().unsqueeze(-1) * part.variance
-        mean += float((share * part.mean).sum())
+        weight = part.count / max(total, 1.0)
+        variance = weight.square().unsqueeze(-1) * part.variance
+        mean += float((weight * part.mean).sum())
         square += float(variance.sum())
-        cube += float((share**3 * part.third).sum())
+        cube += float((weight**3 * part.third).sum())
         quartic += float((variance.square() / (part.freedom + 2)).sum())
     if not math.isfinite(mean) or square == 0.0:
         return mean, mean, mean

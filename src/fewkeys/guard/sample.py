@@ -45,7 +45,7 @@ class Sample:
 
     def mean(self, errors: Tensor) -> Tensor:
         """`sum_s (N_s / N) e_s` (B, Hq) of the errors (B, Hq, m), float64, of the sample: unbiased for the mean."""
-        return (self._known(errors) * self._share.unsqueeze(1)).sum(-1)
+        return (self._known(errors) * self._weight.unsqueeze(1)).sum(-1)
 
     def spread(self, errors: Tensor) -> Spread:
         """How far `mean` of the errors (B, Hq, m) may lie from the mean over all queries.
@@ -67,12 +67,12 @@ class Sample:
         square = centred**2 @ member / (width - 1)
         cube = centred**3 @ member * width / ((width - 1) * (width - 2)).clamp_min(1)
         size = self.size.clamp_min(1).double()
-        of_square = self._share.square().masked_fill(self.size <= 1, 0.0) @ member
-        of_cube = (self._share**3 * (1 - 1 / size) * (1 - 2 / size)) @ member
+        of_square = self._weight.square().masked_fill(self.size <= 1, 0.0) @ member
+        of_cube = (self._weight**3 * (1 - 1 / size) * (1 - 2 / size)) @ member
         return Spread(square * of_square.unsqueeze(1), (cube * of_cube.unsqueeze(1)).sum(-1), width - 1)
 
     @property
-    def _share(self) -> Tensor:
+    def _weight(self) -> Tensor:
         """(B, m) the share of its sequence's queries that each drawn one speaks for, in float64."""
         return self.size.double() / self.count.clamp_min(1).unsqueeze(-1)
 

@@ -153,8 +153,8 @@ def _candidates(
     stretch = 1.0 if form.exact else 1 + error / 2
     low = (1 - error) * stretch  # 1 - h
     least = MARGIN * eps / stretch
-    share = delta if form.exact else delta / 2
-    columns = math.ceil(2 * math.log(min(len(keys), keys.dim / eps) / share) / (low - 1 - math.log(low)))
+    failure = delta if form.exact else delta / 2
+    columns = math.ceil(2 * math.log(min(len(keys), keys.dim / eps) / failure) / (low - 1 - math.log(low)))
     if columns >= keys.dim:
         return at_least(keys, change.key, change.rounding, least)
     mix = normal((keys.dim, columns), change.key, generator) / math.sqrt(columns)

@@ -159,9 +159,9 @@ def _judge_layers(
         for index, call in enumerate(capture.calls(layer)):
             cut = list(blocks(call))
             for number, block in enumerate(cut):
-                share = len(call.query) / len(cut)
+                fraction = len(call.query) / len(cut)
                 truth = exact(block, eps)
-                counter(share, what)
+                counter(fraction, what)
                 for entry in entries:
                     if entry.reason is None:
                         try:
@@ -170,7 +170,7 @@ def _judge_layers(
                             entry.reason = str(error)
                     if entry.reason is None and not timed:
                         time_block(entry, layer, block, f"{seed}/timing", repeats, impl)
-                    counter(share, what)
+                    counter(fraction, what)
                 if not timed:
                     timed, shape = True, list(block.query.shape)
     return shape

@@ -16,10 +16,10 @@ class Roots {
       // Turn by turn, so that sums are the same wherever one stops.
       for (; turn <= p.turn[e]; turn++) {
         const int64_t to = turn < p.turns ? p.stop[turn] : from;
-        for (int64_t g = 0; g < p.groups; g++) take(head, g, from, to);
+        for (int64_t g = 0; g < p.gqa_ratio; g++) take(head, g, from, to);
         from = to;
       }
-      factor(from * p.groups);
+      factor(from * p.gqa_ratio);
       float *out = p.root + (head * p.count + e) * dim * dim;
       for (int64_t i = 0; i < dim; i++)
         for (int64_t j = 0; j < dim; j++) out[i * dim + j] = j <= i ? root[j * dim + i] : 0.0;
@@ -74,8 +74,8 @@ class Roots {
       for (int64_t j = k; j < dim; j++) row[j] *= by;
       for (int64_t i = k + 1; i < dim; i++) {
         double *__restrict__ to = &root[i * dim];
-        const double share = row[i];
-        for (int64_t j = i; j < dim; j++) to[j] -= share * row[j];
+        const double scale = row[i];
+        for (int64_t j = i; j < dim; j++) to[j] -= scale * row[j];
       }
     }
   }
@@ -99,11 +99,11 @@ struct TableTo {
 static inline void moments(const float *const *row, const float *inside, int count, int64_t dim, float *mean,
                            float *variance) {
   count_multiply_adds(count * dim * (variance ? 2 : 1));
-  const float share = 1.0f / count;
+  const float scale = 1.0f / count;
   const auto at = [&](int64_t d, auto read, auto write) {
     auto sum = read(row[0] + d);
     for (int i = 1; i < count; i++) sum += read(row[i] + d);
-    sum *= share;
+    sum *= scale;
     write(mean + d, sum);
     if (!variance) return;
     auto square = sum * 0.0f;
@@ -112,7 +112,7 @@ static inline void moments(const float *const *row, const float *inside, int cou
       square += x * x;
       if (inside) square += read(inside + i * dim + d);
     }
-    write(variance + d, square * share);
+    write(variance + d, square * scale);
   };
   int64_t d = 0;
   for (; d + LANES <= dim; d += LANES)

@@ -144,11 +144,11 @@ static inline float product(const float *x, const float *y, int count) {
 
 // Adds a row of any type.
 template <class T>
-static inline void add(float *to, const T *from, float share, int64_t count) {
+static inline void add(float *to, const T *from, float scale, int64_t count) {
   count_multiply_adds(count);
   int64_t d = 0;
-  for (; d + LANES <= count; d += LANES) store(to + d, load(to + d) + load(from + d) * share);
-  for (; d < count; d++) to[d] += to_float(from[d]) * share;
+  for (; d + LANES <= count; d += LANES) store(to + d, load(to + d) + load(from + d) * scale);
+  for (; d < count; d++) to[d] += to_float(from[d]) * scale;
 }
 
 // Of rows filled up to a multiple of FILL.

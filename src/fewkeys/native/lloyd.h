@@ -101,10 +101,10 @@ class Clustering {
       dots(centre.data(), span, p.count, both, lanes.data(), found.data());
       nearest_of(found.data(), half.data(), p.count, closeness, label);
       for (int i = 0; i < count; i++) {
-        const float share = weight[first + i];
-        add(&sums[label[i] * span], &rows[(first + i) * span], share, span);
-        mass[label[i]] += share;
-        along[label[i]] += share * importance[first + i];
+        const float mine = weight[first + i];
+        add(&sums[label[i] * span], &rows[(first + i) * span], mine, span);
+        mass[label[i]] += mine;
+        along[label[i]] += mine * importance[first + i];
       }
     }
     for (int64_t c = 0; c < p.count; c++) {

@@ -82,13 +82,13 @@ class Group {
   aligned_vector<float> found;  // inner products of all with a tile
 };
 
-// Where every one of some stand-ins went, and its share in the mean that is there now.
+// Where every one of some stand-ins went, and its coefficient in the mean that is there now.
 struct Moves {
   aligned_vector<int> place;
-  aligned_vector<float> share;
+  aligned_vector<float> coefficient;
 
   void begin(int count) {
-    place.resize(count), share.assign(count, 1.0f);
+    place.resize(count), coefficient.assign(count, 1.0f);
     for (int a = 0; a < count; a++) place[a] = a;
   }
 };
@@ -97,7 +97,7 @@ class MergingGroup : public Group {
  public:
   MergingGroup(const Widths &w, int most, float lowest)
       : Group(w, most), lowest(lowest), sorted(most * w.span), lanes(w.wide * TILE), mass(most + TILE),
-        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), share(most), weight(most),
+        lightness(most + TILE), square(most + TILE), least(most + TILE), total(most), coefficient(most), weight(most),
         slot(most), goes_to(most), leader_of(most), key(most + TILE), rank(most + TILE), partner(most + TILE),
         alive(most, 1), merged(most) {
     places.reserve(most);
@@ -129,16 +129,16 @@ class MergingGroup : public Group {
     // Nobody is heavier than the first; even where costs overflow it stays.
     if (places[0] == 0) key[0] = INT32_MAX;
     by_key(some);
-    for (int i = 0; i < count; i++) total[i] = share[i] = 1.0f, leader_of[i] = i;
+    for (int i = 0; i < count; i++) total[i] = coefficient[i] = 1.0f, leader_of[i] = i;
     for (int i = 0; i < some; i++) {
       if (rank[i] >= joining) continue;
       // Who comes before has found its leader already.
       const int place = places[i], leader = leader_of[place] = leader_of[partner[i]];
       const int a = slot[place], to = slot[leader];
-      share[place] = std::exp(mass[place] - mass[leader]);
-      add(&rows[to * w.span], &rows[a * w.span], share[place], w.span);
-      add(&image[to * w.fill], &image[a * w.fill], share[place], w.fill);
-      total[leader] += share[place];
+      coefficient[place] = std::exp(mass[place] - mass[leader]);
+      add(&rows[to * w.span], &rows[a * w.span], coefficient[place], w.span);
+      add(&image[to * w.fill], &image[a * w.fill], coefficient[place], w.fill);
+      total[leader] += coefficient[place];
       size[to] += size[a];
       alive[a] = 0, merged[to] = 1;
     }
@@ -163,7 +163,7 @@ class MergingGroup : public Group {
   const float lowest;
   aligned_vector<float> sorted;  // rows less their mean, in the order of mass, as all that follows
   aligned_vector<float> lanes, mass, lightness, square, least, total;
-  aligned_vector<float> share, weight;    // of each in what it joins: before and after that is divided by the total
+  aligned_vector<float> coefficient, weight;  // of each in what it joins: before and after division by the total
   aligned_vector<int> slot, goes_to;  // where in the group each stands, and where those will stand
   aligned_vector<int> leader_of;
   aligned_vector<int> places;              // of those that may join
@@ -231,11 +231,11 @@ class MergingGroup : public Group {
   // While the stand-ins are where they were.
   void tell(Moves &moves, int count) {
     for (int a = 0, kept = 0; a < used; a++) goes_to[a] = alive[a] ? kept++ : -1;
-    for (int i = 0; i < count; i++) weight[slot[i]] = share[i] / total[leader_of[i]];
+    for (int i = 0; i < count; i++) weight[slot[i]] = coefficient[i] / total[leader_of[i]];
     for (int i = 0; i < count; i++)
       if (leader_of[i] != i) goes_to[slot[i]] = goes_to[slot[leader_of[i]]];
     for (size_t i = 0; i < moves.place.size(); i++) {
-      moves.share[i] *= weight[moves.place[i]];
+      moves.coefficient[i] *= weight[moves.place[i]];
       moves.place[i] = goes_to[moves.place[i]];
     }
   }

@@ -111,9 +111,9 @@ struct Past {
   float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
   // What is known at the beginning and after every step.
   float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
-  // Where the stand-ins and the keys of every step go, and their shares there: (B Hkv, steps, M + E); or null.
+  // Where the stand-ins and the keys of every step go, and their coefficients there: (B Hkv, steps, M + E); or null.
   int64_t *place;
-  float *share;
+  float *coefficient;
   // Every step's queries, and the keys that it absorbs.
   Rows query;               // (B, Hq, steps x S, D)
   const uint8_t *answered;  // (B, steps x S), ones for queries that count; or null: all do
@@ -128,7 +128,7 @@ struct Past {
 struct PastBack {
   const float *rows_by, *last;  // that come: (B Hkv, steps + 1, M, D + Dv), (B Hkv, M, D + Dv)
   const int64_t *place;         // the moves: (B Hkv, steps, M + E)
-  const float *share;
+  const float *coefficient;
   const int64_t *index;         // (B Hkv, steps, E)
   float *rows;                  // of the rows at the beginning: (B Hkv, M, D + Dv)
   float *key, *value;           // (B Hkv, Nk, D), (B Hkv, Nk, Dv): zeros, to be added to
@@ -149,17 +149,17 @@ struct Trees {
   const int64_t *size, *start, *base, *kind;   // (trees): keys, the first of them, its place in the order, its root
   int64_t *order;                              // (H, places)
   int64_t heads, trees, roots, places, dim, value_dim;
-  float share;                                 // of the values
+  float value_weight;                          // of the values
 };
 
 // The metric of trees: `fewkeys.tree.metric`.
 struct TreeRoots {
-  Rows query;             // float, scaled, (H, groups, Nq, D)
+  Rows query;             // float, scaled, (H, gqa_ratio, Nq, D)
   const int64_t *asking;  // the queries that count, by their turns
   const int64_t *stop;    // (turns): how many are of this turn or of one before
   const int64_t *turn;    // (count), ascending: up to which turn
   float *root;            // (H, count, D, D)
-  int64_t heads, groups, turns, count, dim;
+  int64_t heads, gqa_ratio, turns, count, dim;
   float ridge;
 };
 

@@ -148,7 +148,7 @@ class Summary {
       const bool is_there = i < p.count ? i < before : real[i - p.count];
       const int64_t from = i < p.count ? i : next;
       p.place[at + i] = is_there ? moves.place[from] : 0;
-      p.share[at + i] = is_there ? moves.share[from] : 0.0f;
+      p.coefficient[at + i] = is_there ? moves.coefficient[from] : 0.0f;
       next += i >= p.count && is_there;
     }
   }
@@ -206,15 +206,15 @@ static void scan_back(const PastBack &p, int64_t head) {
     const int64_t at = head * p.steps + step, first = at * (p.count + p.evicted);
     std::copy_n(by + step * size, size, before.data());
     for (int64_t i = 0; i < p.count + p.evicted; i++) {
-      const float share = p.share[first + i], *from = &flow[p.place[first + i] * wide];
-      if (share == 0.0f) continue;
+      const float coefficient = p.coefficient[first + i], *from = &flow[p.place[first + i] * wide];
+      if (coefficient == 0.0f) continue;
       if (i < p.count) {
-        add(&before[i * wide], from, share, wide);
+        add(&before[i * wide], from, coefficient, wide);
         continue;
       }
       const int64_t key = head * p.keys + p.index[at * p.evicted + i - p.count];
-      add(p.key + key * p.dim, from, share, p.dim);
-      add(p.value + key * p.value_dim, from + p.dim, share, p.value_dim);
+      add(p.key + key * p.dim, from, coefficient, p.dim);
+      add(p.value + key * p.value_dim, from + p.dim, coefficient, p.value_dim);
     }
     flow.swap(before);
   }

@@ -115,12 +115,12 @@ class Splitter {
     descend(first + half, half, !buffer);
   }
 
-  // Writes a row plus `share` times `sum`; returns its square.
-  float shift(const float *from, float share, float *to) {
+  // Writes a row plus `scale` times `sum`; returns its square.
+  float shift(const float *from, float scale, float *to) {
     count_multiply_adds(2 * wide);
     vec square = {};
     for (int d = 0; d < wide; d += LANES) {
-      const vec x = load(from + d) + load(&sum[d]) * share;
+      const vec x = load(from + d) + load(&sum[d]) * scale;
       store(to + d, x);
       square += x * x;
     }
@@ -293,7 +293,7 @@ class Features {
       }
       energy[0] += square[0], energy[1] += square[1];
     }
-    const float by = p.share * std::sqrt(energy[0] / std::max<double>(energy[1], std::numeric_limits<float>::min()));
+    const float by = p.value_weight * std::sqrt(energy[0] / std::max<double>(energy[1], std::numeric_limits<float>::min()));
     count_multiply_adds(size * value_dim);
     for (int64_t i = 0; i < size; i++) {
       float *row = to + i * wide + dim;

@@ -72,6 +72,6 @@ def pointers(tensors: Mapping[str, Tensor | None]) -> dict[str, int | None]:
     return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def filled(dim: int) -> int:
+def round_up(dim: int) -> int:
     """The next multiple of `FILL`."""
     return -(-dim // FILL) * FILL

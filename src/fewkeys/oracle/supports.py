@@ -17,7 +17,7 @@ from fewkeys.oracle.simplex import factorise, nearest_in_hull
 
 
 @dataclass(frozen=True)
-class Rows:
+class Mixtures:
     """Rows of attention weights over the same values, float64."""
 
     points: Tensor  # (N, d)
@@ -25,9 +25,9 @@ class Rows:
     target: Tensor  # (R, d), weights @ points
     visible: Tensor  # (R, N) bool: what a solution may use
 
-    def part(self, rows: Tensor) -> Rows:
+    def part(self, rows: Tensor) -> Mixtures:
         """Some of the rows."""
-        return Rows(self.points, self.weights[rows], self.target[rows], self.visible[rows])
+        return Mixtures(self.points, self.weights[rows], self.target[rows], self.visible[rows])
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Fit:
         return self.weights.new_zeros(self.weights.shape[0], count).scatter_add(1, self.index, self.weights)
 
 
-def refit(rows: Rows, index: Tensor, start: Tensor) -> Fit:
+def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
     """The best weights on `index` (R, r), never worse than `start` (R, r)."""
     inner = rows.points[index] - rows.target[:, None]
     weights = nearest_in_hull(inner, rows.visible.gather(1, index), start)
@@ -62,7 +62,7 @@ def better(one: Fit, other: Fit) -> Fit:
     )
 
 
-def nearest(rows: Rows) -> Fit:
+def nearest(rows: Mixtures) -> Fit:
     """One value per row: the one nearest to the output. This is optimal for r = 1."""
     # Differences, not the expanded square: near a value, cancellation would pick among its neighbours at random.
     distance = torch.cdist(rows.target, rows.points, compute_mode="donot_use_mm_for_euclid_dist")
@@ -70,7 +70,7 @@ def nearest(rows: Rows) -> Fit:
     return Fit(index, torch.ones_like(value), value[:, 0].square())
 
 
-def oblivious(rows: Rows, r: int) -> Fit:
+def oblivious(rows: Mixtures, r: int) -> Fit:
     """The r largest weights, re-fitted: never worse than either form of `value_oblivious`."""
     top = rows.weights.topk(min(r, rows.weights.shape[1]), 1)
     total = top.values.sum(1, keepdim=True)
@@ -78,19 +78,19 @@ def oblivious(rows: Rows, r: int) -> Fit:
     return refit(rows, top.indices, top.values / total)
 
 
-def extend(rows: Rows, fit: Fit) -> Fit:
+def extend(rows: Mixtures, fit: Fit) -> Fit:
     """One more slot, filled by the value towards which an exact step reduces the error most."""
     here = (fit.weights[:, None] @ rows.points[fit.index])[:, 0]
-    gain, share = _gain(rows.points, here[:, None], (here - rows.target)[:, None])
+    gain, move = _gain(rows.points, here[:, None], (here - rows.target)[:, None])
     gain = gain[:, 0].masked_fill(~rows.visible, -torch.inf).scatter(1, fit.index, -torch.inf)
     new = gain.argmax(1, keepdim=True)
     # Where every visible value is in use, the slot stays without weight.
-    share = share[:, 0].gather(1, new).masked_fill(gain.gather(1, new).isneginf(), 0.0)
-    start = torch.cat([fit.weights * (1 - share), share], 1)
+    move = move[:, 0].gather(1, new).masked_fill(gain.gather(1, new).isneginf(), 0.0)
+    start = torch.cat([fit.weights * (1 - move), move], 1)
     return refit(rows, torch.cat([fit.index, new], 1), start)
 
 
-def greedy(rows: Rows, r: int) -> Fit:
+def greedy(rows: Mixtures, r: int) -> Fit:
     """From the nearest value on, `extend` until there are r."""
     fit = nearest(rows)
     for _ in range(r - 1):
@@ -98,7 +98,7 @@ def greedy(rows: Rows, r: int) -> Fit:
     return fit
 
 
-def eliminations(rows: Rows, r: int) -> dict[int, tuple[Tensor, Tensor]]:
+def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
     """Supports of 2..r values, each inside the next, by elimination continued from the Caratheodory solution.
 
     Each step removes the value whose removal costs least when the others may take any weight of sum one: with P the
@@ -131,17 +131,17 @@ def eliminations(rows: Rows, r: int) -> dict[int, tuple[Tensor, Tensor]]:
     return result
 
 
-def eliminate(rows: Rows, r: int) -> Fit:
+def eliminate(rows: Mixtures, r: int) -> Fit:
     """The elimination with r values left."""
     return refit(rows, *eliminations(rows, r)[r])
 
 
-def pairwise(rows: Rows, r: int) -> Fit:
+def pairwise(rows: Mixtures, r: int) -> Fit:
     """From the r largest weights, exchanges until none helps, or ten have."""
     return exchange(rows, oblivious(rows, r), rounds=10, tries=2)
 
 
-def exchange(rows: Rows, fit: Fit, rounds: int, tries: int) -> Fit:
+def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
     """Swap one value for another while that helps: pairwise steps under a limit on the support.
 
     A round considers every pair (value out, value in): the others re-balance as if they could have any sign, then an
@@ -170,7 +170,7 @@ def exchange(rows: Rows, fit: Fit, rounds: int, tries: int) -> Fit:
     return fit
 
 
-def _best_swap(rows: Rows, fit: Fit, tries: int) -> Fit:
+def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     count, slots = rows.points.shape[0], fit.index.shape[1]
     chosen = rows.points[fit.index]
     active = fit.weights > 0
@@ -183,14 +183,14 @@ def _best_swap(rows: Rows, fit: Fit, tries: int) -> Fit:
     total = without.sum(2, keepdim=True)
     without = torch.where(total > 0, without / total.clamp_min(1e-300), 0.0)
     here = without @ chosen
-    gain, share = _gain(rows.points, here, here - rows.target[:, None])
+    gain, move = _gain(rows.points, here, here - rows.target[:, None])
     # The only value of its row gone: the newcomer takes all.
     alone = total[..., 0] <= 0
     value = (here - rows.target[:, None]).square().sum(2)[..., None] - gain
     if bool(alone.any()):
         distance = (rows.points - rows.target[:, None]).square().sum(2)
         value = torch.where(alone[..., None], distance[:, None], value)
-        share = share.masked_fill(alone[..., None], 1.0)
+        move = move.masked_fill(alone[..., None], 1.0)
     taken = (~rows.visible).scatter(1, fit.index, torch.ones_like(active))
     value = value.masked_fill(taken[:, None], torch.inf).flatten(1)
     guess, pair = value.topk(tries, 1, largest=False)
@@ -199,7 +199,7 @@ def _best_swap(rows: Rows, fit: Fit, tries: int) -> Fit:
         out, new = pair[:, t] // count, pair[:, t : t + 1] % count
         possible = guess[:, t : t + 1].isfinite()
         hot = torch.nn.functional.one_hot(out, slots).bool() & possible
-        step = share.flatten(1).gather(1, pair[:, t : t + 1])
+        step = move.flatten(1).gather(1, pair[:, t : t + 1])
         start = without[torch.arange(out.numel(), device=out.device), out] * (1 - step)
         start = torch.where(hot, step, start)
         index = torch.where(hot, new, fit.index)
@@ -207,7 +207,7 @@ def _best_swap(rows: Rows, fit: Fit, tries: int) -> Fit:
     return best
 
 
-def search(rows: Rows, r: int, enumerate_up_to: int = 500) -> Fit:
+def search(rows: Mixtures, r: int, enumerate_up_to: int = 500) -> Fit:
     """The best of all solvers for every size up to r, each size beginning from the one before.
 
     The candidates of size k are: the best solutions of size k - 1 with one more slot, the elimination with k left, and
@@ -233,7 +233,7 @@ def search(rows: Rows, r: int, enumerate_up_to: int = 500) -> Fit:
     return fits[0]
 
 
-def exhaustive(rows: Rows, r: int) -> Fit:
+def exhaustive(rows: Mixtures, r: int) -> Fit:
     """Every support of size r: optimal, for few keys. Cost C(N, r) re-fits per row."""
     best = nearest(rows)
     first, height = best.index, best.index.shape[0]
@@ -275,8 +275,8 @@ def _gain(points: Tensor, here: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     along = (here * error).sum(-1, keepdim=True) - error @ points.mT
     length = points.square().sum(-1) - 2 * (here @ points.mT) + here.square().sum(-1, keepdim=True)
     along, length = along.clamp_min_(0.0), length.clamp_min_(1e-300)
-    share = (along / length).clamp_max_(1.0)
-    return share * (2 * along - share * length), share
+    move = (along / length).clamp_max_(1.0)
+    return move * (2 * along - move * length), move
 
 
 def _constrained_inverse(points: Tensor, active: Tensor) -> Tensor:

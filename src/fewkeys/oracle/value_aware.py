@@ -13,10 +13,10 @@ from fewkeys.core.validation import check_count, check_finite
 from fewkeys.oracle import supports
 from fewkeys.oracle.caratheodory import caratheodory
 from fewkeys.oracle.simplex import nearest_in_hull
-from fewkeys.oracle.supports import Fit, Rows
+from fewkeys.oracle.supports import Fit, Mixtures
 
 Method = Literal["auto", "caratheodory", "nearest", "greedy", "eliminate", "pairwise", "exhaustive"]
-SOLVERS: dict[str, Callable[[Rows, int], Fit]] = {
+SOLVERS: dict[str, Callable[[Mixtures, int], Fit]] = {
     "auto": supports.search,
     "greedy": supports.greedy,
     "eliminate": supports.eliminate,
@@ -151,7 +151,7 @@ def reweighted(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return result
 
 
-def _solve(rows: Rows, r: int, method: str) -> Fit:
+def _solve(rows: Mixtures, r: int, method: str) -> Fit:
     if r == 1:
         return supports.nearest(rows)
     fit = SOLVERS[method](rows, r)
@@ -192,12 +192,12 @@ def _blocks(rows: Tensor, each: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _rows(weights: Tensor, points: Tensor, visible: Tensor | None) -> Rows:
+def _rows(weights: Tensor, points: Tensor, visible: Tensor | None) -> Mixtures:
     weights = weights.detach().double()
     total = weights.sum(1, keepdim=True)
     weights = weights / torch.where(total > 0, total, 1.0)
     chosen = torch.ones_like(weights, dtype=torch.bool) if visible is None else visible
-    return Rows(points, weights, weights @ points, chosen)
+    return Mixtures(points, weights, weights @ points, chosen)
 
 
 def check_pair(weights: object, values: object) -> None:

@@ -41,6 +41,6 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
         values = values / torch.where(total > 0, total, torch.ones_like(total))
     else:
         chosen = values > 0
-        share = (1 - total) / chosen.sum(-1, keepdim=True).clamp_min(1)
-        values = torch.where(chosen, values + share, values)
+        rest = (1 - total) / chosen.sum(-1, keepdim=True).clamp_min(1)
+        values = torch.where(chosen, values + rest, values)
     return torch.zeros_like(weights).scatter(-1, top.indices, values)

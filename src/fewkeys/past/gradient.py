@@ -1,7 +1,7 @@
 """How stand-ins of the past depend on the keys that they stand for.
 
 What merges, and with which weights, is a choice that carries no gradient; given it, every step is linear: the old
-stand-ins and the keys that it absorbs go to the places p_i, with shares a_i of the mean there,
+stand-ins and the keys that it absorbs go to the places p_i, with coefficients a_i of the mean there,
 
     row'_c = sum_{i: p_i = c} a_i row_i,     so     gradient_i = a_i gradient'_(p_i).
 """
@@ -27,23 +27,23 @@ class _Scanned(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, key: Tensor, value: Tensor, steps: native.Steps) -> tuple[Tensor, ...]:
         index = steps.evicted[2]
         both = (*index.shape[:3], rows.shape[2] + index.shape[3])
-        place, share = index.new_empty(both), rows.new_empty(both, dtype=torch.float32)
-        states, last = native.scan(steps, (place, share))
-        ctx.save_for_backward(place, share, index)
+        place, coefficient = index.new_empty(both), rows.new_empty(both, dtype=torch.float32)
+        states, last = native.scan(steps, (place, coefficient))
+        ctx.save_for_backward(place, coefficient, index)
         ctx.shape, ctx.dtypes = key.shape, (rows.dtype, key.dtype, value.dtype)
         ctx.mark_non_differentiable(*states[1:], *last[1:])
         return (*states, *last)
 
     @staticmethod
     def backward(ctx: Any, states: Tensor, _excess: Tensor, _size: Tensor, last: Tensor, *_: Tensor) -> Any:
-        place, share, index = ctx.saved_tensors
+        place, coefficient, index = ctx.saved_tensors
         back = _scan_back if torch.is_grad_enabled() else native.scan_back
-        gradients = back(states, last, place, share, index, *ctx.shape[2:])
+        gradients = back(states, last, place, coefficient, index, *ctx.shape[2:])
         return (*(part.to(dtype) for part, dtype in zip(gradients, ctx.dtypes, strict=True)), None)
 
 
 def _scan_back(
-    states: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
+    states: Tensor, last: Tensor, place: Tensor, coefficient: Tensor, index: Tensor, keys: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`native.scan_back` by torch's operations: through them go derivatives of the gradients."""
     count, wide = last.shape[2:]
@@ -51,7 +51,7 @@ def _scan_back(
     flow, fresh = flow + last, []
     for step in reversed(range(place.shape[2])):
         moved = flow.gather(2, place[:, :, step].unsqueeze(-1).expand(-1, -1, -1, wide))
-        moved = moved * share[:, :, step].unsqueeze(-1)
+        moved = moved * coefficient[:, :, step].unsqueeze(-1)
         fresh.append(moved[:, :, count:])
         flow = moved[:, :, :count] + earlier[step]
     new = torch.stack(fresh[::-1], 2).flatten(2, 3) if fresh else flow[:, :, :0]

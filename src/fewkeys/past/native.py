@@ -17,7 +17,7 @@ _STATE = (
     *("asked", "asked_total", "asked_square"),
 )
 _BY_STEP = ("rows_by", "excess_by", "size_by")
-_MOVES = ("place", "share")
+_MOVES = ("place", "coefficient")
 _SIZES = ("batch", "heads", "gqa_ratio", "dim", "value_dim", "count", "steps", "queries", "leaving", "tilted")
 
 
@@ -112,8 +112,8 @@ class NativeScan:
 def scan(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list[Tensor]]:
     """What `past.scan.Scan` promises: rows, excess and size by step, and the state at the end.
 
-    `moves`: place, int64, and share (B, Hkv, steps, M + E), to be written if given: at every step, old stand-in or key
-    i becomes `share_i` of the mean at place `place_i`; what is not there has share zero.
+    `moves`: place, int64, and coefficient (B, Hkv, steps, M + E), to be written if given: at every step, old stand-in
+    or key i becomes `coefficient_i` of the mean at place `place_i`; what is not there has coefficient zero.
     """
     count = steps.evicted[2].shape[2]
     states = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
@@ -123,17 +123,17 @@ def scan(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list
 
 
 def scan_back(
-    states: Tensor, last: Tensor, place: Tensor, share: Tensor, index: Tensor, keys: int, dim: int
+    states: Tensor, last: Tensor, place: Tensor, coefficient: Tensor, index: Tensor, keys: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows at the beginning, of `keys` keys of `dim` dimensions and of the values, all float32.
 
-    states (B, Hkv, steps + 1, M, D + Dv) and last (B, Hkv, M, D + Dv): the gradients that come. `place` and `share`:
-    the moves of `scan`; index (B, Hkv, steps, E): the keys that every step absorbs.
+    states (B, Hkv, steps + 1, M, D + Dv) and last (B, Hkv, M, D + Dv): the gradients that come. `place` and
+    `coefficient`: the moves of `scan`; index (B, Hkv, steps, E): the keys that every step absorbs.
     """
     *head, count, wide = last.shape
     rows, key = torch.empty_like(last, memory_format=torch.contiguous_format), last.new_zeros((*head, keys, dim))
     value = last.new_zeros((*head, keys, wide - dim))
-    given = (states.contiguous(), last.contiguous(), place, share, index.contiguous())
+    given = (states.contiguous(), last.contiguous(), place, coefficient, index.contiguous())
     told = _PastBack(
         **pointers(dict(zip(("rows_by", "last", *_MOVES, "index"), given, strict=True))),
         **pointers({"rows": rows, "key": key, "value": value}),

@@ -31,7 +31,7 @@ class RunningQueries:
         )
 
     def add(self, query: Tensor, real: Tensor | None = None) -> RunningQueries:
-        """With further scaled queries (B, Hkv, groups, N, D), of which `real` (B, N) count."""
+        """With further scaled queries (B, Hkv, gqa_ratio, N, D), of which `real` (B, N) count."""
         if real is not None:
             query = query * real[:, None, None, :, None]
             count = real.sum(-1, keepdim=True).to(query.dtype)

@@ -22,7 +22,7 @@ class State:
     """What is held after `length` tokens, as the queries of the unit of positions that began at `moved` see it.
 
     near: the latest tokens, up to the last one, in order; sinks: the first real ones; summary: the stand-ins of keys
-    that were evicted; queries: moments of the queries before `moved`. asked (B, Hkv, groups, length - moved, D): the
+    that were evicted; queries: moments of the queries before `moved`. asked (B, Hkv, gqa_ratio, length - moved, D): the
     scaled queries since, zero where none came; answered (B, length - moved): where one came. A stream, a cache and a
     shard hold the same; only a stream holds more, if its plan keeps heavy keys.
     """
@@ -37,7 +37,7 @@ class State:
     answered: Tensor
 
     @staticmethod
-    def empty(means: int, key: Tensor, value: Tensor, *, groups: int = 1) -> State:
+    def empty(means: int, key: Tensor, value: Tensor, *, gqa_ratio: int = 1) -> State:
         """Before the first token, with places for `means` stand-ins, in the shape of keys (B, Hkv, N, D) and values."""
         none, rows = Tokens.empty(key, value), (working(key[:, :, :0]), working(value[:, :, :0]))
         return State(
@@ -47,7 +47,7 @@ class State:
             none,
             Summary.empty(means, *rows),
             RunningQueries.empty(rows[0]),
-            rows[0].new_zeros((*key.shape[:2], groups, 0, key.shape[-1])),
+            rows[0].new_zeros((*key.shape[:2], gqa_ratio, 0, key.shape[-1])),
             torch.zeros((key.shape[0], 0), dtype=torch.bool, device=key.device),
         )
 
@@ -57,7 +57,7 @@ class State:
         return self.length - self.near.count
 
     def append(self, tokens: Tokens, query: Tensor | None = None, *, sinks: int = 0) -> State:
-        """With further tokens and their scaled queries (B, Hkv, groups, N, D), of which the real ones' count.
+        """With further tokens and their scaled queries (B, Hkv, gqa_ratio, N, D), of which the real ones' count.
 
         Without `query`, nobody asks. `sinks`: how many of the first real tokens are held for ever.
         """

@@ -27,9 +27,9 @@ def signs(gold: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
     number = torch.minimum(wanted, free)
     draw = torch.rand(gold.shape, generator=generator).masked_fill_(~others, -1.0)
     index = draw.topk(int(number.max()), -1).indices
-    share = (wanted / number.clamp_min(1)).unsqueeze(-1)
+    rate = (wanted / number.clamp_min(1)).unsqueeze(-1)
     taken = torch.arange(index.shape[-1]) < number.unsqueeze(-1)
-    found = gold.float().scatter_add_(-1, index, -(taken * share))
+    found = gold.float().scatter_add_(-1, index, -(taken * rate))
     return found.masked_fill_((number == 0).unsqueeze(-1), 0.0)
 
 

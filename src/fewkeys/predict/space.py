@@ -35,12 +35,12 @@ def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor,
     rows: tuple[list[Tensor], list[Tensor]] = ([], [])
     first = [0, 0]
     for call, real in zip(capture.calls(layer), reals, strict=True):
-        groups = call.query.shape[1] // call.key.shape[1]
+        gqa_ratio = call.query.shape[1] // call.key.shape[1]
         for side, tensor in enumerate((call.query, call.key)):
             flat = tensor.transpose(0, 1).flatten(1, 2)[:, real[side].flatten()]
             own = places[side] - first[side]
             own = own[(own >= 0) & (own < flat.shape[1])]
-            rows[side].append(flat[:, own].float().repeat_interleave(groups if side else 1, 0))
+            rows[side].append(flat[:, own].float().repeat_interleave(gqa_ratio if side else 1, 0))
             first[side] += flat.shape[1]
     return torch.cat(rows[0], 1), torch.cat(rows[1], 1)
 

@@ -118,14 +118,14 @@ class Sparsefinder:
 
         Cost: exact entmax of every sequence in every epoch, O(n^2 D). Memory: 2^24 pairs. Deterministic.
         """
-        share = 0.0 if isinstance(validation, Capture) else validation
-        settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, share, patience, sample, seed)
+        fraction = 0.0 if isinstance(validation, Capture) else validation
+        settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, fraction, patience, sample, seed)
         check_capture(capture)
         fitted_on, held_out = capture, validation if isinstance(validation, Capture) else None
         if held_out is not None:
             check_same(capture, held_out)
-        elif share:
-            count = max(1, round(share * capture.sequences))
+        elif fraction:
+            count = max(1, round(fraction * capture.sequences))
             if count >= capture.sequences:
                 raise ValueError(
                     f"validation: expected sequences left to learn from, got {capture.sequences} in all; capture more, "
@@ -215,11 +215,11 @@ class Sparsefinder:
             raise TypeError(
                 f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
             )
-        own, groups = slice(None), self.shape.query_heads // self.shape.kv_heads
+        own, gqa_ratio = slice(None), self.shape.query_heads // self.shape.kv_heads
         if head is not None:
             if isinstance(head, bool) or head not in range(self.shape.kv_heads):
                 raise ValueError(f"head: expected an integer from 0 to {self.shape.kv_heads - 1}, got {head!r}")
-            own = slice(head * groups, (head + 1) * groups)
+            own = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
         project, fitted = self.projection(layer), None
         if project is not None:
             project = Projection(project.query[own], project.key[own])

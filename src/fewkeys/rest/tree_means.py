@@ -46,8 +46,8 @@ class TreeMeans(Rest):
     def work(self, inputs: Inputs, keep: Selector) -> Work:
         # About a third of a query's slots are nodes that stay closed: a weight and a product with the value each.
         slots = sum(part.slots for part in keep.parts if isinstance(part, KeyTree))
-        share = (2 * inputs.value_dim + 20) / per_score(inputs)
-        return Work(slots / 3 * share, 2.0 * (inputs.head_dim + inputs.value_dim))
+        ratio = (2 * inputs.value_dim + 20) / per_score(inputs)
+        return Work(slots / 3 * ratio, 2.0 * (inputs.head_dim + inputs.value_dim))
 
     def check_beside(self, keep: Selector) -> None:
         if not isinstance(keep, KeyTree):

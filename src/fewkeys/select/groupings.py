@@ -141,8 +141,8 @@ class Buckets(Grouping):
         return self.beta == 1
 
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
-        share = 1 - (1 - 1 / self.beta) ** rank
-        return inputs.keys * share, 20.0 * rank
+        density = 1 - (1 - 1 / self.beta) ** rank
+        return inputs.keys * density, 20.0 * rank
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class Clusters(Grouping):
         return self.top == self.count
 
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
-        share = min(1.0, self.rounds * self.top**2 / self.count)
-        return inputs.keys * share, 4.0 * rank * self.count * self.rounds
+        density = min(1.0, self.rounds * self.top**2 / self.count)
+        return inputs.keys * density, 4.0 * rank * self.count * self.rounds
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ class ClusterPairs(Grouping):
         return Graph(inputs, groups=groups)
 
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
-        share = float(fitted.pairs.double().mean()) if isinstance(fitted, Joined) else 1.0
-        return inputs.keys * share, 4.0 * rank * self.count
+        density = float(fitted.pairs.double().mean()) if isinstance(fitted, Joined) else 1.0
+        return inputs.keys * density, 4.0 * rank * self.count
 
 
 GROUPINGS: Catalogue[Grouping] = Catalogue(Grouping)

@@ -127,7 +127,7 @@ def key_statistics(inputs: Inputs) -> KeyStatistics:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class Subset:
     """Some of the keys: every `stride`-th, or where sequences are padded the keys at `index`, real where `real` says.
 
     Which keys are taken depends on a sequence's real keys alone, so padding changes nothing.
@@ -139,7 +139,7 @@ class Sample:
     real: Tensor | None = None  # (B, M)
 
     def take(self, rows: Tensor) -> Tensor:
-        """The sampled rows (B, H, M, ...) of (B, H, N, ...), zero where they are not real."""
+        """The chosen rows (B, H, M, ...) of (B, H, N, ...), zero where they are not real."""
         if self.index is None or self.real is None:
             return rows[:, :, self.start :: self.stride]
         shape = (self.index.shape[0], 1, self.index.shape[1], *[1] * (rows.ndim - 3))
@@ -147,13 +147,13 @@ class Sample:
         return rows.gather(2, index).masked_fill(~self.real.view(shape), 0.0)
 
 
-def sample(inputs: Inputs, count: int) -> Sample:
+def subset(inputs: Inputs, count: int) -> Subset:
     """About `KEYS_PER_CLUSTER * count` keys of every sequence, evenly spread over its real ones."""
     most = KEYS_PER_CLUSTER * count
     if inputs.valid is None:
         stride = max(1, inputs.whole.keys // most)
-        return Sample(stride, -inputs.whole.first_key % stride)
-    return Sample(1, 0, *_thinned(inputs.valid, most))
+        return Subset(stride, -inputs.whole.first_key % stride)
+    return Subset(1, 0, *_thinned(inputs.valid, most))
 
 
 def _thinned(real: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -295,7 +295,7 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor, impl:
 
 def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
-    some, totals, form, impl = sample(inputs, count), inputs.whole.totals, known.form, inputs.impl
+    some, totals, form, impl = subset(inputs, count), inputs.whole.totals, known.form, inputs.impl
     key, value = (some.take(rows.detach()) for rows in (inputs.key, inputs.value))
     if inputs.shard is None and impl in COMPILED and native.suits(key, value, form):
         given = {"form": form, "shift": form @ known.mean.mT, "middle": known.value_mean, "unit": known.unit}

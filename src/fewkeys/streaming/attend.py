@@ -18,7 +18,7 @@ from fewkeys.streaming.parts import Parts
 
 
 def attend(state: State, heavy: Sequence[HeavyKeys], parts: Parts, weights: Weights, query: Tensor) -> Tensor:
-    """Outputs (B, Hq, M, Dv), in working precision, of the scaled queries (B, Hkv, groups, M, D) of the last M tokens.
+    """Outputs (B, Hq, M, Dv), in working precision, of the last M tokens' scaled queries (B, Hkv, gqa_ratio, M, D).
 
     The tokens are of one unit. Cost O(M slots (D + Dv)).
     """

@@ -92,7 +92,7 @@ class Walk:
     forest: Forest
     nodes: Nodes
 
-    def pieces(self, heads: int, groups: int, width: int) -> Iterator[tuple[Step, slice, slice]]:
+    def pieces(self, heads: int, gqa_ratio: int, width: int) -> Iterator[tuple[Step, slice, slice]]:
         """The steps, each cut into pieces of heads and queries that gather at most `PIECE` numbers at a time.
 
         `width`: numbers a key. The cut depends on the step alone, not on what comes later.
@@ -101,8 +101,8 @@ class Walk:
             leaf = step.levels[-1].opened * LEAF if step.levels else 0
             own = max(1, leaf + scored(step.levels)) * width
             count = step.stop - step.start
-            some = max(1, PIECE // (own * groups * count))
-            length = max(1, PIECE // (own * groups)) if some == 1 else count
+            some = max(1, PIECE // (own * gqa_ratio * count))
+            length = max(1, PIECE // (own * gqa_ratio)) if some == 1 else count
             for head in range(0, heads, some):
                 for start in range(step.start, step.stop, length):
                     yield step, slice(head, min(head + some, heads)), slice(start, min(start + length, step.stop))
@@ -147,7 +147,7 @@ class Descent:
         return found.flatten(1, 2)
 
     def _kept(self, walk: Walk, start: int, stop: int) -> Tensor:
-        """(H, groups, stop - start, n): over the real keys of a walk."""
+        """(H, gqa_ratio, stop - start, n): over the real keys of a walk."""
         own, query = walk.sequences, walk.sequences.queries(self.inputs)
         count = self.inputs.keys if own.real is None else own.real.numel()
         place = torch.arange(count, device=query.device)

@@ -94,7 +94,7 @@ def needed(sequences: Sequences) -> dict[int, Stand]:
 
 
 def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, impl: Impl = "auto") -> Forest:
-    """The trees of scaled queries (H, groups, Nq, D), keys (H, n, D) and values, in working precision.
+    """The trees of scaled queries (H, gqa_ratio, Nq, D), keys (H, n, D) and values, in working precision.
 
     `impl`: "auto" and "native" take compiled kernels where they can read these. A choice: no gradient flows. Cost
     O(n log^2 n (D + Dv)) a head for a causal sequence, O(n log n (D + Dv)) for one forest; memory O(n log n).

@@ -23,7 +23,7 @@ RIDGE = 1e-3
 
 
 def roots(sequences: Sequences, query: Tensor, blocks: Tensor, compiled: bool = False) -> Tensor:
-    """L (H, E, D, D) after `blocks` (E,), ascending, sealed blocks; `query` (H, groups, Nq, D) are scaled.
+    """L (H, E, D, D) after `blocks` (E,), ascending, sealed blocks; `query` (H, gqa_ratio, Nq, D) are scaled.
 
     Sums over a block are added to those before in order, in float64: so they are the same to the last bit whatever
     comes later. Before the first query the metric is a multiple of the identity.

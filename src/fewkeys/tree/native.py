@@ -26,7 +26,7 @@ class _Trees(ctypes.Structure):
         *((name, Rows) for name in ("key", "value")),
         *((name, _POINTER) for name in ("root", "size", "start", "base", "kind", "order")),
         *((name, _SIZE) for name in ("heads", "trees", "roots", "places", "dim", "value_dim")),
-        ("share", ctypes.c_float),
+        ("value_weight", ctypes.c_float),
     )
 
 
@@ -34,7 +34,7 @@ class _TreeRoots(ctypes.Structure):
     _fields_ = (
         ("query", Rows),
         *((name, _POINTER) for name in ("asking", "stop", "turn", "root")),
-        *((name, _SIZE) for name in ("heads", "groups", "turns", "count", "dim")),
+        *((name, _SIZE) for name in ("heads", "gqa_ratio", "turns", "count", "dim")),
         ("ridge", ctypes.c_float),
     )
 
@@ -57,12 +57,19 @@ def split(rows: Tensor) -> Tensor:
 
 
 def grow(
-    key: Tensor, value: Tensor, root: Tensor, kind: Tensor, size: Tensor, start: Tensor, base: Tensor, share: float
+    key: Tensor,
+    value: Tensor,
+    root: Tensor,
+    kind: Tensor,
+    size: Tensor,
+    start: Tensor,
+    base: Tensor,
+    value_weight: float,
 ) -> Tensor:
     """The order (H, R) of trees of keys (H, n, D) and values, all float32.
 
     root (H, E, D, D): lower triangular. kind, size, start and base (trees,), int64: which root, how many keys from
-    which on, and where the tree stands in the order. share: of the values in the features.
+    which on, and where the tree stands in the order. value_weight: of the values in the features.
     """
     key, value = dense(key.unsqueeze(1)), dense(value.unsqueeze(1))
     heads, places = key.shape[0], int(size.sum())
@@ -79,23 +86,23 @@ def grow(
         places=places,
         dim=key.shape[3],
         value_dim=value.shape[3],
-        share=share,
+        value_weight=value_weight,
     )
     call("fewkeys_grow", told)
     return order
 
 
 def roots(query: Tensor, asking: Tensor, stop: Tensor, turn: Tensor, ridge: float) -> Tensor:
-    """What `tree.metric.roots` promises, (H, E, D, D), of scaled queries (H, groups, Nq, D).
+    """What `tree.metric.roots` promises, (H, E, D, D), of scaled queries (H, gqa_ratio, Nq, D).
 
     asking (N,): the queries that count, by their turns. stop (turns,): how many are of this turn or of one before. turn
     (E,), ascending: up to which turn.
     """
     query = dense(query)
-    heads, groups, _, dim = query.shape
+    heads, gqa_ratio, _, dim = query.shape
     root = query.new_empty((heads, turn.numel(), dim, dim))
     held = {"asking": asking.contiguous(), "stop": stop.contiguous(), "turn": turn.contiguous(), "root": root}
-    sizes = {"heads": heads, "groups": groups, "turns": stop.numel(), "count": turn.numel(), "dim": dim}
+    sizes = {"heads": heads, "gqa_ratio": gqa_ratio, "turns": stop.numel(), "count": turn.numel(), "dim": dim}
     call("fewkeys_roots", _TreeRoots(query=Rows.of(query), **pointers(held), **sizes, ridge=ridge))
     return root
 

@@ -57,7 +57,7 @@ class Sequences:
         return working((own if self.real is None else own[:, :, self.real]).flatten(0, 1))
 
     def queries(self, inputs: Inputs) -> Tensor:
-        """Scaled queries (H, groups, Nq, D) by the key head that they read, in working precision."""
+        """Scaled queries (H, gqa_ratio, Nq, D) by the key head that they read, in working precision."""
         query = inputs.grouped_query()
         return working((query if self.batch is None else query[self.batch]).flatten(0, 1)) * inputs.scale
 

@@ -4,7 +4,7 @@ Two errors per head, means over the real queries of all batches. With `e_h = o~_
 and W_h the slice of the output projection that reads it:
 
     relative    |e_h| / |o_h|                                the error that reports show
-    share       |W_h e_h|^2 / |sum_g W_g o_g|^2              what the head adds to the squared relative error of the
+    added       |W_h e_h|^2 / |sum_g W_g o_g|^2              what the head adds to the squared relative error of the
                                                              layer's output, up to products of different heads
 
 Where the projection is not known, W is the identity.
@@ -32,10 +32,10 @@ from fewkeys.tuning.candidates import Candidate
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """`relative` and `share` (key heads, K), float64: means over queries, and over the query heads that share keys."""
+    """`relative` and `added` (key heads, K), float64: means over queries, and over the query heads that share keys."""
 
     relative: Tensor
-    share: Tensor
+    added: Tensor
 
 
 def score_layer(
@@ -63,8 +63,8 @@ def score_layer(
             total[:, :, index] += _errors(problem, candidates[index].plan, truth, size, real, projection, seed)
             done()
         queries += float(real.sum())
-    relative, share = total / queries
-    return Scores(relative, share)
+    relative, added = total / queries
+    return Scores(relative, added)
 
 
 def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: int) -> tuple[float, float]:
@@ -117,8 +117,8 @@ def _errors(
         problem.generator.manual_seed(seed)
     output = run(problem, plan.always()).float()
     relative = relative_error(output, truth)
-    share = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
-    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, share)])
+    added = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
+    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, added)])
     by_key_head: Tensor = sums.unflatten(1, (problem.kv_heads, problem.gqa_ratio)).mean(2)
     return by_key_head
 

@@ -49,9 +49,9 @@ def tune(
     other rules for the heavy keys (centred leverage, key norm) and sinks, around the splits that did best. The choice
     minimises, over all heads h,
 
-        sum_h  share_h / sum_h share_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
+        sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
-    at the price per slot that the budget allows (Lagrange; the optimum among all choices of that many slots). share_h
+    at the price per slot that the budget allows (Lagrange; the optimum among all choices of that many slots). added_h
     is what head h adds to the squared error of the layer's output *after the output projection*, relative_h the
     relative error of its own output, both in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`.
 
@@ -92,9 +92,9 @@ def tune(
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
         relative = _padded([score.relative for score in scores])
-        share = _padded([score.share for score in scores])
+        added = _padded([score.added for score in scores])
         # The first candidate is budget(slots): both errors count by its own.
-        cost = relative / relative[:, 0].mean().clamp_min(1e-30) + share / share[:, 0].mean().clamp_min(1e-30)
+        cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
         slots = _padded([torch.tensor([[c.slots for c in row]] * capture.kv_heads).double() for row in candidates])
         if max_error is None:
             choice = within_slots(cost, slots, asked)
@@ -107,7 +107,7 @@ def tune(
     best = choose([first] * capture.layers, scores)
     more = [_others(first, row, width) for row in best]
     both = [
-        Scores(torch.cat([a.relative, b.relative], 1), torch.cat([a.share, b.share], 1))
+        Scores(torch.cat([a.relative, b.relative], 1), torch.cat([a.added, b.added], 1))
         for a, b in zip(scores, table.score(more), strict=True)
     ]
     chosen = choose([first + others for others in more], both)
@@ -166,7 +166,7 @@ class _Table:
                 scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=step)
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(path, save({"relative": scores.relative, "share": scores.share}))
+                    write_whole(path, save({"relative": scores.relative, "added": scores.added}))
             else:
                 self._step(len(candidates) * self.capture.batches, layer)
             found.append(scores)
@@ -194,7 +194,7 @@ def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
     """The scores in a file, None where there is no such file or it is not whole."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            scores = Scores(file.get_tensor("relative"), file.get_tensor("share"))
+            scores = Scores(file.get_tensor("relative"), file.get_tensor("added"))
     except (OSError, SafetensorError):
         return None
-    return scores if scores.relative.shape == scores.share.shape == shape else None
+    return scores if scores.relative.shape == scores.added.shape == shape else None

@@ -23,7 +23,10 @@ class _Descend(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("query", "key", "value", "out")),
         *((name, ctypes.c_void_p) for name in _HELD),
-        *((name, ctypes.c_int64) for name in ("count", "sequences", "heads", "groups", "places", "dim", "value_dim")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("count", "sequences", "heads", "gqa_ratio", "places", "dim", "value_dim")
+        ),
         *((name, ctypes.c_int64) for name in ("sinks", "shown")),
         *((name, ctypes.c_float) for name in ("scale", "reach", "curve", "highest")),
     )
@@ -102,7 +105,7 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
         count=len(steps),
         sequences=x.batch if own.batch is None else own.batch.numel(),
         heads=x.query_heads,
-        groups=x.gqa_ratio,
+        gqa_ratio=x.gqa_ratio,
         places=forest.order.shape[1],
         dim=x.head_dim,
         value_dim=x.value_dim,

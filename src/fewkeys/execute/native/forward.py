@@ -19,7 +19,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
-from fewkeys.native.tensors import Rows, dense, filled, pointers
+from fewkeys.native.tensors import Rows, dense, pointers, round_up
 from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
@@ -129,7 +129,7 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
             keys.append(s.left.mT)
             values.append(s.right)
     shared_key = torch.cat([rows.float() for rows in keys], 2)
-    shared_value = pad(torch.cat([rows.float() for rows in values], 2), (0, filled(x.value_dim) - x.value_dim))
+    shared_value = pad(torch.cat([rows.float() for rows in values], 2), (0, round_up(x.value_dim) - x.value_dim))
     bias, total, factor, share = (None if part is None else part.float() for part in (bias, total, factor, share))
     hidden = None if graph.band is None else band_hidden(x, graph)
     # An empty band ends before it begins, for every query.

@@ -41,7 +41,7 @@ def attend(problem: Problem) -> Tensor:
 
 
 def _walk(problem: Problem, walk: Walk, stand_ins: Nodes | None) -> Tensor:
-    """The output (H, groups, Nq, Dv) of some sequences."""
+    """The output (H, gqa_ratio, Nq, Dv) of some sequences."""
     x, own = problem.inputs, walk.sequences
     query, key, value = own.queries(x), own.rows(x.key), own.rows(x.value)
     rows: dict[tuple[int, int], list[Tensor]] = {}

@@ -93,7 +93,7 @@ class GroupedKeys:
         return found
 
     def _queries(self, chunk: Chunk) -> Tensor:
-        """The groups of a chunk's queries, (H, blocks, groups, size, Mq)."""
+        """The groups of a chunk's queries, (H, blocks, gqa_ratio, size, Mq)."""
         rows = chunk.blocks * chunk.size
         ids = self.query_ids[:, :, chunk.start : chunk.start + rows]
         ids = pad(ids, (0, 0, 0, rows - ids.shape[2]), value=-1)
@@ -132,9 +132,9 @@ class GroupedKeys:
             yield Tiles(row, self._key(owner), bias, self._hidden(chunk, ids, row, owner))
 
     def _key(self, owner: Tensor) -> Tensor:
-        """Rows of `key` (H x Nk) for rows of `ids` (H x groups x Nk)."""
-        keys, groups = self.inputs.keys, self.inputs.gqa_ratio
-        return owner // (groups * keys) * keys + owner % keys
+        """Rows of `key` (H x Nk) for rows of `ids` (H x gqa_ratio x Nk)."""
+        keys, ratio = self.inputs.keys, self.inputs.gqa_ratio
+        return owner // (ratio * keys) * keys + owner % keys
 
     def _hidden(self, chunk: Chunk, ids: Tensor, row: Tensor, owner: Tensor) -> Tensor | None:
         row, hidden = row.clamp_max(ids.shape[0] - 1), None
@@ -161,7 +161,7 @@ class GroupedKeys:
         for column, row in enumerate(self.overlaps):
             for other, overlap in enumerate(row):
                 if overlap:
-                    theirs = self.ids[..., other][at]  # (H, blocks, width, groups)
+                    theirs = self.ids[..., other][at]  # (H, blocks, width, gqa_ratio)
                     found |= query[..., column].unsqueeze(-1) == theirs.movedim(-1, 2).unsqueeze(3)
         return found.flatten(1, 3)
 
@@ -318,7 +318,7 @@ def _rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _by_key_head(inputs: Inputs, ids: Tensor) -> Tensor:
-    """(B, Hq, N, M) -> (B x Hkv, groups, N, M): by the key head that the query heads read."""
+    """(B, Hq, N, M) -> (B x Hkv, gqa_ratio, N, M): by the key head that the query heads read."""
     by_head: Tensor = ids.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio)).flatten(0, 1)
     return by_head
 
@@ -338,7 +338,7 @@ def _distinct(ids: Tensor) -> Tensor:
 
 
 def _sizes(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Members of every group of every head (heads x count,), and the group of ids (H, groups, N, M) among all these.
+    """Members of every group of every head (heads x count,), and the group of ids (H, gqa_ratio, N, M) among all these.
 
     Members of no group come after all groups.
     """

@@ -38,18 +38,18 @@ from fewkeys.execute.triton.tiles import (
 
 
 @triton.jit
-def weigh(scores, level, share, ALPHA: tl.constexpr):
+def weigh(scores, level, inverse, ALPHA: tl.constexpr):
     """Weights A, and their slopes u, of scores (M, N)."""
     if ALPHA > 1:
-        weight = raised(tl.maximum(scores - level[:, None], 0.0), 1 / (ALPHA - 1)) * share[:, None]
+        weight = raised(tl.maximum(scores - level[:, None], 0.0), 1 / (ALPHA - 1)) * inverse[:, None]
         return weight, raised(weight, 2 - ALPHA)
     else:
-        weight = tl.exp2(scores - level[:, None]) * share[:, None]
+        weight = tl.exp2(scores - level[:, None]) * inverse[:, None]
         return weight, weight
 
 
 @triton.jit
-def query_gradients(x, tiles, output, level, share, grad, delta, grad_query):
+def query_gradients(x, tiles, output, level, inverse, grad, delta, grad_query):
     """Gradients of a tile of queries; also `delta` of every row, which the other kernels read."""
     head = tl.program_id(1).to(tl.int64)
     shared = head // x.sizes.gqa_ratio
@@ -61,7 +61,7 @@ def query_gradients(x, tiles, output, level, share, grad, delta, grad_query):
     q = load_queries(x, head, row)
     g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
     row_level = load_column(level, head, row, x.sizes.queries, 0.0)
-    row_share = load_column(share, head, row, x.sizes.queries, 0.0)
+    row_inverse = load_column(inverse, head, row, x.sizes.queries, 0.0)
     if x.made.ALPHA > 1:
         along = tl.zeros((x.made.BLOCK_M,), tl.float32)
         mass = tl.zeros((x.made.BLOCK_M,), tl.float32)
@@ -70,7 +70,7 @@ def query_gradients(x, tiles, output, level, share, grad, delta, grad_query):
             for at in range(start, stop, step):
                 place, _k, scores = step_tile(x, at, q, position, begin, end, group, head, NEAR)
                 v = load_values(x, shared, place)
-                _weight, slope = weigh(scores, row_level, row_share, x.made.ALPHA)
+                _weight, slope = weigh(scores, row_level, row_inverse, x.made.ALPHA)
                 along += tl.sum(slope * meet(x, g, v, NEAR), 1)
                 mass += tl.sum(slope, 1)
         row_delta = along / tl.where(mass > 0, mass, 1.0)
@@ -85,28 +85,28 @@ def query_gradients(x, tiles, output, level, share, grad, delta, grad_query):
         for at in range(start, stop, step):
             place, k, scores = step_tile(x, at, q, position, begin, end, group, head, NEAR)
             v = load_values(x, shared, place)
-            _weight, slope = weigh(scores, row_level, row_share, x.made.ALPHA)
+            _weight, slope = weigh(scores, row_level, row_inverse, x.made.ALPHA)
             pulled = slope * (meet(x, g, v, NEAR) - row_delta[:, None])
             total += mix(pulled, k, x.made.PRECISION)
     store_dense(grad_query, head, row, x.sizes.queries, total * x.scale, x.made.BLOCK_D, x.made.D)
 
 
 @triton.jit
-def pull_back(x, k, v, seen, row, head, level, share, grad, delta):
+def pull_back(x, k, v, seen, row, head, level, inverse, grad, delta):
     """What a tile of queries adds to the gradients of the keys (over `scale`) and values of a tile."""
     q = load_queries(x, head, row)
     g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
     row_level = load_column(level, head, row, x.sizes.queries, 0.0)
-    row_share = load_column(share, head, row, x.sizes.queries, 0.0)
+    row_inverse = load_column(inverse, head, row, x.sizes.queries, 0.0)
     row_delta = load_column(delta, head, row, x.sizes.queries, 0.0)
     scores = scores_of(q, k, seen, x.factor, x.made.PRECISION)
-    weight, slope = weigh(scores, row_level, row_share, x.made.ALPHA)
+    weight, slope = weigh(scores, row_level, row_inverse, x.made.ALPHA)
     pulled = slope * (meet(x, g, v, False) - row_delta[:, None])
     return gradients_of(weight, pulled, q, g, x.made.PRECISION)
 
 
 @triton.jit
-def group_gradients(x, tiles, level, share, grad, delta, sum_key, sum_value):
+def group_gradients(x, tiles, level, inverse, grad, delta, sum_key, sum_value):
     """Gradients of a tile of one group's keys and values, from the group's queries `begin .. end - 1` of one head.
 
     `sum_key` (B, Hq, Nk, D) and `sum_value` (B, Hq, Nk, Dv), float32; zeros for keys of no group.
@@ -123,14 +123,16 @@ def group_gradients(x, tiles, level, share, grad, delta, sum_key, sum_value):
     for start in range(begin, end, x.made.BLOCK_M):
         row = tokens_at(x.members.query_order, start + tl.arange(0, x.made.BLOCK_M), end, head, x.sizes.queries)
         seen = visible(x, row + x.sizes.offset, place)
-        to_key, to_value = pull_back(x, k, v, seen, row, head, level, share, grad, delta)
+        to_key, to_value = pull_back(x, k, v, seen, row, head, level, inverse, grad, delta)
         total_key += to_key
         total_value += to_value
     store_gradients(x, sum_key, sum_value, head, place, x.sizes.keys, total_key * x.scale, total_value)
 
 
 @triton.jit
-def key_gradients(x, level, share, grad, delta, tiles, sum_key, sum_value, grad_key, grad_value, LISTED: tl.constexpr):
+def key_gradients(
+    x, level, inverse, grad, delta, tiles, sum_key, sum_value, grad_key, grad_value, LISTED: tl.constexpr
+):
     """Gradients of a tile of consecutive keys or of the shared list, from queries in other groups.
 
     The band's keys meet the queries whose band touches the tile; what they had from their groups, the sums of their
@@ -163,7 +165,7 @@ def key_gradients(x, level, share, grad, delta, tiles, sum_key, sum_value, grad_
             seen = seen & visible(x, row + x.sizes.offset, place)
         else:
             seen = seen & in_band(x, row + x.sizes.offset, place) & unhidden(x, shared, place)[None, :]
-        to_key, to_value = pull_back(x, k, v, seen, row, head, level, share, grad, delta)
+        to_key, to_value = pull_back(x, k, v, seen, row, head, level, inverse, grad, delta)
         total_key += to_key
         total_value += to_value
     total_key *= x.scale

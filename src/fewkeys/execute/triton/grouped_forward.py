@@ -4,7 +4,7 @@ A program takes up to `BLOCK_M` queries of one group of one head, wherever they 
 tile by tile: the group's, and behind them those of the shared list that are in other groups. The band's keys differ
 from row to row: they are taken one place of the band at a time.
 
-With `z = score log2(e)` for softmax and `z = (alpha - 1) score` for entmax, a weight is `f(z - level) share`, where f
+With `z = score log2(e)` for softmax and `z = (alpha - 1) score` for entmax, a weight is `f(z - level) inverse`, where f
 is `2^x` or `max(0, x)^(1 / (alpha - 1))`. Softmax takes one pass. Entmax finds the row's level first, from scores that
 every round computes again. All sums are float32.
 
@@ -145,8 +145,8 @@ def scan(x, level, q, position, begin, end, group, head, TOP: tl.constexpr):
 
 
 @triton.jit
-def attend_groups(x, tiles, output, level, share):
-    """Outputs, and the level and share of every row; both 0 for rows that see nothing.
+def attend_groups(x, tiles, output, level, inverse):
+    """Outputs, and the level and inverse of every row; both 0 for rows that see nothing.
 
     Entmax's level is the root of `(sum f(z - level))^(alpha - 1) = 1`, a norm that is convex in the level: Newton's
     steps from below climb to it and never pass it, and equal entries take one step, however many they are.
@@ -188,4 +188,4 @@ def attend_groups(x, tiles, output, level, share):
     part = tl.where(mass > 0, 1 / tl.where(mass > 0, mass, 1.0), 0.0)
     store_dense(output, head, row, x.sizes.queries, mixed * part[:, None], x.made.BLOCK_V, x.made.DV)
     store_column(level, head, row, x.sizes.queries, tl.where(mass > 0, top, 0.0))
-    store_column(share, head, row, x.sizes.queries, part)
+    store_column(inverse, head, row, x.sizes.queries, part)

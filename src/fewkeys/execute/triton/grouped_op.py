@@ -85,18 +85,18 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_shapes(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (B, Hq, Nq, Dv), level and share of every row (B, Hq, Nq), float32."""
+    """Output (B, Hq, Nq, Dv), level and inverse of every row (B, Hq, Nq), float32."""
     query, value = arguments[0], arguments[2]
     rows = query.shape[:3]
-    level, share = (query.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return query.new_empty((*rows, value.shape[3])), level, share
+    level, inverse = (query.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return query.new_empty((*rows, value.shape[3])), level, inverse
 
 
-def _backward(grad: Tensor, output: Tensor, level: Tensor, share: Tensor, *arguments: Any) -> list[Tensor]:
+def _backward(grad: Tensor, output: Tensor, level: Tensor, inverse: Tensor, *arguments: Any) -> list[Tensor]:
     x = Problem(arguments[:TENSORS], arguments[TENSORS:])
     found = empty_like(arguments, range(3))
     grad, output = grad.contiguous(), output.contiguous()
-    of_rows = (level, share, grad, torch.empty_like(level))
+    of_rows = (level, inverse, grad, torch.empty_like(level))
     # Query heads that share keys have groups of their own: each writes its own sums.
     sums = [query_heads(tensor, x.sizes.heads) for tensor in found[1:]]
     with torch.cuda.device_of(grad):
@@ -134,7 +134,7 @@ def _add_list(x: Problem, listed: Tensor, added: list[Tensor], sums: list[Tensor
 
 
 grouped = operator("grouped", _forward, _forward_shapes, _backward, _ARGUMENTS, TENSORS, range(3))
-"""Attention inside groups, beside a band and a shared list: outputs, and the level and share of the rows.
+"""Attention inside groups, beside a band and a shared list: outputs, and the level and inverse of the rows.
 
 `alpha` is 1 for softmax, and in (1, 2] for entmax. `hidden` (B, Hkv, Nk), uint8, marks keys that no band reaches. Only
 the outputs have gradients, and these have none.

@@ -73,10 +73,10 @@ class Routing(Selector):
     def _ids(self, closeness: Tensor, real: Tensor | None) -> Tensor:
         if not self.balanced:
             return closeness.argmax(-1, keepdim=True)
-        share: int | Tensor = -(-closeness.shape[2] // self.clusters)
+        capacity: int | Tensor = -(-closeness.shape[2] // self.clusters)
         if real is not None:
-            share = (real.sum(-1) + self.clusters - 1) // self.clusters
-        return member_ids(nearest_members(closeness, real, share))
+            capacity = (real.sum(-1) + self.clusters - 1) // self.clusters
+        return member_ids(nearest_members(closeness, real, capacity))
 
     def covers(self, inputs: Inputs) -> bool:
         return self.clusters == 1

@@ -20,7 +20,7 @@ PROGRAMS = 512
 """Programs that sums over all keys are split among: a few for each processor of a large GPU."""
 
 
-class Rows(NamedTuple):
+class KeysAndValues(NamedTuple):
     """Keys and values, and how far their batch entries, heads and rows stand apart."""
 
     key: Tensor
@@ -84,9 +84,9 @@ def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: 
     return found
 
 
-def _rows(key: Tensor, value: Tensor | None) -> Rows:
+def _rows(key: Tensor, value: Tensor | None) -> KeysAndValues:
     key, value = dense(key), None if value is None else dense(value)
-    return Rows(key, value, tuple(key.stride()[:3]), (0, 0, 0) if value is None else tuple(value.stride()[:3]))
+    return KeysAndValues(key, value, tuple(key.stride()[:3]), (0, 0, 0) if value is None else tuple(value.stride()[:3]))
 
 
 def _parts(matrix: Tensor, count: int) -> Tensor:
@@ -100,7 +100,7 @@ def _parts(matrix: Tensor, count: int) -> Tensor:
     return torch.stack(parts, 2)
 
 
-def _options(rows: Rows) -> dict[str, Any]:
+def _options(rows: KeysAndValues) -> dict[str, Any]:
     """Constants that all kernels take."""
     dim, value_dim = rows.key.shape[3], 0 if rows.value is None else rows.value.shape[3]
     whole = rows.key.dtype == torch.float32
@@ -109,7 +109,7 @@ def _options(rows: Rows) -> dict[str, Any]:
     return constants | {"num_warps": 8 if whole or _is_wide(rows) else 4, "num_stages": 1 if whole else 2}
 
 
-def _is_wide(rows: Rows) -> bool:
+def _is_wide(rows: KeysAndValues) -> bool:
     return max(rows.key.shape[3], 0 if rows.value is None else rows.value.shape[3]) > 128
 
 
