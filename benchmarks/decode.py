@@ -61,7 +61,7 @@ def main():
     from transformers import DynamicCache
 
     model = small_llama(options.tokens)
-    cache = fk.cache(model, fk.budget(SLOTS, is_causal=True))
+    cache = fk.cache(model, fk.budget(SLOTS, is_causal=True, memory="constant"))
     began = perf_counter()
     ours = decode(model, cache, options.tokens, cache.memory)
     took = perf_counter() - began

@@ -35,6 +35,7 @@ from fewkeys.core.files import read_json, write_json, write_whole
 
 RESULTS = Path(__file__).parent / "results"
 SLOTS, DIM, TURNS = 256, 64, 3
+PLAN = fk.budget(SLOTS, is_causal=True, memory="constant")
 LENGTHS = (4096, 16384, 65536)
 RANKS, TOKENS = (8, 64, 256, 1024), (10**5, 10**6, 10**7, 10**8)
 
@@ -76,8 +77,7 @@ def ring(query, key, value, comm):
 
 
 def few(query, key, value, comm):
-    plan = fk.budget(SLOTS, is_causal=True)
-    return fkd.attention(query, key, value, keep=plan.keep, rest=plan.rest, is_causal=True, group=comm)
+    return fkd.attention(query, key, value, keep=PLAN.keep, rest=PLAN.rest, is_causal=True, group=comm)
 
 
 def measure(comm):
@@ -98,7 +98,7 @@ def measure(comm):
                 if turn:
                     times[name].append(float(seconds))
                 elif name == "fewkeys":
-                    one = fk.attention(*whole, plan=fk.budget(SLOTS, is_causal=True).always(), is_causal=True)
+                    one = fk.attention(*whole, plan=PLAN.always(), is_causal=True)
                     difference = (out - one.chunk(comm.size, 2)[comm.rank]).abs().amax()
                     difference = float(comm.all_reduce(difference, "max"))
         row = {"ranks": comm.size, "tokens": n, "difference": difference}
@@ -123,16 +123,15 @@ def costs():
     """Seconds per pair, per token of the scan and of attending, in one process with one thread."""
     n = 16384
     q, k, v = tokens(n)
-    plan = fk.budget(SLOTS, is_causal=True)
     inputs = fk.validation.check_inputs(q, k, v, is_causal=True)
-    graph = plan.keep.select(inputs)
+    graph = PLAN.keep.select(inputs)
 
     def prepare():
         # Asked for, or the means would be made while attending.
-        return plan.rest.prepare(inputs, graph, plan.weights).states
+        return PLAN.rest.prepare(inputs, graph, PLAN.weights).states
 
     pair = clock(lambda: exact(q[:, :, : n // 4], k, v, False)) / (n // 4 * n)
-    whole = clock(lambda: fk.attention(q, k, v, plan=plan.always(), is_causal=True)) / n
+    whole = clock(lambda: fk.attention(q, k, v, plan=PLAN.always(), is_causal=True)) / n
     scan = clock(prepare) / n
     return {"pair": pair, "scan": scan, "attend": whole - scan}
 

@@ -33,7 +33,7 @@ def plans(slots: int) -> dict[str, fk.Plan]:
     """The rows, at so many slots per query."""
     half = slots // 2
     return {
-        "fewkeys": fk.budget(slots, is_causal=True),
+        "fewkeys": fk.budget(slots, is_causal=True, memory="constant"),
         "each query's best keys (oracle)": fk.Plan(fk.TopK(slots)),
         "sinks + window": fk.Plan(fk.Sinks(4) | fk.Window(slots - 4)),
         "leverage + window": fk.Plan(fk.Leverage(half, centre=True) | fk.Window(half)),

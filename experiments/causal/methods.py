@@ -15,8 +15,8 @@ from fewkeys.integrations.interface import attach
 
 SINKS = 4
 PLANS: dict[str, Callable[[int], fk.Plan]] = {
-    "fewkeys": lambda slots: fk.budget(slots, is_causal=True),
-    "fewkeys + sinks": lambda slots: _with_sinks(fk.budget(slots - SINKS, is_causal=True)),
+    "fewkeys": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
+    "fewkeys + sinks": lambda slots: _with_sinks(fk.budget(slots - SINKS, is_causal=True, memory="constant")),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
     "leverage": lambda slots: fk.Plan(fk.Leverage(slots // 2, centre=True) | fk.Window(slots // 2)),
     "key norm": lambda slots: fk.Plan(fk.KeyNorm(slots // 2) | fk.Window(slots // 2)),

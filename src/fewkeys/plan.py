@@ -62,7 +62,7 @@ class Plan:
             if not self.rest.causal:
                 raise ValueError(
                     f"is_causal: {type(self.rest).__name__} summarises the future too; use rest=RunningMeans(count) "
-                    "beside RecentBlocks, as budget(slots, is_causal=True) does, or Drop()"
+                    "beside RecentBlocks, as budget(slots, is_causal=True, memory='constant') does, or Drop()"
                 )
             if not self.keep.causal:
                 raise ValueError(

@@ -12,6 +12,9 @@ from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
 
 ALL = fk.Plan(fk.RecentBlocks(32, 9), fk.RunningMeans(2))
 """Keeps every key of the short sequences here."""
+TREE = fk.budget(200, is_causal=True)
+"""Keeps every key of short sequences too."""
+SMALL_TREE = fk.budget(64, is_causal=True)
 FEW = fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5))
 
 
@@ -37,8 +40,9 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("plan", [ALL, TREE], ids=["recent", "tree"])
 @pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma])
-def test_a_plan_that_keeps_everything_generates_exactly(make, side, way):
+def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     model = make()
     inputs = padded(side)
     inputs.pop("position_ids", None)
@@ -46,8 +50,31 @@ def test_a_plan_that_keeps_everything_generates_exactly(make, side, way):
     if way.get("num_beams") and make is gemma:
         inputs = {name: t[:1] for name, t in inputs.items()}
     want = model.generate(**inputs, **options)
-    found = model.generate(**inputs, **options, past_key_values=fk.cache(model, ALL))
+    found = model.generate(**inputs, **options, past_key_values=fk.cache(model, plan))
     assert torch.equal(found, want)
+
+
+def drafter():
+    """The model's first words, and others."""
+    other = llama()
+    torch.manual_seed(9)
+    for weight in other.parameters():
+        weight.data += 0.02 * torch.randn_like(weight)
+    return other
+
+
+@pytest.mark.parametrize("way", ["assistant", "lookup"])
+def test_drafts_that_are_taken_back_change_nothing(way, monkeypatch):
+    """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
+    cropped, crop = [], fk.Stream.crop
+    monkeypatch.setattr(fk.Stream, "crop", lambda stream, to: cropped.append(stream.length - to) or crop(stream, to))
+    model, ids = llama(), tokens(1, 30).repeat(1, 9)
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    want = model.generate(ids, **options, past_key_values=fk.cache(model, SMALL_TREE))
+    more = {"assistant_model": drafter()} if way == "assistant" else {"prompt_lookup_num_tokens": 5}
+    found = model.generate(ids, **options, **more, past_key_values=fk.cache(model, SMALL_TREE))
+    assert torch.equal(found, want)
+    assert max(cropped) > 0
 
 
 @torch.no_grad()
@@ -59,6 +86,37 @@ def logits(model, ids, sizes, cache=None):
         found.append(out.logits)
         start += size
     return torch.cat(found, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[150], [1] * 150, [9, 40, 1, 1, 78, 21]], ids=["whole", "tokens", "chunks"])
+def test_trees_grow_as_the_applied_plan_has_them(sizes):
+    model, ids = llama(), tokens(2, 150)
+    with fk.apply(model, SMALL_TREE.always()):
+        want = logits(model, ids, [150])
+    close(logits(model, ids, sizes, fk.cache(model, SMALL_TREE)), want)
+
+
+@torch.no_grad()
+def test_left_padding_changes_no_tree():
+    """A row alone, and the same row left-padded beside a longer one."""
+    model, ids = llama(), tokens(2, 150)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    found = []
+    cache = fk.cache(model, SMALL_TREE)
+    for part in (slice(0, 120), slice(120, 121), slice(121, 150)):
+        place = (mask.cumsum(1) - 1).clamp_min(0)[:, part]
+        out = model(
+            ids[:, part],
+            attention_mask=mask[:, : part.stop],
+            position_ids=place,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        found.append(out.logits)
+    close(torch.cat(found, 1)[:1, 37:], logits(model, ids[:1, 37:], [113], fk.cache(model, SMALL_TREE)))
+    close(torch.cat(found, 1)[1:], logits(model, ids[1:], [150], fk.cache(model, SMALL_TREE)))
 
 
 @pytest.mark.parametrize("sizes", [[70], [1] * 70, [9, 40, 21]], ids=["whole", "tokens", "chunks"])

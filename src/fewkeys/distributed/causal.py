@@ -39,7 +39,7 @@ def check_causal(plan: Plan) -> Parts:
     if parts.recent is None or parts.heavy or parts.window:
         raise ValueError(
             f"keep: expected RecentBlocks, and Sinks beside it, the causal rules that work over ranks so far, got "
-            f"{plan.keep}; fewkeys.budget(slots, is_causal=True) is such a plan"
+            f"{plan.keep}; fewkeys.budget(slots, is_causal=True, memory='constant') is such a plan"
         )
     return parts
 
