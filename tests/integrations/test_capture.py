@@ -252,7 +252,7 @@ def test_damage_is_told(tmp_path):
         ({"layers": -1}, "layers: expected at least 1"),
         ({"is_causal": "yes"}, "is_causal: expected bool"),
         ({"scales": [1.0]}, "do not fit"),
-        ({"batches": 2}, "expected a file for each of 2 layers and 2 batches"),
+        ({"batches": 2}, "expected a file for each of 3 layers and 2 batches"),
     ):
         index.write_text(json.dumps(record | change))
         with pytest.raises(ValueError, match=said):
