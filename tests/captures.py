@@ -5,10 +5,22 @@ import torch
 from fewkeys.captures.capture import AttentionInputs, CaptureWriter
 
 
-def captured(layers=2, batches=2, size=3, heads=4, kv_heads=2, length=40, dim=8, causal=False, lengths=None, seed=0):
+def captured(
+    layers=2,
+    batches=2,
+    size=3,
+    heads=4,
+    kv_heads=2,
+    length=40,
+    dim=8,
+    causal=False,
+    lengths=None,
+    seed=0,
+    directory=None,
+):
     """Random attention with some structure: a common offset, a few loud keys."""
     draw = torch.Generator().manual_seed(seed)
-    writer = CaptureWriter(None, "random")
+    writer = CaptureWriter(directory, "random")
     for _ in range(batches):
         for _ in range(layers):
             query = torch.randn(size, heads, length, dim, generator=draw) * 1.5

@@ -9,6 +9,7 @@ from typing import Any
 
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.learned import Learned, load_learned, save_learned
+from fewkeys.core.records import build
 from fewkeys.plan import Plan
 from fewkeys.select import PARTS
 
@@ -69,12 +70,12 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {found!r}")
         try:
-            plans = [Plan.from_dict(plan, learned) for plan in data["plans"]]
-            if any(number not in range(len(plans)) for layer in data["layers"] for number in layer):
+            found = build(_Description, data)
+            plans = [Plan.from_dict(plan, learned) for plan in found.plans]
+            if any(number not in range(len(plans)) for layer in found.layers for number in layer):
                 raise ValueError(f"plan numbers beyond the {len(plans)} plans")
-            layers = tuple(tuple(plans[number] for number in layer) for layer in data["layers"])
-            return cls(layers, data["record"])
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(tuple(tuple(plans[number] for number in layer) for layer in found.layers), found.record)
+        except ValueError as error:
             raise ValueError(
                 f"model plan: expected what ModelPlan.to_dict() writes, got a damaged description ({error})"
             ) from None
@@ -92,3 +93,13 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         """The plans saved in `directory`. Raises `ValueError` for files that are missing or damaged."""
         data = read_json(directory, FILE)
         return cls.from_dict(data, load_learned(directory, data, PARTS))
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What `ModelPlan.to_dict` gives."""
+
+    format: int
+    plans: list[dict[str, Any]]
+    layers: list[list[int]]
+    record: dict[str, Any]

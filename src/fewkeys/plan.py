@@ -10,6 +10,7 @@ from typing import Any, Literal
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
+from fewkeys.core.records import build
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
 from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
@@ -103,17 +104,17 @@ class Plan:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {found!r}")
+        damaged = "plan: expected what Plan.to_dict() writes, got a damaged description"
         try:
-            keep = data["keep"]
-            if keep is not None:
-                keep = [unpack("keep", part, SELECTORS, PARTS, learned) for part in keep]
-            rest, weights = unpack("rest", data["rest"], RESTS), unpack("weights", data["weights"], WEIGHTS)
-            exact_if_faster = bool(data["exact_if_faster"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})"
-            ) from None
-        return cls(None if keep is None else united(keep), rest, weights, exact_if_faster)
+            found = build(_Description, data)
+        except ValueError as error:
+            raise ValueError(f"{damaged} ({error})") from None
+        try:
+            keep = [unpack("keep", part, SELECTORS, PARTS, learned) for part in found.keep or ()]
+            rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
+            return cls(None if found.keep is None else united(keep), rest, weights, found.exact_if_faster)
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{damaged} ({error})") from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `plan.json` into `directory` (made if missing), learned tensors beside it, no file by halves."""
@@ -126,6 +127,17 @@ class Plan:
         """The plan saved in `directory`. Raises `ValueError` for files that are missing or damaged."""
         data = read_json(directory, FILE)
         return cls.from_dict(data, load_learned(directory, data, PARTS))
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What `Plan.to_dict` gives."""
+
+    format: int
+    keep: list[dict[str, Any]] | None
+    rest: dict[str, Any]
+    weights: dict[str, Any]
+    exact_if_faster: bool
 
 
 def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "constant"] = "all") -> Plan:

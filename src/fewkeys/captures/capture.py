@@ -8,27 +8,28 @@ not a capture however many tensor files it has. `Capture` maps the files back in
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fewkeys.core.files import read_json, write_json
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import Options, check_inputs
+from fewkeys.core.records import build
+from fewkeys.core.tensor_files import Form, check, fingerprint, mapped, plain
+from fewkeys.core.validation import FLOATS, Options, check_count, check_inputs
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX = "capture.json"
 PROJECTIONS = "projections.safetensors"
 
@@ -89,8 +90,11 @@ class Capture:
     sequences: int
     tokens: int
     dtype: str
+    files: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The fingerprint of each file of tensors by its name, checked when it is first read."""
     _guard: object = field(default=None, repr=False)
     _part: tuple[tuple[int, slice], ...] | None = field(default=None, repr=False)
+    _sound: set[str] = field(default_factory=set, repr=False)
 
     def calls(self, layer: int) -> Iterator[AttentionInputs]:
         """The calls of one layer, batch by batch. Tensors are read lazily from the mapped files: O(1 batch) memory.
@@ -104,12 +108,45 @@ class Capture:
     def _calls(self, layer: int) -> Iterator[AttentionInputs]:
         every = [(batch, slice(None)) for batch in range(self.batches)]
         for batch, own in every if self._part is None else self._part:
-            tensors = _read(self.directory / _file_name(layer, batch))
+            name = _file_name(layer, batch)
+            tensors = self._read(name)
+            if name not in self._sound:
+                self._check(name, tensors)
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
             masks = tensors.get("key_mask"), tensors.get("query_mask")
             call = AttentionInputs(query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1])
             yield call if self._part is None else call.rows(own)
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one file, mapped; those of the fingerprint in the index, which is checked once."""
+        try:
+            tensors = mapped(self.directory / name)
+            if name not in self._sound and self.files.get(name) != fingerprint(name, tensors):
+                raise ValueError(f"the content does not fit the fingerprint in {INDEX}")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"capture: {self.directory / name} cannot be read ({error}); capture again") from None
+        return tensors
+
+    def _check(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that are not those of a call of this model; what is sound is remembered."""
+        size = {axis: tensors[axis].shape for axis in ("query", "key") if axis in tensors and tensors[axis].ndim == 4}
+        (batch, _, queries, _), (_, _, keys, _) = (size.get(axis, (1, 1, 1, 1)) for axis in ("query", "key"))
+        forms = {
+            "query": Form((batch, self.query_heads, queries, self.head_dim), _DTYPES[self.dtype]),
+            "key": Form((batch, self.kv_heads, keys, self.head_dim), _DTYPES[self.dtype]),
+            "value": Form((batch, self.kv_heads, keys, self.value_dim), _DTYPES[self.dtype]),
+            "key_mask": Form((batch, keys), torch.bool),
+            "query_mask": Form((batch, queries), torch.bool),
+        }
+        optional = {"key_mask", "query_mask"} - tensors.keys()
+        try:
+            check(tensors, {name: form for name, form in forms.items() if name not in optional})
+            if self.is_causal and queries > keys:
+                raise ValueError(f"{queries} causal queries of {keys} keys")
+        except ValueError as error:
+            raise ValueError(f"capture: {self.directory / name} is damaged ({error}); capture again") from None
+        self._sound.add(name)
 
     def part(self, start: int, stop: int) -> Capture:
         """The capture of sequences start .. stop - 1 alone, in the same files: to hold some out."""
@@ -137,15 +174,12 @@ class Capture:
         `sum_h weights[:, h] @ output[h]` is the layer's output, up to its bias.
         """
         path = self.directory / PROJECTIONS
-        if not path.is_file():
+        if PROJECTIONS not in self.files:
             return None
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                if str(layer) not in file.keys():  # noqa: SIM118 (not a mapping)
-                    return None
-                weight: Tensor = file.get_tensor(str(layer))
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"capture: {path} cannot be read ({error}); capture again") from None
+        weight = self._read(PROJECTIONS).get(str(layer))
+        if weight is None:
+            return None
+        self._sound.add(PROJECTIONS)
         if weight.ndim != 2 or weight.shape[1] != self.query_heads * self.value_dim:
             raise ValueError(f"capture: {path} does not fit the heads of layer {layer}; capture again")
         by_head: Tensor = weight.unflatten(1, (self.query_heads, self.value_dim))
@@ -158,23 +192,20 @@ class Capture:
         index = folder / INDEX
         if not index.is_file():
             raise ValueError(f"directory: expected a capture with {INDEX}, {_what_is_in(folder)}")
-        try:
-            record = json.loads(index.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"directory: {index} cannot be read as JSON ({error}); capture again") from None
-        if not isinstance(record, dict) or record.get("format_version") != FORMAT_VERSION:
-            version = record.get("format_version") if isinstance(record, dict) else None
+        data = read_json(folder, INDEX)
+        version = data.get("format_version") if isinstance(data, dict) else None
+        if version != FORMAT_VERSION:
             raise ValueError(
                 f"directory: {index} has format version {version!r}, this package reads {FORMAT_VERSION}; capture again"
             )
-        capture = cls(directory=folder, **_fields(record, index))
-        for layer in range(capture.layers):
-            for batch in range(capture.batches):
-                if not (folder / _file_name(layer, batch)).is_file():
-                    raise ValueError(
-                        f"directory: {folder} lacks {_file_name(layer, batch)}, which {INDEX} promises; capture again"
-                    )
-        return capture
+        try:
+            record = build(_Record, data)
+        except ValueError as error:
+            raise ValueError(f"directory: {index} is damaged ({error}); capture again") from None
+        for name in record.files:
+            if not (folder / name).is_file():
+                raise ValueError(f"directory: {folder} lacks {name}, which {INDEX} promises; capture again")
+        return record.capture(folder)
 
 
 class CaptureWriter:
@@ -188,6 +219,7 @@ class CaptureWriter:
         self._temporary = directory is None
         self._model_name = model_name
         self._written: list[Path] = []
+        self._files: dict[str, str] = {}
         self._shape: dict[str, Any] = {}
         self._scales: list[float] = []
         self._layer = self._batches = self._sequences = self._tokens = 0
@@ -228,9 +260,7 @@ class CaptureWriter:
         tensors |= {name: mask for name, mask in masks.items() if mask is not None}
         path = self.directory / _file_name(self._layer, self._batches)
         self._written.append(path)
-        # Copies: views into one projection, or one tensor as key and value, may not share memory in a file.
-        form = torch.contiguous_format
-        save_file({name: tensor.detach().cpu().clone(memory_format=form) for name, tensor in tensors.items()}, path)
+        self._save(path, tensors)
         if self._layer == 0:
             self._sequences += query.shape[0]
             real = inputs.key_mask
@@ -251,34 +281,32 @@ class CaptureWriter:
         """Write the output projections (out, Hq Dv) of the layers where they are known."""
         path = self.directory / PROJECTIONS
         self._written.append(path)
-        form = torch.contiguous_format
-        save_file({str(layer): w.detach().cpu().clone(memory_format=form) for layer, w in weights.items()}, path)
+        self._save(path, {str(layer): weight for layer, weight in weights.items()})
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        held = plain(tensors)
+        self._files[path.name] = fingerprint(path.name, held)
+        save_file(held, path)
 
     def finish(self) -> Capture:
         """Write `capture.json` and return the capture."""
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")
-        record = {
-            "format_version": FORMAT_VERSION,
-            "model_name": self._model_name,
-            "layers": len(self._scales),
+        record = _Record(
+            format_version=FORMAT_VERSION,
+            model_name=self._model_name,
+            layers=len(self._scales),
             **self._shape,
-            "scales": self._scales,
-            "batches": self._batches,
-            "sequences": self._sequences,
-            "tokens": self._tokens,
-        }
-        index = self.directory / INDEX
-        partial = index.with_suffix(".json.partial")
-        self._written += [partial, index]
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(index)
+            scales=tuple(self._scales),
+            batches=self._batches,
+            sequences=self._sequences,
+            tokens=self._tokens,
+            files=self._files,
+        )
+        self._written.append(self.directory / INDEX)
+        write_json(self.directory, INDEX, asdict(record))
         guard = _Removal(self.directory) if self._temporary else None
-        return Capture(directory=self.directory, _guard=guard, **_fields(record, index))
+        return replace(record.capture(self.directory), _guard=guard)
 
     def abort(self) -> None:
         """Remove every file this writer wrote, and the folder if it made it."""
@@ -296,48 +324,43 @@ class _Removal:
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
 
 
-_KINDS: dict[str, type] = {
-    "model_name": str,
-    "layers": int,
-    "query_heads": int,
-    "kv_heads": int,
-    "head_dim": int,
-    "value_dim": int,
-    "scales": list,
-    "is_causal": bool,
-    "batches": int,
-    "sequences": int,
-    "tokens": int,
-    "dtype": str,
-}
+@dataclass(frozen=True)
+class _Record:
+    """What `capture.json` holds; `files`: the fingerprint of each file of tensors by its name."""
+
+    format_version: int
+    model_name: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scales: tuple[float, ...]
+    is_causal: bool
+    batches: int
+    sequences: int
+    tokens: int
+    dtype: str
+    files: dict[str, str]
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "batches", "sequences", "tokens"):
+            check_count(name, getattr(self, name))
+        if len(self.scales) != self.layers or self.query_heads % self.kv_heads or self.dtype not in _DTYPES:
+            raise ValueError(f"layers, heads or dtype do not fit: {self.scales}, {self.query_heads}, {self.dtype!r}")
+        if len(self.files.keys() - {PROJECTIONS}) != self.layers * self.batches:
+            raise ValueError(f"expected a file for each of {self.layers} layers and {self.batches} batches, got others")
+        names = {_file_name(layer, batch) for layer in range(self.layers) for batch in range(self.batches)}
+        if self.files.keys() - {PROJECTIONS} != names:
+            raise ValueError(f"expected a file for each of {self.layers} layers and {self.batches} batches, got others")
+
+    def capture(self, directory: Path) -> Capture:
+        """The capture in this folder."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "format_version"}
+        return Capture(directory=directory, **own)
 
 
-def _fields(record: dict[str, Any], index: Path) -> dict[str, Any]:
-    """The fields of a `Capture` from a parsed `capture.json`; unknown entries are left aside."""
-    for name, kind in _KINDS.items():
-        if type(record.get(name)) is not kind or (kind is int and record[name] < 1):
-            raise ValueError(f"directory: {index} has no sound {name!r} ({record.get(name)!r}); capture again")
-    scales = record["scales"]
-    if len(scales) != record["layers"] or not all(isinstance(scale, int | float) for scale in scales):
-        raise ValueError(f"directory: {index} has no sound 'scales' ({scales!r}); capture again")
-    return {name: record[name] for name in _KINDS} | {"scales": tuple(float(scale) for scale in scales)}
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, mapped, not read: pages come in when they are touched."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"capture: {path} cannot be read ({error}); capture again") from None
-    if not {"query", "key", "value"} <= tensors.keys() or any(
-        tensor.ndim != 4 for name, tensor in tensors.items() if name in ("query", "key", "value")
-    ):
-        raise ValueError(f"capture: {path} does not hold query, key and value; capture again")
-    for name in ("key_mask", "query_mask"):
-        if name in tensors and tensors[name].dtype != torch.bool:
-            raise ValueError(f"capture: {path} holds a {name} of {tensors[name].dtype}, expected bool; capture again")
-    return tensors
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 def _file_name(layer: int, batch: int) -> str:

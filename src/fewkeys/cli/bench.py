@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import check_folder, publish
-from fewkeys.cli.options import add_impl, budgets, positive
+from fewkeys.cli.options import add_impl, budgets, positive, threads
 from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
     add_impl(parser)
-    parser.add_argument("--threads", type=positive, metavar="N", help="processor threads (default: all)")
+    parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     parser.set_defaults(run=run)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fewkeys.demo as demo
-from fewkeys.cli.options import positive
+from fewkeys.cli.options import positive, threads
 from fewkeys.cli.progress import Step
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_text(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
         "--sequences", type=positive, default=sequences, metavar="N", help=f"sequences to read (default {sequences})"
     )
     parser.add_argument("--length", type=positive, default=512, metavar="N", help="tokens per sequence (default 512)")
-    parser.add_argument("--threads", type=positive, metavar="N", help="processor threads (default: all)")
+    parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
 
 
 def open_model(arguments: argparse.Namespace, texts: list[str], step: Step) -> tuple[Any, list[Tensor], str]:

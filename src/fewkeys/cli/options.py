@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import get_args
 
 from fewkeys.core.impl import Impl
+
+MOST_THREADS = max(256, os.cpu_count() or 1)
 
 
 def add_impl(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +29,19 @@ def whole(text: str) -> int:
     return _number(text, 0)
 
 
-def _number(text: str, least: int) -> int:
+def threads(text: str) -> int:
+    """A number of processor threads: at most `MOST_THREADS`; systems end a process that asks for very many."""
+    return _number(text, 1, MOST_THREADS)
+
+
+def _number(text: str, least: int, most: int | None = None) -> int:
     try:
         value = int(text)
     except ValueError:
         value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected a whole number >= {least}, got {text!r}")
+    if value < least or (most is not None and value > most):
+        wanted = f">= {least}" if most is None else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"expected a whole number {wanted}, got {text!r}")
     return value
 
 

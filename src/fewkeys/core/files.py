@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fewkeys.core.records import parse, seal, unseal
+
 CACHE = "FEWKEYS_CACHE"
 """The environment variable that names the cache folder."""
 
@@ -54,7 +56,8 @@ def _sync(folder: Path) -> None:
 
 
 def write_json(directory: str | os.PathLike[str], name: str, data: object) -> None:
-    """Write `data` as JSON to the file `name` in `directory`, which is made if missing."""
+    """Write `data` as JSON to the file `name` in `directory`, which is made if missing; an object with its checksum."""
+    data = seal(data) if isinstance(data, dict) else data
     text = json.dumps(data, indent=1, allow_nan=False) + "\n"
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,11 +65,14 @@ def write_json(directory: str | os.PathLike[str], name: str, data: object) -> No
 
 
 def read_json(directory: str | os.PathLike[str], name: str) -> Any:
-    """What `write_json` wrote. Raises `ValueError` naming `directory` where there is no such file, or no JSON in it."""
+    """What `write_json` wrote. Raises `ValueError` naming `directory` where there is no such file, or a damaged one.
+
+    An object that carries no checksum, written by hand, is taken as it is.
+    """
     path = Path(directory) / name
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return unseal(parse(path.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"directory: expected a folder with {name}, got {os.fspath(directory)!r}") from None
     except ValueError as error:
         raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None

@@ -7,21 +7,20 @@ new one is written.
 
 from __future__ import annotations
 
-import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
 from fewkeys.core.catalogue import Listed, is_taken
 from fewkeys.core.files import write_whole
+from fewkeys.core.tensor_files import fingerprint, loaded, plain
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,16 +48,6 @@ class Learned(Listed, listed=False):
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
 
-def fingerprint(kind: str, tensors: Mapping[str, Tensor]) -> str:
-    """The fingerprint of named tensors; `kind` tells apart what means different things."""
-    found = hashlib.sha256(kind.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return found.hexdigest()[:32]
-
-
 def file_name(mark: str) -> str:
     """The name of the file that holds the tensors of this fingerprint."""
     return f"learned-{mark}.safetensors"
@@ -68,28 +57,32 @@ def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping
     """Write tensors into `directory` (made if missing), whole or not at all; returns their fingerprint."""
     folder, mark = Path(directory), fingerprint(kind, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    # Copies: one tensor under two names may not share memory in a file.
-    form = torch.contiguous_format
-    plain = {name: tensor.detach().cpu().clone(memory_format=form) for name, tensor in tensors.items()}
-    write_whole(folder / file_name(mark), save(plain))
+    write_whole(folder / file_name(mark), save(plain(tensors)))
     return mark
 
 
 def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> dict[str, Tensor]:
     """The tensors of this fingerprint; `ValueError` where the file is missing or holds anything else."""
-    path = Path(directory) / file_name(str(mark))
+    path = Path(directory) / file_name(_checked(mark))
     try:
-        tensors: dict[str, Tensor] = load(path.read_bytes())
+        tensors = loaded(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(
             f"directory: expected {path.name} beside the description that names it, got no such file; copy the whole "
             "folder, or save again"
         ) from None
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"directory: {path} cannot be read ({error}); save again") from None
     if fingerprint(kind, tensors) != mark:
         raise ValueError(f"directory: {path} does not hold what its name says: a damaged or exchanged file; save again")
     return tensors
+
+
+def _checked(mark: object) -> str:
+    """A fingerprint read from a file, which must not lead to another folder."""
+    if not isinstance(mark, str) or re.fullmatch("[0-9a-f]{32}", mark) is None:
+        raise ValueError(f"directory: expected tensors named by 32 hexadecimal digits, got {mark!r}; save again")
+    return mark
 
 
 # --- configurations that hold learned values, as JSON --------------------------------------------------------------
@@ -173,8 +166,12 @@ def load_learned(directory: str | os.PathLike[str], data: object, catalogue: Ite
                 look(item)
         elif isinstance(value, Mapping):
             mark, kind = value.get("tensors"), value.get("type")
-            if isinstance(mark, str) and kind in known and mark not in found:
-                found[mark] = known[kind](**read_tensors(directory, str(kind), mark))
+            if isinstance(mark, str) and isinstance(kind, str) and kind in known and mark not in found:
+                tensors = read_tensors(directory, kind, mark)
+                try:
+                    found[mark] = known[kind](**tensors)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"directory: {file_name(mark)} holds no sound {kind}: {error}") from None
             for item in value.values():
                 look(item)
 

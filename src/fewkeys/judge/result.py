@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fewkeys.core.files import write_whole
+from fewkeys.core.records import build, parse, seal, unseal
 
 SCHEMA = "fewkeys.report/1"
 
@@ -149,10 +150,10 @@ class Report:
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
-        body = {key: value for key, value in data.items() if key != "schema"}
-        body["rows"] = [_build(Row, row) for row in _listed(body.get("rows"), "rows")]
-        body["skipped"] = [_build(Skipped, row) for row in _listed(body.get("skipped"), "skipped")]
-        return _build(cls, body)
+        try:
+            return build(cls, {key: value for key, value in data.items() if key != "schema"})
+        except ValueError as error:
+            raise ValueError(f"data: {error}") from None
 
     def to_json(self) -> str:
         """The JSON text, indented, ending in a newline."""
@@ -160,34 +161,16 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON text to `path`: all of it or, if that fails, nothing."""
-        write_whole(path, self.to_json())
+        write_whole(path, json.dumps(seal(self.to_dict()), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read what `save` wrote. Raises ValueError if the file is not such a report."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = unseal(parse(Path(path).read_bytes()))
         except ValueError as error:
             raise ValueError(f"path: expected a JSON report, got {os.fspath(path)!r} ({error})") from error
         return cls.from_dict(data)
-
-
-T = TypeVar("T")
-
-
-def _build(cls: type[T], data: Any) -> T:
-    """A dataclass from a mapping with exactly its fields."""
-    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]  # every caller passes a dataclass
-    if not isinstance(data, Mapping) or set(data) != names:
-        got = sorted(names ^ set(data)) if isinstance(data, Mapping) else type(data).__name__
-        raise ValueError(f"data: expected exactly the fields of {cls.__name__}, got a difference in {got}")
-    return cls(**data)
-
-
-def _listed(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"data: expected a list under {name!r}, got {type(value).__name__}")
-    return value
 
 
 def plain(value: Any) -> Any:

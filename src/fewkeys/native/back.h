@@ -115,7 +115,7 @@ class Sequencer {
     for (auto &number : next) number = 0;
   }
   void wait(int64_t which, int64_t number) {
-    while (next[which].load(std::memory_order_acquire) != number) std::this_thread::yield();
+    while (next[which].load(std::memory_order_acquire) != number) Team::check(), std::this_thread::yield();
   }
   void advance(int64_t which) { next[which].fetch_add(1, std::memory_order_release); }
 

@@ -99,12 +99,8 @@ class BlockAttention {
 template <class Products>
 static void attend_blocks(const Blocks &p, int threads) {
   const int64_t work = p.batch * (p.heads / p.gqa_ratio) * p.blocks;
-#pragma omp parallel num_threads(threads)
-  {
-    BlockAttention<Products> block(p);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t t = 0; t < work; t++) block.attend(t / p.blocks, t % p.blocks);
-  }
+  const auto attend = [&](BlockAttention<Products> &block, int64_t t) { block.attend(t / p.blocks, t % p.blocks); };
+  in_parallel(threads, work, [&] { return BlockAttention<Products>(p); }, attend);
 }
 
 }  // namespace fewkeys

@@ -83,12 +83,10 @@ static void attend_blocks_back(const BlocksBack &all, int threads) {
   const Blocks &p = all.of;
   const int64_t heads = p.batch * (p.heads / p.gqa_ratio);
   Sequencer order(heads);
-#pragma omp parallel num_threads(threads)
-  {
-    BlockAttentionBack<T> block(all);
-#pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t t = 0; t < heads * p.blocks; t++) block.attend(t / p.blocks, t % p.blocks, order);
-  }
+  const auto attend = [&](BlockAttentionBack<T> &block, int64_t t) {
+    block.attend(t / p.blocks, t % p.blocks, order);
+  };
+  in_parallel(threads, heads * p.blocks, [&] { return BlockAttentionBack<T>(all); }, attend);
 }
 
 }  // namespace fewkeys

@@ -10,15 +10,28 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import lru_cache
 from pathlib import Path
+from signal import SIGINT, default_int_handler, getsignal
 
 import torch
 
 from fewkeys.core.files import cache_folder
 
 SOURCES = (
-    *("kernels.cpp", "problems.h", "counters.h", "lanes.h", "products.h", "tile.h", "columns.h", "matrix.h", "back.h"),
+    *(
+        "kernels.cpp",
+        "problems.h",
+        "counters.h",
+        "team.h",
+        "lanes.h",
+        "products.h",
+        "tile.h",
+        "columns.h",
+        "matrix.h",
+        "back.h",
+    ),
     *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
     *("split.h", "forest.h", "descend.h"),
 )
@@ -32,6 +45,10 @@ COMPILERS = ("g++", "clang++", "c++")
 SWITCH, COUNT, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_COUNT", "CXX"
 DIGEST = hashlib.sha256().digest_size
 """Bytes that follow a library: its SHA-256."""
+_DONE, _OUT_OF_MEMORY, _INTERRUPTED = range(3)
+"""What a kernel returns, as `team.h` says."""
+_ENDS: dict[int, type[BaseException]] = {_OUT_OF_MEMORY: MemoryError, _INTERRUPTED: KeyboardInterrupt}
+_WHY = {_OUT_OF_MEMORY: "there is no memory for its buffers", _INTERRUPTED: "it was interrupted"}
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
 
@@ -50,11 +67,19 @@ def identity() -> str:
 
 
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
-    """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16."""
+    """Run a kernel, where `missing()` is None. `dtypes`: what it reads, float32 or bfloat16.
+
+    Raises `MemoryError` where its buffers cannot be had, and `KeyboardInterrupt` soon after Ctrl-C where that would be
+    raised anyway: in the main thread, under Python's own handler. What it wrote until then is of no use.
+    """
     library = _library()
     _compare_sizes(library, type(problem))
     kinds = (ctypes.c_int(dtype == torch.bfloat16) for dtype in dtypes)
-    getattr(library, name)(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
+    if threading.current_thread() is threading.main_thread() and getsignal(SIGINT) is default_int_handler:
+        library.fewkeys_watch()
+    outcome = getattr(library, name)(ctypes.byref(problem), *kinds, ctypes.c_int(torch.get_num_threads()))
+    if outcome != _DONE:
+        raise _ENDS.get(outcome, RuntimeError)(f"{name}: expected it to finish, but {_WHY.get(outcome, 'it failed')}")
 
 
 def address(problem: ctypes.Structure) -> int:

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <new>
 
 namespace fewkeys {
 
@@ -46,7 +47,13 @@ struct Counters {
 static inline void count_multiply_adds(int64_t number) {
   Counters::mine().multiply_adds.fetch_add(number, std::memory_order_relaxed);
 }
+// The buffer that cannot be had, counted down: what a machine without memory does.
+static inline std::atomic<int64_t> &failing() {
+  static std::atomic<int64_t> number{0};
+  return number;
+}
 static inline void count_bytes(int64_t number) {
+  if (failing() > 0 && failing().fetch_sub(1) == 1) throw std::bad_alloc();
   Counters::mine().bytes.fetch_add(number, std::memory_order_relaxed);
 }
 

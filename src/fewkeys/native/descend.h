@@ -386,13 +386,10 @@ static void descend(const Descend &p, int threads) {
     for (int64_t first = 0; first < p.gqa_ratio * (steps[s].stop - steps[s].start); first += TILE)
       tiles.push_back({s, first});
   const int64_t heads = p.heads / p.gqa_ratio, each = tiles.size();
-#pragma omp parallel num_threads(threads)
-  {
-    Descender<T> descender(p);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t t = 0; t < p.sequences * heads * each; t++)
-      descender.attend(t / each / heads, t / each % heads, tiles[t % each].step, tiles[t % each].first);
-  }
+  const auto attend = [&](Descender<T> &descender, int64_t t) {
+    descender.attend(t / each / heads, t / each % heads, tiles[t % each].step, tiles[t % each].first);
+  };
+  in_parallel(threads, p.sequences * heads * each, [&] { return Descender<T>(p); }, attend, 4);
 }
 
 }  // namespace fewkeys

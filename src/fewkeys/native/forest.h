@@ -82,12 +82,7 @@ class Roots {
 };
 
 static void roots(const TreeRoots &p, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    Roots roots(p);
-#pragma omp for schedule(dynamic)
-    for (int64_t head = 0; head < p.heads; head++) roots.run(head);
-  }
+  in_parallel(threads, p.heads, [&] { return Roots(p); }, [](Roots &roots, int64_t head) { roots.run(head); });
 }
 
 struct TableTo {
@@ -123,8 +118,7 @@ static inline void moments(const float *const *row, const float *inside, int cou
 // What is known of all nodes: `fewkeys.tree.forest.summarise`.
 static void summarise(const Summaries &p, int threads) {
   const auto *tables = (const TableTo *)p.tables;
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t t = 0; t < p.heads * p.trees; t++) {
+  in_parallel(threads, p.heads * p.trees, [&](int64_t t) {
     const int64_t head = t % p.heads, tree = t / p.heads, base = p.base[tree], size = p.size[tree];
     for (int64_t level = 0; level < p.count && tables[level].size <= size; level++) {
       const TableTo &to = tables[level];
@@ -148,7 +142,7 @@ static void summarise(const Summaries &p, int threads) {
         moments(value, nullptr, count, p.value_dim, to.value + at * p.value_dim, nullptr);
       }
     }
-  }
+  });
 }
 
 }  // namespace fewkeys

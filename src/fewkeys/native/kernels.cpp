@@ -10,59 +10,73 @@
 
 namespace fewkeys {
 
-FEWKEYS_EXPORT void fewkeys_attend(const Near *p, int is_bf16, int threads) {
-  with_products(is_bf16, [=](auto products) { attend<decltype(products)>(*p, threads); });
+FEWKEYS_EXPORT int fewkeys_attend(const Near *p, int is_bf16, int threads) {
+  return outcome_of([=] { with_products(is_bf16, [=](auto products) { attend<decltype(products)>(*p, threads); }); });
 }
 
-FEWKEYS_EXPORT void fewkeys_attend_blocks(const Blocks *p, int is_bf16, int threads) {
-  with_products(is_bf16, [=](auto products) { attend_blocks<decltype(products)>(*p, threads); });
+FEWKEYS_EXPORT int fewkeys_attend_blocks(const Blocks *p, int is_bf16, int threads) {
+  return outcome_of(
+      [=] { with_products(is_bf16, [=](auto products) { attend_blocks<decltype(products)>(*p, threads); }); });
 }
 
-FEWKEYS_EXPORT void fewkeys_scan_back(const PastBack *p, int threads) { scan_back(*p, threads); }
-
-FEWKEYS_EXPORT void fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
-  scan(*p, is_bf16, query_is_bf16, threads);
+FEWKEYS_EXPORT int fewkeys_scan_back(const PastBack *p, int threads) {
+  return outcome_of([=] { scan_back(*p, threads); });
 }
 
-FEWKEYS_EXPORT void fewkeys_attend_back(const NearBack *p, int is_bf16, int threads) {
-  is_bf16 ? attend_back<bf16>(*p, threads) : attend_back<float>(*p, threads);
+FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
+  return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
 }
 
-FEWKEYS_EXPORT void fewkeys_attend_blocks_back(const BlocksBack *p, int is_bf16, int threads) {
-  is_bf16 ? attend_blocks_back<bf16>(*p, threads) : attend_blocks_back<float>(*p, threads);
+FEWKEYS_EXPORT int fewkeys_attend_back(const NearBack *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? attend_back<bf16>(*p, threads) : attend_back<float>(*p, threads); });
 }
 
-FEWKEYS_EXPORT void fewkeys_prefill(const Blocks *p, int is_bf16, int threads) {
-  with_products(is_bf16, [=](auto products) { prefill<decltype(products)>(*p, threads); });
+FEWKEYS_EXPORT int fewkeys_attend_blocks_back(const BlocksBack *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? attend_blocks_back<bf16>(*p, threads) : attend_blocks_back<float>(*p, threads); });
 }
 
-FEWKEYS_EXPORT void fewkeys_lloyd(const Lloyd *p, int is_bf16, int threads) {
-  is_bf16 ? lloyd<bf16>(*p, threads) : lloyd<float>(*p, threads);
+FEWKEYS_EXPORT int fewkeys_prefill(const Blocks *p, int is_bf16, int threads) {
+  return outcome_of([=] { with_products(is_bf16, [=](auto products) { prefill<decltype(products)>(*p, threads); }); });
 }
 
-FEWKEYS_EXPORT void fewkeys_totals(const Totals *p, int is_bf16, int threads) {
-  is_bf16 ? totals<bf16>(*p, threads) : totals<float>(*p, threads);
+FEWKEYS_EXPORT int fewkeys_lloyd(const Lloyd *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? lloyd<bf16>(*p, threads) : lloyd<float>(*p, threads); });
 }
 
-FEWKEYS_EXPORT void fewkeys_survey(const Survey *p, int is_bf16, int threads) {
-  is_bf16 ? survey<bf16>(*p, threads) : survey<float>(*p, threads);
+FEWKEYS_EXPORT int fewkeys_totals(const Totals *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? totals<bf16>(*p, threads) : totals<float>(*p, threads); });
 }
 
-FEWKEYS_EXPORT void fewkeys_label_sums(const Sums *p, int is_bf16, int threads) {
-  is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads);
+FEWKEYS_EXPORT int fewkeys_survey(const Survey *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? survey<bf16>(*p, threads) : survey<float>(*p, threads); });
 }
 
-FEWKEYS_EXPORT void fewkeys_split(const Split *p, int threads) { split(*p, threads); }
-
-FEWKEYS_EXPORT void fewkeys_grow(const Trees *p, int threads) { grow(*p, threads); }
-
-FEWKEYS_EXPORT void fewkeys_roots(const TreeRoots *p, int threads) { roots(*p, threads); }
-
-FEWKEYS_EXPORT void fewkeys_summarise(const Summaries *p, int threads) { summarise(*p, threads); }
-
-FEWKEYS_EXPORT void fewkeys_descend(const Descend *p, int is_bf16, int threads) {
-  is_bf16 ? descend<bf16>(*p, threads) : descend<float>(*p, threads);
+FEWKEYS_EXPORT int fewkeys_label_sums(const Sums *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads); });
 }
+
+FEWKEYS_EXPORT int fewkeys_split(const Split *p, int threads) {
+  return outcome_of([=] { split(*p, threads); });
+}
+
+FEWKEYS_EXPORT int fewkeys_grow(const Trees *p, int threads) {
+  return outcome_of([=] { grow(*p, threads); });
+}
+
+FEWKEYS_EXPORT int fewkeys_roots(const TreeRoots *p, int threads) {
+  return outcome_of([=] { roots(*p, threads); });
+}
+
+FEWKEYS_EXPORT int fewkeys_summarise(const Summaries *p, int threads) {
+  return outcome_of([=] { summarise(*p, threads); });
+}
+
+FEWKEYS_EXPORT int fewkeys_descend(const Descend *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? descend<bf16>(*p, threads) : descend<float>(*p, threads); });
+}
+
+// The caller wants to know of an interrupt during its next kernel: INTERRUPTED.
+FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
 // What ctypes must agree on; -1 for what is no struct here.
 FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
@@ -92,6 +106,9 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
 FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *multiply_adds, int64_t *bytes) {
   Counters::all().take(*multiply_adds, *bytes);
 }
+
+// The buffer of this number, counted from now, cannot be had; 0: all can.
+FEWKEYS_EXPORT void fewkeys_fail_at(int64_t number) { failing() = number; }
 #endif
 
 }  // namespace fewkeys

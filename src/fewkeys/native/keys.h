@@ -56,35 +56,32 @@ static void nearest_of(const float *found, const float *constant, int count, flo
 template <class T>
 static void survey(const Survey &p, int threads) {
   const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads, both = p.dim + p.value_dim;
-#pragma omp parallel num_threads(threads)
-  {
-    aligned_vector<float> scratch((both + std::max(p.dim + 1, p.count)) * TILE);
+  const auto scratch = [&] { return aligned_vector<float>((both + std::max(p.dim + 1, p.count)) * TILE); };
+  const auto see_tile = [&](aligned_vector<float> &scratch, int64_t t) {
     float *lanes = scratch.data(), *found = lanes + both * TILE;
-#pragma omp for schedule(dynamic, 16)
-    for (int64_t t = 0; t < work; t++) {
-      const int64_t head = t / tiles, b = head / p.heads, h = head % p.heads, first = t % tiles * TILE;
-      const int64_t at = head * p.keys + first, rows = std::min<int64_t>(TILE, p.keys - first);
-      float one[TILE], other[TILE];
-      int32_t label[TILE];
-      to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, p.dim, 1.0f, lanes);
-      if (p.form) {
-        see(p, head, lanes, found, one, other);
-        std::copy(one, one + rows, p.spread + at);
-        std::copy(other, other + rows, p.importance + at);
-      }
-      if (p.count) {
-        to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, lanes + p.dim * TILE);
-        dots(p.centre + head * p.count * both, both, p.count, both, lanes, found);
-        nearest_of(found, p.constant + head * p.count, p.count, one, label);
-        std::copy(one, one + rows, p.nearest + at);
-        std::copy(label, label + rows, p.label + at);
-        if (p.middle) {
-          measure(lanes + p.dim * TILE, p.middle + head * p.value_dim, p.value_dim, one);
-          std::copy(one, one + rows, p.square + at);
-        }
+    const int64_t head = t / tiles, b = head / p.heads, h = head % p.heads, first = t % tiles * TILE;
+    const int64_t at = head * p.keys + first, rows = std::min<int64_t>(TILE, p.keys - first);
+    float one[TILE], other[TILE];
+    int32_t label[TILE];
+    to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, p.dim, 1.0f, lanes);
+    if (p.form) {
+      see(p, head, lanes, found, one, other);
+      std::copy(one, one + rows, p.spread + at);
+      std::copy(other, other + rows, p.importance + at);
+    }
+    if (p.count) {
+      to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, lanes + p.dim * TILE);
+      dots(p.centre + head * p.count * both, both, p.count, both, lanes, found);
+      nearest_of(found, p.constant + head * p.count, p.count, one, label);
+      std::copy(one, one + rows, p.nearest + at);
+      std::copy(label, label + rows, p.label + at);
+      if (p.middle) {
+        measure(lanes + p.dim * TILE, p.middle + head * p.value_dim, p.value_dim, one);
+        std::copy(one, one + rows, p.square + at);
       }
     }
-  }
+  };
+  in_parallel(threads, work, scratch, see_tile, 16);
 }
 
 // The sums of some keys, a few at a time.
@@ -137,24 +134,20 @@ static void label_sums(const Sums &p, int threads) {
   const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, both = p.dim + p.value_dim;
   const int64_t size = p.count * both, wide = round_up(p.value_dim), square = p.middle ? round_up(p.dim) * wide : 0;
   aligned_vector<float> parts(heads * pieces * (size + square));
-#pragma omp parallel num_threads(threads)
-  {
-    Adder<T> adder(p);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t t = 0; t < heads * pieces; t++) {
-      const int64_t first = t % pieces * PIECE;
-      float *sums = &parts[t * (size + square)];
-      adder.add_all(t / pieces, first, std::min(p.keys, first + PIECE), sums, sums + size);
+  const auto add_piece = [&](Adder<T> &adder, int64_t t) {
+    const int64_t first = t % pieces * PIECE;
+    float *sums = &parts[t * (size + square)];
+    adder.add_all(t / pieces, first, std::min(p.keys, first + PIECE), sums, sums + size);
+  };
+  in_parallel(threads, heads * pieces, [&] { return Adder<T>(p); }, add_piece);
+  in_parallel(threads, heads, [&](int64_t head) {
+    for (int64_t piece = 0; piece < pieces; piece++) {
+      const float *from = &parts[(head * pieces + piece) * (size + square)];
+      add(p.sums + head * size, from, 1.0f, size);
+      for (int64_t d = 0; p.middle && d < p.dim; d++)
+        add(p.products + (head * p.dim + d) * p.value_dim, from + size + d * wide, 1.0f, p.value_dim);
     }
-#pragma omp for schedule(static)
-    for (int64_t head = 0; head < heads; head++)
-      for (int64_t piece = 0; piece < pieces; piece++) {
-        const float *from = &parts[(head * pieces + piece) * (size + square)];
-        add(p.sums + head * size, from, 1.0f, size);
-        for (int64_t d = 0; p.middle && d < p.dim; d++)
-          add(p.products + (head * p.dim + d) * p.value_dim, from + size + d * wide, 1.0f, p.value_dim);
-      }
-  }
+  });
 }
 
 // Adds up V vectors of every row, and their squares.
@@ -191,13 +184,12 @@ template <class T>
 static void totals(const Totals &p, int threads) {
   const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, size = p.dim + p.value_dim;
   aligned_vector<float> parts(heads * pieces * size), squares(heads * pieces);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t t = 0; t < heads * pieces; t++) {
+  in_parallel(threads, heads * pieces, [&](int64_t t) {
     const int64_t b = t / pieces / p.heads, h = t / pieces % p.heads, first = t % pieces * PIECE;
     const int64_t count = std::min(p.keys - first, PIECE);
     add_rows(p.key.at<T>(b, h, first), p.key.row, count, p.dim, &parts[t * size]);
     squares[t] = add_rows(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, &parts[t * size + p.dim]);
-  }
+  });
   for (int64_t t = 0; t < heads * pieces; t++) {
     add(p.sums + t / pieces * size, &parts[t * size], 1.0f, size);
     p.square[t / pieces] += squares[t];

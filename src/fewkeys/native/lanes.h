@@ -9,6 +9,7 @@
 
 #include "counters.h"
 #include "problems.h"
+#include "team.h"
 
 namespace fewkeys {
 

@@ -117,12 +117,8 @@ class Clustering {
 
 template <class T>
 static void lloyd(const Lloyd &p, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    Clustering<T> sample(p);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t head = 0; head < p.batch * p.heads; head++) sample.cluster(head);
-  }
+  const auto cluster = [](Clustering<T> &sample, int64_t head) { sample.cluster(head); };
+  in_parallel(threads, p.batch * p.heads, [&] { return Clustering<T>(p); }, cluster);
 }
 
 }  // namespace fewkeys

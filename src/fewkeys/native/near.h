@@ -167,18 +167,14 @@ static void attend(const Near &p, int threads) {
   const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
   const int64_t columns = p.entries + p.means + p.rank, wide = round_up(p.value_dim);
   std::vector<typename Products::Columns> shared(lists, {(int)p.dim, (int)p.value_dim});
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for
-    for (int64_t i = 0; i < lists; i++)
-      shared[i].read(p.shared_key + i * columns * p.dim, p.dim, p.shared_value + i * columns * wide, wide, columns);
-    NearAttention<Products> attention(p);
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t t = 0; t < work; t++) {
-      const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
-      attention.attend(shared[b * shared_heads + h / p.gqa_ratio], b, h, t % tiles * TILE);
-    }
-  }
+  in_parallel(threads, lists, [&](int64_t i) {
+    shared[i].read(p.shared_key + i * columns * p.dim, p.dim, p.shared_value + i * columns * wide, wide, columns);
+  });
+  const auto attend = [&](NearAttention<Products> &attention, int64_t t) {
+    const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
+    attention.attend(shared[b * shared_heads + h / p.gqa_ratio], b, h, t % tiles * TILE);
+  };
+  in_parallel(threads, work, [&] { return NearAttention<Products>(p); }, attend, 4);
 }
 
 }  // namespace fewkeys

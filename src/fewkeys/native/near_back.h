@@ -113,13 +113,10 @@ static void attend_back(const NearBack &all, int threads) {
   const Near &p = all.of;
   const int64_t piece = NearAttentionBack<T>::TILES * TILE, pieces = (p.queries + piece - 1) / piece;
   Sequencer order(p.batch * (p.heads / p.gqa_ratio));
-#pragma omp parallel num_threads(threads)
-  {
-    NearAttentionBack<T> attention(all);
-#pragma omp for schedule(monotonic : dynamic, 1)
-    for (int64_t t = 0; t < p.batch * p.heads * pieces; t++)
-      attention.attend(t / pieces / p.heads, t / pieces % p.heads, t % pieces, pieces, order);
-  }
+  const auto attend = [&](NearAttentionBack<T> &attention, int64_t t) {
+    attention.attend(t / pieces / p.heads, t / pieces % p.heads, t % pieces, pieces, order);
+  };
+  in_parallel(threads, p.batch * p.heads * pieces, [&] { return NearAttentionBack<T>(all); }, attend);
 }
 
 }  // namespace fewkeys

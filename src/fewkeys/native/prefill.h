@@ -86,6 +86,7 @@ class Prefill {
 
   // Attends to the next block whose means are known, if there is one.
   bool attend_one(BlockAttention<Products> &mine) {
+    Team::check();
     int64_t block = begun;
     do {
       if (block >= made.load(std::memory_order_acquire)) return false;
@@ -104,15 +105,17 @@ static void prefill(const Blocks &p, int threads) {
   std::deque<Prefill<Products>> heads;
   for (int64_t head = 0; head < p.batch * (p.heads / p.gqa_ratio); head++) heads.emplace_back(p, head);
   std::atomic<size_t> next{0};
-#pragma omp parallel num_threads(threads)
-  {
+  Team team;
+#pragma omp parallel num_threads(team_size(threads))
+  team.run([&] {
     BlockAttention<Products> block(p);
     for (size_t head; (head = next++) < heads.size();) heads[head].scan(block);
     // Who has no head left helps the others, and rests where there is nothing to do: the core may have other threads.
     for (auto &head : heads)
       while (!head.empty())
         if (!head.help(block)) std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
+  });
+  team.settle();
 }
 
 }  // namespace fewkeys

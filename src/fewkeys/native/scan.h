@@ -176,13 +176,13 @@ class Summary {
 
 static void scan(const Past &p, bool is_bf16, bool query_is_bf16, int threads) {
   const int64_t wide = p.dim + p.value_dim;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t head = 0; head < p.batch * p.heads; head++) {
+  in_parallel(threads, p.batch * p.heads, [&](int64_t head) {
     Inflow inflow(p, head, is_bf16, query_is_bf16);
     Summary summary(p, head);
     Step now(p, Widths(p.dim, p.value_dim));
     Moves moves;
     for (int64_t step = 0; step <= p.steps; step++) {
+      Team::check();
       if (step) {
         inflow.make(step - 1, now);
         p.place ? summary.absorb(now, step - 1, moves) : summary.absorb(now);
@@ -192,7 +192,7 @@ static void scan(const Past &p, bool is_bf16, bool query_is_bf16, int threads) {
     }
     summary.finish();
     inflow.finish();
-  }
+  });
 }
 
 // The gradients of a walk, which is linear given its moves: `fewkeys.past.gradient`.
@@ -222,8 +222,7 @@ static void scan_back(const PastBack &p, int64_t head) {
 }
 
 static void scan_back(const PastBack &p, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t head = 0; head < p.heads; head++) scan_back(p, head);
+  in_parallel(threads, p.heads, [&](int64_t head) { scan_back(p, head); });
 }
 
 }  // namespace fewkeys

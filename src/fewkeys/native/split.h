@@ -247,19 +247,15 @@ class Splitter {
 
 // Rows as they are.
 static void split(const Split &p, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    Splitter splitter(p.size, p.dim);
-#pragma omp for schedule(dynamic)
-    for (int64_t t = 0; t < p.count; t++) {
-      for (int64_t i = 0; i < p.size; i++) {
-        float *to = splitter.first() + i * splitter.wide;
-        std::fill_n(std::copy_n(p.rows + (t * p.size + i) * p.dim, p.dim, to), splitter.wide - p.dim, 0.0f);
-      }
-      splitter.centre(p.size);
-      splitter.split(p.size, 0, p.order + t * p.size);
+  const auto split = [&](Splitter &splitter, int64_t t) {
+    for (int64_t i = 0; i < p.size; i++) {
+      float *to = splitter.first() + i * splitter.wide;
+      std::fill_n(std::copy_n(p.rows + (t * p.size + i) * p.dim, p.dim, to), splitter.wide - p.dim, 0.0f);
     }
-  }
+    splitter.centre(p.size);
+    splitter.split(p.size, 0, p.order + t * p.size);
+  };
+  in_parallel(threads, p.count, [&] { return Splitter(p.size, p.dim); }, split);
 }
 
 // What trees are of: what queries see of keys, and values: `fewkeys.tree.metric.features`.
@@ -354,17 +350,16 @@ class Features {
 static void grow(const Trees &p, int threads) {
   int64_t most = 0;
   for (int64_t t = 0; t < p.trees; t++) most = std::max(most, p.size[t]);
-#pragma omp parallel num_threads(threads)
-  {
-    Splitter splitter(most, p.dim + p.value_dim);
-    Features features(p);
-#pragma omp for schedule(dynamic)
-    for (int64_t t = 0; t < p.heads * p.trees; t++) {
-      const int64_t head = t % p.heads, tree = t / p.heads;
-      features.write(head, tree, splitter.first(), splitter.wide);
-      splitter.split(p.size[tree], p.start[tree], p.order + head * p.places + p.base[tree]);
-    }
-  }
+  struct Grower {
+    Splitter splitter;
+    Features features;
+  };
+  const auto grow = [&](Grower &of, int64_t t) {
+    const int64_t head = t % p.heads, tree = t / p.heads;
+    of.features.write(head, tree, of.splitter.first(), of.splitter.wide);
+    of.splitter.split(p.size[tree], p.start[tree], p.order + head * p.places + p.base[tree]);
+  };
+  in_parallel(threads, p.heads * p.trees, [&] { return Grower{Splitter(most, p.dim + p.value_dim), Features(p)}; }, grow);
 }
 
 }  // namespace fewkeys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.captures.capture import Capture
+from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.validation import check_count
 from fewkeys.predict.settings import Settings
 from fewkeys.predict.space import kind_of
@@ -62,28 +64,24 @@ def check_shape(shape: Shape) -> None:
 def check_tensors(tensors: Mapping[str, Tensor], shape: Shape, settings: Settings, raw: bool, where: Path) -> None:
     """Raise `ValueError` where the tensors are not those of such a model and fit."""
     heads, rank = shape.query_heads, shape.head_dim if raw else settings.rank
-    wanted: dict[str, tuple[int, ...]] = {}
+    forms: dict[str, Form] = {}
     for layer in range(shape.layers):
         if not raw:
-            wanted[f"maps.{layer}"] = (1 if settings.shared else 2, heads, shape.head_dim, rank)
+            forms[f"maps.{layer}"] = _table(1 if settings.shared else 2, heads, shape.head_dim, rank)
         for side in ("query", "key", "gold-query", "gold-key"):
-            found = tensors.get(f"{side}.{layer}")
-            wanted[f"{side}.{layer}"] = (heads, found.shape[1] if found is not None and found.ndim == 3 else 0, rank)
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind.endswith("centroids"):
-            layer, count, rounds = (int(part) for part in rest.split("."))
-            if layer < shape.layers:
-                wanted[name] = (heads, count * rounds, rank)
-        elif name not in wanted:
-            continue
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"directory: expected float32 tensors beside {where}, got {tensor.dtype} in {name}")
-    got = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if got != wanted:
-        name = next(name for name in sorted({*got, *wanted}) if got.get(name) != wanted.get(name))
+            forms[f"{side}.{layer}"] = _table(heads, None, rank)
+    for name in tensors:
+        asked = re.fullmatch(r"(query-|key-)?centroids\.(\d{1,6})\.(\d{1,9})\.(\d{1,9})", name)
+        if asked is not None and int(asked[2]) < shape.layers:
+            forms[name] = _table(heads, int(asked[3]) * int(asked[4]), rank)
+    try:
+        check(tensors, forms)
+    except ValueError as error:
         raise ValueError(
             f"directory: {where} says {shape.layers} layers of {heads} heads of dimension {shape.head_dim}, rank "
-            f"{rank}, so expected {name} of shape {wanted.get(name)}, got {got.get(name)}; the files do not belong "
-            "together, fit or save again"
-        )
+            f"{rank}: {error}; the files do not belong together, fit or save again"
+        ) from None
+
+
+def _table(*shape: int | None) -> Form:
+    return Form(shape, torch.float32)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fewkeys.captures.capture import Capture
 from fewkeys.core.files import read_json, write_json
-from fewkeys.core.learned import fingerprint, read_tensors, write_tensors
+from fewkeys.core.learned import read_tensors, write_tensors
+from fewkeys.core.records import build
+from fewkeys.core.tensor_files import fingerprint
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Entmax, Weights
 from fewkeys.model_plan import ModelPlan
@@ -273,14 +275,13 @@ class Sparsefinder:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"directory: expected {where} of format {FORMAT}, got {found!r}; fit again")
         try:
-            shape, settings = Shape(**data["shape"]), Settings(**data["settings"])
-            mark, raw, record = data["tensors"], data["raw"], dict(data["record"])
-            check_shape(shape)
-        except (KeyError, TypeError, ValueError) as error:
+            found = build(_Description, data)
+            check_shape(found.shape)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"directory: expected a whole description in {where}, got {error}; fit again") from None
-        tensors = read_tensors(directory, NAME, mark)
-        check_tensors(tensors, shape, settings, bool(raw), where)
-        return cls(shape, settings, tensors, record)
+        tensors = read_tensors(directory, NAME, found.tensors)
+        check_tensors(tensors, found.shape, found.settings, found.raw, where)
+        return cls(found.shape, found.settings, tensors, found.record)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sparsefinder):
@@ -289,6 +290,18 @@ class Sparsefinder:
         return own == (other.shape, other.settings, fingerprint(NAME, other.tensors))
 
     __hash__ = None  # type: ignore[assignment]  # it learns centroids on demand
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What `sparsefinder.json` holds; `tensors` is their fingerprint."""
+
+    format: int
+    shape: Shape
+    settings: Settings
+    record: dict[str, Any]
+    raw: bool
+    tensors: str
 
 
 def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.core import tensor_files
 from fewkeys.core.entmax import entmax
-from fewkeys.core.files import write_whole
 from fewkeys.core.graph import visible
+from fewkeys.core.records import build
+from fewkeys.core.tensor_files import Form
 from fewkeys.predict.loss import hinge, signs, told
 from fewkeys.predict.settings import Settings
 from fewkeys.tuning.score import digest, problem_of
@@ -186,25 +186,34 @@ def _name(capture: Capture, held_out: Capture | None, layer: int, settings: Sett
     return f"layer-{layer:03d}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.safetensors"
 
 
+KIND = "fit"
 TENSORS = ("maps", "best", "first_moment", "second_moment")
 
 
 def _write(path: Path, state: Learning) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = {"steps": state.steps, "losses": state.losses, "validation": state.validation}
-    write_whole(path, save({name: getattr(state, name) for name in TENSORS}, {"state": json.dumps(numbers)}))
+    tensor_files.write(path, KIND, numbers, {name: getattr(state, name) for name in TENSORS})
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What the header of a file says."""
+
+    steps: int
+    losses: list[float]
+    validation: list[float]
 
 
 def _read(path: Path | None, capture: Capture, settings: Settings) -> Learning | None:
     """The state in a file, None where there is no such file or it is not whole."""
     if path is None:
         return None
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in TENSORS}
-            numbers = json.loads((file.metadata() or {})["state"])
-        state = Learning(**tensors, **numbers)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        return None
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)
-    return state if all(tensor.shape == shape for tensor in tensors.values()) else None
+    try:
+        facts, tensors = tensor_files.read(path, KIND)
+        numbers = build(_Numbers, facts)
+        tensor_files.check(tensors, dict.fromkeys(TENSORS, Form(shape, torch.float32)))
+    except (OSError, ValueError):
+        return None
+    return Learning(**tensors, steps=numbers.steps, losses=numbers.losses, validation=numbers.validation)

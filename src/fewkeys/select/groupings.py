@@ -21,7 +21,7 @@ from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned
 from fewkeys.core.validation import check_count, check_real
-from fewkeys.select.projection import Centroids
+from fewkeys.select.projection import Centroids, check_table
 from fewkeys.select.rows import listed, query_blocks
 
 Metric = Literal["l2", "cosine"]
@@ -35,6 +35,14 @@ class Edges(Learned):
     query: Tensor
     key: Tensor
 
+    def __post_init__(self) -> None:
+        for name, edges in (("query", self.query), ("key", self.key)):
+            check_table(f"Edges {name}", edges, "(query heads, r, beta - 1)", empty=True)
+            if bool((edges.diff(dim=-1) < 0).any()):
+                raise ValueError(f"Edges {name}: expected edges that rise, got some that fall; sort them")
+        if self.query.shape != self.key.shape:
+            raise ValueError(f"Edges key: expected {tuple(self.query.shape)} like query, got {tuple(self.key.shape)}")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Joined(Learned):
@@ -47,6 +55,17 @@ class Joined(Learned):
     query: Tensor
     key: Tensor
     pairs: Tensor
+
+    def __post_init__(self) -> None:
+        check_table("Joined query", self.query, "(query heads, clusters, r)")
+        check_table("Joined key", self.key, "(query heads, clusters, r)")
+        heads, clusters, _ = self.query.shape
+        if self.key.shape != self.query.shape:
+            raise ValueError(f"Joined key: expected {tuple(self.query.shape)} like query, got {tuple(self.key.shape)}")
+        if not isinstance(self.pairs, Tensor) or self.pairs.dtype != torch.bool:
+            raise TypeError("Joined pairs: expected a bool tensor (query heads, clusters, clusters), got another")
+        if self.pairs.shape != (heads, clusters, clusters):
+            raise ValueError(f"Joined pairs: expected {(heads, clusters, clusters)}, got {tuple(self.pairs.shape)}")
 
 
 Fitted = Centroids | Edges | Joined | None

@@ -24,8 +24,8 @@ class Projection(Learned):
     key: Tensor
 
     def __post_init__(self) -> None:
-        _check_table("Projection query", self.query, "(query heads, head dimension, r)")
-        _check_table("Projection key", self.key, "(query heads, head dimension, r)")
+        check_table("Projection query", self.query, "(query heads, head dimension, r)")
+        check_table("Projection key", self.key, "(query heads, head dimension, r)")
         if self.query.shape != self.key.shape:
             raise ValueError(
                 f"Projection key: expected the shape of query, {tuple(self.query.shape)}, got "
@@ -48,7 +48,7 @@ class Centroids(Learned):
     place: Tensor
 
     def __post_init__(self) -> None:
-        _check_table("Centroids place", self.place, "(query heads, centroids, r)")
+        check_table("Centroids place", self.place, "(query heads, centroids, r)")
 
     @property
     def count(self) -> int:
@@ -93,11 +93,12 @@ def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
     return project.rank, 4.0 * project.rank * inputs.head_dim * inputs.gqa_ratio
 
 
-def _check_table(name: str, value: object, axes: str) -> None:
+def check_table(name: str, value: object, axes: str, *, empty: bool = False) -> None:
+    """Refuse all but finite floating tensors of rank 3; `empty`: where the last axis may have no entry."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         found = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name}: expected a floating tensor {axes}, got {found}")
-    if value.ndim != 3 or 0 in value.shape:
+    if value.ndim != 3 or 0 in (value.shape[:2] if empty else value.shape):
         raise ValueError(f"{name}: expected shape {axes}, none of them 0, got {tuple(value.shape)}")
     check_finite(**{name: value})
 

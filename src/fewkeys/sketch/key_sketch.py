@@ -10,25 +10,41 @@ For the same reason the candidates of two sketches hold the candidates of their 
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fewkeys.core import tensor_files
 from fewkeys.core.precision import full_precision, working
+from fewkeys.core.records import build
+from fewkeys.core.tensor_files import Form
 from fewkeys.core.validation import check_finite, check_real, check_tensor
 from fewkeys.sketch.gram import BLOCK, gram, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
-FORMAT = 1
-STATE, INDEX = "state.safetensors", "key_sketch.json"
+FORMAT = 2
+KIND, FILE = "key sketch", "key_sketch.safetensors"
+WORKING = (torch.float32, torch.float64)
 ROUNDING = 1e-6
 """A key is forgotten only when its online score is clearly below eps: by this much and the error of the score."""
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the header of a file says."""
+
+    format: int
+    eps: float
+    power: float
+    count: int
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format}, this package reads {FORMAT}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,18 +182,14 @@ class KeySketch:
         return UniversalKeys(indices, self._keys[batch, head, slot], scores[batch, head, slot], shape)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the sketch to a folder, made if absent: tensors as safetensors, the rest as JSON (written last)."""
+        """Write the sketch to one file in a folder, made if absent: whole or not at all."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"format": FORMAT, "eps": self.eps, "power": self.power, "count": self._count, "limit": self._limit}
-        (folder / INDEX).unlink(missing_ok=True)
+        facts = {"format": FORMAT, "eps": self.eps, "power": self.power, "count": self._count, "limit": self._limit}
         tensors = {}
         if self._gram is not None:
             tensors = {"gram": self._gram, "keys": self._keys, "positions": self._positions}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / STATE)
-        half = folder / (INDEX + ".part")
-        half.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        half.replace(folder / INDEX)
+        tensor_files.write(folder / FILE, KIND, facts, tensors)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> KeySketch:
@@ -187,33 +199,48 @@ class KeySketch:
         """
         folder = Path(directory)
         try:
-            record = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            if record["format"] != FORMAT:
-                raise ValueError(f"format {record['format']!r}, this package reads {FORMAT}")
-            sketch = cls(record["eps"], record["power"])
-            sketch._count, sketch._limit = int(record["count"]), int(record["limit"])
-            tensors = load_file(folder / STATE, device=str(device))
-            if tensors:
-                keys, positions, matrix = tensors["keys"], tensors["positions"], tensors["gram"]
-                size = width(keys.shape[-1], even_degree(sketch.power))
-                if positions.shape != keys.shape[:3] or matrix.shape != (*keys.shape[:2], size, size):
-                    raise ValueError(f"tensors of shapes {[tuple(t.shape) for t in tensors.values()]}")
-                sketch._keys, sketch._positions, sketch._gram = keys, positions, matrix
-        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            record, tensors = tensor_files.read(folder / FILE, KIND)
+            facts = build(_Facts, record)
+            sketch = cls(facts.eps, facts.power)
+            sketch._count, sketch._limit = facts.count, facts.limit
+            if tensors or facts.count:
+                tensor_files.check(tensors, sketch._forms(tensors.get("keys")))
+                held = (tensors[name].to(device) for name in ("keys", "positions", "gram"))
+                sketch._keys, sketch._positions, sketch._gram = held
+        except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"directory: expected a sketch written by KeySketch.save, got {folder} ({error}); save again"
             ) from None
         return sketch
 
+    def _forms(self, keys: Tensor | None) -> dict[str, Form]:
+        """What the tensors of a sketch with these keys look like; `ValueError` where it cannot have such keys."""
+        if keys is None or keys.ndim != 4 or 0 in (*keys.shape[:2], keys.shape[3]) or keys.dtype not in WORKING:
+            found = None if keys is None else (tuple(keys.shape), keys.dtype)
+            raise ValueError(f"expected keys (batch, heads, candidates, dim) in float32 or float64, got {found}")
+        size = self._width(keys.shape[3])
+        if not 0 < self._count < 2**62 or self._limit <= keys.shape[2]:
+            raise ValueError(f"{self._count} keys, of which {keys.shape[2]} of {self._limit} are candidates")
+        return {
+            "keys": Form(tuple(keys.shape), keys.dtype),
+            "positions": Form(tuple(keys.shape[:3]), torch.int64, -1, self._count - 1),
+            "gram": Form((*keys.shape[:2], size, size), torch.float64),
+        }
+
+    def _width(self, dim: int) -> int:
+        """Monomials of keys of this dimension; `ValueError` for too many."""
+        size = width(dim, even_degree(self.power))
+        if size > MAX_WIDTH:
+            raise ValueError(
+                f"power: expected at most {MAX_WIDTH} monomials, got {size} for power {self.power} and head "
+                f"dimension {dim}; use a smaller power"
+            )
+        return size
+
     def _open(self, rows: Tensor) -> Tensor:
         """The Gram matrix that rows (B, H, N, D) belong to; made at the first call."""
         if self._gram is None:
-            size = width(rows.shape[-1], even_degree(self.power))
-            if size > MAX_WIDTH:
-                raise ValueError(
-                    f"power: expected at most {MAX_WIDTH} monomials, got {size} for power {self.power} and head "
-                    f"dimension {rows.shape[-1]}; use a smaller power"
-                )
+            size = self._width(rows.shape[-1])
             self._gram = rows.new_zeros((*rows.shape[:2], size, size), dtype=torch.float64)
             self._keys = rows[:, :, :0].clone()
             self._positions = torch.zeros(self._keys.shape[:3], dtype=torch.int64, device=rows.device)

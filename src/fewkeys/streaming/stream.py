@@ -70,7 +70,7 @@ class Memory(Protocol):
         """What else is to be written, as JSON knows it."""
 
     def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Hold what `facts` and `tensors` gave; `KeyError` where a part is missing."""
+        """Hold what `facts` and `tensors` gave; `ValueError` where that is no such memory, after "length" tokens."""
 
 
 class Stream:
@@ -173,24 +173,31 @@ class Stream:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the stream to one safetensors file, whole or not at all; `Stream.load` goes on from it identically."""
         self._settle()
-        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "length": self.length, **self._held.facts()}
+        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "length": self.length}
         tensors = self._held.tensors()
+        facts["held"] = self._held.facts() if tensors else {}
         files.write(path, facts, tensors | {"generator": self.generator.get_state()} if tensors else {})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
-        """The stream that `save` wrote, on `device`; `ValueError` names a damaged or foreign file."""
-        facts, tensors = files.read(path, device)
+        """The stream that `save` wrote, on `device`; `ValueError` names a damaged or foreign file. Everything in
+        it is checked before it is used.
+        """
         try:
+            facts, tensors = files.read(path)
             generator = torch.Generator("cpu")
+            found = cls(Plan.from_dict(facts.plan), scale=facts.scale, generator=generator)
+            found.length = facts.length
             if tensors:
-                generator.set_state(tensors.pop("generator").cpu())
-            found = cls(Plan.from_dict(facts["plan"]), scale=facts["scale"], generator=generator)
-            found.length = facts["length"]
-            if tensors:
-                found._held.restore(facts, tensors)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"path: expected all that Stream.save writes, got {path} without {error}") from None
+                generator.set_state(tensors.pop("generator"))
+                held = {name: tensor.to(device) for name, tensor in tensors.items()}
+                found._held.restore({"length": facts.length, **facts.held}, held)
+            elif facts.length or facts.held:
+                raise ValueError(f"expected the memory of {facts.length} tokens, got none")
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:  # RuntimeError: no state of a generator
+            raise ValueError(
+                f"path: expected a file that Stream.save wrote, got {path} ({error}); save again"
+            ) from None
         return found
 
     def _settle(self) -> None:

@@ -8,13 +8,14 @@ What is kept depends on the plan alone, not on the length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.precision import working
+from fewkeys.core.records import build
 from fewkeys.core.weights import Softmax
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import advance
@@ -25,6 +26,14 @@ from fewkeys.select.causal import CAUSAL_BLOCK
 from fewkeys.streaming.attend import attend
 from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import parts_of
+from fewkeys.streaming.restored import check_rows, check_summarised
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What `Summarised.facts` gives."""
+
+    moved: int
 
 
 class Summarised:
@@ -98,8 +107,12 @@ class Summarised:
         return {} if self._state is None else {"moved": self._state.moved}
 
     def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        state = self._begin(tensors["near.key"], tensors["near.value"])
-        self._state = replace(state, length=facts["length"], moved=facts["moved"])
+        length, rows = facts["length"], check_rows(tensors, "near.")
+        moved = build(_Facts, {name: fact for name, fact in facts.items() if name != "length"}).moved
+        before = self.generator.get_state()
+        check_summarised(tensors, length, moved, self.parts, self._begin(*rows), self._heavy)
+        self.generator.set_state(before)
+        self._state = replace(self._begin(*rows), length=length, moved=moved)
         self._remember(tensors)
 
     def _begin(self, key: Tensor, value: Tensor) -> State:

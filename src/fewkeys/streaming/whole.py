@@ -18,6 +18,7 @@ from fewkeys.core.precision import working
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
+from fewkeys.streaming.restored import check_whole
 from fewkeys.tree.descent import Descent, Walk
 from fewkeys.tree.growing import UNDO, Growing
 from fewkeys.tree.rule import block_of
@@ -123,10 +124,11 @@ class Whole:
         return {"groups": [{"sealed": own.growing.sealed, "folded": own.growing.folded} for own in self._groups]}
 
     def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self._length, self._groups = facts["length"], []
-        for number, counts in enumerate(facts["groups"]):
+        length, held = facts["length"], {name: fact for name, fact in facts.items() if name != "length"}
+        self._length, self._groups = length, []
+        for number, counts in enumerate(check_whole(tensors, length, held, self.slots)):
             own = {name.partition(".")[2]: part for name, part in tensors.items() if name.startswith(f"{number}.")}
-            growing = Growing.of(self.slots, counts["sealed"], counts["folded"], own)
+            growing = Growing.of(self.slots, counts.sealed, counts.folded, own)
             self._groups.append(Group(own["rows"], growing))
 
     def _take(

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.captures.capture import Capture
-from fewkeys.core.files import write_whole
+from fewkeys.core import tensor_files
 from fewkeys.core.precision import full_precision
+from fewkeys.core.tensor_files import Form
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -28,6 +27,7 @@ from fewkeys.tuning.score import Scores, digest, layer_error, score_layer
 
 Progress = Callable[[int, int, str], None]
 
+KIND = "scores"
 ERROR_SLOTS = 64
 """The budget around which plans are searched where only an error is asked for."""
 
@@ -166,7 +166,7 @@ class _Table:
                 scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=step)
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(path, save({"relative": scores.relative, "added": scores.added}))
+                    tensor_files.write(path, KIND, {}, {"relative": scores.relative, "added": scores.added})
             else:
                 self._step(len(candidates) * self.capture.batches, layer)
             found.append(scores)
@@ -193,8 +193,8 @@ class _Table:
 def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
     """The scores in a file, None where there is no such file or it is not whole."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            scores = Scores(file.get_tensor("relative"), file.get_tensor("added"))
-    except (OSError, SafetensorError):
+        _, tensors = tensor_files.read(path, KIND)
+        tensor_files.check(tensors, dict.fromkeys(("relative", "added"), Form(shape, torch.float64)))
+    except (OSError, ValueError):
         return None
-    return scores if scores.relative.shape == scores.added.shape == shape else None
+    return Scores(tensors["relative"], tensors["added"])

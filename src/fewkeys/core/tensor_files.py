@@ -1,0 +1,117 @@
+"""Files of tensors: facts and a checksum in the header, and nothing taken from them that was not checked.
+
+A kernel trusts the shapes that it is told. So whoever reads a file says with `Form` what each tensor must look like,
+and `check` refuses everything else; flipped bits are found by the checksum, and every fault is a `ValueError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fewkeys.core.files import write_whole
+from fewkeys.core.records import CHECKSUM, parse
+
+FACTS = "fewkeys"
+FAULTS = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+"""What reading a damaged file may raise."""
+
+
+class Form(NamedTuple):
+    """What a tensor must look like: its shape (None: any size there), its dtype, and the range of its numbers.
+
+    Numbers are finite where `infinite` does not allow otherwise; NaN is never allowed.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+    least: float = -math.inf
+    most: float = math.inf
+    infinite: bool = False
+
+
+def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
+    """`ValueError` where these are not exactly the tensors of these names and forms. Reads each once."""
+    if odd := sorted(tensors.keys() ^ forms.keys()):
+        raise ValueError(f"expected the tensors {', '.join(sorted(forms))}, got a difference in {', '.join(odd)}")
+    for name, form in forms.items():
+        check_form(name, tensors[name], form)
+
+
+def check_form(name: str, tensor: Tensor, form: Form) -> None:
+    """`ValueError` where a tensor has not this form."""
+    fits = tensor.ndim == len(form.shape) and all(
+        size in (None, got) for size, got in zip(form.shape, tensor.shape, strict=True)
+    )
+    if not fits or tensor.dtype != form.dtype:
+        wanted = tuple("any" if size is None else size for size in form.shape)
+        raise ValueError(f"expected {name} {wanted} of {form.dtype}, got {tuple(tensor.shape)} of {tensor.dtype}")
+    if not tensor.numel() or tensor.dtype == torch.bool:
+        return
+    if tensor.is_floating_point() and bool((tensor.isnan() if form.infinite else ~tensor.isfinite()).any()):
+        raise ValueError(f"expected finite numbers in {name}, got NaN or infinity")
+    low, high = tensor.aminmax()
+    if low.item() < form.least or high.item() > form.most:
+        raise ValueError(
+            f"expected numbers from {form.least} to {form.most} in {name}, got {low.item()} to {high.item()}"
+        )
+
+
+def write(path: str | os.PathLike[str], kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write facts (JSON values) and tensors to one safetensors file, whole or not at all."""
+    text, held = json.dumps(facts, allow_nan=False), plain(tensors)
+    write_whole(path, save(held, {FACTS: text, CHECKSUM: fingerprint(f"{kind} {text}", held)}))
+
+
+def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor]]:
+    """What `write` wrote, on the CPU. `ValueError` for a file that is damaged or of another kind."""
+    data = Path(path).read_bytes()
+    tensors = loaded(data)
+    header = parse(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+    if header.get(CHECKSUM) != fingerprint(f"{kind} {header.get(FACTS)}", tensors):
+        raise ValueError(f"damaged, or not a {kind} of this version: the content does not fit its checksum")
+    return parse(header[FACTS]), tensors
+
+
+def loaded(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; every fault is a `ValueError`."""
+    try:
+        found: dict[str, Tensor] = load(data)
+    except FAULTS as error:
+        raise ValueError(f"damaged: {error}") from None
+    return found
+
+
+def mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped, not read: pages come in when they are touched."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except FAULTS as error:
+        raise ValueError(f"damaged: {error}") from None
+
+
+def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU: in a file, one tensor under two names, or two views of one, may not share memory."""
+    form = torch.contiguous_format
+    return {name: tensor.detach().cpu().clone(memory_format=form) for name, tensor in tensors.items()}
+
+
+def fingerprint(kind: str, tensors: Mapping[str, Tensor]) -> str:
+    """32 hexadecimal digits of named tensors, their dtypes and shapes; `kind` tells apart what means other things."""
+    found = hashlib.sha256(kind.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return found.hexdigest()[:32]

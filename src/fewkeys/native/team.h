@@ -1,0 +1,139 @@
+// Work on several threads. No exception leaves a thread: what ends the work is told to all of them, and to the caller by
+// a code. Threads that wait for each other wait by `Team::check`, so that none waits for one that has failed.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <cstdint>
+#include <new>
+#include <utility>
+
+namespace fewkeys {
+
+// What `build.call` reads.
+enum Outcome : int { DONE, OUT_OF_MEMORY, INTERRUPTED, FAILED };
+
+struct Stopped {};
+
+constexpr int MOST_THREADS = 256;
+
+// The interrupt of one call, if its caller wants to know of it: our handler stands before the one that was there, which
+// is told as well, for as long as the call lasts. One thread of a process is the main one, so there is one at a time.
+class Watch {
+ public:
+  static void next_call() { wanted() = true; }
+  static bool on() { return wanted(); }
+  static bool seen() { return interrupted; }
+
+#ifndef _WIN32
+  Watch() : active(wanted()) {
+    interrupted = 0;
+    struct sigaction ours = {};
+    if (!active || sigaction(SIGINT, nullptr, &before)) return;
+    active = !(before.sa_flags & SA_SIGINFO) && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN;
+    ours.sa_handler = note, ours.sa_flags = before.sa_flags, ours.sa_mask = before.sa_mask;
+    if (active) sigaction(SIGINT, &ours, nullptr);
+  }
+  ~Watch() {
+    wanted() = false;
+    if (active) sigaction(SIGINT, &before, nullptr);
+  }
+
+ private:
+  bool active;
+  static inline struct sigaction before;
+  static void note(int signal) {
+    interrupted = 1;
+    before.sa_handler(signal);
+  }
+#else
+  ~Watch() { wanted() = false; }
+
+ private:
+#endif
+  static inline volatile sig_atomic_t interrupted = 0;
+  static bool &wanted() {
+    static thread_local bool found = false;
+    return found;
+  }
+};
+
+class Team {
+ public:
+  // Throws `Stopped` where the work of this thread is of no use any more.
+  static void check() {
+    if (mine() && mine()->over()) throw Stopped();
+  }
+
+  // On every thread of the team.
+  template <class Run>
+  void run(Run work) noexcept {
+    Team *outer = std::exchange(mine(), this);
+    try {
+      work();
+    } catch (const Stopped &) {
+    } catch (const std::bad_alloc &) {
+      outcome = OUT_OF_MEMORY;
+    } catch (...) {
+      outcome = FAILED;
+    }
+    mine() = outer;
+  }
+
+  // On the caller's thread, once they are done.
+  void settle() const {
+    if (outcome == OUT_OF_MEMORY) throw std::bad_alloc();
+    if (over()) throw Stopped();
+  }
+
+ private:
+  std::atomic<int> outcome{DONE};
+  const bool watched = Watch::on();
+  bool over() const { return outcome.load(std::memory_order_relaxed) != DONE || (watched && Watch::seen()); }
+  static Team *&mine() {
+    static thread_local Team *found = nullptr;
+    return found;
+  }
+};
+
+static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_THREADS); }
+
+// All pieces, each by one thread, in rising order; every thread makes a worker for those that it takes, `some` at once.
+template <class Make, class Run>
+static void in_parallel(int threads, int64_t pieces, Make make, Run run, int64_t some = 1) {
+  Team team;
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(team_size(threads))
+  team.run([&] {
+    auto worker = make();
+    for (int64_t first; (first = next.fetch_add(some)) < pieces;)
+      for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
+        Team::check();
+        run(worker, piece);
+      }
+  });
+  team.settle();
+}
+
+template <class Run>
+static void in_parallel(int threads, int64_t pieces, Run run, int64_t some = 1) {
+  in_parallel(threads, pieces, [] { return 0; }, [&](int, int64_t piece) { run(piece); }, some);
+}
+
+// What a kernel tells its caller.
+template <class Run>
+static int outcome_of(Run run) noexcept {
+  const Watch watch;
+  try {
+    run();
+  } catch (const std::bad_alloc &) {
+    return OUT_OF_MEMORY;
+  } catch (const Stopped &) {
+    return watch.seen() ? INTERRUPTED : FAILED;
+  } catch (...) {
+    return FAILED;
+  }
+  return DONE;
+}
+
+}  // namespace fewkeys

@@ -1,0 +1,178 @@
+"""Whether what a file holds is the memory of a stream: kernels trust every shape and place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.precision import working
+from fewkeys.core.records import build
+from fewkeys.core.tensor_files import Form, check, check_form
+from fewkeys.core.validation import FLOATS
+from fewkeys.past.state import State, tensors_of
+from fewkeys.streaming.heavy import HeavyKeys
+from fewkeys.streaming.parts import Parts
+from fewkeys.tree.rule import SINKS, block_of, cover
+
+COUNTS = ("summary.size", "summary.seen.count", "summary.seen.square", "queries.count")
+
+
+def check_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor]:
+    """Keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) under the names "key" and "value", by which all else must go."""
+    key, value = tensors.get(f"{root}key"), tensors.get(f"{root}value")
+    if key is None or value is None or key.ndim != 4 or key.dtype not in FLOATS or 0 in (*key.shape[:2], key.shape[3]):
+        raise ValueError(f"expected {root}key and {root}value (batch, heads, tokens, dim), got none such")
+    check_form(f"{root}value", value, Form((*key.shape[:3], None), key.dtype))
+    if not value.shape[3]:
+        raise ValueError(f"expected {root}value of at least one dimension, got {tuple(value.shape)}")
+    return key, value
+
+
+# --- memory of a fixed size ------------------------------------------------------------------------------------------
+
+
+def check_summarised(
+    tensors: Mapping[str, Tensor], length: int, moved: int, parts: Parts, state: State, heavy: Sequence[HeavyKeys]
+) -> None:
+    """`ValueError` where tensors are not such a memory; `state` and `heavy` are those of an empty one."""
+    since = length - moved
+    if moved < 0 or not 0 <= since <= parts.unit or moved % parts.unit:
+        raise ValueError(f"expected a unit of {parts.unit} positions, got one from {moved} to {length}")
+    near = tensors["near.key"].shape[2]
+    if not length - parts.needed_from(moved) <= near <= length:
+        raise ValueError(f"expected the near tokens that the plan needs after {length}, got {near}")
+    forms = {name: Form(tuple(like.shape), like.dtype) for name, like in tensors_of(state).items()}
+    asked = forms["asked"].shape
+    forms["asked"] = forms["asked"]._replace(shape=(*asked[:2], max(1, _size(tensors, "asked", 2)), since, asked[4]))
+    forms["answered"] = forms["answered"]._replace(shape=(asked[0], since))
+    forms |= _tokens("near.", tensors_of(state.near), near, length)
+    forms |= _tokens("sinks.", tensors_of(state.sinks), min(parts.sinks, _size(tensors, "sinks.place", 2)), length)
+    for number, one in enumerate(heavy):
+        root = f"heavy{number}."
+        count = min(one.count, _size(tensors, f"{root}number", 2))
+        forms |= _tokens(f"{root}rows.", tensors_of(one.rows), count, length)
+        forms[f"{root}number"] = Form((*asked[:2], count), one.number.dtype)
+        forms |= _sums(one, tensors, f"{root}sums.")
+    forms |= {name: forms[name]._replace(least=0) for name in COUNTS}
+    forms["summary.excess"] = forms["summary.excess"]._replace(infinite=True)
+    check(tensors, forms)
+    place, size, excess = tensors["near.place"], tensors["summary.size"], tensors["summary.excess"]
+    if not torch.equal(place, torch.arange(length - near, length, device=place.device).expand_as(place)):
+        raise ValueError("expected near tokens at the last places in a row, got others")
+    if not torch.equal(excess.isinf(), size == 0) or bool((excess == torch.inf).any()):
+        raise ValueError("expected an excess of -inf at the free places of the summary alone, got it elsewhere")
+    if bool((size.sum(-1) > tensors["summary.seen.count"]).any()) or bool((size.sum(-1) > length).any()):
+        raise ValueError("expected a summary of keys that were seen, got more")
+    _check_squares(tensors["queries.square"])
+
+
+def _tokens(root: str, like: Mapping[str, Tensor], count: int, length: int) -> dict[str, Form]:
+    """The forms of `count` tokens like these, before place `length`."""
+    forms = {root + name: Form((*x.shape[:2], count, *x.shape[3:]), x.dtype) for name, x in like.items()}
+    return forms | {f"{root}place": forms[f"{root}place"]._replace(least=0, most=max(0, length - 1))}
+
+
+def _sums(one: HeavyKeys, tensors: Mapping[str, Tensor], root: str) -> dict[str, Form]:
+    """The forms of what a score remembers once it has seen a key: as it remembers one."""
+    if not any(name.startswith(root) for name in tensors):
+        return {}
+    key = one.rows.key
+    one.score.offer(key.new_zeros((*key.shape[:2], 1, key.shape[3]), dtype=one.number.dtype), None)
+    return {root + name: Form(tuple(like.shape), like.dtype) for name, like in one.score.sums.items()}
+
+
+def _check_squares(square: Tensor) -> None:
+    if bool((square.diagonal(dim1=-2, dim2=-1) < 0).any()):
+        raise ValueError("expected squares of queries, got negative ones")
+
+
+def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
+    """The size of a tensor that may be missing or have fewer dimensions."""
+    found = tensors.get(name)
+    return 0 if found is None or found.ndim <= axis else found.shape[axis]
+
+
+# --- memory of every key ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the header says of sequences that grow together."""
+
+    sealed: int
+    folded: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What the header says of all of them."""
+
+    groups: list[Counts]
+
+
+def check_whole(tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int) -> list[Counts]:
+    """The counts of every group; `ValueError` where tensors are not such a memory after `length` tokens."""
+    counts, kinds, left = build(Groups, facts).groups, set(), dict(tensors)
+    for number, own in enumerate(counts):
+        root = f"{number}."
+        mine = {name.removeprefix(root): left.pop(name) for name in tensors if name.startswith(root)}
+        key, value = check_rows(mine, "")
+        kinds.add((key.shape[1], key.shape[3], value.shape[3], key.dtype))
+        _check_growing(mine, length, own, block_of(slots))
+    if left or len(kinds) != 1:
+        raise ValueError(f"expected {len(counts)} groups of sequences of one kind, got {len(kinds)} and {sorted(left)}")
+    rows = torch.cat([tensors[f"{number}.rows"] for number in range(len(counts))])
+    if not torch.equal(rows.sort().values, torch.arange(len(rows), device=rows.device)):
+        raise ValueError("expected every sequence of the batch in one group, got others")
+    return counts
+
+
+def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, block: int) -> None:
+    key = tensors["key"]
+    batch, heads, count, dim = key.shape
+    sealed, open_, most = own.sealed, count - own.folded, max(0, count - SINKS)
+    if not (0 <= sealed <= most and sealed % block == 0 and 0 <= own.folded <= min(count, SINKS + sealed)):
+        raise ValueError(f"expected at most {most} sealed keys and fewer queries that are sums, got {own}")
+    if count > length:
+        raise ValueError(f"expected at most {length} keys, got {count}")
+    both, exact = batch * heads, torch.float64
+    forms = {
+        "rows": Form((batch,), torch.int64, 0),
+        "key": Form(tuple(key.shape), key.dtype),
+        "value": Form(tuple(tensors["value"].shape), key.dtype),
+        "query": Form((batch, heads, max(1, _size(tensors, "query", 2)), open_, dim), working(key[:0]).dtype),
+        "asked": Form((open_,), torch.bool),
+        "place": Form((open_,), torch.int64, 0, max(0, length - 1)),
+        "order": Form((both, sealed), torch.int64),
+        "past.count": Form((1, 1), exact, 0),
+        "past.total": Form((both, 1, dim), exact),
+        "past.square": Form((both, dim, dim), exact),
+    }
+    trees = {tree: tensors["order"][:, tree[0] : sum(tree)] for tree in cover(sealed, block) if "order" in tensors}
+    for name in tensors:
+        if name.startswith("spare."):
+            start, size = _tree(name, block, most)
+            forms[name], trees[start, size] = Form((both, size), torch.int64), tensors[name]
+    check(tensors, forms)
+    if bool((tensors["place"].diff() <= 0).any()):
+        raise ValueError("expected tokens at places that rise, got others")
+    _check_squares(tensors["past.square"])
+    for (start, size), order in trees.items():
+        keys = torch.arange(start, start + size, device=order.device) + SINKS
+        if not torch.equal(order.sort(-1).values, keys.expand_as(order)):
+            raise ValueError(f"expected each key of the tree from {start} on once in its order, got others")
+
+
+def _tree(name: str, block: int, most: int) -> tuple[int, int]:
+    """The first sealed key and the size of a tree, from the name of its order."""
+    parts = name.split(".")[1:]
+    if len(parts) != 2 or not all(part.isdecimal() and len(part) < 16 for part in parts):
+        raise ValueError(f"expected names of trees such as spare.0.{block}, got {name}")
+    start, size = map(int, parts)
+    power = size // block
+    if size % block or power < 1 or power & (power - 1) or start % (2 * size) or start + size > most:
+        raise ValueError(f"expected a tree of {block} times a power of two of {most} keys, got {name}")
+    return start, size

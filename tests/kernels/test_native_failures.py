@@ -1,0 +1,144 @@
+"""A kernel that cannot go on ends in a Python exception: without memory, and on Ctrl-C."""
+
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import fewkeys as fk
+from fewkeys.cli import main
+from fewkeys.native import build
+from native_cases import MEANS, needs_compiler
+
+pytestmark = needs_compiler
+
+TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())  # without a gradient
+CAUSAL = [*[plan for plan in MEANS if plan.rest.needs_causal][:2], TREE]
+PLANS = [(plan, False) for plan in (MEANS[0], MEANS[3], MEANS[5])] + [(plan, True) for plan in CAUSAL]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Those that can be told to find no memory."""
+    monkeypatch.setenv(build.COUNT, "1")
+    library = build._library()
+    fail_at = library.fewkeys_fail_at
+    fail_at.argtypes = (ctypes.c_int64,)
+    yield fail_at
+    fail_at(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("plan", "is_causal", "gradient"),
+    [(*case, gradient) for case in PLANS for gradient in (False, True) if not (gradient and case[0] == TREE)],
+    ids=str,
+)
+def test_no_memory_is_a_memory_error_wherever_it_happens(plan, is_causal, gradient, dtype, kernels):
+    """Every buffer of every kernel is the one that cannot be had, once; afterwards all is as it was."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, 300, 16, generator=draw).to(dtype) for heads in (4, 2, 2)]
+
+    def run():
+        given = [tensor.clone().requires_grad_(gradient) for tensor in tensors]
+        output = fk.attention(*given, plan=plan, is_causal=is_causal, impl="native")
+        if not gradient:
+            return [output]
+        return list(torch.autograd.grad(output.float().square().sum(), given))
+
+    whole, failed, number = run(), 0, 1
+    while True:
+        kernels(number)
+        try:
+            found = run()
+        except MemoryError:
+            failed += 1
+        else:
+            break
+        number += 1 + number // 12
+    kernels(0)
+    assert failed > 5
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one, other)
+
+
+INTERRUPT = """
+import os, signal, threading, torch
+import fewkeys as fk
+from fewkeys.native import build
+
+plan, done = {plan}, 0
+x = torch.randn(1, 1, {tokens}, 32)
+build.counters()
+
+def work():
+    total = 0
+    while not total:
+        total += build.counters()["multiply_adds"]
+    os.kill(os.getpid(), signal.SIGINT)
+
+def attend(x):
+    return fk.attention(x, x, x, plan=plan, is_causal={causal}, impl="native")
+
+small = x[:, :, : {tokens} // 64]
+attend(small)
+usual = 64 * build.counters()["multiply_adds"]
+thread = threading.Thread(target=work)
+thread.start()
+try:
+    attend(x)
+except KeyboardInterrupt:
+    thread.join()
+    print("interrupted", build.counters()["multiply_adds"] < usual / 2)
+    assert torch.equal(attend(small), attend(small))
+else:
+    print("finished")
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "causal", "tokens"),
+    [("fk.Plan(fk.Window(257))", False, 200_000), ("fk.budget(64, is_causal=True)", True, 200_000)],
+)
+def test_an_interrupt_ends_a_kernel_before_it_is_done(plan, causal, tokens, monkeypatch):
+    """Told by what was computed: less than half of the whole."""
+    monkeypatch.setenv(build.COUNT, "1")
+    code = INTERRUPT.format(plan=plan, causal=causal, tokens=tokens)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False)
+    assert done.stdout.split() == ["interrupted", "True"], done.stderr
+
+
+def test_a_handler_of_the_program_is_its_own_business():
+    """Who catches SIGINT without an exception gets the whole answer."""
+    seen, before = [], signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        x = torch.randn(1, 1, 20_000, 16)
+        timer = threading.Timer(0.0, signal.raise_signal, (signal.SIGINT,))
+        timer.start()
+        output = fk.attention(x, x, x, keep=fk.Window(65), impl="native")
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert torch.equal(output, fk.attention(x, x, x, keep=fk.Window(65), impl="native"))
+
+
+def test_too_many_threads_are_an_error_not_a_crash(capsys):
+    assert main(["bench", "--lengths", "64", "--threads", "100000", "--out", "nowhere"]) == 2
+    assert "--threads: expected a whole number from 1 to" in capsys.readouterr().err
+
+
+def test_kernels_never_ask_for_more_threads_than_a_process_may_have():
+    code = """
+import torch, fewkeys as fk
+from fewkeys.native import build
+x = torch.randn(1, 1, 100, 16)
+one = fk.attention(x, x, x, keep=fk.Window(9), impl="native")
+torch.get_num_threads = lambda: 100_000
+assert torch.equal(one, fk.attention(x, x, x, keep=fk.Window(9), impl="native"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

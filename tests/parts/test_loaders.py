@@ -1,0 +1,403 @@
+"""Whatever stands in a file, loading it gives what was saved or a `ValueError`: nothing else, and nothing by halves."""
+
+import dataclasses
+import json
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fewkeys as fk
+from captures import captured
+from fewkeys.captures.capture import INDEX, Capture
+from fewkeys.core import tensor_files
+from fewkeys.core.records import build, parse
+from fewkeys.core.tensor_files import Form, check
+from fewkeys.select.groupings import Edges
+from fewkeys.sketch import key_sketch
+from fewkeys.streaming import files
+
+HEAVY = fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(6))
+
+
+def a_stream(path: Path, plan: fk.Plan = HEAVY, tokens: int = 101) -> fk.Stream:
+    draw, stream = torch.Generator().manual_seed(0), fk.stream(plan)
+    stream.append(*(torch.randn(2, 2, tokens, 8, generator=draw) for _ in range(2)))
+    stream.attend(torch.randn(2, 4, tokens, 8, generator=draw))
+    stream.save(path)
+    return stream
+
+
+def a_sketch(folder: Path) -> None:
+    sketch = key_sketch.KeySketch(0.2)
+    sketch.update(torch.randn(1, 2, 50, 4, generator=torch.Generator().manual_seed(0)))
+    sketch.save(folder)
+
+
+def a_plan(folder: Path) -> None:
+    heads = [torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    fk.Plan(fk.Predicted(fk.Buckets(3), fk.Projection(*heads)) | fk.Window(5)).save_pretrained(folder)
+
+
+def a_model_plan(folder: Path) -> None:
+    fk.ModelPlan(((fk.budget(64), fk.budget(32)),), {"of": "a test"}).save_pretrained(folder)
+
+
+def a_finder(folder: Path) -> None:
+    fk.Sparsefinder.fit(captured(directory=folder / "capture"), epochs=1, sample=32).save_pretrained(folder / "finder")
+
+
+def every_call(folder: Path) -> list[object]:
+    found = Capture.load(folder)
+    return [list(found.calls(layer)) for layer in range(found.layers)] + [found.projection(0)]
+
+
+WRITTEN: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
+    "stream": (
+        lambda folder: a_stream(folder / "stream.safetensors"),
+        lambda folder: fk.Stream.load(folder / "stream.safetensors"),
+        "",
+    ),
+    "stream of trees": (
+        lambda folder: a_tree(folder / "stream.safetensors"),
+        lambda folder: fk.Stream.load(folder / "stream.safetensors"),
+        "",
+    ),
+    "key sketch": (a_sketch, key_sketch.KeySketch.load, ""),
+    "plan": (a_plan, fk.Plan.from_pretrained, ""),
+    "model plan": (a_model_plan, fk.ModelPlan.from_pretrained, ""),
+    "predictor": (a_finder, fk.Sparsefinder.from_pretrained, "finder"),
+    "capture": (lambda folder: captured(directory=folder, lengths=[40, 9, 30]), every_call, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """By format: the folder, its files and their bytes, and how to load it."""
+    found = {}
+    for name, (write, load, inner) in WRITTEN.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        write(folder)
+        load(folder / inner)
+        found[name] = {path: path.read_bytes() for path in (folder / inner).iterdir()}, folder / inner, load
+    return found
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """A flipped bit, a lost end, bytes of another place, or more bytes."""
+    place = draw.randrange(len(data))
+    kind = draw.randrange(5)
+    if kind == 0:
+        return data[:place]
+    if kind == 1:
+        return data[:place] + draw.randbytes(draw.randrange(1, 9)) + data[place:]
+    if kind == 2:
+        other, size = draw.randrange(len(data)), draw.randrange(1, 65)
+        return data[:place] + data[other : other + size] + data[place + size :]
+    if kind == 3:
+        place = draw.randrange(min(len(data), 400))  # the header
+    return data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_damage_is_a_value_error_or_nothing(name, written):
+    """Damage that leaves the content as it was, as another space in JSON does, is none."""
+    held, folder, load = written[name]
+    draw, refused = random.Random(0), 0
+    for _ in range(40):
+        path = draw.choice(sorted(held))
+        data = damaged(held[path], draw)
+        path.write_bytes(data)
+        try:
+            load(folder)
+        except (ValueError, FileNotFoundError):
+            refused += 1
+        else:
+            same = parse(data) == parse(held[path]) if path.suffix == ".json" else data == held[path]
+            assert same, f"{path.name} was damaged and taken"
+        finally:
+            path.write_bytes(held[path])
+    assert refused > 30
+    load(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[" * 900 + "]" * 900, "null", "[]", "{}", '"', "\x00", '{"format": 1}']
+)
+@pytest.mark.parametrize("name", ["plan", "model plan", "predictor", "capture"])
+def test_foreign_json_is_a_value_error(name, text, written):
+    held, folder, load = written[name]
+    path = next(path for path in held if path.suffix == ".json")
+    path.write_text(text)
+    try:
+        with pytest.raises(ValueError, match=r"directory|plan"):
+            load(folder)
+    finally:
+        path.write_bytes(held[path])
+
+
+def test_json_written_by_hand_needs_no_checksum_and_edited_json_none_any_more(tmp_path):
+    fk.Plan(fk.Window(5)).save_pretrained(tmp_path)
+    path = tmp_path / "plan.json"
+    data = json.loads(path.read_text())
+    data["keep"][0]["size"] = 7
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="checksum"):
+        fk.Plan.from_pretrained(tmp_path)
+    del data["checksum"]
+    path.write_text(json.dumps(data))
+    assert fk.Plan.from_pretrained(tmp_path) == fk.Plan(fk.Window(7))
+
+
+# --- crafted files, whose checksum fits: shapes, dtypes, ranges and what must hold between them ---------------------
+
+
+def rewritten(path: Path, change) -> None:
+    facts, tensors = tensor_files.read(path, files.KIND)
+    change(facts, tensors)
+    tensor_files.write(path, files.KIND, facts, tensors)
+
+
+def changed(name, change):
+    def apply(facts, tensors):
+        tensors[name] = change(tensors[name])
+
+    return apply
+
+
+def told(name, value, *inside):
+    def apply(facts, tensors):
+        for part in inside:
+            facts = facts[part]
+        facts[name] = value
+
+    return apply
+
+
+CRAFTED = {
+    "wide size": changed("summary.size", lambda x: torch.ones(2, 2, 4096)),
+    "narrow size": changed("summary.size", lambda x: x[..., :2]),
+    "narrow excess": changed("summary.excess", lambda x: x[..., :1]),
+    "narrow square": changed("queries.square", lambda x: x[..., :2]),
+    "narrow total": changed("queries.total", lambda x: x[..., :1]),
+    "fewer dimensions": changed("asked", lambda x: x[0]),
+    "another dtype": changed("summary.rows", torch.Tensor.double),
+    "whole numbers": changed("summary.rows", lambda x: x.long()),
+    "fewer heads": changed("sinks.key", lambda x: x[:, :1]),
+    "sinks beyond": changed("sinks.place", lambda x: x + 10**6),
+    "heavy before": changed("heavy0.rows.place", lambda x: x - 10**6),
+    "more heavy": changed("heavy0.number", lambda x: torch.cat([x, x], -1)),
+    "sums of another shape": changed("heavy0.sums.gram", lambda x: x[..., :3]),
+    "near elsewhere": changed("near.place", lambda x: x + 1),
+    "not a number": changed("summary.rows", lambda x: x * torch.nan),
+    "infinite sums": changed("queries.total", lambda x: x + torch.inf),
+    "negative size": changed("summary.size", lambda x: -x),
+    "too many": changed("summary.size", lambda x: x * 10**6),
+    "free and taken": changed("summary.excess", lambda x: torch.full_like(x, -torch.inf)),
+    "no generator": changed("generator", lambda x: x[:5]),
+    "another generator": changed("generator", lambda x: torch.full_like(x, 255)),
+    "one missing": lambda facts, tensors: tensors.pop("answered"),
+    "one more": lambda facts, tensors: tensors.update(other=torch.ones(1)),
+    "longer": told("length", 10**9),
+    "shorter": told("length", -1),
+    "moved beyond": told("moved", 400, "held"),
+    "moved as text": told("moved", "0", "held"),
+    "scale": told("scale", "big"),
+    "format": told("format", 1),
+    "no plan": told("plan", None),
+    "another plan": told("plan", fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2), fk.RunningMeans(9)).to_dict()),
+    "nothing held": lambda facts, tensors: tensors.clear(),
+}
+TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())
+CRAFTED_TREE = {
+    "sequences twice": changed("0.rows", torch.zeros_like),
+    "sequences beyond": changed("1.rows", lambda x: x + 2),
+    "fewer values": changed("0.value", lambda x: x[:, :, :-1]),
+    "another head": changed("1.key", lambda x: x[:, :1]),
+    "more queries": changed("0.query", lambda x: torch.cat([x, x], 3)),
+    "order beyond": changed("0.order", lambda x: x + 10**6),
+    "order twice": changed("0.order", lambda x: x[:, :1].expand_as(x)),
+    "order before": changed("0.order", lambda x: -x),
+    "narrow order": changed("0.order", lambda x: x[:, :16]),
+    "narrow sums": changed("0.past.square", lambda x: x[..., :2]),
+    "sums in float32": changed("0.past.total", torch.Tensor.float),
+    "negative sums": changed("0.past.square", lambda x: x - 10**6),
+    "places that fall": changed("0.place", lambda x: x.flip(0)),
+    "places beyond": changed("0.place", lambda x: x + 10**6),
+    "asked as numbers": changed("0.asked", torch.Tensor.float),
+    "one missing": lambda facts, tensors: tensors.pop("1.value"),
+    "one more": lambda facts, tensors: tensors.update({"2.key": torch.ones(1)}),
+    "no such tree": lambda facts, tensors: tensors.update({"0.spare.8.16": torch.zeros(2, 16, dtype=torch.int64)}),
+    "an odd tree": lambda facts, tensors: tensors.update({"0.spare.x.16": torch.zeros(2, 16, dtype=torch.int64)}),
+    "a tree beyond": lambda facts, tensors: tensors.update({"0.spare.0.1048576": torch.zeros(2, 1048576).long()}),
+    "another spare": lambda facts, tensors: tensors.update(
+        {next(name for name in tensors if ".spare." in name): torch.zeros(2, 16, dtype=torch.int64)}
+    ),
+    "more sealed": told("sealed", 10**6, "held", "groups", 0),
+    "odd sealed": told("sealed", 17, "held", "groups", 0),
+    "more folded": told("folded", 10**6, "held", "groups", 0),
+    "negative folded": told("folded", -1, "held", "groups", 0),
+    "groups of text": told("groups", ["a"], "held"),
+    "fewer groups": lambda facts, tensors: facts["held"]["groups"].pop(),
+    "no groups": told("groups", [], "held"),
+    "shorter": told("length", 3),
+}
+
+
+def a_tree(path: Path) -> fk.Stream:
+    """Of two sequences, one padded from the left: they grow apart."""
+    draw, stream = torch.Generator().manual_seed(0), fk.stream(TREE)
+    stream.append(*(torch.randn(2, 2, 300, 8, generator=draw) for _ in range(2)), torch.arange(300) >= LEFT)
+    stream.attend(torch.randn(2, 4, 300, 8, generator=draw))
+    stream.save(path)
+    return stream
+
+
+LEFT = torch.tensor([[0], [40]])
+STREAMS = [(a_stream, kind, change) for kind, change in CRAFTED.items()]
+STREAMS += [(a_tree, kind, change) for kind, change in CRAFTED_TREE.items()]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "change"), STREAMS, ids=[f"{make.__name__}-{kind}" for make, kind, _ in STREAMS]
+)
+def test_a_crafted_stream_is_refused(make, change, tmp_path):
+    path = tmp_path / "stream.safetensors"
+    make(path)
+    rewritten(path, lambda facts, tensors: None)
+    fk.Stream.load(path)
+    rewritten(path, change)
+    with pytest.raises(ValueError, match=r"^path: expected a file that Stream\.save wrote"):
+        fk.Stream.load(path)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_tensor_of_any_other_shape_or_dtype_is_refused(data):
+    """Whatever tensor of a stream it is: every one goes to a kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stream"
+        if data.draw(st.booleans()):
+            a_stream(path, tokens=data.draw(st.sampled_from([3, 40, 101])))
+        else:
+            a_tree(path)
+        facts, tensors = tensor_files.read(path, files.KIND)
+        name = data.draw(st.sampled_from(sorted(tensors)))
+        shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=5)))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool, torch.uint8]))
+        wrong = torch.ones(shape).to(dtype)
+        if shape == tuple(tensors[name].shape) and dtype == tensors[name].dtype:
+            return
+        tensors[name] = wrong
+        tensor_files.write(path, files.KIND, facts, tensors)
+        try:
+            stream = fk.Stream.load(path)
+        except ValueError:
+            return
+        assert (name == "asked" and shape[2:3] != tensors[name].shape[2:3]) or stream.length == facts["length"]
+        stream.append(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8))
+        assert stream.attend(torch.ones(2, 4, 1, 8)).isfinite().all()
+
+
+SKETCHES = {
+    "narrow gram": changed("gram", lambda x: x[..., :2]),
+    "gram in float32": changed("gram", torch.Tensor.float),
+    "positions beyond": changed("positions", lambda x: x + 10**6),
+    "fewer positions": changed("positions", lambda x: x[:, :, :3]),
+    "wide keys": changed("keys", lambda x: torch.ones(1, 2, 50, 400)),
+    "no keys": lambda facts, tensors: tensors.pop("keys"),
+    "limit": told("limit", 0),
+    "count": told("count", -3),
+    "eps": told("eps", 2.0),
+    "power": told("power", 3.0),
+}
+
+
+@pytest.mark.parametrize("kind", SKETCHES)
+def test_a_crafted_sketch_is_refused(kind, tmp_path):
+    a_sketch(tmp_path)
+    path = tmp_path / key_sketch.FILE
+    facts, tensors = tensor_files.read(path, key_sketch.KIND)
+    SKETCHES[kind](facts, tensors)
+    tensor_files.write(path, key_sketch.KIND, facts, tensors)
+    with pytest.raises(ValueError, match=r"^directory: expected a sketch"):
+        key_sketch.KeySketch.load(tmp_path)
+
+
+def test_a_sketch_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    a_sketch(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    sketch = key_sketch.KeySketch(0.3)
+    sketch.update(torch.ones(1, 1, 5, 3))
+    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        sketch.save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_plan_cannot_point_outside_its_folder(tmp_path):
+    a_plan(tmp_path / "inner")
+    path = tmp_path / "inner" / "plan.json"
+    data = json.loads(path.read_text())
+    data.pop("checksum")
+    (tmp_path / "learned-elsewhere.safetensors").write_bytes(b"")
+    data["keep"][0]["project"]["tensors"] = "/../../learned-elsewhere"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="32 hexadecimal digits"):
+        fk.Plan.from_pretrained(tmp_path / "inner")
+
+
+def test_edges_that_fall_are_refused():
+    edges = torch.tensor([[[0.0, 2.0, 1.0]]])
+    with pytest.raises(ValueError, match="rise"):
+        Edges(edges, edges)
+
+
+def test_a_capture_of_other_shapes_than_its_index_says_is_refused(tmp_path):
+    captured(directory=tmp_path)
+    path = tmp_path / INDEX
+    data = json.loads(path.read_text())
+    for name, value in {"head_dim": 7, "kv_heads": 3, "scales": ["a"], "dtype": "int8", "layers": 10**12}.items():
+        path.write_text(json.dumps({key: part for key, part in data.items() if key != "checksum"} | {name: value}))
+        with pytest.raises(ValueError, match="capture again"):
+            every_call(tmp_path)
+
+
+def test_forms_know_shape_dtype_range_and_numbers():
+    good = {"a": torch.tensor([[1.0, 2.0]])}
+    check(good, {"a": Form((None, 2), torch.float32, 1, 2)})
+    check({"a": torch.tensor([torch.inf])}, {"a": Form((1,), torch.float32, infinite=True)})
+    for form in (
+        *(Form((2,), torch.float32), Form((None, 3), torch.float32), Form((None, 2), torch.float64)),
+        *(Form((None, 2), torch.float32, 1.5), Form((None, 2), torch.float32, 0, 1.5)),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            check(good, {"a": form})
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(ValueError, match="finite"):
+            check({"a": torch.tensor([[1.0, bad]])}, {"a": Form((None, 2), torch.float32)})
+    with pytest.raises(ValueError, match="finite"):
+        check({"a": torch.tensor([torch.nan])}, {"a": Form((1,), torch.float32, infinite=True)})
+
+
+def test_a_record_is_of_its_declared_types():
+    @dataclasses.dataclass(frozen=True)
+    class Record:
+        count: int
+        names: tuple[str, ...]
+        share: float | None = None
+
+    globals()["Record"] = Record
+    assert build(Record, {"count": 1, "names": ["a"]}) == Record(1, ("a",))
+    assert build(Record, {"count": 1, "names": [], "share": 2}).share == 2.0
+    for odd in (
+        *([], {"count": 1}, {"count": True, "names": []}, {"count": 1.0, "names": []}, {"count": 1, "names": "a"}),
+        *({"count": 1, "names": [1]}, {"count": 1, "names": [], "share": "2"}, {"count": 1, "names": [], "more": 0}),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            build(Record, odd)
