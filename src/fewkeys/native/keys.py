@@ -5,50 +5,13 @@ Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything e
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, pointers
-
-_Pointer, _Size = ctypes.c_void_p, ctypes.c_int64
-
-
-class _Survey(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("key", "value")),
-        *((name, _Pointer) for name in ("form", "shift", "spread", "importance")),
-        *((name, _Pointer) for name in ("centre", "constant", "nearest", "label", "middle", "square")),
-        *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim", "count")),
-    )
-
-
-class _Sums(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("key", "value")),
-        *((name, _Pointer) for name in ("label", "share", "sums", "middle", "products")),
-        *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim", "count")),
-    )
-
-
-class _Totals(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("key", "value")),
-        *((name, _Pointer) for name in ("sums", "square")),
-        *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim")),
-    )
-
-
-class _Lloyd(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("key", "value")),
-        *((name, _Pointer) for name in ("real", "form", "shift", "middle", "unit", "centre", "importance")),
-        *((name, _Size) for name in ("batch", "heads", "keys", "dim", "value_dim", "count", "steps")),
-        *((name, ctypes.c_float) for name in ("tilt", "lowest")),
-    )
+from fewkeys.native.tensors import Rows, alike, pointers, struct
 
 
 def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +55,7 @@ def _survey(key: Tensor, value: Tensor, **parts: Tensor) -> None:
     key, value = alike(key, value)
     held = {name: part.contiguous() for name, part in parts.items()}
     count = held["centre"].shape[2] if "centre" in held else 0
-    call("fewkeys_survey", _Survey(**_rows(key, value), **pointers(held), count=count), key.dtype)
+    call("fewkeys_survey", struct("Survey")(**_rows(key, value), **pointers(held), count=count), key.dtype)
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
@@ -114,7 +77,7 @@ def _sums(
     (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
     held = pointers({"label": label, "share": share, "sums": sums, **others})
-    call("fewkeys_label_sums", _Sums(**_rows(key, value), **held, count=count), key.dtype)
+    call("fewkeys_label_sums", struct("Sums")(**_rows(key, value), **held, count=count), key.dtype)
     return sums
 
 
@@ -124,7 +87,8 @@ def totals(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dim, value_dim = key.shape[3], value.shape[3]
     found = key.new_zeros((*key.shape[:2], dim + value_dim), dtype=torch.float32)
     square = found.new_zeros((*key.shape[:2], 1))
-    call("fewkeys_totals", _Totals(**_rows(key, value), **pointers({"sums": found, "square": square})), key.dtype)
+    told = struct("Totals")(**_rows(key, value), **pointers({"sums": found, "square": square}))
+    call("fewkeys_totals", told, key.dtype)
     key_sum, value_sum = found.unsqueeze(2).split([dim, value_dim], -1)
     return key_sum, value_sum, square
 
@@ -151,7 +115,7 @@ def lloyd(
     importance = centre.new_empty(centre.shape[:3])
     held |= {"real": None if real is None else real.contiguous(), "centre": centre, "importance": importance}
     numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
-    call("fewkeys_lloyd", _Lloyd(**_rows(key, value), **pointers(held), **numbers), key.dtype)
+    call("fewkeys_lloyd", struct("Lloyd")(**_rows(key, value), **pointers(held), **numbers), key.dtype)
     return centre, importance
 
 

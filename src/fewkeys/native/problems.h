@@ -1,5 +1,5 @@
-// What kernels are told: the structs that cross ctypes, and nothing else. Python declares each under the same name, and
-// `build.call` compares the sizes.
+// What kernels are told: the structs that cross ctypes, and nothing else. Python reads them from here
+// (`tensors.struct`), and `build.call` compares the sizes.
 #pragma once
 #include <cstdint>
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +58,33 @@ class Rows(ctypes.Structure):
     @staticmethod
     def of(tensor: Tensor) -> Rows:
         return Rows(tensor.data_ptr(), *tensor.stride()[:3])
+
+
+class Told(ctypes.Structure):
+    """What a kernel is told: a struct of `problems.h`. What is not given is zero."""
+
+    def __init__(self, **values: Any) -> None:
+        if odd := values.keys() - {name for name, *_ in self._fields_}:
+            raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
+        super().__init__(**values)
+
+
+@lru_cache
+def struct(name: str) -> type[Told]:
+    """The struct that `problems.h` declares under this name: of pointers, numbers and other structs of it."""
+    text = re.sub("//.*", "", (Path(__file__).parent / "problems.h").read_text())
+    found = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise ValueError(f"problems.h: expected a struct {name}, got none")
+    fields: list[tuple[str, Any]] = []
+    for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", found[1]):
+        for field in declared.split(","):
+            pointer = field.strip().startswith("*")
+            fields.append((field.strip(" *\n"), ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
+    return type(name, (Told,), {"_fields_": fields})
+
+
+_KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call, missing
-from fewkeys.native.tensors import Rows, alike, dense, pointers, readable, suits
+from fewkeys.native.tensors import Rows, alike, dense, pointers, readable, struct, suits
 
 _STATE = (
     *("rows", "excess", "size", "seen", "seen_key", "seen_value", "seen_square"),
@@ -18,7 +17,6 @@ _STATE = (
 )
 _BY_STEP = ("rows_by", "excess_by", "size_by")
 _MOVES = ("place", "coefficient")
-_SIZES = ("batch", "heads", "gqa_ratio", "dim", "value_dim", "count", "steps", "queries", "leaving", "tilted")
 
 
 class Steps(NamedTuple):
@@ -51,28 +49,6 @@ class Steps(NamedTuple):
         return missing() or f"expected plain float32 or bfloat16 tensors on the CPU, got {key.dtype} on {key.device}"
 
 
-class _Past(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*_STATE, *_BY_STEP)),
-        *((name, ctypes.c_void_p) for name in _MOVES),
-        ("query", Rows),
-        ("answered", ctypes.c_void_p),
-        ("key", Rows),
-        ("value", Rows),
-        ("index", ctypes.c_void_p),
-        ("real", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_float) for name in ("scale", "tilt", "lowest")),
-    )
-
-
-class _PastBack(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows_by", "last", *_MOVES, "index", "rows", "key", "value")),
-        *((name, ctypes.c_int64) for name in ("heads", "keys", "dim", "value_dim", "count", "steps", "leaving")),
-    )
-
-
 class NativeScan:
     """Steps as the kernels are told of them, and the tensors that they read and write, which live as long as this."""
 
@@ -88,7 +64,7 @@ class NativeScan:
         held |= dict(zip(_BY_STEP, states, strict=False)) | dict(zip(_MOVES, moves, strict=False))
         held |= {"answered": answered, "index": index, "real": real}
         self.dtypes, self._alive = (key.dtype, query.dtype), (held, query, key, value)
-        self.told = _Past(
+        self.told = struct("Past")(
             **pointers(held),
             query=Rows.of(query),
             key=Rows.of(key),
@@ -101,7 +77,7 @@ class NativeScan:
             count=self.moved[0].shape[2],
             steps=count,
             queries=query.shape[2] // count if count else 0,
-            leaving=index.shape[3],
+            evicted=index.shape[3],
             tilted=steps.tilted,
             scale=steps.scale,
             tilt=steps.tilt,
@@ -134,7 +110,7 @@ def scan_back(
     rows, key = torch.empty_like(last, memory_format=torch.contiguous_format), last.new_zeros((*head, keys, dim))
     value = last.new_zeros((*head, keys, wide - dim))
     given = (states.contiguous(), last.contiguous(), place, coefficient, index.contiguous())
-    told = _PastBack(
+    told = struct("PastBack")(
         **pointers(dict(zip(("rows_by", "last", *_MOVES, "index"), given, strict=True))),
         **pointers({"rows": rows, "key": key, "value": value}),
         heads=head[0] * head[1],
@@ -143,7 +119,7 @@ def scan_back(
         value_dim=wide - dim,
         count=count,
         steps=index.shape[2],
-        leaving=index.shape[3],
+        evicted=index.shape[3],
     )
     call("fewkeys_scan_back", told)
     return rows, key, value

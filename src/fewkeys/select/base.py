@@ -14,7 +14,7 @@ from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.core.validation import Options, check_inputs
+from fewkeys.core.validation import Options, check_count, check_inputs
 from fewkeys.core.work import Work
 from fewkeys.select.causal import OnlineScore
 
@@ -137,6 +137,19 @@ class Selector(Listed, ABC):
         if not isinstance(other, Selector):
             raise TypeError(f"keep: expected a selector on both sides of |, got {type(other).__name__}")
         return Union((*self.parts, *other.parts))
+
+
+@dataclass(frozen=True)
+class Counted(Selector, ABC, listed=False):
+    """A rule that keeps `count` keys for every query."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        check_count(f"{type(self).__name__} count", self.count)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count >= inputs.keys
 
 
 @dataclass(frozen=True)

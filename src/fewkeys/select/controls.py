@@ -10,20 +10,14 @@ from torch import Tensor
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.validation import check_count
 from fewkeys.core.work import PER_SORTED, Work
-from fewkeys.select.base import Best, Remembered, Selector, Sharded, shared_top
+from fewkeys.select.base import Best, Counted, Remembered, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 
 
 @dataclass(frozen=True)
-class KeyNorm(Selector):
+class KeyNorm(Counted):
     """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
-
-    count: int
-
-    def __post_init__(self) -> None:
-        check_count("KeyNorm count", self.count)
 
     @property
     def remembered(self) -> Remembered:
@@ -41,21 +35,13 @@ class KeyNorm(Selector):
             return running_top(inputs, _Norms(), self.count)
         return shared_top(inputs, _Norms().offer(working(inputs.key.detach()), None), self.count)
 
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
-
 
 @dataclass(frozen=True)
-class RandomKeys(Selector):
+class RandomKeys(Counted):
     """`count` keys drawn uniformly without replacement, per sequence and head, shared by all queries.
 
     The draw comes from the `generator` of the call (seed 0 if none is given) and does not look at the data.
     """
-
-    count: int
-
-    def __post_init__(self) -> None:
-        check_count("RandomKeys count", self.count)
 
     @property
     def remembered(self) -> Remembered:
@@ -73,9 +59,6 @@ class RandomKeys(Selector):
         if inputs.is_causal:
             return running_top(inputs, draws, self.count)
         return shared_top(inputs, draws.offer(working(inputs.key), None), self.count)
-
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
 
 
 class _Norms(OnlineScore):

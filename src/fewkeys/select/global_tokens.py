@@ -10,14 +10,13 @@ from torch import Tensor
 from fewkeys.core.graph import Graph
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Selector
+from fewkeys.select.base import Counted
 from fewkeys.select.window import Sinks
 
 
 @dataclass(frozen=True)
-class GlobalTokens(Selector):
+class GlobalTokens(Counted):
     """(i, j) is an edge when i or j is among the first `count` real tokens.
 
     `Sinks` is the half of it in which j is. In cross-attention, and where queries stand behind a cache, a query is
@@ -26,11 +25,6 @@ class GlobalTokens(Selector):
 
     Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.
     """
-
-    count: int
-
-    def __post_init__(self) -> None:
-        check_count("GlobalTokens count", self.count)
 
     def select(self, inputs: Inputs) -> Graph:
         x, graph = inputs, Sinks(self.count).select(inputs)
@@ -47,9 +41,6 @@ class GlobalTokens(Selector):
             return x.valid_queries & (x.valid_queries.cumsum(-1) <= self.count)
         place = torch.arange(x.queries, device=x.query.device) + x.offset
         return (place < self.count).expand(x.batch, -1)
-
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
 
     def work(self, inputs: Inputs) -> Work:
         # As many rows as columns, spread over all queries.

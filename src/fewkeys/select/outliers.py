@@ -11,14 +11,14 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Selector, Sharded, shared_top
+from fewkeys.select.base import Counted, Selector, Sharded, shared_top
 from fewkeys.select.controls import KeyNorm
 from fewkeys.select.leverage import Leverage
 from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
 
 
 @dataclass(frozen=True)
-class Outliers(Selector):
+class Outliers(Counted):
     """The `count` keys of largest `g_j / 2 + log |x_j - centre of its cluster|`, shared by all queries of a head.
 
     `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (score spread and value, see
@@ -26,11 +26,10 @@ class Outliers(Selector):
     what is kept here is what the cluster's stand-in would get most wrong. Cost O(n clusters (D + Dv)). Not causal.
     """
 
-    count: int
     clusters: int
 
     def __post_init__(self) -> None:
-        check_count("Outliers count", self.count)
+        super().__post_init__()
         check_count("Outliers clusters", self.clusters)
 
     @property
@@ -49,9 +48,6 @@ class Outliers(Selector):
 
     def select(self, inputs: Inputs) -> Graph:
         return shared_top(inputs, self.scores(inputs), self.count)
-
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), 4.0 * inputs.head_dim**2, shared=clustering_operations(inputs, self.clusters))

@@ -12,20 +12,15 @@ from torch import Tensor
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Selector, shared_top
+from fewkeys.select.base import Counted, shared_top
 
 
 @dataclass(frozen=True)
-class TopK(Selector):
+class TopK(Counted):
     """Each query's own `count` keys of largest score: the best choice that ignores the values. Cost O(n^2)."""
 
-    count: int
     is_oracle: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_count("TopK count", self.count)
 
     def select(self, inputs: Inputs) -> Graph:
         rows = []
@@ -35,25 +30,18 @@ class TopK(Selector):
             rows.append(index.sort(-1).values)
         return Graph(inputs, rows=torch.cat(rows, 2))
 
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
-
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)
 
 
 @dataclass(frozen=True)
-class BestColumns(Selector):
+class BestColumns(Counted):
     """The `count` keys, shared by all queries of a head, that hold the most softmax mass. Cost O(n^2).
 
     Not causal: the best shared keys of a sequence are known only at its end.
     """
 
-    count: int
     is_oracle: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_count("BestColumns count", self.count)
 
     @property
     def causal(self) -> bool:
@@ -68,9 +56,6 @@ class BestColumns(Selector):
                 weights = weights * x.valid_queries[:, None, start : start + weights.shape[2], None]
             mass += weights.sum(-2).unflatten(1, (x.kv_heads, x.gqa_ratio)).sum(2)
         return shared_top(x, mass, self.count)
-
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count), 2.0 * inputs.head_dim * inputs.queries * inputs.gqa_ratio)

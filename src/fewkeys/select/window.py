@@ -11,7 +11,7 @@ from fewkeys.core.graph import Columns, Graph, band_block
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Remembered, Selector, Sharded
+from fewkeys.select.base import Counted, Remembered, Selector, Sharded
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,8 @@ class Window(Selector):
 
 
 @dataclass(frozen=True)
-class Sinks(Selector):
+class Sinks(Counted):
     """The first `count` real keys of every sequence (StreamingLLM's attention sinks, arXiv 2309.17453)."""
-
-    count: int
-
-    def __post_init__(self) -> None:
-        check_count("Sinks count", self.count)
 
     def select(self, inputs: Inputs) -> Graph:
         count, shape = min(self.count, inputs.keys), (inputs.batch, inputs.kv_heads, -1)
@@ -68,9 +63,6 @@ class Sinks(Selector):
             index = order[:, None].expand(shape)
             used = inputs.valid.gather(-1, order)[:, None].expand(shape)
         return Graph(inputs, columns=Columns.shared(index, used, inputs.queries))
-
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
 
     def work(self, inputs: Inputs) -> Work:
         return Work(float(self.count))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -19,25 +18,9 @@ from fewkeys.execute import torch as by_torch
 from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers
+from fewkeys.native.tensors import Rows, dense, pointers, struct
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
-
-
-class _BlocksBack(ctypes.Structure):
-    _fields_ = (
-        ("of", forward.Blocks),
-        ("out", Rows),
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "means")),
-    )
-
-
-class _NearBack(ctypes.Structure):
-    _fields_ = (
-        ("of", forward.Near),
-        ("out", Rows),
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "shared_key", "shared_value")),
-    )
 
 
 def attend(problem: Problem) -> Tensor:
@@ -104,7 +87,7 @@ def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Te
     found = _zeros(given)
     told, _alive = forward.blocks(x, columns, means, gradient)
     held = pointers(dict(zip(("query", "key", "value", "means"), found, strict=False)))
-    call("fewkeys_attend_blocks_back", _BlocksBack(of=told, out=Rows.of(gradient), **held), x.query.dtype)
+    call("fewkeys_attend_blocks_back", struct("BlocksBack")(of=told, out=Rows.of(gradient), **held), x.query.dtype)
     return found
 
 
@@ -114,7 +97,7 @@ def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Te
     shared = _zeros([cast(Tensor, alive[name]) for name in ("shared_key", "shared_value")])
     names = ("query", "key", "value", "shared_key", "shared_value")
     held = pointers(dict(zip(names, (*found, *shared), strict=True)))
-    call("fewkeys_attend_back", _NearBack(of=told, out=Rows.of(gradient), **held), x.query.dtype)
+    call("fewkeys_attend_back", struct("NearBack")(of=told, out=Rows.of(gradient), **held), x.query.dtype)
     sizes = [told.entries, told.means, told.rank]
     list_key, mean_key, left = shared[0].split(sizes, 2)
     list_value, mean_value, _ = shared[1][..., : x.value_dim].split(sizes, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import cast
 
 import torch
@@ -10,26 +9,11 @@ from torch import Tensor
 
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers
+from fewkeys.native.tensors import Rows, dense, pointers, struct
 from fewkeys.rest.base import NodeStandIns
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
 from fewkeys.tree.forest import Nodes, Table
 from fewkeys.tree.rule import SINKS
-
-_HELD = ("batch", "real", "seen", "order", "steps", "levels", "runs", "tables")
-
-
-class _Descend(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("query", "key", "value", "out")),
-        *((name, ctypes.c_void_p) for name in _HELD),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("count", "sequences", "heads", "gqa_ratio", "places", "dim", "value_dim")
-        ),
-        *((name, ctypes.c_int64) for name in ("sinks", "shown")),
-        *((name, ctypes.c_float) for name in ("scale", "reach", "curve", "highest")),
-    )
 
 
 def form(problem: Problem) -> str | None:
@@ -99,7 +83,7 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
         "runs": torch.tensor(runs, device="cpu"),
         "tables": torch.tensor([[*(part.data_ptr() for part in own), own[0].shape[1]] for own in tables], device="cpu"),
     }
-    told = _Descend(
+    told = struct("Descend")(
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
         **pointers(held),
         count=len(steps),

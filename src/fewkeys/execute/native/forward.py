@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
-from fewkeys.native.tensors import Rows, dense, pointers, round_up
+from fewkeys.native.tensors import Rows, Told, dense, pointers, round_up, struct
 from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
@@ -27,30 +26,6 @@ from fewkeys.rest.base import BlockStandIns, StandIns
 _ROWS = ("query", "key", "value", "out")
 _HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "label", "share", "hidden")
 _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
-
-
-class Near(ctypes.Structure):
-    """A band, one shared list and stand-ins."""
-
-    _fields_ = (
-        *((name, Rows) for name in _ROWS),
-        *((name, ctypes.c_void_p) for name in _HELD),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_int64) for name in ("entries", "means", "rank", "offset", "left", "right", "causal")),
-        ("scale", ctypes.c_float),
-    )
-
-
-class Blocks(ctypes.Structure):
-    """Lists by blocks, and means of the past beside them."""
-
-    _fields_ = (
-        *((name, Rows) for name in (*_ROWS, "mean_key", "mean_value")),
-        *((name, ctypes.c_void_p) for name in ("bias", "place", "past")),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        *((name, ctypes.c_int64) for name in ("blocks", "size", "entries", "means", "offset", "causal")),
-        ("scale", ctypes.c_float),
-    )
 
 
 def read(stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
@@ -90,7 +65,7 @@ def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None,
         call("fewkeys_attend_blocks", told, x.query.dtype)
 
 
-def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[Blocks, tuple[Tensor, ...]]:
+def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[Told, tuple[Tensor, ...]]:
     """The problem as the kernels are told of it, and tensors that must live as long."""
     place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
     rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
@@ -98,7 +73,7 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
     if states is not None:
         rows, bias, means = dense(states.rows.flatten(2, 3)), states.excess.contiguous(), states.rows.shape[3]
     mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
-    told = Blocks(
+    told = struct("Blocks")(
         **_common(x, output),
         **pointers({"bias": bias, "place": place}),
         mean_key=Rows.of(mean_key),
@@ -112,7 +87,7 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
     return told, (place, rows, *(() if bias is None else (bias,)))
 
 
-def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> tuple[Near, dict[str, Tensor | None]]:
+def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> tuple[Told, dict[str, Tensor | None]]:
     """The problem as the kernels are told of it, and tensors that must live as long."""
     list_key, list_value, place = listed(x, graph)
     keys, values = [list_key], [list_value]
@@ -137,7 +112,7 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
     parts = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
     held = {name: None if part is None else part.contiguous() for name, part in zip(_HELD, parts, strict=True)}
     reach = x.keys + x.queries + x.offset
-    told = Near(
+    told = struct("Near")(
         **_common(x, output),
         **pointers(held),
         entries=list_key.shape[2],

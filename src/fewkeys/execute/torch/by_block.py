@@ -21,7 +21,7 @@ from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_descent, grouped
-from fewkeys.execute.torch.sources import Band, BlockLists, BlockMeans, Chunk, Means, SharedList, Source
+from fewkeys.execute.torch.sources import Band, BlockMeans, Chunk, KeySource, Lists, Means, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 CHUNK = 2**20
@@ -88,16 +88,15 @@ def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | BlockMe
     x, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     sources: list[Source] = []
     if graph.columns is not None:
-        sources.append(SharedList(x, graph.columns) if graph.columns.blocks == 1 else BlockLists(x, graph.columns))
-    band = None if graph.band is None else Band(x, graph.band, graph.columns, size)
-    if band is not None:
-        sources.append(band)
+        sources.append(Lists(x, graph.columns))
+    if graph.band is not None:
+        sources.append(Band(x, graph.band, graph.columns, size))
     means: Means | BlockMeans | None = None
     if isinstance(stand_ins, BlockStandIns):
         means = BlockMeans(stand_ins, isinstance(problem.weights, Softmax))
     elif isinstance(stand_ins, StandIns):
         # Beside groups, what a query keeps is counted entry by entry.
-        near = [source for source in sources if isinstance(source, Band | BlockLists)]
+        near = [source for source in sources if isinstance(source, KeySource) and source.spoken_for]
         means = Means(stand_ins, near if graph.groups is None else [])
     if means is not None:
         sources.append(means)

@@ -26,7 +26,7 @@ from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights, positive
-from fewkeys.execute.torch.sources import Band, BlockLists, BlockMeans, Chunk, KeySource, Means, Source
+from fewkeys.execute.torch.sources import BlockMeans, Chunk, KeySource, Means, Source
 
 CHUNK = 2**23
 """Scores held at a time: many, since a tile is the larger the more queries of a group the chunk has."""
@@ -249,7 +249,7 @@ def _held(
     held: Tensor = by_row[:-1].unflatten(0, shape)
     for source, scores in zip(sources, parts, strict=True):
         # No stand-in speaks for the keys of a shared list.
-        if isinstance(source, Band | BlockLists):
+        if isinstance(source, KeySource) and source.spoken_for:
             held = held + source.collect((scores > -torch.inf).to(member.dtype), means.member, chunk)
     return held
 

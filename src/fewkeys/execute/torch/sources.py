@@ -74,88 +74,77 @@ class Source(ABC):
 class KeySource(Source):
     """Keys that queries attend to exactly."""
 
+    spoken_for = True
+    """Whether stand-ins may speak for its keys to other queries."""
+
     @abstractmethod
     def place(self, chunk: Chunk) -> Tensor:
         """The key of every column, (H or 1, blocks or 1, width); any key where the column is hidden."""
 
+    @abstractmethod
+    def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
+        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
+
+    @abstractmethod
+    def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
+        """What the source's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's keys."""
+
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows (H, N, D) at index (H, S) -> (H, S, D) in working precision."""
-    return working(rows.gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1])))
+    """Rows (H, N, X) at index (H, blocks, S) -> (H, blocks, S, X) in working precision."""
+    at = index.flatten(1).unsqueeze(-1).expand(-1, -1, rows.shape[-1])
+    gathered: Tensor = working(rows.gather(1, at)).unflatten(1, index.shape[1:])
+    return gathered
 
 
-class SharedList(KeySource):
-    """One list of keys that all queries of a head attend to."""
-
-    def __init__(self, inputs: Inputs, columns: Columns) -> None:
-        index = columns.index.squeeze(2).flatten(0, 1)
-        self.index = index
-        self.hidden = None if bool(columns.used.all()) else ~columns.used.squeeze(2).flatten(0, 1)
-        self.is_causal = inputs.is_causal
-        self.key = _gather(inputs.key.flatten(0, 1), index)
-        self.value = _gather(inputs.value.flatten(0, 1), index)
-
-    @property
-    def width(self) -> int:
-        return self.index.shape[-1]
-
-    def scores(self, chunk: Chunk) -> Tensor:
-        scores = chunk.query @ self.key[chunk.heads].mT
-        if self.hidden is not None:
-            scores.masked_fill_(self.hidden[chunk.heads].unsqueeze(1), -torch.inf)
-        if self.is_causal:
-            scores.masked_fill_(self.index[chunk.heads].unsqueeze(1) > chunk.positions()[:, None], -torch.inf)
-        return scores
-
-    def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
-        return weights @ self.value[chunk.heads]
-
-    def place(self, chunk: Chunk) -> Tensor:
-        return self.index[chunk.heads].unsqueeze(1)
-
-
-class BlockLists(KeySource):
-    """A list of keys for every block of queries."""
+class Lists(KeySource):
+    """Lists of keys: one for every block of queries, or one that all queries of a head attend to."""
 
     def __init__(self, inputs: Inputs, columns: Columns) -> None:
-        self.index, self.used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
-        self.is_causal = inputs.is_causal
+        self.index, used = columns.index.flatten(0, 1), columns.used.flatten(0, 1)
+        self.hidden = None if bool(used.all()) else ~used
+        self.spoken_for, self.is_causal = columns.blocks > 1, inputs.is_causal
         self.key, self.value = inputs.key.flatten(0, 1), inputs.value.flatten(0, 1)
+        if columns.blocks == 1:  # which all chunks read
+            self.key, self.value = _gather(self.key, self.index), _gather(self.value, self.index)
 
     @property
     def width(self) -> int:
         return self.index.shape[-1]
+
+    def _of(self, lists: Tensor, chunk: Chunk) -> Tensor:
+        first = chunk.start // chunk.size if self.spoken_for else 0
+        return lists[chunk.heads, first : first + (chunk.blocks if self.spoken_for else 1)]
 
     def _rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
-        index = self._lists(self.index, chunk)
-        gathered: Tensor = _gather(rows[chunk.heads], index.flatten(1)).unflatten(1, index.shape[1:])
-        return gathered
+        return _gather(rows[chunk.heads], self._of(self.index, chunk)) if rows.ndim == 3 else rows[chunk.heads]
 
-    def _lists(self, lists: Tensor, chunk: Chunk) -> Tensor:
-        first = chunk.start // chunk.size
-        return lists[chunk.heads, first : first + chunk.blocks]
+    def _by_list(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """(H, M, X) -> (H, blocks, M / blocks, X): by the list that the queries read."""
+        return chunk.by_block(rows) if self.spoken_for else rows.unsqueeze(1)
 
     def scores(self, chunk: Chunk) -> Tensor:
-        scores = chunk.by_block(chunk.query) @ self._rows(self.key, chunk).mT
-        hidden = ~self._lists(self.used, chunk).unsqueeze(2)
+        scores = self._by_list(chunk.query, chunk) @ self._rows(self.key, chunk).mT
+        if self.hidden is not None:
+            scores.masked_fill_(self._of(self.hidden, chunk).unsqueeze(2), -torch.inf)
         if self.is_causal:
-            place = chunk.positions().view(chunk.blocks, -1, 1)
-            hidden = hidden | (self._lists(self.index, chunk).unsqueeze(2) > place)
-        return scores.masked_fill_(hidden, -torch.inf).flatten(1, 2)
+            place = chunk.positions().view(chunk.blocks if self.spoken_for else 1, -1, 1)
+            scores.masked_fill_(self._of(self.index, chunk).unsqueeze(2) > place, -torch.inf)
+        return scores.flatten(1, 2)
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         return self.collect(weights, self.value, chunk)
 
     def place(self, chunk: Chunk) -> Tensor:
-        return self._lists(self.index, chunk)
+        return self._of(self.index, chunk)
 
     def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
-        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
-        return (chunk.by_block(weights) @ self._rows(rows, chunk)).flatten(1, 2)
+        return (self._by_list(weights, chunk) @ self._rows(rows, chunk)).flatten(1, 2)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
-        """What the block's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's list."""
-        held = self._rows(member, chunk) * self._lists(self.used, chunk).unsqueeze(-1)
+        held = self._rows(member, chunk)
+        if self.hidden is not None:
+            held = held.masked_fill(self._of(self.hidden, chunk).unsqueeze(-1), 0.0)
         return held.sum(2).repeat_interleave(chunk.gqa_ratio * chunk.size, 1)
 
 
@@ -205,11 +194,9 @@ class Band(KeySource):
         return self._stretch_places(chunk).clamp(0, self.keys - 1).unsqueeze(0)
 
     def collect(self, weights: Tensor, rows: Tensor, chunk: Chunk) -> Tensor:
-        """The weighted sum (H, M, X) of what `rows` (Heads, N, X) holds for the source's keys."""
         return (chunk.by_block(weights) @ working(self.stretch(rows, chunk)).mT).flatten(1, 2)
 
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
-        """What the band's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's band."""
         inside = self.inside
         if self.columns is not None and self.columns.blocks > 1:
             # What a block's list holds, the list counts; no stand-in speaks for shared lists.
@@ -254,7 +241,7 @@ class Band(KeySource):
 class Means(Source):
     """The stand-ins for the keys that a query does not keep."""
 
-    def __init__(self, stand_ins: StandIns, near: Sequence[Band | BlockLists]) -> None:
+    def __init__(self, stand_ins: StandIns, near: Sequence[KeySource]) -> None:
         def flat(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else working(tensor).flatten(0, 1)
 

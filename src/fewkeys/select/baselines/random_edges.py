@@ -8,24 +8,18 @@ import torch
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Selector
+from fewkeys.select.base import Counted
 from fewkeys.select.baselines.draws import distinct
 
 
 @dataclass(frozen=True)
-class RandomEdges(Selector):
+class RandomEdges(Counted):
     """Every query keeps `count` of the keys that it may see, drawn uniformly without replacement.
 
     The control for edges as `RandomKeys`, whose keys all queries share, is the control for keys. Query heads that
     share their keys share the draw. It comes from the call's generator. Cost O(n (count D + count^2)).
     """
-
-    count: int
-
-    def __post_init__(self) -> None:
-        check_count("RandomEdges count", self.count)
 
     def select(self, inputs: Inputs) -> Graph:
         x, device = inputs, inputs.key.device
@@ -39,9 +33,6 @@ class RandomEdges(Selector):
         order = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         index = order[:, None].expand(-1, x.kv_heads, -1).gather(-1, rank.clamp_min(0).flatten(2)).view_as(rank)
         return Graph(x, columns=Columns(index, rank >= 0, 1))
-
-    def covers(self, inputs: Inputs) -> bool:
-        return self.count >= inputs.keys
 
     def work(self, inputs: Inputs) -> Work:
         # Each draw is compared with those before it.
