@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.tree.growing import UNDO
+from fewkeys.tree.rule import block_of
+from fewkeys.tree.sequences import steps_after, steps_of
 
 TOKENS = 420
 PLANS = {
@@ -209,3 +211,10 @@ def test_float32_and_bfloat16_are_held_as_they_come():
         want = fk.attention(*rows, plan=plan, is_causal=True)
         assert found.dtype == dtype
         torch.testing.assert_close(found, want, rtol=error, atol=error)
+
+
+@given(past=st.integers(0, 700), count=st.integers(1, 300), slots=st.sampled_from([64, 128, 130, 256]))
+def test_steps_after_some_keys_are_those_of_the_whole(past, count, slots):
+    block = block_of(slots)
+    seen = torch.arange(past, past + count) + 1
+    assert steps_after(past, count, slots, block) == steps_of(seen, True, slots, block)

@@ -22,7 +22,7 @@ from fewkeys.tree.descent import Walk
 from fewkeys.tree.forest import Forest, Stand, Table, needed, order_of, summarise
 from fewkeys.tree.metric import roots_after, turn_of
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, cover
-from fewkeys.tree.sequences import Sequences, steps_of
+from fewkeys.tree.sequences import Sequences, steps_after
 
 UNDO = 8
 """Sealed blocks that can be taken back."""
@@ -110,19 +110,17 @@ class Growing:
 
         Builds what is to be built. A few steps are taken one by one, in place; more at once, in a forest of their own.
         """
-        seen = torch.arange(self.count - fresh, self.count, device=self.place.device) + 1
-        steps = steps_of(seen, True, self.slots, self.block)
+        seen = torch.arange(self.count - fresh + 1, self.count + 1, device=self.place.device)
+        steps = steps_after(self.count - fresh, fresh, self.slots, self.block)
         if len(steps) <= FEW:
             for step in steps:
                 self._reach(step.sealed)
                 span, length = slice(step.start, step.stop), step.stop - step.start
                 own = (replace(step, start=0, stop=length),)
-                asking = torch.arange(length, device=seen.device)
-                sequences = Sequences(None, None, seen[span], asking, True, self.block, own)
+                sequences = Sequences(None, None, seen[span], seen[span] - seen[span.start], True, self.block, own)
                 yield span, Walk(sequences, Cover(self.order, {}), self.nodes)
         else:
-            asking = torch.arange(fresh, device=seen.device)
-            sequences = Sequences(None, None, seen, asking, True, self.block, steps)
+            sequences = Sequences(None, None, seen, seen - seen[0], True, self.block, steps)
             forest = self._forest(sequences)
             yield slice(0, fresh), Walk(sequences, forest, summarise(forest, *self._rows(0, self.count)))
             trees = forest.trees()

@@ -93,3 +93,15 @@ def steps_of(seen: Tensor, is_causal: bool, slots: int, block: int) -> tuple[Ste
         found.append(Step(start, stop, most, kind, levels_of(slots, kind, exact, block)))
         start = stop
     return tuple(found)
+
+
+def steps_after(past: int, count: int, slots: int, block: int) -> tuple[Step, ...]:
+    """The same of `count` causal queries in a row, after `past` keys."""
+    found, start = [], 0
+    while start < count:
+        sealed = max(0, past + start - SINKS) // block * block
+        stop = min(count, SINKS + sealed + block - past)
+        levels = levels_of(slots, sealed, exact_keys(block), block)
+        found.append(Step(start, stop, past + stop, sealed, levels))
+        start = stop
+    return tuple(found)

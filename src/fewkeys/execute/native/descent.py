@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import cast
 
 import torch
@@ -31,7 +32,9 @@ def form(problem: Problem) -> str | None:
 def read(problem: Problem) -> list[Tensor]:
     """What the kernel reads that may depend on the inputs."""
     x = problem.inputs
-    nodes = [part for walk in _nodes(problem) for table in walk.values() for part in _parts(table)]
+    # Without gradients, nodes are as plain as the keys that they were made of.
+    asked = torch.is_grad_enabled() and isinstance(problem.stand_ins, NodeStandIns)
+    nodes = [part for walk in _nodes(problem) if asked for table in walk.values() for part in _parts(table)]
     return [x.query, x.key, x.value, *nodes]
 
 
@@ -62,31 +65,26 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
     x, own, forest = problem.inputs, walk.sequences, walk.forest
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
     tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
+    steps: list[int] = []
+    levels: list[int] = []
+    runs: list[int] = []
     place = {size: index for index, size in enumerate(nodes)}
-    steps: list[tuple[int, ...]] = []
-    levels: list[tuple[int, ...]] = []
-    runs: list[tuple[int, int]] = []
     for step in own.steps:
-        first = len(levels)
+        first = len(levels) // 6
         for level in step.levels:
-            found = [(forest.row(start, size, level.size), size // level.size) for start, size in level.trees]
-            levels.append((place[level.size], level.size, len(runs), len(found), level.scored, level.opened))
-            runs += found
-        steps.append((step.start, step.stop, step.seen, step.near, first, len(step.levels)))
-    held: dict[str, Tensor | None] = {
-        "batch": own.batch,
-        "real": own.real,
-        "seen": own.seen.contiguous(),
-        "order": forest.order.contiguous(),
-        "steps": torch.tensor(steps, device="cpu"),
-        "levels": torch.tensor(levels, device="cpu"),
-        "runs": torch.tensor(runs, device="cpu"),
-        "tables": torch.tensor([[*(part.data_ptr() for part in own), own[0].shape[1]] for own in tables], device="cpu"),
-    }
+            levels += (place[level.size], level.size, len(runs) // 2, len(level.trees), level.scored, level.opened)
+            for start, size in level.trees:
+                runs += (forest.row(start, size, level.size), size // level.size)
+        steps += (step.start, step.stop, step.seen, step.near, first, len(step.levels))
+    seen, order = own.seen.contiguous(), forest.order.contiguous()
+    numbers = [number for one in tables for number in (*(part.data_ptr() for part in one), one[0].shape[1])]
+    held = {"steps": steps, "levels": levels, "runs": runs, "tables": numbers}
+    arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
     told = struct("Descend")(
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
-        **pointers(held),
-        count=len(steps),
+        **pointers({"batch": own.batch, "real": own.real, "seen": seen, "order": order}),
+        **{name: ctypes.addressof(array) for name, array in arrays.items()},
+        count=len(own.steps),
         sequences=x.batch if own.batch is None else own.batch.numel(),
         heads=x.query_heads,
         gqa_ratio=x.gqa_ratio,
