@@ -160,6 +160,25 @@ def test_several_turns_from_one_prompt():
     assert not torch.equal(turns[0], turns[1])
 
 
+@pytest.mark.parametrize("plan", [FEW, SMALL_TREE], ids=["recent", "tree"])
+def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
+    model, ids = llama(), tokens(2, 150)
+    cache, again = fk.cache(model, plan), fk.cache(model, plan)
+    logits(model, ids, [150], cache)
+    cache.save(tmp_path / "cache")
+    again.load(tmp_path / "cache")
+    assert (again.get_seq_length(), again.memory()) == (150, cache.memory())
+    assert torch.equal(logits(model, ids, [10, 140], again), logits(model, ids, [10, 140], cache))
+    data = (tmp_path / "cache").read_bytes()
+    for damaged in (data[:-3], data[:-1] + bytes([data[-1] ^ 1]), b""):
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"^path: expected a file that a cache's save wrote"):
+            again.load(tmp_path / "damaged")
+    with pytest.raises(ValueError, match="expected the 3 layers of this cache with their plans"):
+        fk.cache(model, ALL).load(tmp_path / "cache")
+    assert again.get_seq_length() == 300
+
+
 def test_the_newest_tokens_can_be_taken_back():
     model, ids = llama(), tokens(2, 45)
     one, other = fk.cache(model, FEW), fk.cache(model, FEW)

@@ -36,7 +36,7 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[Plan]) -> Cache:
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
         left-padded batches, grouped queries, chunks, several turns, beam search (reordering) and repeated or selected
         sequences. `crop` can take back the newest tokens, up to the last block, and says so where it cannot. `memory()`
-        are its bytes, `copy.deepcopy` forks it.
+        are its bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` let a conversation go on later.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,13 +19,14 @@ from fewkeys.execute import exact
 from fewkeys.integrations import interface, streams
 from fewkeys.integrations.streams import Length
 from fewkeys.plan import Plan
-from fewkeys.streaming import Stream
+from fewkeys.streaming import Stream, files
 
 
 class StreamLayer(CacheLayerMixin):
     """One layer of a `StreamCache`: its stream, made when the first tokens are attended from."""
 
     is_sliding = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self, plan: Plan) -> None:
@@ -117,6 +119,29 @@ class StreamCache(Cache):
     def memory(self) -> int:
         """Bytes held by all layers."""
         return sum(own.stream.memory() for own in self._own if own.stream is not None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything held to one safetensors file, whole or not at all."""
+        files.write_all(path, [None if own.stream is None else own.stream.contents() for own in self._own])
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from what `save` wrote under the same plans; `ValueError` for another or a damaged file, which changes
+        nothing. Everything in it is checked before it is used.
+        """
+        model = self._model()
+        device = "cpu" if model is None else model.device
+        try:
+            held = files.read_all(path)
+            streams = [None if own is None else Stream.of(*own, device) for own in held]
+            plans = [own.plan for own in self._own]
+            if len(streams) != len(plans) or any(
+                one is not None and one.plan != plan for one, plan in zip(streams, plans, strict=False)
+            ):
+                raise ValueError(f"expected the {len(plans)} layers of this cache with their plans, got others")
+        except files.FAULTS as error:
+            raise ValueError(f"path: expected a file that a cache's save wrote, got {path} ({error})") from None
+        for own, one in zip(self._own, streams, strict=True):
+            own.stream, own.expected = one, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()

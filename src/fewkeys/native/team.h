@@ -103,7 +103,9 @@ template <class Make, class Run>
 static void in_parallel(int threads, int64_t pieces, Make make, Run run, int64_t some = 1) {
   Team team;
   std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(team_size(threads))
+  // No more threads than portions: waking one that finds nothing to do costs more than a small call.
+  const int size = team_size(std::min<int64_t>(threads, (pieces + some - 1) / some));
+#pragma omp parallel num_threads(size)
   team.run([&] {
     auto worker = make();
     for (int64_t first; (first = next.fetch_add(some)) < pieces;)

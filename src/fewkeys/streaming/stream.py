@@ -172,11 +172,7 @@ class Stream:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the stream to one safetensors file, whole or not at all; `Stream.load` goes on from it identically."""
-        self._settle()
-        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "length": self.length}
-        tensors = self._held.tensors()
-        facts["held"] = self._held.facts() if tensors else {}
-        files.write(path, facts, tensors | {"generator": self.generator.get_state()} if tensors else {})
+        files.write(path, *self.contents())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
@@ -184,20 +180,32 @@ class Stream:
         it is checked before it is used.
         """
         try:
-            facts, tensors = files.read(path)
-            generator = torch.Generator("cpu")
-            found = cls(Plan.from_dict(facts.plan), scale=facts.scale, generator=generator)
-            found.length = facts.length
-            if tensors:
-                generator.set_state(tensors.pop("generator"))
-                held = {name: tensor.to(device) for name, tensor in tensors.items()}
-                found._held.restore({"length": facts.length, **facts.held}, held)
-            elif facts.length or facts.held:
-                raise ValueError(f"expected the memory of {facts.length} tokens, got none")
-        except (ValueError, KeyError, TypeError, RuntimeError) as error:  # RuntimeError: no state of a generator
+            return cls.of(*files.read(path), device)
+        except files.FAULTS as error:
             raise ValueError(
                 f"path: expected a file that Stream.save wrote, got {path} ({error}); save again"
             ) from None
+
+    def contents(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a file of the stream says and holds."""
+        self._settle()
+        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "length": self.length}
+        tensors = self._held.tensors()
+        facts["held"] = self._held.facts() if tensors else {}
+        return facts, tensors | {"generator": self.generator.get_state()} if tensors else {}
+
+    @classmethod
+    def of(cls, facts: files.Facts, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Stream:
+        """The stream of such contents; one of `files.FAULTS` where they are not those of a stream."""
+        generator = torch.Generator("cpu")
+        found = cls(Plan.from_dict(facts.plan), scale=facts.scale, generator=generator)
+        found.length = facts.length
+        if tensors:
+            generator.set_state(tensors["generator"])
+            held = {name: tensor.to(device) for name, tensor in tensors.items() if name != "generator"}
+            found._held.restore({"length": facts.length, **facts.held}, held)
+        elif facts.length or facts.held:
+            raise ValueError(f"expected the memory of {facts.length} tokens, got none")
         return found
 
     def _settle(self) -> None:
