@@ -221,8 +221,7 @@ def test_the_first_tokens_alone_have_the_same_trees(dtype):
     for m in (150, 333, 516, 517, 1029, 1099):
         (part,) = Descent.of(check_inputs(*(x[:1, :, :m] for x in (q, k, v)), is_causal=True), 64).walks
         for size, stand in part.forest.stands.items():
-            for tree in range(stand.count):
-                start = 2 * size * (stand.first + tree)
+            for start, _ in stand.trees():
                 here, there = part.forest.row(start, size, 8), whole.forest.row(start, size, 8)
                 assert torch.equal(
                     part.forest.leaves()[:, here : here + size // 8],

@@ -52,7 +52,7 @@ class KeyTree(Selector):
         # A node's mean and its variances are two products of D; a key's are one of D and one of Dv.
         means = scored(levels) * (4 * x.head_dim) / per_score(x)
         depth = math.log2(max(2, x.keys / 8))
-        trees = depth / 2 if x.is_causal else 1.0
+        trees = depth / 4 if x.is_causal else 1.0
         passes = 2.0 * 10 * (x.head_dim + x.value_dim) + 3 * PER_SORTED
         return Work(self.slots - scored(levels) + means, trees * depth * passes)
 

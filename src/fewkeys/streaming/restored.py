@@ -172,7 +172,6 @@ def _tree(name: str, block: int, most: int) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.isdecimal() and len(part) < 16 for part in parts):
         raise ValueError(f"expected names of trees such as spare.0.{block}, got {name}")
     start, size = map(int, parts)
-    power = size // block
-    if size % block or power < 1 or power & (power - 1) or start % (2 * size) or start + size > most:
-        raise ValueError(f"expected a tree of {block} times a power of two of {most} keys, got {name}")
+    if start + size > most or (start, size) not in cover(start + size, block):
+        raise ValueError(f"expected a tree that stood over some of {most} keys, got {name}")
     return start, size

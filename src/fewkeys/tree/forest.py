@@ -20,16 +20,16 @@ from fewkeys.native.tensors import suits
 from fewkeys.sketch.backend import COMPILED
 from fewkeys.tree import native
 from fewkeys.tree.metric import VALUES, features, roots
-from fewkeys.tree.rule import BRANCH, LEAF, SINKS, cover
+from fewkeys.tree.rule import BRANCH, LEAF, SINKS, cover, together
 from fewkeys.tree.sequences import Sequences
 from fewkeys.tree.split import split
 
 
 @dataclass(frozen=True)
 class Stand:
-    """`count` trees of `size` keys, of which tree t covers the sealed keys 2 t size .. (2 t + 1) size - 1.
+    """`count` trees of `size` keys. Not every place has one: where the last of `together` would be, a larger one is.
 
-    `first`: t of the first of them. `base`: its place in the order.
+    `first`: how many of this size were built before the first of them. `base`: its place in the order.
     """
 
     size: int
@@ -39,7 +39,8 @@ class Stand:
 
     def trees(self) -> list[tuple[int, int]]:
         """The first sealed key of each tree, and its size."""
-        return [(2 * self.size * tree, self.size) for tree in range(self.first, self.first + self.count)]
+        built = range(self.first, self.first + self.count)
+        return [((number + number // (together(self.size) - 1)) * self.size, self.size) for number in built]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Forest:
     def row(self, start: int, tree: int, size: int) -> int:
         """The first of the nodes of `size` keys of the tree of `tree` keys that begins at sealed key `start`."""
         stand = self.stands[tree]
-        return (stand.base + (start // (2 * tree) - stand.first) * tree) // size
+        return (stand.base + (_number(start, tree) - stand.first) * tree) // size
 
     def trees(self) -> list[tuple[int, int]]:
         """The first sealed key and the size of every tree, in their order."""
@@ -62,6 +63,12 @@ class Forest:
         """(H, R / 8, 8): the keys of every leaf."""
         leaves: Tensor = self.order.unflatten(1, (-1, LEAF))
         return leaves
+
+
+def _number(start: int, size: int) -> int:
+    """How many trees of the size were built before the one that begins at a sealed key."""
+    place = start // size
+    return place - place // together(size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +89,9 @@ def needed(sequences: Sequences) -> dict[int, Stand]:
     ranges: dict[int, tuple[int, int]] = {}
     for step in sequences.steps:
         for start, size in cover(step.sealed, sequences.block) if step.levels else ():
-            tree = start // (2 * size)
-            low, high = ranges.get(size, (tree, tree))
-            ranges[size] = min(low, tree), max(high, tree)
+            number = _number(start, size)
+            low, high = ranges.get(size, (number, number))
+            ranges[size] = min(low, number), max(high, number)
     stands, base = {}, 0
     for size in sorted(ranges, reverse=True):
         low, high = ranges[size]

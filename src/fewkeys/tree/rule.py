@@ -1,7 +1,8 @@
 """From the slots of a query and the number of sealed keys to the nodes that it scores and opens.
 
-Sealed keys 0 .. T - 1 (the first keys after the sinks) are covered by the binary digits of T / block: one tree of
-block * 2^j keys for each digit that is one, the largest first, so that a tree of z keys begins at a multiple of 2 z.
+Sealed keys 0 .. T - 1 (the first keys after the sinks) are covered by trees of 32, 128, 512, ... keys, at most three of
+each, and for blocks of 16 one of 16: as T / 32 is written in base 4. The largest come first, so that a tree of z keys
+begins at a multiple of z. In base 2 every key would be in twice as many trees in its time, for answers as good.
 Nodes have 8, 32, 128, ... keys. The query scores all nodes of the coarsest level, opens the best, scores their four
 children each, and so on; the leaves that it opens, of 8 keys, are attended to exactly. Trees smaller than the nodes of
 a level enter at the first level that has nodes as small. So the number of nodes scored is known before any data is:
@@ -54,12 +55,19 @@ def exact_keys(block: int) -> int:
 
 def cover(sealed: int, block: int) -> tuple[tuple[int, int], ...]:
     """Start and size of the trees over the first `sealed` keys, a multiple of `block`."""
-    found, start = [], 0
-    for digit in reversed(range((sealed // block).bit_length())):
-        if (size := block << digit) & sealed:
+    sizes, found, start = [block], [], 0
+    while sizes[-1] * together(sizes[-1]) <= sealed:
+        sizes.append(sizes[-1] * together(sizes[-1]))
+    for size in reversed(sizes):
+        while start + size <= sealed:
             found.append((start, size))
             start += size
     return tuple(found)
+
+
+def together(size: int) -> int:
+    """So many trees of a size become one, as the last of them would be built."""
+    return BRANCH if size >= LEAF * BRANCH else LEAF * BRANCH // size
 
 
 @lru_cache(4096)
