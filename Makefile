@@ -12,10 +12,11 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test lint types clean
+.PHONY: help demo test broken lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo 'make broken break kernels on purpose; do the laws notice? half an hour'
 	@echo 'make lint   ruff: rules and format'
 	@echo 'make types  mypy --strict on src'
 	@echo 'make clean  remove .venv, out and every cache'
@@ -25,6 +26,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
+
+broken: $(VENV)/.installed-dev
+	$(BIN)/python tests/broken/run.py --out tests/broken/results.json
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

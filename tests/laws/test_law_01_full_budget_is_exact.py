@@ -49,6 +49,26 @@ def test_no_plan_is_the_definition(shape, weights, impl):
     torch.testing.assert_close(found, by_definition(q, k, v, shape, weights), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
+def test_entmax_is_the_definition(shape, alpha):
+    """Weights add up to one, and are `max(0, (alpha - 1) s - tau)^(1 / (alpha - 1))`, one tau for every query."""
+    q, k, _ = shape.draw()
+    one_each = torch.eye(shape.keys, dtype=q.dtype).expand(shape.batch, shape.kv_heads, -1, -1)
+    weight = fk.attention(q, k, one_each, weights=fk.Entmax(alpha), **shape.options)
+    scores = q @ k.repeat_interleave(shape.query_heads // shape.kv_heads, 1).mT / shape.head_dim**0.5
+    seen = torch.ones(shape.batch, 1, shape.queries, shape.keys, dtype=torch.bool)
+    if shape.is_causal:
+        seen &= torch.arange(shape.keys) <= torch.arange(shape.queries)[:, None] + shape.query_offset
+    if shape.lengths is not None:
+        seen &= torch.arange(shape.keys) < torch.tensor(shape.lengths)[:, None, None, None]
+    torch.testing.assert_close(weight.sum(-1), seen.any(-1).to(q.dtype).expand(weight.shape[:-1]))
+    height = (alpha - 1) * scores
+    tau = (height - weight ** (alpha - 1)).masked_fill(weight <= 1e-4, -torch.inf).amax(-1, keepdim=True)
+    expected = (height - tau).clamp_min(0) ** (1 / (alpha - 1))
+    torch.testing.assert_close(weight, expected.masked_fill(~seen, 0.0), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("keep", EVERY_KEY.values(), ids=EVERY_KEY)
 @pytest.mark.parametrize("shape", ALL.values(), ids=ALL)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES, SOME_PLANS
-from executors import UNITS
+from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES, SOME_PLANS, Shape
+from executors import SHORT, TINY, UNITS
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.execute.torch import by_block
@@ -78,8 +78,8 @@ def test_chunking_does_not_matter(monkeypatch):
         torch.testing.assert_close(fk.attention(*shape.draw(), plan=plan, impl="torch"), whole, rtol=1e-9, atol=1e-10)
 
 
-def answers(plan, shape, dtype, grad):
-    """By each executor that knows the problem, what it makes of the same graph and the same stand-ins.
+def answers(plan, shape, dtype, grad, skip="triton"):
+    """By each executor but one that knows the problem, what it makes of the same graph and the same stand-ins.
 
     End to end, one executor's statistics may put a key that is as near to one centre as to another elsewhere.
     """
@@ -87,7 +87,7 @@ def answers(plan, shape, dtype, grad):
     problem = prepare(check_inputs(*tensors, **shape.options), plan)
     found = {}
     for name in EXECUTORS:
-        if name != "triton" and EXECUTORS[name].unsupported(problem) is None:
+        if name != skip and EXECUTORS[name].unsupported(problem) is None:
             output = EXECUTORS[name].attend(problem)
             assert output.dtype == dtype
             found[name] = [output.detach()]
@@ -98,7 +98,10 @@ def answers(plan, shape, dtype, grad):
 
 
 DTYPES = (torch.float32, torch.bfloat16)
-FORMS = {"grouped": PLANS, "cross padded": PLANS, "causal grouped": CAUSAL_PLANS, "causal padded": CAUSAL_PLANS}
+FORMS = {"grouped": PLANS, "cross padded": PLANS} | dict.fromkeys(
+    ("causal grouped", "causal padded", "causal with offset"), CAUSAL_PLANS
+)
+ODD = [*((plan, False) for plan in SOME_PLANS.values()), *((plan, True) for plan in RUNNING_PLANS.values())]
 CASES = [pytest.param(plan, form, id=f"{name}-{form}") for form, plans in FORMS.items() for name, plan in plans.items()]
 
 
@@ -107,6 +110,16 @@ CASES = [pytest.param(plan, form, id=f"{name}-{form}") for form, plans in FORMS.
 def test_executors_agree_on_the_same_problem(plan, form, dtype):
     found = answers(plan, (SHAPES | CAUSAL_SHAPES)[form], dtype, grad=False)
     assert_alike(found, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(13, 5), (3, 19)], ids=str)
+@pytest.mark.parametrize(("plan", "is_causal"), ODD, ids=[*SOME_PLANS, *RUNNING_PLANS])
+def test_executors_agree_in_odd_dimensions(plan, is_causal, dims, dtype):
+    """Of which no vector is a part, and which are not those of the values."""
+    head_dim, value_dim = dims
+    shape = Shape(query_heads=4, kv_heads=2, head_dim=head_dim, value_dim=value_dim, is_causal=is_causal)
+    assert_alike(answers(plan, shape, dtype, grad=False), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -123,6 +136,24 @@ def test_their_causal_gradients_agree(plan, form, dtype):
     assert_alike(answers(plan, CAUSAL_SHAPES[form], dtype, grad=True), dtype)
 
 
+TINY_CASES = [
+    (name, form)
+    for form, plans in {"tiny grouped": PLANS, "tiny cross padded": PLANS, "tiny causal grouped": CAUSAL_PLANS}.items()
+    for name in SHORT
+    if name in plans
+]
+
+
+@pytest.mark.parametrize(("name", "form"), TINY_CASES)
+def test_triton_agrees_in_tiny_shapes(name, form):
+    """In its interpreter, which is slow."""
+    pytest.importorskip("triton")
+    found = answers(PLANS[name], TINY[form], torch.float32, grad=False, skip="native")
+    if "triton" not in found:
+        pytest.skip("no such executor here")
+    assert_alike(found, torch.float32)
+
+
 def assert_alike(found, dtype):
     slow = found.pop("reference")
     assert "torch" in found
@@ -130,6 +161,55 @@ def assert_alike(found, dtype):
         for one, other in zip(fast, slow, strict=True):
             off = (one.double() - other.double()).abs().max()
             assert off <= UNITS[dtype] * other.double().abs().max(), name
+
+
+PREPARING = ("means, softmax", "first-order means", "running means", "tree means")
+PREPARED = [
+    pytest.param(plan, form, id=f"{name}-{form}")
+    for form, plans in {"grouped": PLANS, "padded": PLANS, "causal grouped": CAUSAL_PLANS}.items()
+    for name, plan in plans.items()
+    if any(word in name for word in PREPARING) and isinstance(plan.weights, fk.Softmax)
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("plan", "form"), PREPARED)
+def test_what_kernels_prepare_is_what_torch_prepares(plan, form):
+    """End to end: statistics, clusters, trees and the past. None of these inputs has keys that nearly tie."""
+    shape = (SHAPES | CAUSAL_SHAPES)[form]
+    inputs = shape.draw(dtype=torch.float32)
+    if EXECUTORS["native"].unsupported(prepare(check_inputs(*inputs, **shape.options), plan)) is not None:
+        return
+    fast, slow = (fk.attention(*inputs, plan=plan, impl=impl, **shape.options) for impl in ("native", "torch"))
+    assert (fast - slow).abs().max() <= 10 * UNITS[torch.float32] * slow.abs().max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["causal grouped", "causal padded"])
+@pytest.mark.parametrize("name", [n for n, p in RUNNING_PLANS.items() if p.weights == fk.Softmax()])
+def test_gradients_through_what_kernels_prepare(name, form):
+    """The same, backwards through the past, which `answers` makes once for all executors."""
+    plan, shape, found = RUNNING_PLANS[name], CAUSAL_SHAPES[form], []
+    for impl in ("native", "torch"):
+        inputs = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
+        output = fk.attention(*inputs, plan=plan, impl=impl, **shape.options)
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+        found.append(torch.autograd.grad(output, inputs, direction))
+    for fast, slow in zip(*found, strict=True):
+        assert (fast - slow).abs().max() <= 10 * UNITS[torch.float32] * slow.abs().max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["grouped", "causal grouped"])
+@pytest.mark.parametrize("name", ["window, drop, softmax", "recent blocks + leverage + sinks, drop, softmax"])
+def test_rounding_is_to_the_nearest(name, form):
+    """bfloat16 answers lie on both sides of those in float32: cut off, they would lack half a unit, 2^-9 to 2^-8."""
+    shape = (SHAPES | CAUSAL_SHAPES)[form]
+    inputs = shape.draw(dtype=torch.bfloat16)
+    found = fk.attention(*inputs, plan=PLANS[name], impl="native", **shape.options).double()
+    exact = fk.attention(*(x.float() for x in inputs), plan=PLANS[name], impl="native", **shape.options).double()
+    off = (found / exact - 1).clamp(-0.1, 0.1)  # of numbers near zero, all is rounding
+    assert off.mean().abs() <= 2**-11
 
 
 @needs_compiler

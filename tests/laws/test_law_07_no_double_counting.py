@@ -10,6 +10,10 @@ from executors import FORMS, WAYS, runs
 SUMMING = [name for name, plan in CAUSAL_PLANS.items() if plan.weights != fk.Relu(2.0)]
 EVENLY = [way for way in WAYS if way.impl in ("reference", "torch", "native")]
 DRAWN = "recent + random, running means"
+COUNTING = [
+    *(name for name, plan in RUNNING_PLANS.items() if plan.weights == fk.Softmax() and name != DRAWN),
+    *("key tree, tree means", "larger key tree, tree means"),
+]
 
 
 @pytest.mark.parametrize(("name", "form", "way"), runs(PLANS, ["plain", "padded", "grouped"]))
@@ -35,10 +39,10 @@ def test_weights_sum_to_one_causal(name, form, way):
 
 @pytest.mark.parametrize("way", EVENLY, ids=str)
 @pytest.mark.parametrize("form", ["causal", "causal grouped", "causal padded"])
-@pytest.mark.parametrize("name", [n for n, p in RUNNING_PLANS.items() if p.weights == fk.Softmax() and n != DRAWN])
+@pytest.mark.parametrize("name", COUNTING)
 def test_the_past_counts_every_key_once(name, form, way):
     """With all scores equal and no tilt, query i answers with the mean of values 0 .. i."""
-    shape, plan = CAUSAL_SHAPES[form], RUNNING_PLANS[name]
+    shape, plan = CAUSAL_SHAPES[form], CAUSAL_PLANS[name]
     _, k, v = shape.draw(dtype=way.dtype)
     k = k * 1e-6  # else keys that random queries would look at count for more in their mean
     q = torch.zeros(shape.batch, shape.query_heads, shape.queries, shape.head_dim, dtype=way.dtype)

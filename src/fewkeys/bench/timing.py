@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.bench.peak import PeakMemory
+from fewkeys.core.clock import clock, now
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import output_error
@@ -153,8 +154,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     big = torch.ones(2**26, device=device)
     into = torch.empty_like(big)
     square = torch.ones((2048, 2048), device=device, dtype=dtype)
-    copy = min(_clock(lambda: into.copy_(big), device) for _ in range(5))
-    product = min(_clock(lambda: square @ square, device) for _ in range(5))
+    copy = min(clock(lambda: into.copy_(big), device) for _ in range(5))
+    product = min(clock(lambda: square @ square, device) for _ in range(5))
     return Rates(2 * big.numel() * big.element_size() / copy, 2 * 2048**3 / product)
 
 
@@ -170,10 +171,10 @@ def _turns(
     def once(plan: Plan | None) -> float:
         if not backward:
             with torch.no_grad():
-                return _clock(lambda: call(plan), device)
+                return clock(lambda: call(plan), device)
         for x in tensors:
             x.grad = None
-        return _clock(lambda: call(plan).sum().backward(), device)
+        return clock(lambda: call(plan).sum().backward(), device)
 
     rows: dict[str, Plan | None] = {"exact": None, **plans}
     for plan in rows.values():
@@ -244,18 +245,18 @@ def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
     """Milliseconds of selecting, preparing and attending: medians of five."""
     device, rows = inputs.query.device, []
     if plan.keep is None:
-        return 0.0, 0.0, _clock(lambda: run(inputs, plan), device)
+        return 0.0, 0.0, clock(lambda: run(inputs, plan), device)
     for _ in range(5):
-        x, marks = inputs.branch(), [_now(device)]
+        x, marks = inputs.branch(), [now(device)]
         graph = plan.keep.select(x)
-        marks.append(_now(device))
+        marks.append(now(device))
         stand_ins = plan.rest.prepare(x, graph, plan.weights)
         if isinstance(stand_ins, BlockStandIns):
             _ = stand_ins.states  # which would be made while attending
-        marks.append(_now(device))
+        marks.append(now(device))
         dispatch.attend(Problem(x, graph, stand_ins, plan.weights))
-        marks.append(_now(device))
-        rows.append([1e3 * (b - a) for a, b in pairwise(marks)])
+        marks.append(now(device))
+        rows.append([b - a for a, b in pairwise(marks)])
     select, prepare, attend = (median(column) for column in zip(*rows, strict=True))
     return select, prepare, attend
 
@@ -265,16 +266,3 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return values[0], values[0], values[0]
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return low, middle, high
-
-
-def _clock(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that `work` takes, waiting for a GPU to finish."""
-    start = _now(device)
-    work()
-    return 1e3 * (_now(device) - start)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from functools import lru_cache, partial
-from time import perf_counter
 
 import torch
 
+from fewkeys.core.clock import clock
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import learned_parts
 from fewkeys.core.validation import check_inputs
@@ -175,9 +175,5 @@ def _best(call: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of the fastest of some calls, after one that does not count."""
     times: list[float] = []
     while len(times) <= TURNS or (sum(times[1:]) < PATIENCE and len(times) <= MOST_TURNS):
-        start = perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (perf_counter() - start))
+        times.append(clock(call, device))
     return min(times[1:])

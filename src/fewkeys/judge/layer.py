@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.attention import attention
+from fewkeys.core.clock import clock
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
@@ -104,8 +104,8 @@ def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> T
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
     """Time the plan and exact attention in turns, so that both meet the same machine. Both have run before."""
     for _ in range(repeats):
-        entry.exact_ms.append(_clock(lambda: _exact_attention(block), block.query.device))
-        entry.ms.append(_clock(lambda: _attend(entry, layer, block, where, impl), block.query.device))
+        entry.exact_ms.append(clock(lambda: _exact_attention(block), block.query.device))
+        entry.ms.append(clock(lambda: _attend(entry, layer, block, where, impl), block.query.device))
 
 
 def _exact_attention(block: Block) -> Tensor:
@@ -118,17 +118,3 @@ def _exact_attention(block: Block) -> Tensor:
     return scaled_dot_product_attention(
         block.query, block.key, block.value, is_causal=block.is_causal, scale=block.scale, enable_gqa=True
     )
-
-
-def _clock(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that `work` takes, waiting for a GPU to finish."""
-    _wait(device)
-    start = perf_counter()
-    work()
-    _wait(device)
-    return (perf_counter() - start) * 1000.0
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -10,69 +10,39 @@
 
 namespace fewkeys {
 
-FEWKEYS_EXPORT int fewkeys_attend(const Near *p, int is_bf16, int threads) {
-  return outcome_of([=] { with_products(is_bf16, [=](auto products) { attend<decltype(products)>(*p, threads); }); });
-}
+// The exports: `fewkeys_name(told, threads)`; what reads float32 or bfloat16 is told which before the threads.
+#define EXPORT(name, Told)                                                                     \
+  FEWKEYS_EXPORT int fewkeys_##name(const Told *p, int threads) {                              \
+    return outcome_of([=] { name(*p, threads); });                                             \
+  }
+#define EXPORT_BY_DTYPE(name, Told)                                                            \
+  FEWKEYS_EXPORT int fewkeys_##name(const Told *p, int is_bf16, int threads) {                 \
+    return outcome_of([=] { is_bf16 ? name<bf16>(*p, threads) : name<float>(*p, threads); });  \
+  }
+#define EXPORT_BY_PRODUCTS(name, Told)                                                         \
+  FEWKEYS_EXPORT int fewkeys_##name(const Told *p, int is_bf16, int threads) {                 \
+    return outcome_of(                                                                         \
+        [=] { with_products(is_bf16, [=](auto with) { name<decltype(with)>(*p, threads); }); }); \
+  }
 
-FEWKEYS_EXPORT int fewkeys_attend_blocks(const Blocks *p, int is_bf16, int threads) {
-  return outcome_of(
-      [=] { with_products(is_bf16, [=](auto products) { attend_blocks<decltype(products)>(*p, threads); }); });
-}
-
-FEWKEYS_EXPORT int fewkeys_scan_back(const PastBack *p, int threads) {
-  return outcome_of([=] { scan_back(*p, threads); });
-}
+EXPORT_BY_PRODUCTS(attend, Near)
+EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
+EXPORT_BY_PRODUCTS(prefill, Blocks)
+EXPORT_BY_DTYPE(attend_back, NearBack)
+EXPORT_BY_DTYPE(attend_blocks_back, BlocksBack)
+EXPORT_BY_DTYPE(totals, Totals)
+EXPORT_BY_DTYPE(survey, Survey)
+EXPORT_BY_DTYPE(label_sums, Sums)
+EXPORT_BY_DTYPE(lloyd, Lloyd)
+EXPORT_BY_DTYPE(descend, Descend)
+EXPORT(scan_back, PastBack)
+EXPORT(split, Split)
+EXPORT(grow, Trees)
+EXPORT(roots, TreeRoots)
+EXPORT(summarise, Summaries)
 
 FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
   return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_attend_back(const NearBack *p, int is_bf16, int threads) {
-  return outcome_of([=] { is_bf16 ? attend_back<bf16>(*p, threads) : attend_back<float>(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_attend_blocks_back(const BlocksBack *p, int is_bf16, int threads) {
-  return outcome_of([=] { is_bf16 ? attend_blocks_back<bf16>(*p, threads) : attend_blocks_back<float>(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_prefill(const Blocks *p, int is_bf16, int threads) {
-  return outcome_of([=] { with_products(is_bf16, [=](auto products) { prefill<decltype(products)>(*p, threads); }); });
-}
-
-FEWKEYS_EXPORT int fewkeys_lloyd(const Lloyd *p, int is_bf16, int threads) {
-  return outcome_of([=] { is_bf16 ? lloyd<bf16>(*p, threads) : lloyd<float>(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_totals(const Totals *p, int is_bf16, int threads) {
-  return outcome_of([=] { is_bf16 ? totals<bf16>(*p, threads) : totals<float>(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_survey(const Survey *p, int is_bf16, int threads) {
-  return outcome_of([=] { is_bf16 ? survey<bf16>(*p, threads) : survey<float>(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_label_sums(const Sums *p, int is_bf16, int threads) {
-  return outcome_of([=] { is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_split(const Split *p, int threads) {
-  return outcome_of([=] { split(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_grow(const Trees *p, int threads) {
-  return outcome_of([=] { grow(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_roots(const TreeRoots *p, int threads) {
-  return outcome_of([=] { roots(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_summarise(const Summaries *p, int threads) {
-  return outcome_of([=] { summarise(*p, threads); });
-}
-
-FEWKEYS_EXPORT int fewkeys_descend(const Descend *p, int is_bf16, int threads) {
-  return outcome_of([=] { is_bf16 ? descend<bf16>(*p, threads) : descend<float>(*p, threads); });
 }
 
 // The caller wants to know of an interrupt during its next kernel: INTERRUPTED.

@@ -1,0 +1,22 @@
+"""Time, as far as work on a GPU is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+
+def now(device: torch.device) -> float:
+    """Milliseconds, once a GPU has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * perf_counter()
+
+
+def clock(work: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds that `work` takes."""
+    start = now(device)
+    work()
+    return now(device) - start

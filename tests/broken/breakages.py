@@ -1,0 +1,367 @@
+"""Deliberately broken kernels, and the laws that must notice: one text of one file each, and what is put in its place.
+
+`tests/broken/run.py` compiles each and runs its laws; `tests/test_broken.py` sees that every text is still there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Law(NamedTuple):
+    """Tests of one file of `tests/laws`: those that `-k` chooses."""
+
+    file: str
+    chosen: str
+
+
+class Breakage(NamedTuple):
+    """In `file` of the package, `put` for `find`, which occurs once; every one of `laws` must fail."""
+
+    name: str
+    file: str
+    find: str
+    put: str
+    laws: tuple[Law, ...]
+
+
+EXACT = Law("01_full_budget_is_exact", "every_executor and native")
+ENTMAX = Law("01_full_budget_is_exact", "entmax_is_the_definition")
+EMPTY = Law("01_full_budget_is_exact", "see_nothing")
+TRITON_AGREES = Law("02_impls_agree", "triton_agrees")
+AGREE = Law("02_impls_agree", "executors_agree_on_the_same_problem")
+PREPARED_GRADIENTS = Law("02_impls_agree", "gradients_through_what_kernels_prepare")
+PREPARED = Law("02_impls_agree", "what_kernels_prepare_is")
+ODD = Law("02_impls_agree", "odd_dimensions")
+ROUNDED = Law("02_impls_agree", "rounding")
+GRADIENTS = Law("02_impls_agree", "their_gradients_agree")
+PAST_GRADIENTS = Law("02_impls_agree", "their_causal_gradients_agree")
+GRADCHECK = Law("02_gradients", "gradcheck")
+PADDED = Law("03_masked_is_deleted", "native")
+CAUSAL = Law("04_causal_means_causal", "native")
+TRITON_CAUSAL = Law("04_causal_means_causal", "triton")
+ALONE = Law("05_invariance", "native")
+ONCE = Law("07_no_double_counting", "native")
+TRITON_ONCE = Law("07_no_double_counting", "triton")
+WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
+TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
+
+NEAR, BLOCKS, DESCEND = "native/near.h", "native/blocks.h", "native/descend.h"
+
+BREAKAGES = (
+    Breakage(
+        "causal edge of the band: one key later",
+        NEAR,
+        "const int low = std::max<int64_t>(at - p.right - position, 0);",
+        "const int low = std::max<int64_t>(at - p.right - position - 1, 0);",
+        (CAUSAL, AGREE),
+    ),
+    Breakage(
+        "far edge of the band: one key less",
+        NEAR,
+        "const int high = std::min<int64_t>(at + p.left - position, TILE);",
+        "const int high = std::min<int64_t>(at + p.left - position - 1, TILE);",
+        (AGREE,),
+    ),
+    Breakage(
+        "causal edge of the shared list",
+        NEAR,
+        "p.causal ? std::clamp<int64_t>(place - position, 0, TILE) : 0;",
+        "p.causal ? std::clamp<int64_t>(place - position - 1, 0, TILE) : 0;",
+        (CAUSAL, AGREE),
+    ),
+    Breakage(
+        "fillings of the shared list are seen",
+        NEAR,
+        "const int low = place >= p.keys ? TILE :",
+        "const int low = place > p.keys ? TILE :",
+        (AGREE, PADDED),
+    ),
+    Breakage(
+        "tail tile of queries is left out",
+        NEAR,
+        "const int64_t tiles = (p.queries + TILE - 1) / TILE, work",
+        "const int64_t tiles = p.queries / TILE, work",
+        (EXACT, AGREE),
+    ),
+    Breakage(
+        "key head of a query head, by the remainder",
+        NEAR,
+        "const int64_t shared_head = h / p.gqa_ratio, head",
+        "const int64_t shared_head = h % (p.heads / p.gqa_ratio), head",
+        (AGREE, ALONE),
+    ),
+    Breakage(
+        "keys that are hidden from the band are seen",
+        NEAR,
+        "p.hidden && p.hidden[index] ? TILE : low, high);",
+        "low, high);",
+        (AGREE, PADDED, ONCE),
+    ),
+    Breakage(
+        "stand-ins speak for keys that the band keeps",
+        NEAR,
+        "store(left + v, load(left + v) - within(lane + v, low, high, broadcast(share), broadcast(0.0f)));",
+        "store(left + v, load(left + v));",
+        (AGREE, ONCE),
+    ),
+    Breakage(
+        "stand-ins of few keys vanish like those of none",
+        NEAR,
+        "constexpr float ROUNDING = 1e-5f;",
+        "constexpr float ROUNDING = 0.3f;",
+        (AGREE, ONCE),
+    ),
+    Breakage(
+        "first-order slope without the factors",
+        NEAR,
+        "slope[w] += x * factor;",
+        "slope[w] += x;",
+        (AGREE,),
+    ),
+    Breakage(
+        "sum of weights forgets earlier columns (lse)",
+        "native/tile.h",
+        "vec mass = sum[w];",
+        "vec mass = {};",
+        (EXACT, AGREE, ONCE),
+    ),
+    Breakage(
+        "scores are not lowered by the largest (lse)",
+        "native/tile.h",
+        "const vec x = exponential(load(to) - largest);",
+        "const vec x = exponential(load(to) - largest * 0.5f);",
+        (AGREE,),
+    ),
+    Breakage(
+        "means of the past without the bias of their size",
+        "native/tile.h",
+        "load(score + c * TILE + v) * scale + bias[c];",
+        "load(score + c * TILE + v) * scale + 0.0f * bias[c];",
+        (AGREE, ONCE),
+    ),
+    Breakage(
+        "exponential without its last coefficient",
+        "native/lanes.h",
+        "p = p * r + 0.166665211f;",
+        "p = p * r + 0.16f;",
+        (AGREE,),
+    ),
+    Breakage(
+        "bfloat16 is cut off, not rounded",
+        "native/lanes.h",
+        "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16",
+        "bits >> 16",
+        (ROUNDED,),
+    ),
+    Breakage(
+        "last dimensions of a row are not transposed",
+        "native/products.h",
+        "into[d * TILE + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;",
+        "into[d * TILE + i] = 0.0f * (i < count ? to_float(rows[i][d]) * scale : 0.0f);",
+        (ODD,),
+    ),
+    Breakage(
+        "blocks: causal edge of a list",
+        BLOCKS,
+        "p.causal ? std::clamp<int64_t>(place[c] - position, 0, TILE) : 0, TILE);",
+        "p.causal ? std::clamp<int64_t>(place[c] - position - 1, 0, TILE) : 0, TILE);",
+        (CAUSAL, AGREE),
+    ),
+    Breakage(
+        "blocks: the last visible key is cut off",
+        BLOCKS,
+        "place[seen - 1] > position + rows - 1) seen--;",
+        "place[seen - 1] > position + rows - 2) seen--;",
+        (AGREE,),
+    ),
+    Breakage(
+        "blocks: they begin at the first query, not at multiples of their size",
+        BLOCKS,
+        "const int64_t begin = (p.offset / p.size + block) * p.size - p.offset;",
+        "const int64_t begin = block * p.size;",
+        (AGREE,),
+    ),
+    Breakage(
+        "blocks: only the first query head of a key head",
+        BLOCKS,
+        "for (int64_t g = h * p.gqa_ratio; g < (h + 1) * p.gqa_ratio; g++)",
+        "for (int64_t g = h * p.gqa_ratio; g < h * p.gqa_ratio + 1; g++)",
+        (AGREE,),
+    ),
+    Breakage(
+        "gradients: the band's part of the mean is missing",
+        "native/near_back.h",
+        "add_products(near, grad_near.data(), reached, mean);",
+        "",
+        (GRADIENTS,),
+    ),
+    Breakage(
+        "gradients: no first-order term in those of stand-ins",
+        "native/near_back.h",
+        "store(to, load(to) + phi[w] * p.factor[head * p.means + c]);",
+        "store(to, load(to));",
+        (GRADIENTS,),
+    ),
+    Breakage(
+        "gradients: softmax without its mean",
+        "native/back.h",
+        "(load(to) - mean[w]) * scale);",
+        "(load(to) - 0.0f * mean[w]) * scale);",
+        (GRADIENTS, PAST_GRADIENTS),
+    ),
+    Breakage(
+        "gradients of blocks: values of a list get none",
+        "native/blocks_back.h",
+        "add(all.value + (head * p.keys + place[e]) * value_dim, &pairs.to_value[e * pairs.wide], 1.0f, value_dim);",
+        "",
+        (PAST_GRADIENTS,),
+    ),
+    Breakage(
+        "gradients of the past: means pass all on",
+        "native/scan.h",
+        "add(&before[i * wide], from, coefficient, wide);",
+        "add(&before[i * wide], from, 1.0f, wide);",
+        (PREPARED_GRADIENTS,),
+    ),
+    Breakage(
+        "past: keys of the next step are absorbed",
+        "native/prefill.h",
+        "inflow->make(prepared, ahead[prepared % AHEAD]);",
+        "inflow->make(std::min(prepared + 1, p.past->steps - 1), ahead[prepared % AHEAD]);",
+        (CAUSAL, ONCE),
+    ),
+    Breakage(
+        "past: merged means weigh both alike",
+        "native/merge.h",
+        "coefficient[place] = std::exp(mass[place] - mass[leader]);",
+        "coefficient[place] = 1.0f;",
+        (ONCE, PREPARED),
+    ),
+    Breakage(
+        "past: merged means keep the mass of one",
+        "native/merge.h",
+        "log_mass[slot[i]] += std::log(total[i]);",
+        "",
+        (ONCE, PREPARED),
+    ),
+    Breakage(
+        "clusters: sums of values are not weighted",
+        "native/keys.h",
+        "add(into + p.dim, p.value.at<T>(b, h, j), share, p.value_dim);",
+        "add(into + p.dim, p.value.at<T>(b, h, j), 1.0f, p.value_dim);",
+        (PREPARED,),
+    ),
+    Breakage(
+        "clusters: every key to the farthest centre",
+        "native/keys.h",
+        "const ivec closer = x > best;",
+        "const ivec closer = (x < best) | (best == broadcast(-INFINITY));",
+        (PREPARED,),
+    ),
+    Breakage(
+        "clusters: centres are not divided by their mass",
+        "native/lloyd.h",
+        "centre[c * span + d] = sums[c * span + d] / mass[c];",
+        "centre[c * span + d] = sums[c * span + d];",
+        (PREPARED,),
+    ),
+    Breakage(
+        "trees: one key too many is near",
+        DESCEND,
+        "const vec x = last[w] > at ? load(to) : broadcast(-INFINITY);",
+        "const vec x = last[w] >= at ? load(to) : broadcast(-INFINITY);",
+        (CAUSAL, AGREE),
+    ),
+    Breakage(
+        "trees: opened nodes stand in as well",
+        DESCEND,
+        "const bool stays = p.shown && place[c] >= level.opened;",
+        "const bool stays = p.shown;",
+        (AGREE, ONCE),
+    ),
+    Breakage(
+        "trees: all query heads ask as the first of their key head",
+        DESCEND,
+        "const int64_t h = head * p.gqa_ratio + (first + i) / length, n",
+        "const int64_t h = head * p.gqa_ratio, n",
+        (AGREE,),
+    ),
+    Breakage(
+        "trees: leaves' means leave out a key",
+        "native/forest.h",
+        "moments(value, nullptr, count, p.value_dim,",
+        "moments(value, nullptr, count - 1, p.value_dim,",
+        (ONCE, PREPARED),
+    ),
+    Breakage(
+        "trees: the halves of a small set change places inside a leaf",
+        "native/split.h",
+        "for (int i = 0; i < half; i++) to[i] = was[at[side][i]];",
+        "for (int i = 0; i < half; i++) to[i] = was[at[side][i & ~1]];",
+        (ONCE, PREPARED),
+    ),
+    Breakage(
+        "every tile multiplies with its band as often as there are tiles of keys",
+        NEAR,
+        "band.dots(query, reach.count, near);",
+        "for (int64_t j = 0; j < p.keys; j += TILE) band.dots(query, reach.count, near);",
+        (WORK,),
+    ),
+    Breakage(
+        "a selector that compares all pairs of keys",
+        "select/controls.py",
+        "return shared_top(inputs, _Norms().offer(working(inputs.key.detach()), None), self.count)",
+        "return shared_top(inputs, (inputs.key @ inputs.key.mT).square().sum(-1), self.count)",
+        (TORCH_WORK,),
+    ),
+    Breakage(
+        "entmax: a threshold that is too low (tau)",
+        "core/entmax.py",
+        "step = ((total - 1) / slope.clamp_min(tiny)).masked_fill_(slope == 0, 0.0)",
+        "step = ((total - 1.01) / slope.clamp_min(tiny)).masked_fill_(slope == 0, 0.0)",
+        (ENTMAX,),
+    ),
+    Breakage(
+        "entmax: gradient without the mean",
+        "core/entmax.py",
+        "mean = along / mass.clamp_min_(torch.finfo(mass.dtype).tiny)",
+        "mean = 0 * along / mass.clamp_min_(torch.finfo(mass.dtype).tiny)",
+        (GRADCHECK,),
+    ),
+    Breakage(
+        "softmax: rows that see nothing are not a number",
+        "core/weights.py",
+        "top = top.masked_fill(top == -math.inf, 0.0)",
+        "top = top.clone()",
+        (EMPTY,),
+    ),
+    Breakage(
+        "Triton: far edge of the band",
+        "execute/triton/tiles.py",
+        "(step <= x.sizes.band_right)",
+        "(step < x.sizes.band_right)",
+        (TRITON_AGREES,),
+    ),
+    Breakage(
+        "Triton: causal edge",
+        "execute/triton/tiles.py",
+        "place[None, :] <= position[:, None]",
+        "place[None, :] <= position[:, None] + 1",
+        (TRITON_CAUSAL,),
+    ),
+    Breakage(
+        "Triton: sums are not lowered with the largest score",
+        "execute/triton/tiles.py",
+        "mass = mass * shrink + tl.sum(weight, 1)",
+        "mass = mass + tl.sum(weight, 1)",
+        (TRITON_AGREES, TRITON_ONCE),
+    ),
+    Breakage(
+        "Triton: stand-ins speak for keys that the band keeps",
+        "execute/triton/forward.py",
+        'held += dot(inside, upper, "ieee") + dot(inside, lower, "ieee")',
+        'held += 0 * dot(inside, upper, "ieee") + dot(inside, lower, "ieee")',
+        (TRITON_AGREES,),
+    ),
+)

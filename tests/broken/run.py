@@ -1,0 +1,130 @@
+"""Break the kernels, one at a time, and sees whether the laws that must notice do.
+
+    make broken                                         # all: half an hour on two cores
+    python tests/broken/run.py "causal edge" trees    # those whose names have one of these words
+    python tests/broken/run.py --out results.json
+
+Each breakage is put into a copy of the package, compiled with little optimisation (the arithmetic is the same), and
+its laws run on the copy, one by one. Before, all these laws have to pass on a sound copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from breakages import BREAKAGES, Breakage, Law
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 500
+"""Seconds that a law may take."""
+VERDICTS = {0: "missed", 1: "caught"}
+
+
+class Copy:
+    """The package in a folder of its own, with a cache of its own."""
+
+    def __init__(self, folder: str, breakage: Breakage | None = None) -> None:
+        self.source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", self.source, ignore=shutil.ignore_patterns("__pycache__"))
+        self.put("native/build.py", '"-O3"', '"-O1"')
+        if breakage is not None:
+            self.put(breakage.file, breakage.find, breakage.put)
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.source),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "FEWKEYS_CACHE": str(Path(folder) / "cache"),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+        }
+
+    def put(self, file: str, find: str, put: str) -> None:
+        path = self.source / "fewkeys" / file
+        text = path.read_text()
+        if text.count(find) != 1:
+            raise ValueError(f"{file}: expected {find!r} once, got it {text.count(find)} times")
+        path.write_text(text.replace(find, put))
+
+    def python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+        )
+
+    def compile(self) -> None:
+        code = "import sys, fewkeys.native as n; print(n.__file__, n.missing()); sys.exit(n.missing() is not None)"
+        done = self.python("-c", code)
+        if done.returncode or not done.stdout.startswith(str(self.source)):
+            raise RuntimeError(f"expected the copy to compile, got {done.stdout}{done.stderr}")
+
+    def verdict(self, law: Law) -> str:
+        """ "caught", "missed", or what else became of the tests."""
+        file = f"tests/laws/test_law_{law.file}.py"
+        try:
+            done = self.python("-m", "pytest", "-n0", "-x", "-p", "no:cacheprovider", file, "-k", law.chosen)
+        except subprocess.TimeoutExpired:
+            return "caught: it hangs"
+        if done.returncode < 0:
+            return f"caught: ended by signal {-done.returncode}"
+        if done.returncode not in VERDICTS or " passed" not in done.stdout + " passed" * done.returncode:
+            raise RuntimeError(f"{law}: expected tests, got {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return VERDICTS[done.returncode]
+
+
+def judge(breakage: Breakage) -> dict[str, object]:
+    """What every law of a breakage says."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(folder, breakage)
+        copy.compile()
+        return {
+            "name": breakage.name,
+            "file": breakage.file,
+            "laws": {f"{law.file}: {law.chosen}": copy.verdict(law) for law in breakage.laws},
+        }
+
+
+def check_sound(laws: set[Law]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(folder)
+        copy.compile()
+        for law in sorted(laws):
+            if (verdict := copy.verdict(law)) != "missed":
+                raise RuntimeError(f"{law}: expected it to pass on sound kernels, got {verdict}")
+
+
+def main() -> int:
+    """Print a line for every breakage and law; 1 if one is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="only breakages whose names have one of these")
+    parser.add_argument("--out", type=Path, help="also write the results as JSON")
+    options = parser.parse_args()
+    chosen = [b for b in BREAKAGES if not options.words or any(word in b.name for word in options.words)]
+    begun = time.time()
+    check_sound({law for breakage in chosen for law in breakage.laws})
+    print(f"sound kernels pass ({time.time() - begun:.0f} s)", flush=True)
+    found = []
+    for breakage in chosen:
+        found.append(judge(breakage))
+        for law, verdict in found[-1]["laws"].items():
+            print(f"{verdict:8} {breakage.name} [{breakage.file}] by {law}", flush=True)
+    missed = sum(verdict == "missed" for row in found for verdict in row["laws"].values())
+    print(f"{len(found)} breakages, {sum(len(row['laws']) for row in found)} verdicts, {missed} missed")
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
