@@ -66,7 +66,9 @@ def made_means(x, columns, count=21, rank=0):
     if rank:
         parts |= {"left": normal(x.head_dim, rank) * 0.3, "right": normal(rank, x.value_dim), "factor": normal(count)}
     parts = {name: part.requires_grad_() for name, part in parts.items()}
-    return StandIns(label=label, share=share * free, **parts), parts
+    # Some queries are beyond them.
+    bounds = torch.stack([-normal(rank).abs() * 0.3, normal(rank).abs() * 0.3], 2) if rank else None
+    return StandIns(label=label, share=share * free, bounds=bounds, **parts), parts
 
 
 def cast(x, dtype):

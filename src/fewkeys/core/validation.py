@@ -8,9 +8,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from fewkeys.core.extent import is_wild
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import lowered
+from fewkeys.core.precision import lowered, working
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,20 +50,22 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     return tensor.resolve_neg()  # a view that only promises to change signs: kernels would read the memory behind it
 
 
-def check_finite(**tensors: Tensor) -> None:
-    """Refuse NaN and infinity, by argument name. Costs one read of each; skipped while `torch.compile` traces."""
+def check_finite(**tensors: Tensor) -> list[float]:
+    """The largest magnitude of each; NaN and infinity are refused, by argument name.
+
+    Costs one read of each; skipped while `torch.compile` traces, where nothing is known.
+    """
     if torch.compiler.is_compiling():
-        return
-    # One number to look at in the good case: a NaN or an infinity anywhere makes the sum of all sums not finite.
-    # bfloat16, which reaches as far as float32, is summed faster as it is.
-    dtypes = [None if tensor.dtype == torch.bfloat16 else torch.float32 for tensor in tensors.values()]
-    sums = [tensor.detach().sum(dtype=dtype).float() for tensor, dtype in zip(tensors.values(), dtypes, strict=True)]
-    if math.isfinite(sum(sums[1:], sums[0]).item()):
-        return
+        return [0.0] * len(tensors)
+    ends = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]
+    largest: list[float] = torch.stack(ends).abs().amax(-1).tolist()
+    if all(map(math.isfinite, largest)):
+        return largest
     for name, tensor in tensors.items():
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
+    return largest
 
 
 class Options(TypedDict, total=False):
@@ -115,8 +118,9 @@ def check_inputs(
     if valid is not None:
         k = k.masked_fill(~valid[:, None, :, None], 0.0)
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
-    check_finite(query=q, key=k, value=v)
-    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl)
+    top_query, top_key, top_value = check_finite(query=q, key=k, value=v)
+    wild = is_wild(top_query, top_key, top_value, factor, q.shape[-1], working(q[:0]).dtype)
+    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl, wild=wild)
 
 
 def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:
