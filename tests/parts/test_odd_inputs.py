@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewkeys as fk
 from cases import PLANS, RUNNING_PLANS, SHAPES
+from native_cases import needs_compiler
 
+NATIVE = pytest.param("native", marks=needs_compiler)
 ALL = {**PLANS, **RUNNING_PLANS}
 
 
@@ -87,3 +90,41 @@ def test_one_wild_head_leaves_the_others_alone(impl):
     others = torch.ones(q.shape[:2], dtype=torch.bool)
     others[0, : q.shape[1] // k.shape[1]] = False
     assert torch.equal(found[others], want[others])
+
+
+def test_tensors_without_numbers_are_refused_clearly():
+    q = torch.randn(1, 2, 70, 8)
+    plan = fk.budget(24).always()
+    with pytest.raises(ValueError, match="query: expected a tensor whose numbers can be read, got one without numbers"):
+        fk.attention(*(q.to("meta"),) * 3, plan=plan)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"query: .* got one without numbers"):
+        fk.attention(*(mode.from_tensor(q),) * 3, plan=plan)
+    for call in (
+        lambda x: fk.attention(x, x, x, plan=plan),
+        lambda x: fk.stream(fk.budget(24, is_causal=True)).append(x, x),
+    ):
+        with pytest.raises(ValueError, match=r"(query|key): .* got one inside torch\.vmap"):
+            torch.vmap(call)(q[None])
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
+def test_second_derivatives_of_entmax(alpha):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 9, 3, dtype=torch.float64, generator=draw, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: fk.attention(x, x.flip(2), x, weights=fk.Entmax(alpha)), x)
+
+
+@pytest.mark.parametrize("impl", ["torch", NATIVE])
+def test_among_equal_keys_the_first_are_chosen(impl):
+    """Whatever computes the scores: keys that are equal, or zero, are told apart by their places alone."""
+    q, k, v = SHAPES["long"].draw(dtype=torch.float32)
+    for key in (
+        torch.zeros_like(k),
+        k[:, :, :1].expand_as(k),
+        k[:, :, ::7].repeat_interleave(7, 2)[:, :, : k.shape[2]],
+    ):
+        key = key.contiguous()
+        for plan in (fk.budget(24).always(), fk.Plan(fk.Window(3), fk.ClusterMeans(6, 2))):
+            found = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl=impl)
+            want = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl="reference")
+            torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fewkeys.core.extent import is_wild
 from fewkeys.core.impl import Impl, check_impl
@@ -45,9 +46,23 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         )
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}; cast it first")
+    if why := _untouchable(tensor):
+        raise ValueError(f"{name}: expected a tensor whose numbers can be read, got {why}")
     if 0 in tensor.shape:
         raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
     return tensor.resolve_neg()  # a view that only promises to change signs: kernels would read the memory behind it
+
+
+def _untouchable(tensor: Tensor) -> str | None:
+    """Why nobody can look at the numbers of a tensor, None where one can."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return "one without numbers (meta or fake); which keys are kept depends on them; compile by torch.compile"
+    inner = tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        if torch._C._functorch.is_batchedtensor(inner):
+            return "one inside torch.vmap, which cannot choose keys; give all batches as the first dimension"
+        inner = torch._C._functorch.get_unwrapped(inner)
+    return None
 
 
 def check_finite(**tensors: Tensor) -> list[float]:
