@@ -1,6 +1,7 @@
 # make demo   the main job on a real model and text: out/demo/results.json and out/demo/pareto.png
 # make test   the whole suite
-# Both create .venv on the first run and reuse it until pyproject.toml or constraints.txt changes.
+# make campaign   a hostile test of everything, for an hour: out/campaign
+# All create .venv on the first run and reuse it until pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -12,7 +13,7 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test broken lint types clean
+.PHONY: help demo test broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -29,6 +30,13 @@ test: $(VENV)/.installed-dev
 
 broken: $(VENV)/.installed-dev
 	$(BIN)/python tests/broken/run.py --out tests/broken/results.json
+
+# `make campaign MINUTES=5` takes a part of the hour.
+MINUTES ?= 60
+
+campaign: $(VENV)/.installed-dev
+	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --out ../out/campaign/campaign.json
+	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --parts kernels --sanitize --out ../out/campaign/sanitized.json
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from fewkeys.core.extent import tamed
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
@@ -49,6 +50,9 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
     checked_whole = guard is not None and inputs.queries <= guard.queries
     if checked_whole or answers_exactly(inputs, plan):
         return exact.attend(inputs, plan.weights)
+    if inputs.wild:
+        tame, unit = tamed(inputs)
+        return run(tame, plan, guard) * unit
     if plan.rest.needs_causal and inputs.offset:
         # Stand-ins of the past are made block by block from the first token on.
         return run(inputs.from_start(), plan, guard)[:, :, inputs.offset :]

@@ -88,7 +88,9 @@ def _text(value: Any) -> str:
         return "null" if value is None else "true" if value else "false"
     if isinstance(value, str):
         return f'"{value}"'
-    if isinstance(value, int | float):
+    if isinstance(value, int):
+        return f"{int(value)}"  # of a number that is different from call to call, `torch.compile` compiles each
+    if isinstance(value, float):
         return f"{value}"
     if isinstance(value, tuple):
         return "[" + ", ".join([_text(part) for part in value]) + "]"

@@ -160,17 +160,18 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
     if memory == "constant" and not is_causal:
         raise ValueError("memory: expected 'all' without is_causal=True, got 'constant'; only a causal plan forgets")
     if is_causal and memory == "all" and slots >= LEAST:
-        return Plan(KeyTree(slots), TreeMeans(), exact_if_faster=True)
+        return Plan(KeyTree(slots), TreeMeans(), Softmax(), exact_if_faster=True)
     if is_causal:
         if slots < 8:
-            return Plan(Window(slots), exact_if_faster=True)
+            return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True)
         size = 1 << ((slots // 3).bit_length() - 1)
         recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 of the own one
-        return Plan(RecentBlocks(size), RunningMeans(slots - recent), exact_if_faster=True)
+        return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True)
     if slots < 8:
-        return Plan(Window(1), ClusterMeans(slots - 1), exact_if_faster=True) if slots > 1 else Plan(Window(1))
+        rest = ClusterMeans(slots - 1) if slots > 1 else Drop()
+        return Plan(Window(1), rest, Softmax(), exact_if_faster=slots > 1)
     rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1
     # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
     factors = 1 + slots // 128 if rank else 0
     means = slots - rank - outliers - window - factors
-    return Plan(Outliers(outliers, means) | Window(window), ClusterMeans(means, rank), exact_if_faster=True)
+    return Plan(Outliers(outliers, means) | Window(window), ClusterMeans(means, rank), Softmax(), exact_if_faster=True)

@@ -361,11 +361,16 @@ class TestProcess:
         assert "Traceback" not in err
 
     @pytest.mark.skipif(os.name != "posix", reason="signals as in POSIX")
-    def test_ctrl_c_in_the_middle(self, encoder, words, tmp_path):
+    @pytest.mark.parametrize(
+        ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    )
+    def test_ctrl_c_in_the_middle(self, encoder, words, tmp_path, number, code, said):
+        (tmp_path / "temporary").mkdir()
         process = self.start(
             "compare", f"--model={encoder}", f"--text={words}", "--length=32", f"--out={tmp_path / 'out'}",
             "--slots=" + ",".join(map(str, range(2, 60))),
             # What a shell runs in the background ignores ctrl-c, and so would all that it starts.
+            env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
         seen = ""
@@ -374,12 +379,13 @@ class TestProcess:
             assert line, seen
             seen += line
         time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=120)
-        assert (process.returncode, out) == (130, "")
-        assert err.splitlines()[-1] == "fewkeys: interrupted; nothing was written"
+        assert (process.returncode, out) == (code, "")
+        assert err.splitlines()[-1] == f"fewkeys: {said}; nothing was written"
         assert "Traceback" not in err
-        assert left(tmp_path) == ["words.txt"]
+        assert left(tmp_path) == ["temporary", "words.txt"]
+        assert not list((tmp_path / "temporary").iterdir())
 
     def test_help_needs_nothing_heavy(self):
         code = (

@@ -176,3 +176,19 @@ def test_a_model_with_a_plan_compiles():
         found = torch.compile(model, backend="eager")(ids).logits
     torch.testing.assert_close(found, want)
     assert not torch.allclose(want, model(ids).logits)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_in_a_plan_that_change_from_call_to_call(dynamic):
+    """Each is compiled once, and none breaks the graph; also where torch traces numbers as symbols from the first."""
+    query = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
+
+    @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
+    def compiled(query, count):
+        one = fk.attention(query, query, query, keep=fk.Window(count), rest=fk.ClusterMeans(count, 2))
+        return one + fk.attention(query, query, query, plan=fk.budget(4 * count))
+
+    for count in (5, 7, 9):
+        want = fk.attention(query, query, query, keep=fk.Window(count), rest=fk.ClusterMeans(count, 2))
+        want = want + fk.attention(query, query, query, plan=fk.budget(4 * count))
+        torch.testing.assert_close(compiled(query, count), want)

@@ -2,7 +2,6 @@
 
 import shlex
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -355,80 +354,3 @@ def test_a_machine_without_a_matrix_unit(monkeypatch):
     finally:
         build._load.cache_clear()
     torch.testing.assert_close(*found, **CLOSE[torch.bfloat16])
-
-
-class TestBuilding:
-    """Without a compiler, or with one that fails, torch does the work and the reason is told."""
-
-    @pytest.fixture(autouse=True)
-    def fresh(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
-        build._load.cache_clear()
-        yield
-        build._load.cache_clear()
-
-    def test_kernels_are_compiled_once(self, tmp_path, monkeypatch):
-        assert native.missing() is None
-        (file,) = (tmp_path / "cache").iterdir()
-        assert file.name.startswith("kernels-")
-        build._load.cache_clear()
-        monkeypatch.setattr(build, "_compile", None)
-        assert native.missing() is None
-
-    def test_a_library_that_is_damaged_is_compiled_again(self, tmp_path):
-        assert native.missing() is None
-        (file,) = (tmp_path / "cache").iterdir()
-        whole = file.read_bytes()
-        assert file.stat().st_mode & 0o777 == 0o755
-        for damaged in (b"", whole[:1000], whole[:-1], whole[:-40] + b"x" + whole[-39:]):
-            # Another file: this process has the first one open.
-            file.unlink()
-            file.write_bytes(damaged)
-            assert not build._whole(file)
-        build._load.cache_clear()
-        assert native.missing() is None
-        assert build._whole(file)
-
-    def test_every_source_decides_what_is_kept(self):
-        """A file that is left out would be compiled, but not again once it changes."""
-        here = Path(build.__file__).parent
-        assert sorted(build.SOURCES) == sorted(file.name for file in here.iterdir() if file.suffix in (".cpp", ".h"))
-
-    def test_another_processor_compiles_again(self, tmp_path, monkeypatch):
-        assert native.missing() is None
-        build._load.cache_clear()
-        monkeypatch.setattr(build, "processor", lambda: "another")
-        assert native.missing() is None
-        assert len(list((tmp_path / "cache").iterdir())) == 2
-
-    def test_no_compiler(self, monkeypatch):
-        monkeypatch.delenv("CXX", raising=False)
-        monkeypatch.setenv("PATH", "")
-        assert "no C++ compiler" in native.missing()
-
-    def test_a_compiler_that_fails(self, monkeypatch, tmp_path):
-        for name, lines in (("broken", "exit 1"), ("liar", "[ $1 = --version ] && exit 0; echo 'cannot' >&2; exit 1")):
-            compiler = tmp_path / name
-            compiler.write_text(f"#!/bin/sh\n{lines}\n")
-            compiler.chmod(0o755)
-            monkeypatch.setenv("CXX", str(compiler))
-            build._load.cache_clear()
-            assert "failed" in native.missing()
-        assert "cannot" in native.missing()
-        assert not list((tmp_path / "cache").iterdir())
-        q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
-        found = fk.attention(q, k, v, plan=MEANS[0], impl="auto")
-        torch.testing.assert_close(found, fk.attention(q, k, v, plan=MEANS[0], impl="reference"), rtol=1e-4, atol=1e-5)
-
-    def test_a_folder_that_cannot_be_written(self, monkeypatch, tmp_path):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "file" / "below"))
-        assert native.missing() is None
-
-    def test_the_switch(self, monkeypatch):
-        monkeypatch.setenv("FEWKEYS_NATIVE", "0")
-        q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
-        with pytest.raises(ValueError, match=r"impl='native': expected .*FEWKEYS_NATIVE=0.*; use impl='torch'"):
-            fk.attention(q, k, v, keep=fk.Window(5), impl="native")
-        assert native.missing() == "FEWKEYS_NATIVE=0 turns them off"
-        assert not native.suits(torch.ones(1))

@@ -66,7 +66,21 @@ def made_means(x, columns, count=21, rank=0):
     if rank:
         parts |= {"left": normal(x.head_dim, rank) * 0.3, "right": normal(rank, x.value_dim), "factor": normal(count)}
     parts = {name: part.requires_grad_() for name, part in parts.items()}
-    return StandIns(label=label, share=share * free, **parts), parts
+    bounds = between((x.grouped_query().flatten(2, 3).float() * x.scale @ parts["left"]).detach()) if rank else None
+    return StandIns(label=label, share=share * free, bounds=bounds, **parts), parts
+
+
+def between(along):
+    """Bounds (B, H, 2, R) that some of the rows (B, H, M, R) are beyond, and none so near that rounding decides."""
+    along = along.sort(2).values
+    some = max(1, 2 * along.shape[2] // 5)
+    ends = []
+    for part in (along[:, :, : some + 1], along[:, :, -some - 1 :]):
+        if part.shape[2] == 1:
+            part = torch.cat([part - 1, part + 1], 2)
+        gap = part.diff(dim=2).argmax(2, keepdim=True)
+        ends.append((part.gather(2, gap) + part.gather(2, gap + 1)) / 2)
+    return torch.cat(ends, 2)
 
 
 def cast(x, dtype):

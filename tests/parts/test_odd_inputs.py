@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewkeys as fk
 from cases import PLANS, RUNNING_PLANS, SHAPES
+from native_cases import needs_compiler
 
+NATIVE = pytest.param("native", marks=needs_compiler)
 ALL = {**PLANS, **RUNNING_PLANS}
 
 
@@ -29,3 +32,99 @@ def test_views_that_promise_another_sign(impl, is_causal):
     want = fk.attention(*(-x for x in tensors), plan=plan, impl=impl, is_causal=is_causal)
     found = fk.attention(*(torch._neg_view(x) for x in tensors), plan=plan, impl=impl, is_causal=is_causal)
     assert torch.equal(found, want)
+
+
+EXTREME = {
+    "large values": (1, 1, 1e25),
+    "largest values": (1, 1, 2e37),
+    "large keys": (1, 1e19, 1),
+    "large queries": (3e19, 1, 1),
+    "large queries of small keys": (3e19, 1e-19, 1),
+    "large keys for small queries": (1e-19, 1e19, 1e20),
+    "all": (1e18, 1e18, 1e30),
+    "small": (1e-25, 1e-25, 1e-30),
+}
+
+
+WAYS = [(kind, "auto", False) for kind in EXTREME] + [("all", "torch", False), ("all", "reference", False)]
+WAYS += [(kind, impl, True) for kind in ("large values", "large keys", "large queries") for impl in ("auto", "torch")]
+
+
+@pytest.mark.parametrize(("kind", "impl", "gradient"), WAYS)
+def test_finite_where_exact_attention_is(kind, impl, gradient):
+    given = [x * by for x, by in zip(SHAPES["long"].draw(dtype=torch.float32), EXTREME[kind], strict=True)]
+    given = [x.requires_grad_(gradient) for x in given]
+    for name, plan in ALL.items():
+        causal = plan.rest.needs_causal
+        exact = fk.attention(*given, weights=plan.weights, is_causal=causal, impl=impl)
+        if not exact.isfinite().all():
+            continue
+        output = fk.attention(*given, plan=plan.always(), is_causal=causal, impl=impl)
+        assert output.isfinite().all(), name
+        if gradient and output.requires_grad:
+            found = torch.autograd.grad((output / EXTREME[kind][2]).sum(), given, allow_unused=True)
+            assert all(x is None or x.isfinite().all() for x in found), name
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+def test_units_do_not_matter(impl):
+    """Large values with small keys, or queries with keys: bit for bit the output in other units."""
+    q, k, v = SHAPES["long"].draw(dtype=torch.float32)
+    for plan in (fk.budget(24).always(), fk.Plan(fk.Window(9), fk.Moments()), fk.Plan(fk.TopK(5))):
+        want = fk.attention(q, k, v, plan=plan, impl=impl)
+        for by in (2.0**60, 2.0**100):
+            assert torch.equal(fk.attention(q, k, v * by, plan=plan, impl=impl), want * by)
+            found = fk.attention(q * by, k / by, v, plan=plan, impl=impl)
+            torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+def test_one_wild_head_leaves_the_others_alone(impl):
+    q, k, v = SHAPES["long"].draw(dtype=torch.float32)
+    plan = fk.budget(24).always()
+    want = fk.attention(q, k, v, plan=plan, impl=impl)
+    k, v = k.clone(), v.clone()
+    k[0, 0] *= 1e19
+    v[0, 0] *= 1e25
+    found = fk.attention(q, k, v, plan=plan, impl=impl)
+    others = torch.ones(q.shape[:2], dtype=torch.bool)
+    others[0, : q.shape[1] // k.shape[1]] = False
+    assert torch.equal(found[others], want[others])
+
+
+def test_tensors_without_numbers_are_refused_clearly():
+    q = torch.randn(1, 2, 70, 8)
+    plan = fk.budget(24).always()
+    with pytest.raises(ValueError, match="query: expected a tensor whose numbers can be read, got one without numbers"):
+        fk.attention(*(q.to("meta"),) * 3, plan=plan)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"query: .* got one without numbers"):
+        fk.attention(*(mode.from_tensor(q),) * 3, plan=plan)
+    for call in (
+        lambda x: fk.attention(x, x, x, plan=plan),
+        lambda x: fk.stream(fk.budget(24, is_causal=True)).append(x, x),
+    ):
+        with pytest.raises(ValueError, match=r"(query|key): .* got one inside torch\.vmap"):
+            torch.vmap(call)(q[None])
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
+def test_second_derivatives_of_entmax(alpha):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 9, 3, dtype=torch.float64, generator=draw, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: fk.attention(x, x.flip(2), x, weights=fk.Entmax(alpha)), x)
+
+
+@pytest.mark.parametrize("impl", ["torch", NATIVE])
+def test_among_equal_keys_the_first_are_chosen(impl):
+    """Whatever computes the scores: keys that are equal, or zero, are told apart by their places alone."""
+    q, k, v = SHAPES["long"].draw(dtype=torch.float32)
+    for key in (
+        torch.zeros_like(k),
+        k[:, :, :1].expand_as(k),
+        k[:, :, ::7].repeat_interleave(7, 2)[:, :, : k.shape[2]],
+    ):
+        key = key.contiguous()
+        for plan in (fk.budget(24).always(), fk.Plan(fk.Window(3), fk.ClusterMeans(6, 2))):
+            found = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl=impl)
+            want = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl="reference")
+            torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)

@@ -1,14 +1,16 @@
 """The command `fewkeys`: which approximation of attention to use on a model, and at which budget.
 
 Results go to stdout; progress and errors to stderr. Exit codes: 0 done, 2 bad input (one line says what and how to mend
-it), 130 interrupted. Files appear complete or not at all.
+it), 130 interrupted, 143 terminated. Files appear complete or not at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -26,9 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     left = "nothing was written"
     try:
+        _end_in_order_on_sigterm()
         arguments = _parser().parse_args(argv)
         left = getattr(arguments, "left", left)
         arguments.run(arguments)
+    except _Terminated:
+        print(f"fewkeys: terminated; {left}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print(f"fewkeys: interrupted; {left}", file=sys.stderr)
         return 130
@@ -40,6 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         return _fail(str(error))
     return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM: raised, so that temporary captures and half-written folders are removed on the way out."""
+
+
+def _end_in_order_on_sigterm() -> None:
+    def end(number: int, frame: object) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
 
 
 def _fail(message: str) -> int:

@@ -115,18 +115,18 @@ class _Entmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # dp/ds = diag(u) - u u^T / sum(u) with u = p^(2 - alpha) on the support.
-        found = []
+        # dp/ds = diag(u) - u u^T / sum(u) with u = p^(2 - alpha) on the support. Derivatives of this follow operations
+        # that write nothing over.
+        found, again = [], torch.is_grad_enabled()
         mass, along = grads[0].new_zeros(ctx.count), grads[0].new_zeros(ctx.count)
         for weight, row, grad in zip(ctx.saved_tensors, ctx.rows, grads, strict=True):
             u = weight.sign()
-            if ctx.alpha < 2:
-                u = weight.pow(2 - ctx.alpha)
-            elif ctx.alpha > 2:
-                u = u.mul_(weight.clamp_min(torch.finfo(weight.dtype).tiny).pow(2 - ctx.alpha))
+            if ctx.alpha != 2:
+                u = u * weight.masked_fill(weight == 0, 1.0).pow(2 - ctx.alpha)
             mass.index_add_(0, row, u.sum(-1))
             along.index_add_(0, row, (u * grad).sum(-1))
             found.append(u)
-        mean = along / mass.clamp_min_(torch.finfo(mass.dtype).tiny)
-        scores = [u.mul_(g - mean[row].unsqueeze(-1)) for u, row, g in zip(found, ctx.rows, grads, strict=True)]
+        mean = along / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+        centred = (g - mean[row].unsqueeze(-1) for row, g in zip(ctx.rows, grads, strict=True))
+        scores = [u * g if again else u.mul_(g) for u, g in zip(found, centred, strict=True)]
         return None, None, None, *scores

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,34 @@ CACHE = "FEWKEYS_CACHE"
 
 def cache_folder() -> Path:
     """Where the package keeps what this machine has compiled and measured. It need not exist, nor be writable."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE) or Path(cache) / "fewkeys")
+    named = os.environ.get(CACHE)
+    if named:
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fewkeys"
+    except RuntimeError:  # nobody's home is known
+        return spare_folder()
+
+
+def spare_folder() -> Path:
+    """What takes the place of a cache folder that cannot be written: the user's own below the system's temporary one.
+
+    Others may have made it first: `is_own` tells.
+    """
+    return Path(tempfile.gettempdir()) / f"fewkeys-{_user()}"
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file or folder belongs to this user or the system's, and nobody else may write to it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return found.st_uid in (_user(), 0) and not stat.S_ISLNK(found.st_mode) and not found.st_mode & stat.S_IWOTH
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
 
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:

@@ -40,7 +40,8 @@ class Inputs:
     `h // gqa_ratio`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
     Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
     `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more. `impl`
-    says which code may read all this: kernels of statistics and executors ask here.
+    says which code may read all this: kernels of statistics and executors ask here. `wild`: entries or scores are so
+    large that statistics need other units first (`fewkeys.core.extent`).
     """
 
     query: Tensor
@@ -54,6 +55,7 @@ class Inputs:
     filler: int = 0
     shard: Shard | None = None
     impl: Impl = "auto"
+    wild: bool = False
     _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

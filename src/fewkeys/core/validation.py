@@ -7,10 +7,12 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from fewkeys.core.extent import is_wild
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import lowered
+from fewkeys.core.precision import lowered, working
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,25 +46,41 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         )
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {tensor.dtype}; cast it first")
+    if why := _untouchable(tensor):
+        raise ValueError(f"{name}: expected a tensor whose numbers can be read, got {why}")
     if 0 in tensor.shape:
         raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
     return tensor.resolve_neg()  # a view that only promises to change signs: kernels would read the memory behind it
 
 
-def check_finite(**tensors: Tensor) -> None:
-    """Refuse NaN and infinity, by argument name. Costs one read of each; skipped while `torch.compile` traces."""
+def _untouchable(tensor: Tensor) -> str | None:
+    """Why nobody can look at the numbers of a tensor, None where one can."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return "one without numbers (meta or fake); which keys are kept depends on them; compile by torch.compile"
+    inner = tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        if torch._C._functorch.is_batchedtensor(inner):
+            return "one inside torch.vmap, which cannot choose keys; give all batches as the first dimension"
+        inner = torch._C._functorch.get_unwrapped(inner)
+    return None
+
+
+def check_finite(**tensors: Tensor) -> list[float]:
+    """The largest magnitude of each; NaN and infinity are refused, by argument name.
+
+    Costs one read of each; skipped while `torch.compile` traces, where nothing is known.
+    """
     if torch.compiler.is_compiling():
-        return
-    # One number to look at in the good case: a NaN or an infinity anywhere makes the sum of all sums not finite.
-    # bfloat16, which reaches as far as float32, is summed faster as it is.
-    dtypes = [None if tensor.dtype == torch.bfloat16 else torch.float32 for tensor in tensors.values()]
-    sums = [tensor.detach().sum(dtype=dtype).float() for tensor, dtype in zip(tensors.values(), dtypes, strict=True)]
-    if math.isfinite(sum(sums[1:], sums[0]).item()):
-        return
+        return [0.0] * len(tensors)
+    ends = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]
+    largest: list[float] = torch.stack(ends).abs().amax(-1).tolist()
+    if all(map(math.isfinite, largest)):
+        return largest
     for name, tensor in tensors.items():
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
+    return largest
 
 
 class Options(TypedDict, total=False):
@@ -115,8 +133,9 @@ def check_inputs(
     if valid is not None:
         k = k.masked_fill(~valid[:, None, :, None], 0.0)
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
-    check_finite(query=q, key=k, value=v)
-    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl)
+    top_query, top_key, top_value = check_finite(query=q, key=k, value=v)
+    wild = is_wild(top_query, top_key, top_value, factor, q.shape[-1], working(q[:0]).dtype)
+    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl, wild=wild)
 
 
 def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +25,10 @@ TIMEOUT = 60.0
 
 RECORD = 512
 """Records are sent in multiples of so many bytes."""
+
+
+_begun: Counter[str] = Counter()
+"""Collectives that this process has begun, by the name of the group."""
 
 
 class Communicator:
@@ -61,6 +67,7 @@ class Communicator:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.bytes_sent = 0
+        self._name = f"fewkeys/{group.group_name}"
         # "cpu:gloo,cuda:nccl"
         self._devices = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
 
@@ -147,6 +154,7 @@ class Communicator:
         otherwise be the GPU that waits.
         """
         start, reason = time.monotonic(), ""
+        self._tell()
         try:
             work = launch()
             work.wait(timedelta(seconds=self.timeout))
@@ -156,14 +164,39 @@ class Communicator:
             reason = str(error).partition("\n")[0]
         raise RuntimeError(
             f"distributed: rank {self.rank} of {self.size} waited {time.monotonic() - start:.3g} s for {what} in vain"
-            f"{f' ({reason})' if reason else ''}; a rank has failed or is slower than timeout={self.timeout:g}; find "
-            "it, and initialise a new process group, as this one is broken"
+            f"{f' ({reason})' if reason else ''}; {self._missing()} has failed or is slower than "
+            f"timeout={self.timeout:g}; find it, and initialise a new process group, as this one is broken"
         )
+
+    def _tell(self) -> None:
+        """Leave word of how many collectives this rank has begun: who is behind is who the others wait for."""
+        _begun[self._name] += 1
+        with suppress(Exception):  # without a store, or once it is gone, nobody can be told
+            _store().set(f"{self._name}/{self.rank}", str(_begun[self._name]))
+
+    def _missing(self) -> str:
+        """Which ranks have not come to this collective, as far as the group's store knows."""
+        late = []
+        try:
+            store = _store()
+            for rank in range(self.size):
+                key = f"{self._name}/{rank}"
+                if not store.check([key]) or int(store.get(key)) < _begun[self._name]:
+                    late.append(str(rank))
+        except Exception:  # whatever a store raises: it lives in a process that is gone
+            return "rank 0, which keeps what the ranks know of each other, or another rank,"
+        if not late:
+            return "a rank that had come to it"
+        return f"rank {late[0]}" if len(late) == 1 else f"one of the ranks {', '.join(late)}"
 
 
 def communicator(group: ProcessGroup | Communicator | None) -> Communicator:
     """`group` itself if it is a `Communicator`, else one around it."""
     return group if isinstance(group, Communicator) else Communicator(group)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _size(tensor: Tensor) -> str:

@@ -75,6 +75,8 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     output = weight @ value + weight_extra @ per_query_head(stand_ins.value)
     if stand_ins.left is not None and stand_ins.factor is not None:
         moved = query @ per_query_head(stand_ins.left)
+        if stand_ins.bounds is not None:
+            moved = moved.clamp(*per_query_head(stand_ins.bounds).split(1, 2))
         if stand_ins.right is not None:
             moved = moved @ per_query_head(stand_ins.right)
         output = output + (weight_extra @ per_query_head(stand_ins.factor).unsqueeze(-1)) * moved

@@ -120,7 +120,7 @@ class Sequencer {
   void advance(int64_t which) { next[which].fetch_add(1, std::memory_order_release); }
 
  private:
-  std::vector<std::atomic<int64_t>> next;
+  aligned_vector<std::atomic<int64_t>> next;
 };
 
 }  // namespace fewkeys

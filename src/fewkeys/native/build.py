@@ -11,13 +11,15 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from signal import SIGINT, default_int_handler, getsignal
 
 import torch
 
-from fewkeys.core.files import cache_folder
+from fewkeys.core.files import cache_folder, is_own, spare_folder
 
 SOURCES = (
     *(
@@ -49,6 +51,7 @@ _DONE, _OUT_OF_MEMORY, _INTERRUPTED = range(3)
 """What a kernel returns, as `team.h` says."""
 _ENDS: dict[int, type[BaseException]] = {_OUT_OF_MEMORY: MemoryError, _INTERRUPTED: KeyboardInterrupt}
 _WHY = {_OUT_OF_MEMORY: "there is no memory for its buffers", _INTERRUPTED: "it was interrupted"}
+_LOADING = threading.RLock()
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
 
@@ -128,23 +131,35 @@ def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
 
 @lru_cache
 def _load(counting: bool) -> ctypes.CDLL | str:
+    with _LOADING:
+        return _found(counting)
+
+
+def _found(counting: bool) -> ctypes.CDLL | str:
     compiler = _compiler()
     if compiler is None:
         return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; set {COMPILER} to one"
     here = Path(__file__).parent
     try:
-        path = _folder() / f"kernels-{_fingerprint(compiler, here, counting)}.so"
-        if not _whole(path):
-            _compile(compiler, here, path, counting)
-        return ctypes.CDLL(str(path))
+        name = f"kernels-{_fingerprint(compiler, here, counting)}.so"
+        kept = next((path for folder in _folders() if _whole(path := folder / name)), None)
+        if kept is not None:
+            return ctypes.CDLL(str(kept))
+        path = _place(name)
+        with _alone(path):
+            if not _whole(path):  # by now another process may have compiled it
+                _compile(compiler, here, path, counting)
+            return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         return f"{shlex.join(compiler)} failed: {told.strip().splitlines()[0] if told.strip() else error}"
 
 
 def _whole(path: Path) -> bool:
-    """Whether a library is what was compiled: a truncated one would end the process that loads it."""
-    if not path.is_file():
+    """Whether a library is what was compiled, by a user who may run code here: a truncated one would end the process
+    that loads it.
+    """
+    if not (path.is_file() and is_own(path)):
         return False
     library, digest = (held := path.read_bytes())[:-DIGEST], held[-DIGEST:]
     return hashlib.sha256(library).digest() == digest
@@ -180,33 +195,69 @@ def processor() -> str:
     return "\n".join(told[:2]) or platform.processor()
 
 
-def _folder() -> Path:
-    """Where compiled kernels are kept; at worst for this process alone."""
-    folder = cache_folder()
+def _folders() -> list[Path]:
+    """Where compiled kernels may be found."""
+    return [cache_folder(), *([spare_folder()] if is_own(spare_folder()) else [])]
+
+
+def _place(name: str) -> Path:
+    """Where compiled kernels are to be kept: in the first folder that can be written; at worst for this process alone.
+
+    A file of this name that is another user's is left alone.
+    """
+    for folder, mode in ((cache_folder(), 0o777), (spare_folder(), 0o700)):
+        path = folder / name
+        try:
+            folder.mkdir(mode, parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK) or (path.exists() and not is_own(path)):
+                continue
+            if folder != spare_folder() or is_own(folder):
+                return path
+        except OSError:
+            continue
+    return Path(tempfile.mkdtemp(prefix="fewkeys-")) / name
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait while another process compiles the same; a process that dies waits for nobody, and nobody for it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="fewkeys-"))
+        import fcntl
+
+        handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except (ImportError, OSError):  # no locks here: the last to be done wins
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _has_threads(compiler: list[str], threads: Sequence[str]) -> bool:
+    """Whether the compiler knows OpenMP: told by a file of one line, so that nothing else can be the reason."""
+    with tempfile.TemporaryDirectory(prefix="fewkeys-") as folder:
+        source = Path(folder) / "threads.cpp"
+        source.write_text("#include <omp.h>\nint number() { return omp_get_max_threads(); }\n")
+        command = [*compiler, "-shared", "-fPIC", "-fopenmp", str(source), "-o", f"{source}.so", *threads]
+        return subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode == 0  # noqa: S603
 
 
 def _compile(compiler: list[str], here: Path, path: Path, counting: bool) -> None:
-    """Written whole or not at all: another process may be compiling, too."""
+    """Written whole or not at all; a compiler that is stopped leaves nothing, no library without threads either."""
     # The threads are those of torch: with a second library of threads, both would fight for the cores.
     threads = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))]
+    extra = ["-fopenmp", *threads] if _has_threads(compiler, threads) else []
     handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        for extra in (["-fopenmp", *threads], []):
-            command = [*compiler, *_flags(counting), str(here / SOURCES[0]), "-o", part, *extra]
-            done = subprocess.run(command, capture_output=True, text=True, check=not extra, timeout=PATIENCE)  # noqa: S603
-            if done.returncode == 0:
-                break
+        command = [*compiler, *_flags(counting), str(here / SOURCES[0]), "-o", part, *extra]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603
         library = Path(part).read_bytes()
-        Path(part).write_bytes(library + hashlib.sha256(library).digest())
         Path(part).chmod(0o755)  # readable by others, who may share the folder
+        Path(part).write_bytes(library + hashlib.sha256(library).digest())
         os.replace(part, path)
     finally:
         Path(part).unlink(missing_ok=True)

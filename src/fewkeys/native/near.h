@@ -39,14 +39,20 @@ class NearWeights {
     weigh_means(tile, head);
   }
 
-  // `rank` more columns: q left, times the slope.
-  void weigh_first_order() {
+  // `rank` more columns: what the query is along the left factor, times the slope.
+  void weigh_first_order(int64_t head) {
     count_multiply_adds(p.rank * TILE);
     for (int r = 0; r < p.rank; r++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         float *to = &score[(p.entries + p.means + r) * TILE + v];
-        store(to, load(to) * (slope[w] * p.scale));
+        store(to, along(head, r, load(to)) * slope[w]);
       }
+  }
+
+  // The coordinate r of the first-order term, from the product with the left factor.
+  vec along(int64_t head, int r, vec product) const {
+    const vec low = broadcast(p.bounds[head * 2 * p.rank + r]), high = broadcast(p.bounds[(head * 2 + 1) * p.rank + r]);
+    return -max(-max(product * p.scale, low), -high);
   }
 
  private:
@@ -138,7 +144,7 @@ class NearAttention {
 
     Tile tile(p.scale);
     weights.weigh(tile, head, first, reach);
-    weights.weigh_first_order();
+    weights.weigh_first_order(head);
 
     mixed.clear();
     shared.mix(score, columns, rows, Everywhere(), mixed);

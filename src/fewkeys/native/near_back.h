@@ -5,9 +5,9 @@
 
 namespace fewkeys {
 
-// The first-order term adds sum_r u_r s right_r to the output, u_r = scale q . left_r, s = sum_c P_c factor_c. So
-// phi = sum_r u_r (g . right_r) joins the gradient of every stand-in's weight, times its factor, and q . left_r has the
-// gradient s (g . right_r).
+// The first-order term adds sum_r u_r s right_r to the output, u_r = scale q . left_r within its bounds,
+// s = sum_c P_c factor_c. So phi = sum_r u_r (g . right_r) joins the gradient of every stand-in's weight, times its
+// factor, and q . left_r has the gradient s (g . right_r) inside the bounds, none beyond.
 template <class T>
 class NearAttentionBack {
  public:
@@ -66,7 +66,7 @@ class NearAttentionBack {
     weights.weigh(tile, head, first, reach);
     invert(tile, inverse);
     first_order(head, inverse);
-    weights.weigh_first_order();
+    weights.weigh_first_order(head);
     divide(near, reached, inverse);
     divide(score, columns + p.rank, inverse);
     add_products(near, grad_near.data(), reached, mean);
@@ -86,8 +86,9 @@ class NearAttentionBack {
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         const int64_t at = (columns + r) * TILE + v;
         float *to = &grad_shared[at];
-        phi[w] += load(&weights.score[at]) * load(to) * p.scale;
-        store(to, load(to) * weights.slope[w] * inverse[w] * p.scale);
+        const vec product = load(&weights.score[at]), u = weights.along(head, r, product);
+        phi[w] += u * load(to);
+        store(to, u == product * p.scale ? load(to) * weights.slope[w] * inverse[w] * p.scale : vec{});
       }
     for (int c = 0; p.rank && c < p.means; c++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {

@@ -24,6 +24,7 @@ struct Near {
   const float *shared_key, *shared_value;  // (B Hkv, entries + means + rank, D or Dv filled up)
   const int64_t *place;                    // (B Hkv, entries): where the list's keys stand; beyond the last: none
   const float *bias, *total, *factor;      // (B Hkv, means)
+  const float *bounds;                     // (B Hkv, 2, rank): of what queries are along the left factor
   const int64_t *label;                    // (B Hkv, Nk)
   const float *share;                      // (B Hkv, Nk)
   const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null

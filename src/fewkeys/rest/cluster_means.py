@@ -22,6 +22,8 @@ from fewkeys.sketch.sums import label_sums, sums_and_products
 LARGEST_TILT = 2.0
 """Exponents of the tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
 LARGEST_SPREAD = 2.0
+REACH = 0.25
+"""How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
 SUBSPACE_STEPS = 3
 
 
@@ -42,7 +44,11 @@ class ClusterMeans(Rest):
         value_c + f_c (q - t (m + C key_c))^T S,   S = sum e_j (k_j - key_c)(v_j - value_c)^T / sum e_j
 
     with S pooled over clusters and cut to rank r in the query metric,
-    f_c = sqrt(spread of cluster c / mean spread) at most 2, and m, C the queries' mean and covariance. Other kernels
+    f_c = sqrt(spread of cluster c / mean spread) at most 2, and m, C the queries' mean and covariance. Along each of
+    the r directions, orthonormal in the values, q S and t (m + C key_c) S stay within `REACH` rms |v - mean v| of
+    t m S: a cluster's average lies between its values however strong the scores are, a line through it does not. So
+    the output is at most `(1 + sqrt(r)) max |v|` (a cluster moves by f_c 2 REACH sqrt(r) rms |v - mean v| at most).
+    Other kernels
     have no such tilt: they take plain means, and rank must be 0.
 
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c.
@@ -136,8 +142,11 @@ def represent(
         factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
         reference = TILT * (moments.mean + offset @ moments.covariance)
     left = pooled @ right.mT
-    moved = mean_value - factor.unsqueeze(-1) * (reference @ left @ right)
-    return StandIns(mean_key, moved, label, share, bias, left, right, factor)
+    with torch.no_grad():
+        middle, reach = TILT * moments.mean @ left, REACH / known.unit
+        bounds = torch.cat([middle - reach, middle + reach], 2)
+    moved = mean_value - factor.unsqueeze(-1) * ((reference @ left).clamp(*bounds.split(1, 2)) @ right)
+    return StandIns(mean_key, moved, label, share, bias, left, right, factor, bounds=bounds)
 
 
 def _mass(totals: Totals, label: Tensor, share: Tensor, count: int) -> Tensor:

@@ -14,6 +14,9 @@ from fewkeys.core.work import Work
 from fewkeys.rest.base import Rest, StandIns, unkept
 from fewkeys.select.base import Selector
 
+REACH = 1.0
+"""How far the first-order term reaches in each coordinate, in standard deviations of the values."""
+
 
 @dataclass(frozen=True)
 class Moments(Rest):
@@ -21,6 +24,9 @@ class Moments(Rest):
 
     `sum_j exp(q . k_j) v_j = n exp(q . mu + q^T C q / 2) (nu + S^T q)` with q scaled, mu, C the mean and covariance of
     the keys, nu the mean value, S the covariance of keys and values, n the number of keys the query does not keep.
+    In each coordinate S^T q stays within `REACH` standard deviations of the unkept values, so that the output is at
+    most `2 max |v|` whatever the scores.
+
     `Softmax` only. Slots: 1 for the mean, `D^2 / (D + Dv)` for the quadratic form and `D Dv / (D + Dv)` for S: with
     D = Dv that is D + 1. Cost O(n D (D + Dv)) once, O(D (D + Dv)) per query. Gradients flow through the moments. Not
     causal.
@@ -44,6 +50,8 @@ class Moments(Rest):
         count = member.sum(-2, keepdim=True).clamp_min(1)
         mean_key, mean_value = member.mT @ key / count, member.mT @ value / count
         spread = (key - mean_key) * member
+        with torch.no_grad():
+            reach = REACH * (((value - mean_value) * member).square().sum(-2, keepdim=True) / count).sqrt()
         return StandIns(
             key=mean_key,
             value=mean_value,
@@ -52,4 +60,5 @@ class Moments(Rest):
             left=spread.mT @ (value - mean_value) / count,
             factor=member.new_ones((inputs.batch, inputs.kv_heads, 1)),
             curvature=spread.mT @ spread / count,
+            bounds=torch.cat([-reach, reach], 2),
         )

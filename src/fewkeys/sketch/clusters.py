@@ -346,7 +346,7 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 
     Ranks, not positions: the result does not depend on the order of the keys.
     """
-    order = scores.argsort(dim=-1, descending=True)
+    order = scores.argsort(dim=-1, descending=True, stable=True)  # among equals the first, as in the kernels
     head = count // 4
     last = (scores > -torch.inf).sum(-1, keepdim=True).clamp_min(1) - 1
     step, parts = torch.arange(count - head, device=scores.device), max(1, count - head - 1)

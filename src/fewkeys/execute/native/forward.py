@@ -24,7 +24,7 @@ from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 _ROWS = ("query", "key", "value", "out")
-_HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "label", "share", "hidden")
+_HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "bounds", "label", "share", "hidden")
 _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 
 
@@ -91,7 +91,7 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
     """The problem as the kernels are told of it, and tensors that must live as long."""
     list_key, list_value, place = listed(x, graph)
     keys, values = [list_key], [list_value]
-    bias = total = factor = label = share = None
+    bias = total = factor = bounds = label = share = None
     means = rank = 0
     if stand_ins is not None:
         s, means = stand_ins, stand_ins.count
@@ -100,16 +100,17 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
         bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
         total, label, share = s.total, s.label, s.share
         if s.left is not None and s.right is not None:
-            rank, factor = s.left.shape[-1], s.factor
+            rank, factor, bounds = s.left.shape[-1], s.factor, s.bounds
             keys.append(s.left.mT)
             values.append(s.right)
     shared_key = torch.cat([rows.float() for rows in keys], 2)
     shared_value = pad(torch.cat([rows.float() for rows in values], 2), (0, round_up(x.value_dim) - x.value_dim))
-    bias, total, factor, share = (None if part is None else part.float() for part in (bias, total, factor, share))
+    numbers = (bias, total, factor, bounds, share)
+    bias, total, factor, bounds, share = (None if part is None else part.float() for part in numbers)
     hidden = None if graph.band is None else band_hidden(x, graph)
     # An empty band ends before it begins, for every query.
     left, right = (0, -(x.queries + x.offset + x.keys)) if graph.band is None else graph.band
-    parts = (shared_key, shared_value, place, bias, total, factor, label, share, hidden)
+    parts = (shared_key, shared_value, place, bias, total, factor, bounds, label, share, hidden)
     held = {name: None if part is None else part.contiguous() for name, part in zip(_HELD, parts, strict=True)}
     reach = x.keys + x.queries + x.offset
     told = struct("Near")(

@@ -247,7 +247,9 @@ class Means(Source):
 
         self.key, self.value = working(stand_ins.key).flatten(0, 1), working(stand_ins.value).flatten(0, 1)
         self.bias, self.left, self.right = flat(stand_ins.bias), flat(stand_ins.left), flat(stand_ins.right)
-        self.curvature, factor = flat(stand_ins.curvature), flat(stand_ins.factor)
+        self.curvature, self.bounds, factor = (
+            flat(part) for part in (stand_ins.curvature, stand_ins.bounds, stand_ins.factor)
+        )
         if factor is not None:
             # The factors ride along as one more value column.
             self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
@@ -292,6 +294,8 @@ class Means(Source):
         if self.left is None:
             return mixed
         moved = chunk.query @ self.left[chunk.heads]
+        if self.bounds is not None:
+            moved = moved.clamp(*self.bounds[chunk.heads].split(1, 1))
         if self.right is not None:
             moved = moved @ self.right[chunk.heads]
         return mixed[..., :-1] + mixed[..., -1:] * moved

@@ -1,7 +1,8 @@
 """The gradients of `forward.attend_rows`, from recomputed weights.
 
 With `A` the weights of a row, `g` the gradient of its output o and `delta = g . o`, the gradient of a score is
-`A (g . v - delta)`. For stand-ins `g . v_c` gains `factor_c lift`, where `lift = (scale q left) . (g right^T)` is the
+`A (g . v - delta)`. For stand-ins `g . v_c` gains `factor_c lift`, where
+`lift = u . (g right^T)`, u = scale q left within its bounds, is the
 gradient of the row's slope. Counts carry no gradient.
 
 Every gradient has one program that sums it in a fixed order; what all queries share is summed by several programs, each
@@ -16,7 +17,16 @@ Experimental: run in Triton's interpreter, and on no device yet.
 import triton
 import triton.language as tl
 
-from fewkeys.execute.triton.forward import BAND, MEANS, has_part, low_rank, part_entries, part_rows, part_scores
+from fewkeys.execute.triton.forward import (
+    BAND,
+    MEANS,
+    along_of,
+    has_part,
+    low_rank,
+    part_entries,
+    part_rows,
+    part_scores,
+)
 from fewkeys.execute.triton.tiles import (
     band_queries,
     gradients_of,
@@ -56,10 +66,12 @@ def query_gradients(x, output, log_mass, slope, grad, delta, lift, grad_query):
     if x.made.RANK > 0:
         left, right = low_rank(x, shared)
         back = dot(g, tl.trans(right), x.made.PRECISION)
-        row_lift = tl.sum(dot(q, left, x.made.PRECISION) * x.scale * back, 1)
+        along, inside = along_of(x, q, left, shared)
+        row_lift = tl.sum(along * back, 1)
         store_column(lift, head, row, x.sizes.queries, row_lift)
         row_slope = load_column(slope, head, row, x.sizes.queries, 0.0)
-        total += dot((row_slope[:, None] * back).to(q.dtype), tl.trans(left), x.made.PRECISION)
+        pulled_along = tl.where(inside, row_slope[:, None] * back, 0.0).to(q.dtype)
+        total += dot(pulled_along, tl.trans(left), x.made.PRECISION)
     for PART in tl.static_range(3):
         if has_part(x, PART):
             begin, end = part_entries(x, first_row, PART)
@@ -144,10 +156,11 @@ def slope_gradients(x, slope, grad, tiles, grad_left, grad_right):
         row = tile % per_head * x.made.BLOCK_M + tl.arange(0, x.made.BLOCK_M)
         q = load_queries(x, head, row)
         g = load_dense(grad, head, row, x.sizes.queries, x.made.BLOCK_V, x.made.DV)
-        row_slope = load_column(slope, head, row, x.sizes.queries, 0.0)[:, None] * x.scale
-        along = (row_slope * dot(q, left, x.made.PRECISION)).to(g.dtype)
-        back = (row_slope * dot(g, tl.trans(right), x.made.PRECISION)).to(q.dtype)
-        total_right += dot(tl.trans(along), g, x.made.PRECISION)
+        row_slope = load_column(slope, head, row, x.sizes.queries, 0.0)[:, None]
+        along, inside = along_of(x, q, left, shared)
+        back = row_slope * x.scale * dot(g, tl.trans(right), x.made.PRECISION)
+        back = tl.where(inside, back, 0.0).to(q.dtype)
+        total_right += dot(tl.trans((row_slope * along).to(g.dtype)), g, x.made.PRECISION)
         total_left += dot(tl.trans(q), back, x.made.PRECISION)
     at = part * tl.num_programs(1) + shared
     store_dense(grad_left, at, tl.arange(0, x.made.BLOCK_D), x.made.D, total_left, x.made.BLOCK_R, x.made.RANK)

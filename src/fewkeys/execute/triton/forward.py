@@ -122,6 +122,16 @@ def low_rank(x, shared):
 
 
 @triton.jit
+def along_of(x, q, left, shared):
+    """Queries along the left factor (M, R), scaled, and where they are inside the bounds, which they never leave."""
+    rank = tl.arange(0, x.made.BLOCK_R)
+    low = load_column(x.means.bounds, 2 * shared, rank, x.made.RANK, 0.0)[None, :]
+    high = load_column(x.means.bounds, 2 * shared + 1, rank, x.made.RANK, 0.0)[None, :]
+    along = dot(q, left, x.made.PRECISION) * x.scale
+    return tl.minimum(tl.maximum(along, low), high), (along >= low) & (along <= high)
+
+
+@triton.jit
 def attend_rows(x, output, log_mass, slope):
     """Outputs, log2 of the rows' sums (+inf for rows that see nothing), and `slope = sum_c A_ic factor_c`."""
     first_row = tl.program_id(0) * x.made.BLOCK_M
@@ -148,7 +158,7 @@ def attend_rows(x, output, log_mass, slope):
     safe = tl.where(mass > 0, mass, 1.0)
     if x.made.RANK > 0:
         left, right = low_rank(x, shared)
-        along = dot(q, left, x.made.PRECISION) * x.scale
+        along, _inside = along_of(x, q, left, shared)
         mixed += bent[:, None] * dot(along.to(right.dtype), right, x.made.PRECISION)
         store_column(slope, head, row, x.sizes.queries, bent / safe)
     store_dense(output, head, row, x.sizes.queries, mixed / safe[:, None], x.made.BLOCK_V, x.made.DV)

@@ -96,12 +96,12 @@ def _listed(x: Inputs, graph: Graph) -> tuple[Tensor | None, ...]:
 
 
 def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
-    """Key, value, bias, total, label, share, left, right and factor of the stand-ins.
+    """Key, value, bias, total, label, share, left, right, factor and bounds of the stand-ins.
 
     The shares of every stand-in are divided by their largest, which goes to the bias: the kernel counts in float16.
     """
     if stand_ins is None:
-        return (None,) * 9
+        return (None,) * 10
     dtype = x.query.dtype
 
     def rounded(tensor: Tensor | None) -> Tensor | None:
@@ -111,7 +111,7 @@ def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
     peak = share.new_zeros(stand_ins.total.shape).scatter_reduce_(-1, label, share, "amax")
     peak = torch.where(peak > 0, peak, 1.0)
     bias = peak.log() if stand_ins.bias is None else stand_ins.bias.float() + peak.log()
-    factor = None if stand_ins.factor is None else stand_ins.factor.float()
-    first_order = (rounded(stand_ins.left), rounded(stand_ins.right), factor)
+    numbers = (None if part is None else part.float() for part in (stand_ins.factor, stand_ins.bounds))
+    first_order = (rounded(stand_ins.left), rounded(stand_ins.right), *numbers)
     counts = (stand_ins.total.float() / peak, label.to(torch.int32), share / peak.gather(-1, label))
     return rounded(stand_ins.key), rounded(stand_ins.value), bias, *counts, *first_order

@@ -18,12 +18,12 @@ PROGRAMS = 512
 _ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? hidden,
     Tensor? list_key, Tensor? list_value, Tensor? list_place,
     Tensor? mean_key, Tensor? mean_value, Tensor? mean_bias, Tensor? mean_total, Tensor? label, Tensor? share,
-    Tensor? left, Tensor? right, Tensor? factor,
+    Tensor? left, Tensor? right, Tensor? factor, Tensor? bounds,
     float scale, int band_left, int band_right, int offset, bool is_causal"""
 DIFFERENTIABLE = (0, 1, 2, 4, 5, 7, 8, 9, 13, 14, 15)
 """Places of the arguments that have gradients: query, key, value; of the list key, value; of the stand-ins key, value,
 bias, left, right, factor."""
-TENSORS = 16
+TENSORS = 17
 
 
 class Near(NamedTuple):
@@ -58,6 +58,7 @@ class Means(NamedTuple):
     left: Tensor | None
     right: Tensor | None
     factor: Tensor | None
+    bounds: Tensor | None
 
 
 class Sizes(NamedTuple):

@@ -1,0 +1,68 @@
+"""Numbers so large that their squares are none any more: the same problem in other units.
+
+Attention does not change when keys become k / b and queries q b, and its output is linear in the values, so every head
+may have units of its own; powers of two change no bit. Nor does it matter how strong the strongest score is, once the
+next smaller float beside it is 64 further away: then one key has all the weight. So scores are brought down to that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+
+LARGEST = 40
+"""log2 of the largest query, key or value of which sums of squares are safe in float32 for 2^47 of them."""
+STRONGEST = {torch.float32: 30, torch.float64: 59}
+"""log2 of the strongest score that says anything: its neighbours among the floats are 64 away, or more."""
+
+
+def is_wild(query: float, key: float, value: float, scale: float, dim: int, dtype: torch.dtype) -> bool:
+    """Whether the largest entries of a problem ask for other units. `dtype`: the working one."""
+    score = query * abs(scale) * key * dim  # Python's floats reach further
+    return max(query, key, value) > 2.0**LARGEST or score > 2.0 ** STRONGEST[dtype]
+
+
+def tamed(inputs: Inputs) -> tuple[Inputs, Tensor]:
+    """The problem in units that suit every head, and the unit (B, Hq, 1, 1) of the output."""
+    x = inputs
+    with torch.no_grad():
+        query, key, value = (_exponent(rows) for rows in (x.grouped_query(), x.key, x.value))
+        factor = math.log2(max(abs(x.scale), 2.0**-1000) * x.head_dim)
+        excess = (query + key + math.ceil(factor) - STRONGEST[working(x.query[:0]).dtype]).clamp_min(0)
+        far = (query > LARGEST) | (key > LARGEST) | (excess > 0)
+        down = key.where(far, 0)
+        by_head = down - excess
+        heads = [part.repeat_interleave(x.gqa_ratio, 1) for part in (by_head, value.where(value > LARGEST, 0))]
+    return (
+        replace(
+            x,
+            query=_scaled(x.query, heads[0]),
+            key=_scaled(x.key, -down),
+            value=_scaled(x.value, -value.where(value > LARGEST, 0)),
+            wild=False,
+            _memory={},
+        ),
+        _power(heads[1], x.value),
+    )
+
+
+def _exponent(rows: Tensor) -> Tensor:
+    """(B, H): the least e with |entries| <= 2^e, at least -100, of rows (B, H, ..., D)."""
+    largest = working(rows.detach()).abs().flatten(2).amax(-1)
+    return largest.clamp_min(2.0**-100).log2().ceil().long()
+
+
+def _power(exponent: Tensor, like: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=like.dtype), exponent)[:, :, None, None]
+
+
+def _scaled(rows: Tensor, exponent: Tensor) -> Tensor:
+    """In two steps: one power may be beyond what a float holds."""
+    half = exponent // 2
+    return rows * _power(half, rows) * _power(exponent - half, rows)

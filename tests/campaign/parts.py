@@ -1,0 +1,266 @@
+"""The parts of the campaign: each tries one thing with one seed, and says in a line what went wrong, or nothing."""
+
+import json
+import math
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import fewkeys as fk
+from cases import PLANS, RUNNING_PLANS
+from fewkeys.core.records import parse
+from parts.test_loaders import WRITTEN, damaged
+
+TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())
+CAUSAL = {**RUNNING_PLANS, "tree": TREE}
+STREAMS = [
+    fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(6)),
+    fk.budget(32, is_causal=True, memory="constant"),
+    fk.Plan(fk.Window(9) | fk.Sinks(3)),
+    TREE,
+]
+
+
+def kernels(seed):
+    """A random plan, shape, dtype and layout: compiled kernels against the reference in float64, no address out of
+    bounds.
+    """
+    draw = random.Random(seed)
+    causal = draw.random() < 0.5
+    name = draw.choice(sorted(CAUSAL if causal else PLANS))
+    plan = (CAUSAL if causal else PLANS)[name].always()
+    ratio, heads, batch = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([1, 2])
+    tokens, dim, value_dim = draw.randint(1, 300), draw.randint(1, 70), draw.randint(1, 70)
+    g = torch.Generator().manual_seed(seed)
+    strength = draw.choice([0.1, 1.0, 1.0, 5.0])
+    shapes = ((ratio * heads, dim), (heads, dim), (heads, value_dim))
+    q, k, v = (torch.randn(batch, count, tokens, size, generator=g) for count, size in shapes)
+    q = q * strength
+    if draw.random() < 0.3:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    options = {"is_causal": causal}
+    if draw.random() < 0.3:
+        options["lengths"] = torch.tensor([draw.randint(0, tokens) for _ in range(batch)])
+    try:
+        found = fk.attention(q, k, v, plan=plan, impl="native", **options)
+    except ValueError as error:
+        return None if "impl='native'" in str(error) or "expected" in str(error) else str(error)
+    if not found.isfinite().all():
+        return f"{name}: not finite"
+    # What the kernels choose may hang on rounding; then torch in float32 differs from float64 as well.
+    want = fk.attention(*(x.double() for x in (q, k, v)), plan=plan, impl="reference", **options)
+    beside = fk.attention(q, k, v, plan=plan, impl="torch", **options)
+    size = want.abs().max().clamp_min(1e-6)
+    error, usual = ((found - want).abs().max() / size).item(), ((beside - want).abs().max() / size).item()
+    near = ((found - beside).abs().max() / size).item()
+    return None if min(error, near) <= 1e-3 + 10 * usual else f"{name}: {error:.2g} off, torch {usual:.2g}"
+
+
+def streams(seed):
+    """Random operations on a stream against attention over the whole sequence, or a refusal."""
+    draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    plan, batch, dim = draw.choice(STREAMS), 2, 8
+    stream = fk.stream(plan)
+    query, key, value = (torch.zeros(batch, heads, 0, dim, dtype=torch.float64) for heads in (4, 2, 2))
+    for _ in range(draw.randint(2, 8)):
+        action = draw.choice(["append", "append", "attend", "crop", "select", "save"])
+        if action in ("append", "attend"):
+            count = draw.choice([1, 1, 7, 32, 90])
+            new = [torch.randn(batch, heads, count, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
+            query, key, value = (torch.cat(pair, 2) for pair in zip((query, key, value), new, strict=True))
+            stream.append(new[1], new[2])
+            found = stream.attend(new[0])
+            want = fk.attention(query, key, value, plan=plan.always(), is_causal=True, impl="torch")[:, :, -count:]
+            if not torch.allclose(found, want, atol=1e-6):
+                return f"{plan}: {(found - want).abs().max():.2g} off after {key.shape[2]}"
+        elif action == "crop" and key.shape[2]:
+            length = max(0, key.shape[2] - draw.randint(0, 40))
+            try:
+                stream.crop(length)
+            except ValueError:
+                continue
+            query, key, value = (x[:, :, :length] for x in (query, key, value))
+        elif action == "select" and key.shape[2]:
+            index = torch.tensor([draw.randrange(batch) for _ in range(batch)])
+            stream.select(index)
+            query, key, value = (x[index] for x in (query, key, value))
+        elif action == "save":
+            with tempfile.TemporaryDirectory() as folder:
+                stream.save(Path(folder) / "stream")
+                stream = fk.Stream.load(Path(folder) / "stream")
+    return None
+
+
+class Files:
+    """A mutated file of every format gives what was saved, or a `ValueError`."""
+
+    def __init__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.held = {}
+        for name, (write, load, inner) in WRITTEN.items():
+            folder = Path(self.folder.name) / name
+            folder.mkdir()
+            write(folder)
+            self.held[name] = {path: path.read_bytes() for path in (folder / inner).iterdir()}, folder / inner, load
+
+    def __call__(self, seed):
+        draw = random.Random(seed)
+        held, folder, load = self.held[draw.choice(sorted(self.held))]
+        path = draw.choice(sorted(held))
+        data = damaged(held[path], draw)
+        path.write_bytes(data)
+        try:
+            load(folder)
+        except (ValueError, FileNotFoundError):
+            return None
+        except Exception as error:
+            return f"{path.name}: {type(error).__name__} {error}"
+        finally:
+            path.write_bytes(held[path])
+        same = parse(data) == parse(held[path]) if path.suffix == ".json" else data == held[path]
+        return None if same else f"{path.name}: damaged, and taken"
+
+
+SAVE = """
+import sys, torch, fewkeys as fk
+from fewkeys.sketch.key_sketch import KeySketch
+from pathlib import Path
+folder, stream, sketch = Path(sys.argv[1]), fk.stream(fk.budget(32, is_causal=True)), KeySketch(0.3)
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    rows = torch.full((1, 1, 1, 4), float(number))
+    stream.append(rows, rows), sketch.update(rows)
+    stream.save(folder / "stream"), sketch.save(folder / "sketch")
+    fk.Plan(fk.Window(number)).save_pretrained(folder / "plan")
+"""
+
+
+def kills(seed):
+    """A process that saves without end is killed at any moment: what is there is whole."""
+    from fewkeys.sketch.key_sketch import KeySketch
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        process = subprocess.Popen([sys.executable, "-c", SAVE, name], stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        time.sleep(random.Random(seed).uniform(0.0, 0.3))
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        try:
+            for path, load in (
+                (folder / "stream", fk.Stream.load),
+                (folder / "sketch", KeySketch.load),
+                (folder / "plan", fk.Plan.from_pretrained),
+            ):
+                if path.exists() and (path.is_file() or any(not p.name.startswith(".") for p in path.iterdir())):
+                    load(path)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def crowds(seed):
+    """Threads of two processes save and load one plan: every load gives one of the plans that were saved."""
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        fk.Plan(fk.Window(1)).save_pretrained(folder)
+
+        def work(own):
+            try:
+                for turn in range(20):
+                    fk.Plan(fk.Window(100 * own + turn + 1)).save_pretrained(folder)
+                    fk.Plan.from_pretrained(folder)
+            except Exception as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+        child = os.fork()
+        every = [threading.Thread(target=work, args=(own,)) for own in range(3)]
+        for one in every:
+            one.start()
+        for one in every:
+            one.join()
+        if child == 0:
+            os._exit(bool(wrong))
+        wrong += ["in the other process"] * (os.waitpid(child, 0)[1] != 0)
+        left = [path.name for path in Path(folder).iterdir() if path.name != "plan.json"]
+        return (wrong + [f"left {name}" for name in left] + [None])[0]
+
+
+def full_disks(seed):
+    """Where no more can be written, the old file stays, and nothing else."""
+    stream = fk.stream(fk.budget(32, is_causal=True))
+    rows = torch.randn(1, 1, 100, 8, generator=torch.Generator().manual_seed(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stream"
+        stream.save(path)
+        before = path.read_bytes()
+        stream.append(rows, rows)
+        limits, old = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (random.Random(seed).randint(0, 5000), limits[1]))
+        try:
+            stream.save(path)
+        except OSError:
+            pass
+        else:
+            return "a file beyond the limit was written"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, old)
+        if path.read_bytes() != before or os.listdir(folder) != ["stream"]:
+            return f"the old file is gone, or a draft is left: {os.listdir(folder)}"
+    return None
+
+
+class Soak:
+    """Forward passes with random plans: memory stays flat."""
+
+    def __init__(self):
+        self.done, self.first = 0, math.inf
+
+    def __call__(self, seed):
+        draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
+        causal = draw.random() < 0.5
+        plan = fk.budget(draw.choice([16, 32, 64]), is_causal=causal)
+        q, k, v = (torch.randn(1, 2, draw.choice([100, 500]), 16, generator=g) for _ in range(3))
+        if q.shape == k.shape == v.shape:
+            fk.attention(q, k, v, plan=plan.always(), is_causal=causal)
+        self.done += 1
+        pages = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        if self.done == 200:
+            self.first = pages
+        return f"{(pages - self.first) >> 20} MB more than after 200" if pages > self.first + (64 << 20) else None
+
+
+PARTS = {
+    "kernels": lambda: kernels,
+    "streams": lambda: streams,
+    "files": Files,
+    "kills": lambda: kills,
+    "crowds": lambda: crowds,
+    "full disks": lambda: full_disks,
+    "soak": Soak,
+}
+"""What makes each part."""
+
+
+def told(part):
+    """What a part promises, in a line."""
+    made = PARTS[part]
+    text = (made if isinstance(made, type) else made()).__doc__
+    return " ".join(text.split()).rstrip(".")
+
+
+def as_json(value):
+    return json.dumps(value, indent=1) + "\n"

@@ -1,0 +1,171 @@
+"""Compiling the kernels, and keeping them: whole, trusted, once. Without a compiler that works, torch does the work."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import SHAPES
+from fewkeys import native
+from fewkeys.native import build
+from native_cases import MEANS, needs_compiler
+
+pytestmark = needs_compiler
+
+
+def compiler(path, lines):
+    """A compiler that does as `lines` of shell say before it compiles, quickly."""
+    chosen = next(path for path in map(shutil.which, build.COMPILERS) if path)
+    path.write_text(f'#!/bin/sh\n{lines}\nexec {chosen} "$@" -O0\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", compiler(tmp_path / "quick", ""))
+    build._load.cache_clear()
+    yield
+    build._load.cache_clear()
+
+
+def test_kernels_are_compiled_once(tmp_path, monkeypatch):
+    assert native.missing() is None
+    (file,) = (tmp_path / "cache").glob("*.so")
+    assert file.name.startswith("kernels-")
+    build._load.cache_clear()
+    monkeypatch.setattr(build, "_compile", None)
+    assert native.missing() is None
+
+
+def test_a_library_that_is_damaged_is_compiled_again(tmp_path):
+    assert native.missing() is None
+    (file,) = (tmp_path / "cache").glob("*.so")
+    whole = file.read_bytes()
+    assert file.stat().st_mode & 0o777 == 0o755
+    for damaged in (b"", whole[:1000], whole[:-1], whole[:-40] + b"x" + whole[-39:]):
+        # Another file: this process has the first one open.
+        file.unlink()
+        file.write_bytes(damaged)
+        assert not build._whole(file)
+    build._load.cache_clear()
+    assert native.missing() is None
+    assert build._whole(file)
+
+
+def test_every_source_decides_what_is_kept():
+    """A file that is left out would be compiled, but not again once it changes."""
+    here = Path(build.__file__).parent
+    assert sorted(build.SOURCES) == sorted(file.name for file in here.iterdir() if file.suffix in (".cpp", ".h"))
+
+
+def test_another_processor_compiles_again(tmp_path, monkeypatch):
+    assert native.missing() is None
+    build._load.cache_clear()
+    monkeypatch.setattr(build, "processor", lambda: "another")
+    assert native.missing() is None
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 2
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler" in native.missing()
+
+
+def test_a_compiler_that_fails(monkeypatch, tmp_path):
+    for name, lines in (("broken", "exit 1"), ("liar", "[ $1 = --version ] && exit 0; echo 'cannot' >&2; exit 1")):
+        monkeypatch.setenv("CXX", compiler(tmp_path / name, lines))
+        build._load.cache_clear()
+        assert "failed" in native.missing()
+    assert "cannot" in native.missing()
+    assert not list((tmp_path / "cache").glob("*.so"))
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    found = fk.attention(q, k, v, plan=MEANS[0], impl="auto")
+    torch.testing.assert_close(found, fk.attention(q, k, v, plan=MEANS[0], impl="reference"), rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "file" / "below"))
+    assert native.missing() is None
+
+
+def test_another_users_library_is_not_loaded(tmp_path, monkeypatch):
+    """In a folder that all may write to, whoever comes first could say what others run."""
+    assert native.missing() is None
+    (file,) = (tmp_path / "cache").glob("*.so")
+    before, other = file.read_bytes(), os.getuid() + 4711
+    lstat = Path.lstat
+    monkeypatch.setattr(build, "spare_folder", lambda: tmp_path / "spare")
+    as_others = lambda path: os.stat_result((*lstat(path)[:4], other, *lstat(path)[5:10]))  # noqa: E731
+    monkeypatch.setattr(Path, "lstat", lambda path: as_others(path) if path == file else lstat(path))
+    build._load.cache_clear()
+    assert native.missing() is None
+    assert Path(build._library()._name).parent == tmp_path / "spare"
+    assert file.read_bytes() == before
+    file.chmod(0o757)
+    monkeypatch.undo()
+    assert not build._whole(file)
+
+
+def test_no_home(tmp_path):
+    """A user whom the system does not know, as in many containers."""
+    code = "from pathlib import Path\n"
+    code += "def home(): raise RuntimeError('Could not determine home directory.')\n"
+    code += "Path.home = home\nfrom fewkeys import native\nfrom fewkeys.native import build\n"
+    code += "print(native.missing(), build._library()._name)"
+    keep = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEWKEYS_CACHE")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=keep | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"None {tmp_path}/fewkeys-{os.getuid()}/kernels-")
+
+
+def test_a_folder_that_cannot_be_written_compiles_once_for_all_processes(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(build, "spare_folder", lambda: tmp_path / "spare")
+    assert native.missing() is None
+    build._load.cache_clear()
+    monkeypatch.setattr(build, "_compile", None)
+    assert native.missing() is None
+    assert stat.S_IMODE((tmp_path / "spare").stat().st_mode) == 0o700
+    (tmp_path / "spare").chmod(0o777)
+    assert build._folders() == [build.cache_folder()]
+
+
+def test_processes_and_threads_compile_once(tmp_path):
+    """A compiler that counts its calls."""
+    calls = tmp_path / "calls"
+    count = compiler(tmp_path / "count", f'case "$*" in *kernels.cpp*) echo 1 >> {calls};; esac')
+    code = "import threading\nfrom fewkeys import native\n"
+    code += "every = [threading.Thread(target=native.missing) for _ in range(4)]\n"
+    code += "[one.start() for one in every], [one.join() for one in every]\nassert native.missing() is None"
+    env = os.environ | {"CXX": count, "FEWKEYS_CACHE": str(tmp_path / "shared")}
+    every = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
+    assert [one.wait() for one in every] == [0, 0]
+    assert calls.read_text().split() == ["1"]
+
+
+def test_a_compiler_that_was_killed_leaves_nothing(tmp_path, monkeypatch):
+    """Least of all a library without threads, which would stay for ever."""
+    monkeypatch.setenv("CXX", compiler(tmp_path / "killed", 'case "$*" in *kernels.cpp*-fopenmp*) kill -9 $$;; esac'))
+    assert "failed" in native.missing()
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_the_switch(monkeypatch):
+    monkeypatch.setenv("FEWKEYS_NATIVE", "0")
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"impl='native': expected .*FEWKEYS_NATIVE=0.*; use impl='torch'"):
+        fk.attention(q, k, v, keep=fk.Window(5), impl="native")
+    assert native.missing() == "FEWKEYS_NATIVE=0 turns them off"
+    assert not native.suits(torch.ones(1))
