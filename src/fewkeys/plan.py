@@ -19,6 +19,8 @@ from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
 FILE = "plan.json"
+COHORTS = 32
+"""Of the recommended plan: as many as a kernel looks at together."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,9 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
         return Plan(RecentBlocks(size), RunningMeans(slots - recent), exact_if_faster=True)
     if slots < 8:
         return Plan(Window(1), ClusterMeans(slots - 1), exact_if_faster=True) if slots > 1 else Plan(Window(1))
-    rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1
+    rank, outliers = slots // 8, slots * 9 // 16
     # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
     factors = 1 + slots // 128 if rank else 0
-    means = slots - rank - outliers - window - factors
-    return Plan(Outliers(outliers, means) | Window(window), ClusterMeans(means, rank), exact_if_faster=True)
+    means = slots - rank - outliers - factors
+    rest = ClusterMeans(means, rank, cohorts=COHORTS)
+    return Plan(Outliers(outliers, means, cohorts=COHORTS), rest, exact_if_faster=True)

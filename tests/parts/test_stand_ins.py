@@ -6,7 +6,7 @@ import torch
 import fewkeys as fk
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-from fewkeys.rest.cluster_means import top_subspace
+from fewkeys.sketch.gram import top_subspace
 from fewkeys.sketch.clusters import clusters
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -1,6 +1,7 @@
 // What the library exports: every kernel, and what a loader asks it. One unit, so that the products that all kernels
 // share are compiled once.
 #include "blocks_back.h"
+#include "cohorts.h"
 #include "descend.h"
 #include "forest.h"
 #include "keys.h"
@@ -55,6 +56,18 @@ FEWKEYS_EXPORT int fewkeys_label_sums(const Sums *p, int is_bf16, int threads) {
   return outcome_of([=] { is_bf16 ? label_sums<bf16>(*p, threads) : label_sums<float>(*p, threads); });
 }
 
+FEWKEYS_EXPORT int fewkeys_halve(const Halves *p, int threads) {
+  return outcome_of([=] { halve(*p, threads); });
+}
+
+FEWKEYS_EXPORT int fewkeys_best(const Best *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? best<bf16>(*p, threads) : best<float>(*p, threads); });
+}
+
+FEWKEYS_EXPORT int fewkeys_tilt(const Tilts *p, int is_bf16, int threads) {
+  return outcome_of([=] { is_bf16 ? tilt<bf16>(*p, threads) : tilt<float>(*p, threads); });
+}
+
 FEWKEYS_EXPORT int fewkeys_split(const Split *p, int threads) {
   return outcome_of([=] { split(*p, threads); });
 }
@@ -93,6 +106,9 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Lloyd);
   SIZE_OF(Past);
   SIZE_OF(PastBack);
+  SIZE_OF(Halves);
+  SIZE_OF(Best);
+  SIZE_OF(Tilts);
   SIZE_OF(Split);
   SIZE_OF(Trees);
   SIZE_OF(TreeRoots);

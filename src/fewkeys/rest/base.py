@@ -33,7 +33,9 @@ class StandIns:
     0 .. C - 1; share (B, Hkv, Nk): what the key counts for there, zero for keys that all queries keep and for padding;
     bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
     three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
-    Labels and shares carry no gradient.
+    Labels and shares carry no gradient. `mass` (B, Hkv, C): the sum of the shares, where no query keeps a key that a
+    stand-in speaks for; then labels and shares are not looked at. Beside lists of H cohorts of queries there are Hkv H
+    heads of stand-ins, cohort by cohort.
     """
 
     key: Tensor
@@ -45,6 +47,7 @@ class StandIns:
     right: Tensor | None = None
     factor: Tensor | None = None
     curvature: Tensor | None = None
+    mass: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -58,6 +61,8 @@ class StandIns:
     @cached_property
     def total(self) -> Tensor:
         """(B, Hkv, C): the sum of the shares of each stand-in."""
+        if self.mass is not None:
+            return self.mass
         return self.share.new_zeros(self.key.shape[:3]).scatter_add_(-1, self.label, self.share)
 
 
