@@ -19,6 +19,10 @@ from fewkeys.sketch.cohorts import cohorts, own_importance
 from fewkeys.sketch.tilted import best
 
 
+NEAR = 1e-5
+"""Squared distances below this part of the largest are taken for as much."""
+
+
 @dataclass(frozen=True)
 class Outliers(Counted):
     """The `count` keys of largest `g_j / 2 + log |x_j - centre of its cluster|`, shared by all queries of a head.
@@ -62,8 +66,11 @@ class Outliers(Counted):
         if self.cohorts == 1:
             return shared_top(inputs, self.scores(inputs), self.count)
         known, distance = cohorts(inputs, self.cohorts), clusters(inputs, self.clusters).distance
-        # Twice what a key's own spread says of it, and of its cluster: the same score, by cohort.
-        offset = own_importance(inputs, known) + distance.clamp_min(torch.finfo(distance.dtype).tiny).log()
+        # The same score, but for what a cohort's mean query adds. Keys at their centre differ by their importance alone,
+        # not by what rounding leaves of their distance.
+        real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
+        least = (NEAR * real.amax(-1, keepdim=True)).clamp_min(torch.finfo(distance.dtype).tiny)
+        offset = own_importance(inputs, known) + distance.maximum(least).log()
         index, used = best(inputs, known, offset, self.count)
         return Graph(inputs, columns=Columns(index, used, known.place.shape[3], known.place))
 
