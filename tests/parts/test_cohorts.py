@@ -50,7 +50,9 @@ def test_statistics_of_cohorts_are_those_of_their_queries():
     rows = 0.7 * q.unflatten(1, (2, 3)).flatten(2, 3)
     within = 0.0
     for h in range(4):
-        own = torch.stack([rows[b, g][found.place[b, g, h][found.place[b, g, h] >= 0]].mean(0) for b in range(2) for g in range(2)])
+        own = torch.stack(
+            [rows[b, g][found.place[b, g, h][found.place[b, g, h] >= 0]].mean(0) for b in range(2) for g in range(2)]
+        )
         torch.testing.assert_close(found.mean[:, :, h].flatten(0, 1), own)
     for h in range(4):
         for b in range(2):

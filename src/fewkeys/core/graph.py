@@ -122,7 +122,9 @@ class Graph:
                 seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)
             else:
                 cohort = _cohorts(x, columns.place)[:, :, start:stop, None]
-                lists = lists.repeat_interleave(x.gqa_ratio, 1).gather(2, cohort.clamp_min(0).expand(-1, -1, -1, x.keys))
+                lists = lists.repeat_interleave(x.gqa_ratio, 1).gather(
+                    2, cohort.clamp_min(0).expand(-1, -1, -1, x.keys)
+                )
                 seen |= lists & (cohort >= 0)
         if self.rows is not None:
             rows = self.rows[:, :, start:stop]

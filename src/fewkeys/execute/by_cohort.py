@@ -38,7 +38,9 @@ def restored(problem: Problem, output: Tensor) -> Tensor:
     many, places = x.gqa_ratio * x.queries, columns.place.flatten(2)
     # Where each query's output stands; behind the last one for queries of no cohort.
     back = torch.full((x.batch, x.kv_heads, many + 1), places.shape[2], device=places.device)
-    back.scatter_(-1, places.masked_fill(places < 0, many), torch.arange(places.shape[2], device=places.device).expand_as(places))
+    back.scatter_(
+        -1, places.masked_fill(places < 0, many), torch.arange(places.shape[2], device=places.device).expand_as(places)
+    )
     found = output.unflatten(1, (x.kv_heads, -1)).flatten(2, 3)
     if bool((back[..., :many] == places.shape[2]).any()):
         found = pad(found, (0, 0, 0, 1))

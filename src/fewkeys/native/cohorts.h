@@ -181,7 +181,7 @@ static void best(const Best &p, int threads) {
 // The real keys of one head, cluster by cluster.
 struct Sorted {
   aligned_vector<float> rows, own;  // centred keys and values side by side, filled up; k^T W k / 2
-  std::vector<int32_t> place, rank, begin;
+  aligned_vector<int32_t> place, rank, begin;
 
   template <class T>
   void sort(const Tilts &p, int64_t head) {
@@ -193,7 +193,7 @@ struct Sorted {
     for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) begin[label[j] + 1]++;
     for (int64_t c = 0; c < p.count; c++) begin[c + 1] += begin[c];
-    std::vector<int32_t> next(begin.begin(), begin.end() - 1);
+    aligned_vector<int32_t> next(begin.begin(), begin.end() - 1);
     for (int64_t j = 0; j < p.keys; j++) {
       if (real && !real[j]) continue;
       const int32_t at = next[label[j]]++;

@@ -18,7 +18,6 @@ from fewkeys.sketch.clusters import clustering_operations, clusters, key_statist
 from fewkeys.sketch.cohorts import cohorts, own_importance
 from fewkeys.sketch.tilted import best
 
-
 NEAR = 1e-5
 """Squared distances below this part of the largest are taken for as much."""
 
@@ -76,7 +75,9 @@ class Outliers(Counted):
 
     def work(self, inputs: Inputs) -> Work:
         each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0
-        return Work(float(self.count), 4.0 * inputs.head_dim**2 + each, shared=clustering_operations(inputs, self.clusters))
+        return Work(
+            float(self.count), 4.0 * inputs.head_dim**2 + each, shared=clustering_operations(inputs, self.clusters)
+        )
 
     @property
     def sharded(self) -> Sharded | None:

@@ -91,13 +91,15 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
 def _split(slots: int, width: int, heavy: float, window: float, rank: float) -> Candidate | None:
     """The plan of these shares, None where no two means are left."""
     outliers, ranks, near = int(slots * heavy), int(slots * rank), int(slots * window) | 1 if window else 0
+    if not window:
+        outliers = max(1, outliers)
     means = slots - outliers - ranks - near
     if ranks:  # the factors of the first-order term cost means / width slots
         means -= -(-means // (width + 1))
     if means < 2:
         return None
     if not window:
-        keep: Selector = Outliers(max(1, outliers), means, cohorts=COHORTS)
+        keep: Selector = Outliers(outliers, means, cohorts=COHORTS)
         rest = ClusterMeans(means, ranks, cohorts=COHORTS)
         return Candidate(Plan(keep, rest, exact_if_faster=True), slots, (heavy, window, rank))
     keep = Window(near)
