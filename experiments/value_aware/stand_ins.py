@@ -2,10 +2,11 @@
 
     python experiments/value_aware/stand_ins.py --text FILE --out experiments/value_aware/results/stand_ins.json
 
-Every row changes one part of a plan of 64 slots without cohorts on all-MiniLM-L6-v2 and reports the mean relative output error on the
-second half of the text; the first half is for corrections that are learned. `stand_in_variants.py` has the method with
-all its switches, dense and plain; the first thing this command does is check that, with no switch turned, it is the
-plan of the library. Slots are the same in every row unless the row says otherwise.
+Every row changes one part of a plan of 64 slots without cohorts on all-MiniLM-L6-v2 and reports the mean relative
+output error on the second half of the text; the first half is for corrections that are learned.
+`stand_in_variants.py` has the method with all its switches, dense and plain; the first thing this command does is check
+that, with no switch turned, it is the plan of the library. Slots are the same in every row unless the row says
+otherwise.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Outliers(Counted):
         if self.cohorts == 1:
             return shared_top(inputs, self.scores(inputs), self.count)
         known, distance = cohorts(inputs, self.cohorts), clusters(inputs, self.clusters).distance
-        # The same score, but for what a cohort's mean query adds. Keys at their centre differ by their importance alone,
-        # not by what rounding leaves of their distance.
+        # The same score, but for what a cohort's mean query adds. Keys at their centre differ by importance alone, not
+        # by what rounding leaves of their distance.
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
         least = (NEAR * real.amax(-1, keepdim=True)).clamp_min(torch.finfo(distance.dtype).tiny)
         offset = own_importance(inputs, known) + distance.maximum(least).log()

@@ -70,8 +70,9 @@ def split(rows: Tensor, count: int, impl: Impl) -> Tensor:
     """Places (R, count, M) of rows (R, m, F) in `count`, a power of two, sets of M = ceil(m / count); -1 for none.
 
     A set of rows, centred to y_j, is ordered along a direction u and cut in the middle. u starts as the longest y_j,
-    goes through power iterations, and then through steps of balanced 2-means: minus the sum of the left half. Rows of a set stay
-    in their order; places that are left over stand last in the last sets. Directions of large sets see every s-th row only.
+    goes through power iterations, and then through steps of balanced 2-means: minus the sum of the left half. Rows
+    of a set stay in their order; places that are left over stand last in the last sets. Directions of large sets see
+    every s-th row only.
     """
     if impl in COMPILED and native.readable(rows) and rows.dtype == torch.float32 and rows.shape[1]:
         return native.halve(rows, count)

@@ -1,4 +1,4 @@
-"""What cohorts of queries see of the keys: the keys that each should keep, and sums in which keys weigh as each sees them.
+"""What cohorts of queries see of the keys: those that each should keep, and sums with weights as each sees them.
 
 With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the members
 of a cluster weigh
