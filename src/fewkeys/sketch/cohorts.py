@@ -74,7 +74,7 @@ def split(rows: Tensor, count: int, impl: Impl) -> Tensor:
     of a set stay in their order; places that are left over stand last in the last sets. Directions of large sets see
     every s-th row only.
     """
-    if impl in COMPILED and native.readable(rows) and rows.dtype == torch.float32 and rows.shape[1]:
+    if impl in COMPILED and native.readable(rows) and rows.dtype == torch.float32:
         return native.halve(rows, count)
     sets, rest = rows.shape[0], -rows.shape[1] % count
     place = pad(torch.arange(rows.shape[1], device=rows.device), (0, rest), value=-1).expand(sets, -1)
@@ -151,11 +151,14 @@ def _key_root(inputs: Inputs) -> Tensor:
 def _of(rows: Tensor, root: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
     """Place, mean and W of the rows (B, H, m, D), all real."""
     batch, heads, many, dim = rows.shape
+    if not many:
+        none = torch.full((batch, heads, 1, 1), -1, device=rows.device)
+        return none, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim))
     while count > 1 and count // 2 >= many:
         count //= 2
     place = split((rows @ root).flatten(0, 1), count, impl).unflatten(0, (batch, heads))
     real = (place >= 0).unsqueeze(-1)
-    sets = rows.new_zeros((*place.shape, dim)) if not many else take(rows, place.clamp_min(0))
+    sets = take(rows, place.clamp_min(0))
     if place.numel() > batch * heads * many:
         sets = sets * real
     mean = sets.sum(3) / real.sum(3).clamp_min(1)
