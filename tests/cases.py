@@ -116,6 +116,14 @@ TREES = {
 """Plans whose queries find their keys in a tree, and whose stand-ins are its nodes."""
 
 
+COHORTS = {
+    "first-order cohorts": Case(Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))),
+    "more cohorts than queries": Case(Plan(fk.Outliers(4, 5, cohorts=128), fk.ClusterMeans(5, cohorts=128))),
+    "cohorts, drop, power": Case(Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))),
+}
+"""Plans with lists, and stand-ins, for cohorts of similar queries."""
+
+
 def _plans() -> dict[str, Case]:
     """Every selector alone and (unless it is tried alone) under the richest rest; some under every rest and kernel.
 
@@ -137,7 +145,7 @@ def _plans() -> dict[str, Case]:
                     continue
                 name = f"{keep_name}, {rest_name}, {weights_name}"
                 plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
-    return plans | GROUPED | TREES
+    return plans | GROUPED | TREES | COHORTS
 
 
 RUNNING_CASES = {
@@ -171,6 +179,7 @@ SOME_PLANS = {
         "leverage + window, sample, relu",
         "universal set, first-order means, softmax",
         "key tree, tree means",
+        "first-order cohorts",
     )
 }
 """One plan of every kind, for laws that are slow to check."""

@@ -1,4 +1,4 @@
-"""`fewkeys.budget(64)` with switches: dense and plain, one head after another in a batch of heads.
+"""`Outliers(12, 26) | Window(17)` and `ClusterMeans(26, 8)` with switches: dense and plain, one head after another.
 
 Queries are scaled, everything is (H, N, D). The maths is that of docs/method.md; a switch that is not turned leaves it
 so.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fewkeys.rest.cluster_means import top_subspace
+from fewkeys.sketch.gram import top_subspace
 from fewkeys.sketch.leverage import leverage_scores
 
 Layer = tuple[Tensor, Tensor, Tensor]

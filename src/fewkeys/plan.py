@@ -19,6 +19,8 @@ from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
 FILE = "plan.json"
+COHORTS = 32
+"""Of the recommended plan: as many as a kernel looks at together."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
     "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for shards. Below 64
     slots, too few to descend a tree, both are the same.
 
-    A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
-    (one slot a rank), and the others are cluster means; the split was chosen by measurement on all-MiniLM-L6-v2
-    (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average over a block,
+    Nine sixteenths of the slots are outliers kept exactly, an eighth is the first-order term (one slot a rank), and the
+    others are cluster means, all for each of 32 cohorts of similar queries; the split was chosen by measurement on
+    all-MiniLM-L6-v2 (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average over a block,
     and the others means of everything before them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
@@ -170,8 +172,9 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
     if slots < 8:
         rest = ClusterMeans(slots - 1) if slots > 1 else Drop()
         return Plan(Window(1), rest, Softmax(), exact_if_faster=slots > 1)
-    rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1
+    rank, outliers = slots // 8, slots * 9 // 16
     # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
     factors = 1 + slots // 128 if rank else 0
-    means = slots - rank - outliers - window - factors
-    return Plan(Outliers(outliers, means) | Window(window), ClusterMeans(means, rank), Softmax(), exact_if_faster=True)
+    means = slots - rank - outliers - factors
+    rest = ClusterMeans(means, rank, cohorts=COHORTS)
+    return Plan(Outliers(outliers, means, cohorts=COHORTS), rest, Softmax(), exact_if_faster=True)

@@ -6,8 +6,8 @@ import torch
 import fewkeys as fk
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-from fewkeys.rest.cluster_means import top_subspace
 from fewkeys.sketch.clusters import clusters
+from fewkeys.sketch.gram import top_subspace
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """The library adds a ridge of 1e-6 to the query metric; the naive equations do not."""

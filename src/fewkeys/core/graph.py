@@ -29,12 +29,15 @@ class Columns:
 
     `index` (B, Hkv, blocks, S) holds key positions and `used` (same shape, bool) tells real entries from filling;
     no used entry appears twice in a list. A single block serves all queries; several are blocks of absolute positions:
-    block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size.
+    block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size. With
+    `place` (B, Hkv, blocks, M), int64, blocks serve cohorts of queries wherever they stand: block b the queries at
+    place_b, counted through all query heads that read the key head, -1 for none. Queries of no block see no key.
     """
 
     index: Tensor
     used: Tensor
     size: int
+    place: Tensor | None = None
 
     @staticmethod
     def shared(index: Tensor, used: Tensor, queries: int) -> Columns:
@@ -115,7 +118,14 @@ class Graph:
             # Fillings may repeat a used key: count hits instead of writing flags, so that order does not matter.
             hits = torch.zeros(lists.shape, dtype=torch.int32, device=device)
             lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
-            seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)
+            if columns.place is None:
+                seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)
+            else:
+                cohort = _cohorts(x, columns.place)[:, :, start:stop, None]
+                lists = lists.repeat_interleave(x.gqa_ratio, 1).gather(
+                    2, cohort.clamp_min(0).expand(-1, -1, -1, x.keys)
+                )
+                seen |= lists & (cohort >= 0)
         if self.rows is not None:
             rows = self.rows[:, :, start:stop]
             hits = torch.zeros((x.batch, heads, count, x.keys), dtype=torch.int32, device=device)
@@ -175,6 +185,16 @@ def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
     if inputs.valid is not None:
         seen = seen & inputs.valid[:, None, None]
     return seen
+
+
+def _cohorts(inputs: Inputs, place: Tensor) -> Tensor:
+    """The cohort (B, Hq, Nq) of every query, -1 for none, from the places (B, Hkv, H, M) of each cohort's queries."""
+    x, many = inputs, inputs.gqa_ratio * inputs.queries
+    own = torch.arange(place.shape[2], device=place.device)[:, None].expand_as(place)
+    found = torch.full((*place.shape[:2], many + 1), -1, device=place.device)
+    found.scatter_(-1, place.masked_fill(place < 0, many).flatten(2), own.flatten(2))
+    by_head: Tensor = found[..., :many].unflatten(2, (x.gqa_ratio, x.queries))
+    return by_head.flatten(1, 2)
 
 
 def band_block(reach: int) -> int:

@@ -26,6 +26,14 @@ def check_count(name: str, value: object, *, least: int = 1) -> int:
     return value
 
 
+def check_cohorts(name: str, count: int) -> int:
+    """The number of cohorts, a power of two."""
+    check_count(f"{name} cohorts", count)
+    if count & (count - 1):
+        raise ValueError(f"{name} cohorts: expected a power of two, got {count}; queries are split into halves")
+    return count
+
+
 def check_real(name: str, value: object, *, above: float = -math.inf, below: float = math.inf) -> float:
     """`value` as a finite float strictly between `above` and `below`."""
     if isinstance(value, bool) or not isinstance(value, int | float):

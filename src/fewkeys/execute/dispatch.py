@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fewkeys.execute import native, reference, torch, triton
+from fewkeys.execute import by_cohort, native, reference, torch, triton
 from fewkeys.execute.problem import Problem
 
 
@@ -34,11 +34,13 @@ def attend(problem: Problem) -> Tensor:
 
     Raises `ValueError` where the executor named cannot answer, with the reason.
     """
-    return EXECUTORS[choose(problem)[0]].attend(problem)
+    each = by_cohort.plain(problem)
+    return by_cohort.restored(problem, EXECUTORS[choose(each)[0]].attend(each))
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:
     """The name of the executor, and why it is not the compiled kernels where `"auto"` could not take them."""
+    problem = by_cohort.plain(problem)
     impl = problem.inputs.impl
     if impl == "auto":
         reason = native.unsupported(problem)

@@ -67,7 +67,10 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         extra = extra + per_query_head(stand_ins.bias).unsqueeze(-2)
     if stand_ins.curvature is not None:
         extra = extra + 0.5 * ((query @ per_query_head(stand_ins.curvature)) * query).sum(-1, keepdim=True)
-    multiplicity = (~kept).to(query.dtype) @ per_query_head(stand_ins.member)
+    if stand_ins.mass is None:
+        multiplicity = (~kept).to(query.dtype) @ per_query_head(stand_ins.member)
+    else:
+        multiplicity = per_query_head(stand_ins.mass).unsqueeze(-2)
     extra = extra.masked_fill(multiplicity <= 0, -torch.inf)
     weight, weight_extra = weights.kernel([scores, extra])
     weight_extra = weight_extra * multiplicity

@@ -7,12 +7,15 @@ results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the envi
 """
 
 from fewkeys.native.build import counters, missing
+from fewkeys.native.cohorts import best, halve, tilt
 from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
     "assign",
+    "best",
     "counters",
+    "halve",
     "label_sums",
     "lloyd",
     "missing",
@@ -21,5 +24,6 @@ __all__ = [
     "suits",
     "sums_and_products",
     "survey",
+    "tilt",
     "totals",
 ]

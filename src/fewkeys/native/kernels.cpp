@@ -1,6 +1,7 @@
 // What the library exports: every kernel, and what a loader asks it. One unit, so that the products that all kernels
 // share are compiled once.
 #include "blocks_back.h"
+#include "cohorts.h"
 #include "descend.h"
 #include "forest.h"
 #include "keys.h"
@@ -35,7 +36,10 @@ EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(lloyd, Lloyd)
 EXPORT_BY_DTYPE(descend, Descend)
+EXPORT_BY_DTYPE(best, Best)
+EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT(scan_back, PastBack)
+EXPORT(halve, Halves)
 EXPORT(split, Split)
 EXPORT(grow, Trees)
 EXPORT(roots, TreeRoots)
@@ -63,6 +67,9 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Lloyd);
   SIZE_OF(Past);
   SIZE_OF(PastBack);
+  SIZE_OF(Halves);
+  SIZE_OF(Best);
+  SIZE_OF(Tilts);
   SIZE_OF(Split);
   SIZE_OF(Trees);
   SIZE_OF(TreeRoots);

@@ -136,6 +136,41 @@ struct PastBack {
   int64_t heads, keys, dim, value_dim, count, steps, evicted;
 };
 
+// Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
+struct Halves {
+  const float *rows;  // (sets, rows_each, dim)
+  int64_t *place;     // (sets, rows_each filled up to a multiple of count): -1 for none
+  int64_t sets, rows_each, dim, count;
+};
+
+// The best keys of every cohort: `fewkeys.sketch.tilted.best`.
+struct Best {
+  Rows key;
+  const float *mean;    // (B Hkv, H, D)
+  const float *offset;  // (B Hkv, Nk)
+  int64_t *index;       // (B Hkv, H, S)
+  uint8_t *used;        // (B Hkv, H, S)
+  int64_t batch, heads, keys, dim, cohorts, count;
+};
+
+// Sums over clusters as every cohort sees them: `fewkeys.sketch.tilted.Tilted`.
+struct Tilts {
+  Rows key, value;
+  const uint8_t *real;   // (B, Nk); null: all are
+  const int64_t *label;  // (B Hkv, Nk)
+  const float *own;      // (B Hkv, Nk): k^T W k / 2
+  const float *middle;   // (B Hkv, D): the mean key
+  const float *mean;     // (B Hkv, H, D)
+  const float *level;    // (B Hkv, H, C): g_hc
+  const int64_t *index;  // (B Hkv, H, S): keys that a cohort keeps
+  const uint8_t *used;   // (B Hkv, H, S)
+  float *mass, *energy;  // (B Hkv, H, C)
+  float *rows;           // (B Hkv, H, C, D + Dv)
+  float *weight;         // (B Hkv, tiles of cohorts, Nk): zeros, where the weights of real keys are written
+  int64_t batch, heads, keys, dim, value_dim, cohorts, count, kept;
+  float tilt, largest;
+};
+
 // Trees of rows: `fewkeys.tree.split`.
 struct Split {
   const float *rows;  // (count, size, dim)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fewkeys.core.catalogue import Catalogue, Listed
@@ -19,6 +20,9 @@ from fewkeys.past.scan import Scan, States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.sums import members
 from fewkeys.tree.forest import Nodes
+
+REACH = 0.25
+"""How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +39,9 @@ class StandIns:
     0 .. C - 1; share (B, Hkv, Nk): what the key counts for there, zero for keys that all queries keep and for padding;
     bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
     three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
-    bounds (B, Hkv, 2, r): low and high, wherever there is `left`.
-    Labels, shares and bounds carry no gradient.
+    bounds (B, Hkv, 2, r): low and high, wherever there is `left`. Labels, shares and bounds carry no gradient.
+    `mass` (B, Hkv, C): the sum of the shares, where no query keeps a key that a stand-in speaks for; then labels and
+    shares are not looked at. Beside lists of H cohorts of queries there are Hkv H heads of stand-ins, cohort by cohort.
     """
 
     key: Tensor
@@ -49,6 +54,7 @@ class StandIns:
     factor: Tensor | None = None
     curvature: Tensor | None = None
     bounds: Tensor | None = None
+    mass: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -62,6 +68,8 @@ class StandIns:
     @cached_property
     def total(self) -> Tensor:
         """(B, Hkv, C): the sum of the shares of each stand-in."""
+        if self.mass is not None:
+            return self.mass
         return self.share.new_zeros(self.key.shape[:3]).scatter_add_(-1, self.label, self.share)
 
 
@@ -209,3 +217,9 @@ def unkept(inputs: Inputs, graph: Graph) -> Tensor:
         # Fillings may repeat a used key: multiplying leaves a kept key kept whatever the order.
         free = free.scatter_reduce(-1, index, (~used).to(dtype), "amin")
     return free
+
+
+def bounds_around(middle: Tensor, unit: Tensor) -> Tensor:
+    """`StandIns.bounds` (..., 2, r) around the directions' values (..., 1, r) at the mean query; `unit`: of `Frame`."""
+    reach = REACH / unit
+    return torch.cat([middle - reach, middle + reach], -2)

@@ -11,20 +11,20 @@ from torch import Tensor
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import Totals
-from fewkeys.core.validation import check_count
+from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.core.work import Work, per_score
-from fewkeys.rest.base import Rest, StandIns, unkept
+from fewkeys.core.work import PER_SCORE, Work, per_score
+from fewkeys.rest.base import Rest, StandIns, bounds_around, unkept
+from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
+from fewkeys.select.outliers import Outliers
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
+from fewkeys.sketch.gram import top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
 
 LARGEST_TILT = 2.0
 """Exponents of the tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
 LARGEST_SPREAD = 2.0
-REACH = 0.25
-"""How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
-SUBSPACE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class ClusterMeans(Rest):
     Other kernels
     have no such tilt: they take plain means, and rank must be 0.
 
+    `cohorts` H > 1: clusters are common, but each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its
+    own stand-ins, by its own importance, with t = 0.8 (`fewkeys.sketch.tilted`). Beside `Outliers` of as many cohorts
+    alone. Cost O(n H (D + Dv)) besides; `Softmax` only.
+
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c.
     Gradients flow through the means and S; clusters, e_j, f_c, the subspace of S and the correction of the mass are
     choices and carry none. Not causal.
@@ -58,14 +62,18 @@ class ClusterMeans(Rest):
 
     count: int
     rank: int = 0
+    cohorts: int = 1
     sharded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("ClusterMeans count", self.count)
+        check_cohorts("ClusterMeans", self.cohorts)
         check_count("ClusterMeans rank", self.rank, least=0)
 
     def check(self, weights: Weights) -> None:
         super().check(weights)
+        if self.cohorts > 1 and not isinstance(weights, Softmax):
+            raise ValueError(f"rest: ClusterMeans(cohorts={self.cohorts}) is defined for Softmax(), got {weights}")
         if self.rank and not isinstance(weights, Softmax):
             raise ValueError(f"rest: ClusterMeans(rank={self.rank}) is defined for Softmax(), got {weights}")
 
@@ -76,10 +84,11 @@ class ClusterMeans(Rest):
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:
         x, kept, scores = inputs, keep.work(inputs), self.slots(inputs.head_dim, inputs.value_dim)
+        each = 2.0 * self.cohorts * (x.head_dim + x.value_dim + PER_SCORE) if self.cohorts > 1 else 0.0
         if kept.banded:
             # How many keys of each cluster a query keeps itself, which no two queries of a band need share.
             scores += 2 * self.count * kept.scores / per_score(x)
-        return Work(scores, 2.0 * x.head_dim * x.value_dim, shared=clustering_operations(x, self.count))
+        return Work(scores, 2.0 * x.head_dim * x.value_dim + each, shared=clustering_operations(x, self.count))
 
     @property
     def clusters(self) -> int:
@@ -88,7 +97,17 @@ class ClusterMeans(Rest):
     def clustered(self, count: int) -> ClusterMeans:
         return replace(self, count=count)
 
+    def check_beside(self, keep: Selector) -> None:
+        own = keep.cohorts if isinstance(keep, Outliers) else 1
+        if own != self.cohorts:
+            raise ValueError(
+                f"keep: ClusterMeans(cohorts={self.cohorts}) needs rules for the same cohorts, "
+                f"{'Outliers(cohorts=...) alone' if self.cohorts > 1 else 'cohorts=1'}, got {keep}"
+            )
+
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
+        if self.cohorts > 1:
+            return cohort_means(inputs, graph, self.count, self.rank, self.cohorts)
         found = clusters(inputs, self.count)
         return represent(inputs, graph, weights, found.label, self.count, found.importance, self.rank)
 
@@ -143,8 +162,7 @@ def represent(
         reference = TILT * (moments.mean + offset @ moments.covariance)
     left = pooled @ right.mT
     with torch.no_grad():
-        middle, reach = TILT * moments.mean @ left, REACH / known.unit
-        bounds = torch.cat([middle - reach, middle + reach], 2)
+        bounds = bounds_around(TILT * moments.mean @ left, known.unit)
     moved = mean_value - factor.unsqueeze(-1) * ((reference @ left).clamp(*bounds.split(1, 2)) @ right)
     return StandIns(mean_key, moved, label, share, bias, left, right, factor, bounds=bounds)
 
@@ -159,18 +177,3 @@ def _mass(totals: Totals, label: Tensor, share: Tensor, count: int) -> Tensor:
 def _at_least_tiny(total: Tensor) -> Tensor:
     """A safe divisor: sums of weights, where an empty cluster has none."""
     return total.clamp_min(1e-30)
-
-
-def top_subspace(matrix: Tensor, rank: int) -> Tensor:
-    """Orthonormal columns (..., D, rank) near the leading eigenvectors of a positive semidefinite matrix (..., D, D).
-
-    Block power iteration from a fixed start (a cosine basis), far cheaper than an eigendecomposition on small
-    batches; any orthonormal result is a valid choice, the leading one is merely the best.
-    """
-    size = matrix.shape[-1]
-    grid = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
-    start = torch.cos((grid[:, None] + 0.5) * grid[:rank] * (torch.pi / size))
-    basis = start.expand(*matrix.shape[:-2], size, rank)
-    for _ in range(SUBSPACE_STEPS):
-        basis = torch.linalg.qr(matrix @ basis).Q
-    return basis

@@ -92,6 +92,11 @@ class Selector(Listed, ABC):
         """Whether every visible key is kept whatever the data, so that the plan is exact attention."""
 
     @property
+    def alone(self) -> bool:
+        """Whether no other rule may stand beside it."""
+        return False
+
+    @property
     def causal(self) -> bool:
         """Whether the rule is defined, and strictly causal, under `is_causal=True`."""
         return True
@@ -157,6 +162,11 @@ class Union(Selector, listed=False):
     """Everything that any of `members` keeps; an edge kept twice counts once."""
 
     members: tuple[Selector, ...]
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part.alone:
+                raise ValueError(f"keep: {part} stands alone, got another rule beside it; use cohorts=1 there")
 
     @property
     def parts(self) -> tuple[Selector, ...]:

@@ -7,14 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count
+from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, Selector, Sharded, shared_top
 from fewkeys.select.controls import KeyNorm
 from fewkeys.select.leverage import Leverage
 from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
+from fewkeys.sketch.cohorts import cohorts, own_importance
+from fewkeys.sketch.tilted import best
+
+NEAR = 1e-5
+"""Squared distances below this part of the largest are taken for as much."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +29,23 @@ class Outliers(Counted):
     `g_j = log E_q exp(q . k_j)` is the key's importance and x_j its features (score spread and value, see
     `fewkeys.sketch.clusters`). Made to stand beside `rest=ClusterMeans(clusters)`: both read the same clusters, and
     what is kept here is what the cluster's stand-in would get most wrong. Cost O(n clusters (D + Dv)). Not causal.
+
+    `cohorts` H > 1, a power of two: the queries of a head are sorted into H cohorts of similar ones
+    (`fewkeys.sketch.cohorts`), and each has a list of its own, by its own importance g_hj. Such lists stand alone, or
+    beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides.
     """
 
     clusters: int
+    cohorts: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("Outliers clusters", self.clusters)
+        check_cohorts("Outliers", self.cohorts)
+
+    @property
+    def alone(self) -> bool:
+        return self.cohorts > 1
 
     @property
     def causal(self) -> bool:
@@ -47,18 +62,30 @@ class Outliers(Counted):
         return 1.001 * key_statistics(inputs).importance + distance.clamp_min(tiny).log()
 
     def select(self, inputs: Inputs) -> Graph:
-        return shared_top(inputs, self.scores(inputs), self.count)
+        if self.cohorts == 1:
+            return shared_top(inputs, self.scores(inputs), self.count)
+        known, distance = cohorts(inputs, self.cohorts), clusters(inputs, self.clusters).distance
+        # The same score, but for what a cohort's mean query adds. Keys at their centre differ by importance alone, not
+        # by what rounding leaves of their distance.
+        real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
+        least = (NEAR * real.amax(-1, keepdim=True)).clamp_min(torch.finfo(distance.dtype).tiny)
+        offset = own_importance(inputs, known) + distance.maximum(least).log()
+        index, used = best(inputs, known, offset, self.count)
+        return Graph(inputs, columns=Columns(index, used, known.place.shape[3], known.place))
 
     def work(self, inputs: Inputs) -> Work:
-        return Work(float(self.count), 4.0 * inputs.head_dim**2, shared=clustering_operations(inputs, self.clusters))
+        each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0
+        return Work(
+            float(self.count), 4.0 * inputs.head_dim**2 + each, shared=clustering_operations(inputs, self.clusters)
+        )
 
     @property
-    def sharded(self) -> Sharded:
-        return Sharded(score=self.scores, count=self.count)
+    def sharded(self) -> Sharded | None:
+        return None if self.cohorts > 1 else Sharded(score=self.scores, count=self.count)
 
     @property
     def alternatives(self) -> tuple[Selector, ...]:
-        return (Leverage(self.count, centre=True), KeyNorm(self.count))
+        return () if self.cohorts > 1 else (Leverage(self.count, centre=True), KeyNorm(self.count))
 
     def clustered(self, count: int) -> Outliers:
         return replace(self, clusters=count)

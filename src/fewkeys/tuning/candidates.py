@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from fewkeys.plan import Plan, budget
+from fewkeys.plan import COHORTS, Plan, budget
 from fewkeys.rest import ClusterMeans, RunningMeans
 from fewkeys.select import Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
-HEAVY, WINDOW, RANK = (0.0, 1 / 16, 3 / 16, 5 / 16), (0.0, 1 / 4, 5 / 8), (0.0, 1 / 8, 1 / 4)
-"""Shares of the slots. What they leave is cluster means."""
+HEAVY, WINDOW, RANK = (0.0, 1 / 16, 3 / 16, 5 / 16), (1 / 4, 5 / 8), (0.0, 1 / 8, 1 / 4)
+COHORT_HEAVY = (1 / 4, 1 / 2, 3 / 4)
+"""Shares of the slots. What they leave is cluster means. Without a window, queries are in cohorts."""
 STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
 STEP_SLOTS = 1 / 8
 """How far the neighbours of a split are."""
@@ -44,7 +45,8 @@ def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candid
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
-    Not causal: outliers, window, rank of the first-order term and cluster means. Causal: recent blocks and running
+    Not causal: outliers, window, rank of the first-order term and cluster means; without a window, all but the term for
+    cohorts of queries. Causal: recent blocks and running
     means, with and without sinks; and sinks, leverage (centred) and window.
     """
     found = [Candidate(budget(slots, is_causal=is_causal), slots)]
@@ -55,7 +57,8 @@ def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candid
         if is_causal:
             found += _causal_splits(size)
         else:
-            found += [c for shares in product(HEAVY, WINDOW, RANK) if (c := _split(size, width, *shares)) is not None]
+            shares = [*product(COHORT_HEAVY, (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
+            found += [near for own in shares if (near := _split(size, width, *own)) is not None]
     found.append(Candidate(Plan(), keys))
     return list(dict.fromkeys(found))
 
@@ -78,7 +81,7 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
             found.append(Candidate(replace(plan, keep=keep), candidate.slots))
-    if plan.rest.clusters > SINKS + 1:
+    if plan.rest.clusters > SINKS + 1 and not any(part.alone for part in plan.parts):
         fewer = plan.rest.clusters - SINKS
         keep = united([Sinks(SINKS), *(part.clustered(fewer) for part in plan.parts)])
         found.append(Candidate(replace(plan, keep=keep, rest=plan.rest.clustered(fewer)), candidate.slots))
@@ -87,13 +90,19 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
 
 def _split(slots: int, width: int, heavy: float, window: float, rank: float) -> Candidate | None:
     """The plan of these shares, None where no two means are left."""
-    outliers, ranks, near = int(slots * heavy), int(slots * rank), int(slots * window) | 1
+    outliers, ranks, near = int(slots * heavy), int(slots * rank), int(slots * window) | 1 if window else 0
+    if not window:
+        outliers = max(1, outliers)
     means = slots - outliers - ranks - near
     if ranks:  # the factors of the first-order term cost means / width slots
         means -= -(-means // (width + 1))
     if means < 2:
         return None
-    keep: Selector = Window(near)
+    if not window:
+        keep: Selector = Outliers(outliers, means, cohorts=COHORTS)
+        rest = ClusterMeans(means, ranks, cohorts=COHORTS)
+        return Candidate(Plan(keep, rest, exact_if_faster=True), slots, (heavy, window, rank))
+    keep = Window(near)
     if outliers:
         keep = Outliers(outliers, means) | keep
     return Candidate(Plan(keep, ClusterMeans(means, ranks), exact_if_faster=True), slots, (heavy, window, rank))

@@ -98,7 +98,8 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
         keys.append(s.key)
         values.append(s.value)
         bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
-        total, label, share = s.total, s.label, s.share
+        total = s.total
+        label, share = (s.label, s.share) if s.mass is None else (None, None)
         if s.left is not None and s.right is not None:
             rank, factor, bounds = s.left.shape[-1], s.factor, s.bounds
             keys.append(s.left.mT)

@@ -108,6 +108,9 @@ def _means(x: Inputs, stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
         return None if tensor is None else tensor.to(dtype)
 
     label, share = stand_ins.label, stand_ins.share.float()
+    if stand_ins.mass is not None:  # no key is looked up
+        label = torch.zeros((*share.shape[:2], x.keys), dtype=torch.int64, device=share.device)
+        share = torch.zeros_like(label, dtype=torch.float32)
     peak = share.new_zeros(stand_ins.total.shape).scatter_reduce_(-1, label, share, "amax")
     peak = torch.where(peak > 0, peak, 1.0)
     bias = peak.log() if stand_ins.bias is None else stand_ins.bias.float() + peak.log()

@@ -1,0 +1,132 @@
+"""What cohorts of queries see of the keys: those that each should keep, and sums with weights as each sees them.
+
+With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the members
+of a cluster weigh
+
+    e_hj = exp(t (g_hj - g_hc)),   t = 0.8, exponents clamped to +-2:
+
+the average that a query of the cohort takes, or nearly so. Cohorts are narrow, so t is nearer to one than where one
+average must serve all queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fewkeys.native as native
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.sketch.backend import COMPILED
+from fewkeys.sketch.clusters import Clusters, frame
+from fewkeys.sketch.cohorts import Cohorts, own_importance
+from fewkeys.sketch.sums import label_sums
+
+TILT = 0.8
+LARGEST_TILT = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class Tilted:
+    """Sums over the keys of every cluster that a cohort does not keep, each key weighing e_hj.
+
+    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `rows` (B, Hkv, H, C, D + Dv):
+    of centred keys and values; `weight` (B, Hkv, Nk): what a key weighs in all cohorts together; `importance`
+    (B, Hkv, H, C): g_hc.
+    """
+
+    mass: Tensor
+    energy: Tensor
+    rows: Tensor
+    weight: Tensor
+    importance: Tensor
+
+
+def best(inputs: Inputs, known: Cohorts, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """For every cohort the `count` real keys of largest `m_h . k_j + offset_j`, offset (B, Hkv, Nk): places
+    (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
+    """
+    x, count = inputs, min(count, inputs.keys)
+    if x.valid is not None:
+        offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
+    if x.impl in COMPILED and native.readable(x.key, offset, known.mean):
+        return native.best(x.key.detach(), known.mean, offset, count)
+    top = (known.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2)).topk(count, -1)
+    index, order = top.indices.sort(-1)
+    return index, (top.values > -torch.inf).gather(-1, order)
+
+
+def tilted_sums(inputs: Inputs, known: Cohorts, found: Clusters, index: Tensor, used: Tensor) -> Tilted:
+    """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`. Gradients flow through keys and
+    values, not through what they weigh. Cost O(n H (D + Dv)).
+    """
+    x, middle = inputs, frame(inputs).mean
+    with torch.no_grad():
+        level = _levels(x, known, found)
+    told = {"label": found.label, "own": own_importance(x, known), "middle": middle, "mean": known.mean}
+    told |= {"level": level, "index": index, "used": used}
+    compiled = x.impl in COMPILED and native.readable(x.key, x.value, known.mean, level)
+    mass, energy, rows, weight = _Sums.apply(x.key, x.value, x.valid, told, compiled)  # type: ignore[no-untyped-call]
+    return Tilted(mass, energy, rows, weight, level)
+
+
+def _levels(x: Inputs, known: Cohorts, found: Clusters) -> Tensor:
+    """g_hc: that of a cluster's mean key and mean `k^T W k / 2`."""
+    own, count = own_importance(x, known), found.importance.shape[-1]
+    real = torch.ones_like(own) if x.valid is None else x.valid[:, None].to(own.dtype).expand_as(own).contiguous()
+    size, quad = own.new_zeros((2, *own.shape[:2], count)).unbind()
+    size.scatter_add_(-1, found.label, real).clamp_min_(1)
+    quad.scatter_add_(-1, found.label, real * own)
+    total, _ = label_sums(x.key.detach(), x.value[..., :0].detach(), found.label, real, count, x.impl)
+    return known.mean @ (total / size.unsqueeze(-1) - frame(x).mean).mT + (quad / size).unsqueeze(2)
+
+
+def _weights(key: Tensor, real: Tensor | None, told: dict[str, Tensor]) -> Tensor:
+    """e_hj (B, Hkv, H, Nk), zero for padding and for keys that the cohort keeps."""
+    label = told["label"].unsqueeze(2).expand(-1, -1, told["mean"].shape[2], -1)
+    exponent = told["mean"] @ (working(key) - told["middle"]).mT + told["own"].unsqueeze(2)
+    e = exponent.sub_(told["level"].gather(-1, label)).mul_(TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    if real is not None:
+        e.mul_(real[:, None, None])
+    return e.scatter_reduce_(-1, told["index"], (~told["used"]).to(e.dtype), "prod")
+
+
+class _Sums(torch.autograd.Function):
+    """Mass, energy, rows and weight; the rows' gradients are of keys and values, one cohort after another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, real: Tensor | None, told: dict[str, Tensor], compiled: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(key, value, *told.values())
+        ctx.real, ctx.names = real, tuple(told)
+        if compiled:
+            found = native.tilt(key, value, {**told, "real": real}, tilt=TILT, largest=LARGEST_TILT)
+        else:
+            e, label, level = _weights(key, real, told), told["label"], told["level"]
+            where = label.unsqueeze(2).expand_as(e)
+            mass, energy = level.new_zeros((2, *level.shape)).unbind()
+            mass.scatter_add_(-1, where, e)
+            energy.scatter_add_(-1, where, e * (2 * told["own"]).unsqueeze(2))
+            both = torch.cat([working(key) - told["middle"], working(value)], -1)
+            rows = both.new_zeros((*level.shape, both.shape[-1]))
+            for h in range(e.shape[2]):
+                rows[:, :, h].scatter_add_(2, label.unsqueeze(-1).expand_as(both), both * e[:, :, h].unsqueeze(-1))
+            found = mass, energy, rows, e.sum(2)
+        ctx.mark_non_differentiable(found[0], found[1], found[3])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, gradient: Tensor, _weight: Tensor) -> Any:
+        key, value, *parts = ctx.saved_tensors
+        told = dict(zip(ctx.names, parts, strict=True))
+        e, label = _weights(key.detach(), ctx.real, told), told["label"]
+        where = label.unsqueeze(-1).expand(*label.shape, gradient.shape[-1])
+        found = gradient.new_zeros(where.shape)
+        for h in range(e.shape[2]):
+            found = found + gradient[:, :, h].gather(2, where) * e[:, :, h].unsqueeze(-1)
+        to_key, to_value = found.split([key.shape[-1], value.shape[-1]], -1)
+        return to_key.to(key.dtype), to_value.to(value.dtype), None, None, None

@@ -1,0 +1,139 @@
+"""Cohorts: equal sets of similar queries, what each sees of the keys, and sums that have exact gradients."""
+
+import pytest
+import torch
+
+import fewkeys as fk
+import fewkeys.sketch.tilted as tilted
+from cases import SHAPES
+from fewkeys.core.validation import check_inputs
+from fewkeys.sketch.cohorts import cohorts, split
+from native_cases import needs_compiler
+
+
+def sets(place):
+    """Every cohort's places, as sets: (R, count)."""
+    return [[frozenset(own[own >= 0].tolist()) for own in one] for one in place]
+
+
+@pytest.mark.parametrize("many", [1, 3, 64, 70, 401])
+@pytest.mark.parametrize("count", [1, 2, 8, 64])
+def test_a_split_is_balanced_and_has_every_row_once(many, count):
+    rows = torch.randn(3, many, 5, generator=torch.Generator().manual_seed(many))
+    place = split(rows, count, "torch")
+    most = -(-many // count)
+    assert place.shape == (3, count, most)
+    for one in sets(place):
+        assert sorted(i for own in one for i in own) == list(range(many))
+        assert [len(own) for own in one] == [min(most, max(0, many - most * i)) for i in range(count)]
+
+
+def test_a_split_finds_far_sets_of_rows():
+    g = torch.Generator().manual_seed(0)
+    centre = 20 * torch.randn(4, 6, generator=g)
+    whose = torch.arange(4).repeat_interleave(9)[torch.randperm(36, generator=g)]
+    rows = centre[whose] + torch.randn(36, 6, generator=g)
+    found = split(rows[None], 4, "torch")[0]
+    assert all(len(set(whose[own].tolist())) == 1 for own in found)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("many", "count"), [(33, 4), (70, 32), (300, 8), (3000, 32)])
+def test_the_kernel_splits_as_torch_does(many, count):
+    rows = torch.randn(2, many, 11, generator=torch.Generator().manual_seed(1))
+    assert sets(split(rows, count, "native")) == sets(split(rows, count, "torch"))
+
+
+def test_statistics_of_cohorts_are_those_of_their_queries():
+    q, k, v = SHAPES["grouped"].draw()
+    found = cohorts(check_inputs(q, k, v, scale=0.7), 4)
+    rows = 0.7 * q.unflatten(1, (2, 3)).flatten(2, 3)
+    for b in range(2):
+        for g in range(2):
+            own = [rows[b, g][place[place >= 0]] for place in found.place[b, g]]
+            torch.testing.assert_close(found.mean[b, g], torch.stack([part.mean(0) for part in own]))
+            off = torch.cat([part - part.mean(0) for part in own])
+            torch.testing.assert_close(found.within[b, g], off.mT @ off / len(off))
+
+
+def told(x, h, clusters, kept):
+    """What sums are told where scores decide nothing: random shares of the keys."""
+    g = torch.Generator().manual_seed(5)
+    heads = (x.batch, x.kv_heads)
+    index = torch.stack([torch.randperm(x.keys, generator=g)[:kept] for _ in range(4 * h)]).view(*heads, h, kept)
+    return {
+        "label": torch.randint(clusters, (*heads, x.keys), generator=g),
+        "own": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
+        "middle": torch.randn(*heads, 1, x.head_dim, generator=g, dtype=x.key.dtype),
+        "mean": torch.zeros(*heads, h, x.head_dim, dtype=x.key.dtype),
+        "level": torch.rand(*heads, h, clusters, generator=g, dtype=x.key.dtype),
+        "index": index,
+        "used": torch.rand(*heads, h, kept, generator=g) > 0.2,
+    }
+
+
+def test_sums_have_exact_gradients():
+    """With cohorts that are indifferent, weights do not move with the keys."""
+    q, k, v = SHAPES["grouped"].draw()
+    x = check_inputs(q[:, :, :9], k[:, :, :9], v[:, :, :9])
+    facts = told(x, 2, 3, 2)
+    key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda k, v: tilted._Sums.apply(k, v, None, facts, False)[2], (key, value))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("h", [2, 32, 40])
+def test_the_kernel_adds_up_what_torch_does(h, dtype):
+    q, k, v = SHAPES["padded"].draw(dtype=torch.float32)
+    x = check_inputs(q, k, v, lengths=torch.tensor([70, 33]))
+    facts = told(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=torch.Generator().manual_seed(2))}
+    key, value = x.key.to(dtype), x.value.to(dtype)
+    found = tilted._Sums.apply(key, value, x.valid, facts, True)
+    for one, other in zip(found, tilted._Sums.apply(key, value, x.valid, facts, False), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5 * float(other.abs().max()))
+
+
+def test_every_cohort_keeps_what_it_should():
+    """The lists are those of the best keys by the scores that the docstring states."""
+    q, k, v = SHAPES["cross"].draw()
+    keep = fk.Outliers(4, 6, cohorts=4)
+    x = check_inputs(q, k, v)
+    from fewkeys.sketch.clusters import clusters, frame
+
+    mask, known = keep.select(x).to_mask(), cohorts(x, 4)
+    key, distance = x.key - frame(x).mean, clusters(x, 6).distance
+    for h in range(4):
+        mean = known.mean[:, :, h].unsqueeze(2)
+        score = (key * mean).sum(-1) + 0.5 * ((key @ known.within) * key).sum(-1) + distance.log()
+        best = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(4).indices, True)
+        for b in range(2):
+            for head in range(2):
+                own = known.place[b, head, h]
+                assert torch.equal(mask[b, head, own[own >= 0]].all(0), best[b, head])
+
+
+def test_more_cohorts_are_nearer_to_exact_attention():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (2 * torch.randn(1, 2, 256, 16, generator=g) for _ in range(3))
+    exact = fk.attention(q, k, v)
+    off = [
+        fk.metrics.output_error(
+            fk.attention(q, k, v, keep=fk.Outliers(12, 8, cohorts=c), rest=fk.ClusterMeans(8, 4, cohorts=c)), exact
+        )
+        for c in (1, 8, 64)
+    ]
+    assert off[2] < 0.8 * off[1] < 0.8 * off[0]
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="Outliers cohorts: expected a power of two, got 3"):
+        fk.Outliers(4, 4, cohorts=3)
+    with pytest.raises(ValueError, match="stands alone"):
+        fk.Outliers(4, 4, cohorts=2) | fk.Window(3)
+    with pytest.raises(ValueError, match=r"keep: ClusterMeans\(cohorts=4\) needs rules for the same cohorts"):
+        fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4, cohorts=4))
+    with pytest.raises(ValueError, match=r"cohorts=1, got Outliers"):
+        fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4))
+    with pytest.raises(ValueError, match=r"rest: ClusterMeans\(cohorts=2\) is defined for Softmax"):
+        fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4, cohorts=2), fk.Power(2.0))
