@@ -151,8 +151,8 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
 
     Nine sixteenths of the slots are outliers kept exactly, an eighth is the first-order term (one slot a rank), and the
     others are cluster means, all for each of 32 cohorts of similar queries; the split was chosen by measurement on
-    all-MiniLM-L6-v2 (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average over a block,
-    and the others means of everything before them.
+    all-MiniLM-L6-v2 (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average
+    over a block, and the others means of everything before them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """
