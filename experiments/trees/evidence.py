@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 128])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="rows")
     parser.add_argument("--places", type=Fraction, nargs="+", default=[Fraction(1, 3)], help="shares of a text")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help="of retrieval")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the prompts of retrieval")
     given = parser.parse_args(arguments)
     try:
@@ -104,7 +105,7 @@ def _cells(given: argparse.Namespace) -> Iterator[Cell]:
             if "heads" in given.only:
                 yield {"kind": "heads", **of}, lambda stretch=stretch: heads.judge(stretch())
         if "retrieval" in given.only:
-            for (method, slots), seed, task in product(rows, given.seeds, TASKS):
+            for (method, slots), seed, task in product(rows, given.seeds, given.tasks):
                 of = {"kind": "retrieval", "task": task, "length": length, "seed": seed}
                 judge = lambda *case: _retrieve(loaded()[0], maker(), *case)  # noqa: E731
                 yield {**of, "method": method, "slots": slots}, partial(judge, task, length, seed, method, slots)

@@ -21,12 +21,12 @@ EXACT, OURS = "exact", "fewkeys"
 SINKS = 4
 PLANS: dict[str, Callable[[int], fk.Plan]] = {
     OURS: lambda slots: fk.budget(slots, is_causal=True),
-    "oracle": lambda slots: fk.Plan(fk.TopK(slots)),
     "constant memory": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
 }
 """Plans whose queries pay as many slots whatever the data."""
 RULES: dict[str, Callable[[int], Rule]] = {
+    "oracle": lambda slots: Chosen(fk.TopK(slots)),
     "Quest": Quest,
     "Quest, scoring free": lambda slots: Quest(slots, free=True),
     "Multipole": Multipole,

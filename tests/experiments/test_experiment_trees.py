@@ -47,7 +47,7 @@ def test_rules_with_room_for_all_are_exact(name):
 
 
 @pytest.mark.parametrize("name", methods.RULES)
-@pytest.mark.parametrize("at", [130, 200, 299])
+@pytest.mark.parametrize("at", [144, 200, 299])  # the first begins half a block, and a page
 def test_rules_are_causal_to_the_last_bit(name, at):
     query, key, value = rows()
     before, _ = attend(methods.RULES[name](SLOTS), query, key, value)
@@ -69,6 +69,7 @@ def test_rules_pay_what_they_are_given(name, slots):
         place = torch.arange(look.start, look.stop)
         kept = (look.kept & (torch.arange(look.stop) <= place[:, None])).sum(-1)
         assert (kept <= place + 1).all()
+        assert name == "oracle" or look.kept.diagonal(look.start, -2, -1).all()  # the query's own key
         paid = kept if "free" in name else kept + look.scored
         assert (paid <= slots).float().mean() > 0.8
         if name.startswith(("Quest", "Multipole")):
@@ -123,7 +124,10 @@ def test_accounts():
     worth = torch.zeros(1, 1, 8)
     assert unlikeness(worth, key[:, :, :1, None], key, used).argmax() == 3
     query = key[:, :, 3][:, :, None] * 20
-    assert attention_so_far(worth, query, key, used).argmax() == 3
+    once = attention_so_far(worth, query, key, used)
+    assert once.argmax() == 3
+    assert once.sum() == pytest.approx(1)
+    torch.testing.assert_close(attention_so_far(once, query, key, used), 2 * once)
 
 
 def test_every_method_is_in_the_table_and_restores_the_model():
