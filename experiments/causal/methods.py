@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from experiments.causal.eviction import attention_so_far, held
 from torch import Tensor, nn
 
 import fewkeys as fk
@@ -50,38 +51,19 @@ def replaced(model: Any, method: str, slots: int) -> Iterator[None]:
 
 
 class _Accumulated:
-    """Heavy-hitter eviction: half of the slots are the latest keys, half those of most attention so far.
-
-    Each new token attends to the slots and itself; its weights are added to each slot's account (over the query heads
-    of a key head), and when the slots are full, of the keys that are not among the latest the one of the smallest
-    account is let go for ever (Zhang et al., "H2O", 2023). Played step by step over the whole sequence.
-    """
+    """Heavy-hitter eviction: half of the slots are the latest keys, half those of most attention so far."""
 
     def __init__(self, slots: int) -> None:
-        self.slots, self.recent = slots, slots // 2
+        self.slots = slots
 
     def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         query, key, value = inputs.query * inputs.scale, inputs.key, inputs.value
-        batch, heads, tokens, _ = key.shape
-        query = query.unflatten(1, (heads, -1))
-        size = min(self.slots, tokens)
-        place = torch.full((batch, heads, size), -1)
-        account = torch.zeros(batch, heads, size)
+        own = query.unflatten(1, (key.shape[1], -1))
         outputs = []
-        for now in range(tokens):
-            if now < size:
-                spot = torch.full((batch, heads, 1), now)
-            else:
-                # The slot to be written: of the old ones, the least attended.
-                old = place <= now - self.recent
-                spot = account.masked_fill(~old, torch.inf).argmin(-1, keepdim=True)
-            place.scatter_(-1, spot, now)
-            account.scatter_(-1, spot, 0.0)
+        for now, place in enumerate(held(query, key, self.slots, attention_so_far)):
             index = place.clamp_min(0).unsqueeze(-1)
             k = key.gather(2, index.expand(-1, -1, -1, key.shape[-1]))
             v = value.gather(2, index.expand(-1, -1, -1, value.shape[-1]))
-            scores = (query[:, :, :, now] @ k.mT).masked_fill((place < 0).unsqueeze(2), -torch.inf)
-            weights = scores.softmax(-1)
-            account += weights.sum(2)
-            outputs.append(weights @ v)
+            scores = (own[:, :, :, now] @ k.mT).masked_fill((place < 0).unsqueeze(2), -torch.inf)
+            outputs.append(scores.softmax(-1) @ v)
         return torch.stack(outputs, 3).flatten(1, 2)

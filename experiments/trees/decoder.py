@@ -1,0 +1,34 @@
+"""A Hugging Face decoder, its tokenizer, and texts."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewkeys.integrations.quiet import quiet
+
+
+def load(folder: str, gguf: str | None) -> tuple[Any, Any]:
+    """Model, in float32, and tokenizer. `gguf`: its file of quantised weights, if it has no others."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = {"gguf_file": gguf} if gguf else {}
+    with quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **found)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **found)
+        except OSError as error:
+            raise ValueError(f"--model: cannot load {folder} ({str(error).splitlines()[0]})") from None
+    return model.eval(), tokenizer
+
+
+def read_text(path: Path) -> str:
+    """A text, plain or gzipped."""
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text: cannot read {path}: {error}") from None

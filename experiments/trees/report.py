@@ -1,0 +1,159 @@
+"""The figures as tables and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any
+
+from experiments.trees.heads import SLOTS
+from experiments.trees.methods import EXACT, METHODS, OURS
+from experiments.trees.tasks import TASKS
+
+Cells = list[dict[str, Any]]
+
+
+def table(cells: Cells) -> str:
+    """Markdown: perplexity by text and length, retrieval by length, heads."""
+    parts = [*_perplexity(_of(cells, "perplexity")), *_retrieval(_of(cells, "retrieval")), *_heads(_of(cells, "heads"))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _of(cells: Cells, kind: str) -> Cells:
+    return [{**cell, **cell["of"]} for cell in cells if cell["of"]["kind"] == kind]
+
+
+def _rows(cells: Cells) -> list[tuple[str, int]]:
+    """Methods and slots, by slots, in the order of the methods."""
+    found = {(cell["method"], cell["slots"]) for cell in cells if cell["method"] != EXACT}
+    return sorted(found, key=lambda row: (-row[1], METHODS.index(row[0])))
+
+
+def _name(method: str, slots: int) -> str:
+    return f"**{method} {slots}**" if method == OURS else f"{method} {slots}"
+
+
+def _markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _perplexity(cells: Cells) -> list[str]:
+    found = []
+    for text, length in dict.fromkeys((cell["text"], cell["length"]) for cell in cells):
+        mine = [cell for cell in cells if (cell["text"], cell["length"]) == (text, length)]
+        exact = {cell["place"]: cell["perplexity"] for cell in mine if cell["method"] == EXACT}
+        places = list(exact)
+        head = ["method and slots", "paid", *(f"from {place} (exact {exact[place]:.2f})" for place in places)]
+        rows = []
+        for row in _rows(mine):
+            own = {cell["place"]: cell for cell in mine if (cell["method"], cell["slots"]) == row}
+            shown = [
+                f"{own[place]['ratio']:.3f} (KL {own[place]['kl']:.3f})" if place in own else "not measured yet"
+                for place in places
+            ]
+            rows.append([_name(*row), f"{mean(cell['paid'] for cell in own.values()):.0f}", *shown])
+        found.append(_markdown(f"{text}, {length:,} tokens: perplexity over exact attention's", head, rows))
+    return found
+
+
+def _retrieval(cells: Cells) -> list[str]:
+    found = []
+    for length in dict.fromkeys(cell["length"] for cell in cells):
+        mine = [cell for cell in cells if cell["length"] == length]
+        exact = {(cell["task"], cell["seed"]): cell for cell in mine if cell["method"] == EXACT}
+        tasks = [task for task in TASKS if any(cell["task"] == task for cell in mine)]
+        rows = []
+        for row in [(EXACT, 0), *_rows(mine)]:
+            own = [cell for cell in mine if (cell["method"], cell["slots"]) == row]
+            own = [cell for cell in own if (cell["task"], cell["seed"]) in exact]
+            if not own:
+                continue
+            pairs = [(cell, exact[cell["task"], cell["seed"]]) for cell in own]
+            share = sum(cell["right"] for cell in own) / max(1, sum(best["right"] for _, best in pairs))
+            lost = mean(best["likelihood"] - cell["likelihood"] for cell, best in pairs)
+            shown = []
+            for task in tasks:
+                some = [cell for cell in own if cell["task"] == task]
+                right, answers = (sum(cell[name] for cell in some) for name in ("right", "answers"))
+                shown.append(f"{right:.0f} / {answers:.0f}" if some else "not measured yet")
+            name = EXACT if row[0] == EXACT else _name(*row)
+            paid = mean(cell["paid"] for cell in own)
+            rows.append([name, f"{paid:.0f}", *shown, f"{share:.2f}", f"{lost:.2f}"])
+        head = ["method and slots", "paid", *tasks, "share of exact's", "log-likelihood lost"]
+        found.append(_markdown(f"Retrieval at {length:,} tokens: answers that are right", head, rows))
+    return found
+
+
+def _heads(cells: Cells) -> list[str]:
+    found = []
+    for cell in cells:
+        columns = {"keys that hold 99 % of the mass": _flat(cell["needed"])}
+        for slots in SLOTS:
+            columns[f"error, {slots} slots"] = _flat(cell["errors"][str(slots)])
+            columns[f"error, {slots} best keys"] = _flat(cell["oracle"][str(slots)])
+        cuts = {"lowest": min, "10th percentile": _cut(10), "median": _cut(50), "90th percentile": _cut(90)}
+        cuts |= {"highest": max, "mean": mean}
+        rows = []
+        for name, values in columns.items():
+            digits = 0 if "keys that" in name else 3
+            rows.append([name, *(f"{cut(values):.{digits}f}" for cut in cuts.values())])
+        title = f"{cell['text']}, {cell['length']:,} tokens: what the heads need"
+        found.append(_markdown(title, ["", *cuts], rows))
+    return found
+
+
+def _cut(percent: int) -> Any:
+    return lambda values: quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def _flat(layers: Sequence[Sequence[float]]) -> list[float]:
+    return [value for layer in layers for value in layer]
+
+
+def save_figure(cells: Cells, path: Path) -> None:
+    """Perplexity and retrieval against the slots paid, at the shortest length of each; heads by layer."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    text, recall, heads = figure.subplots(1, 3)
+    colours = {method: f"C{place}" for place, method in enumerate(METHODS[1:])}
+    _scatter(text, _of(cells, "perplexity"), lambda own, _: mean(cell["ratio"] for cell in own), colours)
+    text.set_yscale("log")
+    text.set(title="perplexity over exact attention's", xlabel="slots paid")
+    text.yaxis.set_minor_formatter("{x:.2f}")
+    text.yaxis.set_major_formatter("{x:.2f}")
+    _scatter(recall, _of(cells, "retrieval"), _share, colours)
+    recall.set(title="right answers, share of exact attention's", xlabel="slots paid")
+    for cell in _of(cells, "heads")[:1]:
+        needed = [sorted(layer) for layer in cell["needed"]]
+        image = heads.imshow(list(zip(*needed, strict=True)), aspect="auto", cmap="magma_r", origin="lower")
+        figure.colorbar(image, ax=heads)
+        heads.set(title="keys that hold 99 % of a head's mass", xlabel="layer", ylabel="head, sorted")
+    figure.legend(*text.get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _share(own: Cells, exact: Cells) -> float:
+    best = {(cell["task"], cell["seed"]): cell["right"] for cell in exact}
+    return sum(cell["right"] for cell in own) / max(1, sum(best[cell["task"], cell["seed"]] for cell in own))
+
+
+def _scatter(axes: Any, cells: Cells, figure: Any, colours: dict[str, str]) -> None:
+    """One line a method, over its slots, at the shortest length; of what was measured for it."""
+    if not cells:
+        return
+    length = min(cell["length"] for cell in cells)
+    cells = [cell for cell in cells if cell["length"] == length]
+    exact = [cell for cell in cells if cell["method"] == EXACT]
+    axes.axhline(1.0, color="black", linewidth=1)
+    for method, colour in colours.items():
+        points = []
+        for slots in sorted({cell["slots"] for cell in cells if cell["method"] == method}):
+            own = [cell for cell in cells if (cell["method"], cell["slots"]) == (method, slots)]
+            points.append((mean(cell["paid"] for cell in own), figure(own, exact)))
+        if points:
+            width = 2.5 if method == OURS else 1
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=width, label=method, color=colour)
+    axes.text(0.98, 0.02, f"{length:,} tokens", transform=axes.transAxes, ha="right", va="bottom")
