@@ -11,7 +11,7 @@ from fewkeys.core.files import read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
 from fewkeys.core.records import build
-from fewkeys.core.validation import check_count
+from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
 from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
 from fewkeys.select import PARTS, SELECTORS, KeyTree, Outliers, RecentBlocks, Selector, Window, united
@@ -19,8 +19,6 @@ from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
 FILE = "plan.json"
-COHORTS = 32
-"""Of the recommended plan: as many as a kernel looks at together."""
 
 
 @dataclass(frozen=True)
@@ -142,17 +140,22 @@ class _Description:
     exact_if_faster: bool
 
 
-def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "constant"] = "all") -> Plan:
+def budget(
+    slots: int, *, is_causal: bool = False, memory: Literal["all", "constant"] = "all", cohorts: int = 1
+) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
     `memory` is of causal plans: "all" keeps every key at hand, so that each query finds its own (docs/trees.md);
     "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for shards. Below 64
     slots, too few to descend a tree, both are the same.
 
-    Nine sixteenths of the slots are outliers kept exactly, an eighth is the first-order term (one slot a rank), and the
-    others are cluster means, all for each of 32 cohorts of similar queries; the split was chosen by measurement on
-    all-MiniLM-L6-v2 (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average
-    over a block, and the others means of everything before them.
+    A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
+    (one slot a rank), and the others are cluster means; the split was chosen by measurement on all-MiniLM-L6-v2
+    (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average over a block,
+    and the others means of everything before them.
+
+    `cohorts`, a power of two such as 32, without causality: similar queries share outliers and means of their own, and
+    no window is needed. About half the error at equal slots, for more time to prepare: docs/method.md has both.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """
@@ -161,6 +164,8 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
         raise ValueError(f"memory: expected 'all' or 'constant', got {memory!r}")
     if memory == "constant" and not is_causal:
         raise ValueError("memory: expected 'all' without is_causal=True, got 'constant'; only a causal plan forgets")
+    if check_cohorts("budget", cohorts) > 1 and is_causal:
+        raise ValueError(f"cohorts: expected 1 with is_causal=True, got {cohorts}; cohorts see all queries at once")
     if is_causal and memory == "all" and slots >= LEAST:
         return Plan(KeyTree(slots), TreeMeans(), Softmax(), exact_if_faster=True)
     if is_causal:
@@ -172,9 +177,12 @@ def budget(slots: int, *, is_causal: bool = False, memory: Literal["all", "const
     if slots < 8:
         rest = ClusterMeans(slots - 1) if slots > 1 else Drop()
         return Plan(Window(1), rest, Softmax(), exact_if_faster=slots > 1)
-    rank, outliers = slots // 8, slots * 9 // 16
+    rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1
+    if cohorts > 1:
+        outliers, window = slots * 9 // 16, 0
     # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
     factors = 1 + slots // 128 if rank else 0
-    means = slots - rank - outliers - factors
-    rest = ClusterMeans(means, rank, cohorts=COHORTS)
-    return Plan(Outliers(outliers, means, cohorts=COHORTS), rest, Softmax(), exact_if_faster=True)
+    means = slots - rank - outliers - window - factors
+    kept: Selector = Outliers(outliers, means, cohorts=cohorts)
+    rest = ClusterMeans(means, rank, cohorts)
+    return Plan(kept | Window(window) if window else kept, rest, Softmax(), exact_if_faster=True)

@@ -137,3 +137,13 @@ def test_refusals():
         fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4))
     with pytest.raises(ValueError, match=r"rest: ClusterMeans\(cohorts=2\) is defined for Softmax"):
         fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4, cohorts=2), fk.Power(2.0))
+
+
+def test_budget_with_cohorts_has_their_lists_and_means():
+    plan = fk.budget(64, cohorts=32)
+    assert plan == fk.Plan(fk.Outliers(36, 19, cohorts=32), fk.ClusterMeans(19, 8, 32), exact_if_faster=True)
+    assert fk.budget(64, cohorts=1) == fk.budget(64)
+    with pytest.raises(ValueError, match=r"^budget cohorts: expected a power of two, got 3"):
+        fk.budget(64, cohorts=3)
+    with pytest.raises(ValueError, match=r"^cohorts: expected 1 with is_causal=True, got 2"):
+        fk.budget(64, is_causal=True, cohorts=2)

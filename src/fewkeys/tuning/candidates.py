@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from fewkeys.plan import COHORTS, Plan, budget
+from fewkeys.plan import Plan, budget
 from fewkeys.rest import ClusterMeans, RunningMeans
 from fewkeys.select import Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
 HEAVY, WINDOW, RANK = (0.0, 1 / 16, 3 / 16, 5 / 16), (1 / 4, 5 / 8), (0.0, 1 / 8, 1 / 4)
-COHORT_HEAVY = (1 / 4, 1 / 2, 3 / 4)
+COHORTS, COHORT_HEAVY = 32, (1 / 4, 1 / 2, 3 / 4)
 """Shares of the slots. What they leave is cluster means. Without a window, queries are in cohorts."""
 STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
 STEP_SLOTS = 1 / 8
