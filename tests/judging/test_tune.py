@@ -144,9 +144,12 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     assert max(candidate.slots for candidate in found[:-1]) < keys  # who pays for every key may have every key
     near = [other for candidate in found[1:20:5] for other in variants(candidate, width=64)]
     for candidate in [*found[:-1:7], *near[::3]]:
-        kept = candidate.plan.keep.graph(query, key, value, is_causal=is_causal).slots()[0, 0].float()
-        by_block = isinstance(candidate.plan.rest, fk.RunningMeans | fk.TreeMeans)
-        kept = kept[256:768].mean() if by_block else kept.max()
+        graph = candidate.plan.keep.graph(query, key, value, is_causal=is_causal)
+        kept = graph.to_mask()[0, 0].sum(-1).float()
+        if isinstance(candidate.plan.rest, fk.TreeMeans):
+            kept = graph.slots()
+        else:
+            kept = kept[256:768].mean() if isinstance(candidate.plan.rest, fk.RunningMeans) else kept.max()
         assert candidate.plan.slots(float(kept), 32, 32) <= candidate.slots + 1e-9, candidate
 
 
