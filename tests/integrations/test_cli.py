@@ -16,6 +16,7 @@ import transformers
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
+from fewkeys.core.files import read_json
 from fewkeys.integrations.transformers import apply, load_model
 from fewkeys.judge.result import Report
 from fewkeys.judge.standard import standard_plans
@@ -125,7 +126,7 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
 def test_json_is_all_that_is_on_stdout(run, tmp_path):
     code, out, _ = run(flags=["--json"], slots=4, out=tmp_path / "out")
     assert code == 0
-    assert json.loads(out) == json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    assert json.loads(out) == read_json(tmp_path / "out", "results.json")
 
 
 def test_options_reach_the_run_and_the_report(run):
@@ -318,7 +319,7 @@ def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     out = tmp_path / "out"
     code, shown, err = run("tune", ["--json"], out=out, slots=None, **{"max-error": 0.2})
     assert code == 0, err
-    assert json.loads(shown) == json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert json.loads(shown) == read_json(out, "results.json")
     assert ModelPlan.from_pretrained(out).record["error"] <= 0.2
     refused(run("tune", out=tmp_path / "new", sequences=1), "--text", "at least 2 sequences")
     refused(run("tune", out=tmp_path / "new", **{"max-error": 0.2}), "not allowed with")

@@ -155,11 +155,11 @@ def test_a_number_added_to_all_scores_changes_little(shift):
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_scores_that_overflow_give_no_number(dtype):
+def test_scores_that_would_overflow_take_all_and_touch_no_other_row(dtype):
     q, k, v = (x.clone() for x in SHAPES["plain"].draw(dtype=dtype))
     q[0, 0, 35, 0], k[0, 0, 36, 0] = 1e30, 1e30
     found = fk.attention(q, k, v, keep=fk.Window(9), impl="auto")
-    assert found[0, 0, 35].isnan().all()
+    torch.testing.assert_close(found[0, 0, 35], v[0, 0, 36])
     assert found[0, 0, :30].isfinite().all()
     assert found[1].isfinite().all()
 

@@ -80,7 +80,10 @@ def check_finite(**tensors: Tensor) -> list[float]:
     """
     if torch.compiler.is_compiling():
         return [0.0] * len(tensors)
-    ends = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]
+    ends = [
+        torch.stack(tensor.detach().aminmax()).double() if tensor.numel() else tensor.new_zeros(2, dtype=torch.float64)
+        for tensor in tensors.values()
+    ]
     largest: list[float] = torch.stack(ends).abs().amax(-1).tolist()
     if all(map(math.isfinite, largest)):
         return largest

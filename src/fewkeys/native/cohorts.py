@@ -44,7 +44,7 @@ def halve(rows: Tensor, count: int) -> Tensor:
     """What `sketch.cohorts.split` promises, of float32 rows (R, m, F)."""
     sets, many, dim = rows.shape
     rows, each = rows.contiguous(), -(-many // count)
-    place = torch.empty((sets, count, each), dtype=torch.int64)
+    place = torch.empty((sets, count, each), dtype=torch.int64, device="cpu")
     told = pointers({"rows": rows, "place": place})
     call("fewkeys_halve", _Halves(**told, sets=sets, rows_each=many, dim=dim, count=count))
     return place
@@ -57,7 +57,10 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
     (key,), mean, offset = alike(key), mean.contiguous(), offset.contiguous()
     batch, heads, keys, dim = key.shape
     shape = (*mean.shape[:3], count)
-    index, used = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.uint8)
+    index, used = (
+        torch.empty(shape, dtype=torch.int64, device="cpu"),
+        torch.empty(shape, dtype=torch.uint8, device="cpu"),
+    )
     told = pointers({"mean": mean, "offset": offset, "index": index, "used": used})
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
     call("fewkeys_best", _Best(key=Rows.of(key), **told, **sizes), key.dtype)
