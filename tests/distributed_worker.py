@@ -360,7 +360,7 @@ def what_is_not_supported_is_said(rank, world):
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=fk.KeyNorm(3)))
     raises(ValueError, "ridge: expected 0, or a positive", lambda: fkd.leverage_scores(k, 3.0, 0.1))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
-    raises(ValueError, "key: expected a tensor on cpu", lambda: fkd.leverage_scores(k.to("meta")))
+    raises(ValueError, "key: expected a tensor whose numbers can be read", lambda: fkd.leverage_scores(k.to("meta")))
     raises(ValueError, "timeout: expected a finite number in (0.0", lambda: fkd.Communicator(timeout=0))
 
 
