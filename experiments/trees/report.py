@@ -54,7 +54,8 @@ def _perplexity(cells: Cells) -> list[str]:
                 for place in places
             ]
             rows.append([_name(*row), f"{mean(cell['paid'] for cell in own.values()):.0f}", *shown])
-        found.append(_markdown(f"{text}, {length:,} tokens: perplexity over exact attention's", head, rows))
+        if rows:
+            found.append(_markdown(f"{text}, {length:,} tokens: perplexity over exact attention's", head, rows))
     return found
 
 

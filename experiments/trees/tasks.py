@@ -29,14 +29,10 @@ Stone Cloud""".split()  # noqa: SIM905
 
 @dataclass(frozen=True)
 class Word:
-    """An answer's part that is judged: where in the answer, and instead of which others; none: of all tokens.
-
-    `right`: all that are right there, this one included. A part with alternatives is judged by its first token.
-    """
+    """A part of an answer that is judged: among others, by its first token, or, without others, among all tokens."""
 
     text: str
     others: Sequence[str] = ()
-    right: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Judged:
-    """Token `place` is the answer's; `right` are the right ones among `among`, or among all where that is empty."""
+    """Token `place` belongs to an answer, and is judged among tokens `among`, or among all where there are none."""
 
     place: int
-    right: tuple[int, ...]
+    token: int
     among: tuple[int, ...]
     answer: int
 
@@ -73,19 +69,18 @@ class Prompt:
 def score(logits: Tensor, prompt: Prompt) -> dict[str, float]:
     """`logits` (N - first, V) of the tokens from `prompt.first` on.
 
-    right, answers: how many answers are right, of how many; likelihood: the mean, over judged tokens, of the log of the
-    probability of the right ones among the others; rank: the mean rank of the best right one, from 1.
+    right, answers: how many answers are right, of how many; likelihood: the mean, over judged tokens, of the log of
+    their probability among the others; rank: their mean rank, from 1.
     """
     wrong, likelihood, ranks = set(), 0.0, 0.0
     for one in prompt.judged:
         row = logits[one.place - 1 - prompt.first].double()
         among = row[list(one.among)] if one.among else row
-        best = row[list(one.right)].max()
-        above = int((among > best).sum())
+        above = int((among > row[one.token]).sum())
         if above:
             wrong.add(one.answer)
         ranks += above + 1
-        likelihood += float(row[list(one.right)].logsumexp(0) - among.logsumexp(0))
+        likelihood += float(row[one.token] - among.logsumexp(0))
     answers, count = len({one.answer for one in prompt.judged}), len(prompt.judged)
     return {
         "right": answers - len(wrong),
@@ -141,12 +136,11 @@ class Maker:
     def common(self, length: int, seed: int, count: int = 8, often: int = 30, seldom: int = 3) -> Prompt:
         """A list of words, `count` of which come `often`, all others `seldom`: which are the common ones?
 
-        Each answer is judged among all words of the list that were not named yet.
+        Each answer is judged against three seldom words, drawn by lot.
         """
         rng = random.Random(seed)
         words = rng.sample(self.words, len(self.words))
         common, others = words[:count], words[count:]
-        rng.shuffle(common)
         task = "Memorize which words come most often in the following list."
         answer: list[str | Word] = ["The most common words are:"]
 
@@ -155,8 +149,10 @@ class Maker:
             listed = common * often + own * seldom
             random.Random(seed).shuffle(listed)
             parts: list[str | Word] = []
+            lots = random.Random(seed)
             for place, word in enumerate(common):
-                parts += [" ", Word(word, own, common[place:]), "," if place < count - 1 else "."]
+                against = lots.sample(own, min(3, len(own)))
+                parts += [" ", Word(word, against), "," if place < count - 1 else "."]
             turn = Turn(f"What are the {count} most common words of the list?", (*answer, *parts))
             return self._prompt(f"{task}\n{' '.join(listed)}", [turn])
 
@@ -197,17 +193,13 @@ class Maker:
                     answer += 1
                     first = next(i for i, end in enumerate(ends) if end > at)
                     last = next(i for i, end in enumerate(ends) if end >= at + len(told))
-                    if part.others or part.right:
-                        right = self._firsts(part.right or (told,))
-                        among = tuple(dict.fromkeys((*self._firsts(part.others), *right)))
-                        judged.append(Judged(first, right, among, answer))
+                    if part.others:
+                        among = {self._first(word) for word in (told, *part.others)}
+                        judged.append(Judged(first, ids[first], tuple(sorted(among)), answer))
                     else:
-                        judged += [Judged(i, (ids[i],), (), answer) for i in range(first, last + 1)]
+                        judged += [Judged(i, ids[i], (), answer) for i in range(first, last + 1)]
                 at += len(told)
         return Prompt(torch.tensor([ids]), tuple(judged))
-
-    def _firsts(self, words: Sequence[str]) -> tuple[int, ...]:
-        return tuple(self._first(word) for word in words)
 
     def _first(self, word: str) -> int:
         """The first token of a word after a space."""

@@ -175,10 +175,10 @@ def test_prompts_hold_their_answers(maker, tokenizer, task, seed):
     places = [one.place for one in prompt.judged]
     assert places == sorted(set(places))
     for one in prompt.judged:
-        assert int(prompt.tokens[0, one.place]) in one.right
-        assert set(one.right) <= set(one.among or one.right)
+        assert prompt.tokens[0, one.place] == one.token
+        assert one.token in (one.among or [one.token])
         # The answer is in the text before the first question, or nobody could know it.
-        assert int(prompt.tokens[0, one.place]) in prompt.tokens[0, : prompt.first]
+        assert one.token in prompt.tokens[0, : prompt.first]
     asked = {"few needles": 8, "many needles": 8, "variable tracking": 12, "common words": 8}[task]
     assert len({one.answer for one in prompt.judged}) == asked
     told = tokenizer.decode(prompt.tokens[0])
@@ -186,6 +186,11 @@ def test_prompts_hold_their_answers(maker, tokenizer, task, seed):
         assert told.count("The magic number of") == 8 + (8 if task == "few needles" else 32)
     if task == "variable tracking":
         assert all(len(one.among) in (0, 12) for one in prompt.judged)
+    if task == "common words":
+        assert all(len(one.among) == 4 for one in prompt.judged)
+        listed = told[: told.index("What are")].split()
+        named = [word.strip(",.") for word in told[told.index("words are:") :].split()[2:]]
+        assert [listed.count(word) for word in named] == [30] * 8
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -194,14 +199,14 @@ def test_scores_of_who_knows_and_of_who_does_not(maker, task):
     rows = prompt.tokens.shape[1] - prompt.first
     logits = torch.zeros(rows, int(prompt.tokens.max()) + 1)
     for one in prompt.judged:
-        logits[one.place - 1 - prompt.first, prompt.tokens[0, one.place]] = 20.0
+        logits[one.place - 1 - prompt.first, one.token] = 20.0
     best = tasks.score(logits, prompt)
     assert best["right"] == best["answers"]
     assert best["rank"] == 1
     assert best["likelihood"] > -1e-3
     # One wrong token spoils one answer.
     first = prompt.judged[0]
-    other = next(token for token in first.among or range(9) if token not in first.right)
+    other = next(token for token in first.among or range(9) if token != first.token)
     logits[first.place - 1 - prompt.first, other] = 30.0
     spoiled = tasks.score(logits, prompt)
     assert spoiled["right"] == best["right"] - 1
