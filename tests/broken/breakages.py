@@ -36,6 +36,7 @@ ODD = Law("02_impls_agree", "odd_dimensions")
 ROUNDED = Law("02_impls_agree", "rounding")
 GRADIENTS = Law("02_impls_agree", "their_gradients_agree")
 PAST_GRADIENTS = Law("02_impls_agree", "their_causal_gradients_agree")
+TREE_GRADIENTS = Law("02_impls_agree", "gradients_through_what_kernels_prepare and tree")
 GRADCHECK = Law("02_gradients", "gradcheck")
 PADDED = Law("03_masked_is_deleted", "native")
 CAUSAL = Law("04_causal_means_causal", "native")
@@ -46,7 +47,7 @@ TRITON_ONCE = Law("07_no_double_counting", "triton")
 WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
 TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 
-NEAR, BLOCKS, DESCEND = "native/near.h", "native/blocks.h", "native/descend.h"
+NEAR, BLOCKS, DESCEND = "native/near.h", "native/blocks.h", "native/descender.h"
 
 BREAKAGES = (
     Breakage(
@@ -286,6 +287,27 @@ BREAKAGES = (
         "const int64_t h = head * p.gqa_ratio + (first + i) / length, n",
         "const int64_t h = head * p.gqa_ratio, n",
         (AGREE,),
+    ),
+    Breakage(
+        "trees, gradients: spreads count where they are cut off",
+        "native/descend_back.h",
+        "slope[c] = closed.at[c].spread * p.curve > p.highest ? 0.0f : p.curve * closed.grad[c];",
+        "slope[c] = p.curve * closed.grad[c];",
+        (TREE_GRADIENTS,),
+    ),
+    Breakage(
+        "trees, gradients: variances of children do not count for those above them",
+        "native/forest.h",
+        "add(to + dim, own + dim, 1.0f / FOUR, dim);",
+        "",
+        (TREE_GRADIENTS,),
+    ),
+    Breakage(
+        "trees, gradients: the mean gradient leaves out the keys of leaves",
+        "native/descend_back.h",
+        "mean += mean_of(leaf, i, leaf_row.data(), inverse);",
+        "mean_of(leaf, i, leaf_row.data(), inverse);",
+        (GRADIENTS, TREE_GRADIENTS),
     ),
     Breakage(
         "trees: leaves' means leave out a key",

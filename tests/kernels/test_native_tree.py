@@ -11,6 +11,8 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.execute import native as native_plans
 from fewkeys.execute import reference
 from fewkeys.execute import torch as torch_plans
+from fewkeys.execute.dispatch import EXECUTORS
+from fewkeys.execute.native import descent
 from fewkeys.execute.problem import Problem
 from fewkeys.native import build, counters
 from fewkeys.tree import native
@@ -204,12 +206,56 @@ def test_what_comes_later_changes_no_bit(cut):
     assert torch.equal(begun, whole[:, :, :cut])
 
 
-def test_gradients_are_left_to_torch():
-    q, k, v = (rows.requires_grad_() for rows in LONG.draw(dtype=torch.float32))
-    told = problem_of(check_inputs(q, k, v, is_causal=True), 64)
-    assert "expected no gradients" in str(native_plans.unsupported(told))
-    with torch.no_grad():
-        assert native_plans.unsupported(told) is None
+def gradients(shape, dtype, impl, rest=True, by=1.0):
+    """Of queries, keys and values, through choices and nodes of float32 inputs."""
+    q, k, v = (rows.to(dtype) for rows in shape.draw(dtype=torch.float32))
+    tensors = [rows.requires_grad_() for rows in (by * q, k, v)]
+    x = check_inputs(*tensors, **shape.options, impl=impl)
+    output = EXECUTORS[impl].attend(problem_of(x, 64, rest))
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.autograd.grad(output, tensors, direction)
+
+
+@pytest.mark.parametrize("rest", [True, False])
+@pytest.mark.parametrize("form", ["long, odd", "long, whole", "cross padded", "causal padded", "some queries"])
+def test_gradients_are_those_of_torch(form, rest):
+    """Of trees, nodes and answers that torch makes in float64. Longer queries: spreads count up to some size."""
+    for by in (1.0, 3.0):
+        found = gradients(FORMS[form], torch.float32, "native", rest, by)
+        for fast, slow in zip(found, gradients(FORMS[form], torch.float64, "torch", rest, by), strict=True):
+            assert (fast - slow).abs().max() <= 1e-5 * slow.abs().max()
+
+
+def test_gradients_in_bfloat16():
+    found = gradients(LONG, torch.bfloat16, "native")
+    for fast, slow in zip(found, gradients(LONG, torch.bfloat16, "torch"), strict=True):
+        assert fast.dtype == torch.bfloat16
+        assert (fast - slow).abs().max() <= 2**-6 * slow.abs().max()
+
+
+@pytest.mark.parametrize("form", ["long", "cross padded"])
+def test_threads_change_no_bit_of_gradients(form):
+    one, three = (threads(count, lambda: gradients(FORMS[form], torch.float32, "native")) for count in (1, 3))
+    assert all(map(torch.equal, one, three))
+
+
+def test_weights_of_zero_carry_no_gradient():
+    """Queries so long that all but one key's weight is nothing: finite, and as torch has them."""
+    found = gradients(LONG, torch.float32, "native", by=1e4)
+    assert all(bool(part.isfinite().all()) for part in found)
+    assert 0 < int((found[2] != 0).any(-1).sum()) < found[2][..., 0].numel()
+
+
+def test_derivatives_of_gradients():
+    """Through the operations of torch."""
+    shape, found = replace(LONG, batch=1, queries=150, keys=150, head_dim=3), []
+    for impl in ("native", "torch"):
+        tensors = [rows.requires_grad_() for rows in shape.draw(dtype=torch.float32)]
+        told = problem_of(check_inputs(*tensors, is_causal=True, impl=impl), 64)
+        first = torch.autograd.grad(EXECUTORS[impl].attend(told).square().sum(), tensors, create_graph=True)
+        found.append(torch.autograd.grad(sum(part.square().sum() for part in first), tensors))
+    for fast, slow in zip(*found, strict=True):
+        assert (fast - slow).abs().max() <= 1e-5 * slow.abs().max()
 
 
 def test_a_window_beside_the_tree_is_left_to_torch():
@@ -227,8 +273,11 @@ def test_arithmetic_grows_linearly_and_memory_hardly(monkeypatch):
         q, k, v = torch.randn(3, 1, 1, tokens, 16, generator=g)
         told = problem_of(check_inputs(q, k, v, is_causal=True), 64)
         counters()
-        threads(1, lambda: native_plans.attend(told))  # noqa: B023 - called at once
-        found.append(counters())
-    few, many = found
-    assert 3.5 * few["multiply_adds"] < many["multiply_adds"] < 4.5 * few["multiply_adds"], found
-    assert 0 < many["bytes"] < 2 * few["bytes"], found
+        output = threads(1, lambda: native_plans.attend(told))  # noqa: B023 - called at once
+        forward = counters()
+        threads(1, lambda: descent.gradients(told, output))  # noqa: B023 - called at once
+        found.append((forward, counters()))
+    for few, many in zip(*found, strict=True):
+        assert 3.5 * few["multiply_adds"] < many["multiply_adds"] < 4.5 * few["multiply_adds"], found
+        assert 0 < many["bytes"] < 2 * few["bytes"], found
+    assert 1.5 < found[0][1]["multiply_adds"] / found[0][0]["multiply_adds"] < 5

@@ -103,6 +103,7 @@ FORMS = {"grouped": PLANS, "cross padded": PLANS} | dict.fromkeys(
     ("causal grouped", "causal padded", "causal with offset"), CAUSAL_PLANS
 )
 ODD = [*((plan, False) for plan in SOME_PLANS.values()), *((plan, True) for plan in RUNNING_PLANS.values())]
+PAST = RUNNING_PLANS | {"tree means": PLANS["key tree, tree means"]}
 CASES = [pytest.param(plan, form, id=f"{name}-{form}") for form, plans in FORMS.items() for name, plan in plans.items()]
 
 
@@ -132,7 +133,7 @@ def test_their_gradients_agree(plan, form, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["causal grouped", "causal padded"])
-@pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
+@pytest.mark.parametrize("plan", PAST.values(), ids=PAST)
 def test_their_causal_gradients_agree(plan, form, dtype):
     assert_alike(answers(plan, CAUSAL_SHAPES[form], dtype, grad=True), dtype)
 
@@ -185,15 +186,23 @@ def test_what_kernels_prepare_is_what_torch_prepares(plan, form):
     assert (fast - slow).abs().max() <= 10 * UNITS[torch.float32] * slow.abs().max()
 
 
+BACKWARDS = [
+    *((name, form, None) for name, p in PAST.items() if p.weights == fk.Softmax() for form in ("grouped", "padded")),
+    ("tree means", "grouped", 2.0),
+]
+
+
 @needs_compiler
-@pytest.mark.parametrize("form", ["causal grouped", "causal padded"])
-@pytest.mark.parametrize("name", [n for n, p in RUNNING_PLANS.items() if p.weights == fk.Softmax()])
-def test_gradients_through_what_kernels_prepare(name, form):
-    """The same, backwards through the past, which `answers` makes once for all executors."""
-    plan, shape, found = RUNNING_PLANS[name], CAUSAL_SHAPES[form], []
+@pytest.mark.parametrize(("name", "form", "scale"), BACKWARDS)
+def test_gradients_through_what_kernels_prepare(name, form, scale):
+    """The same, backwards through the past and the nodes of trees, which `answers` makes once for all executors.
+
+    Large scores: spreads count up to some size.
+    """
+    plan, shape, found = PAST[name], CAUSAL_SHAPES[f"causal {form}"], []
     for impl in ("native", "torch"):
         inputs = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
-        output = fk.attention(*inputs, plan=plan, impl=impl, **shape.options)
+        output = fk.attention(*inputs, plan=plan, impl=impl, scale=scale, **shape.options)
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         found.append(torch.autograd.grad(output, inputs, direction))
     for fast, slow in zip(*found, strict=True):

@@ -2,7 +2,7 @@
 // share are compiled once.
 #include "blocks_back.h"
 #include "cohorts.h"
-#include "descend.h"
+#include "descend_back.h"
 #include "forest.h"
 #include "keys.h"
 #include "lloyd.h"
@@ -36,6 +36,7 @@ EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(lloyd, Lloyd)
 EXPORT_BY_DTYPE(descend, Descend)
+EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT(scan_back, PastBack)
@@ -44,6 +45,7 @@ EXPORT(split, Split)
 EXPORT(grow, Trees)
 EXPORT(roots, TreeRoots)
 EXPORT(summarise, Summaries)
+EXPORT(summarise_back, SummariesBack)
 
 FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
   return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
@@ -74,7 +76,9 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Trees);
   SIZE_OF(TreeRoots);
   SIZE_OF(Summaries);
+  SIZE_OF(SummariesBack);
   SIZE_OF(Descend);
+  SIZE_OF(DescendBack);
 #undef SIZE_OF
   return -1;
 }

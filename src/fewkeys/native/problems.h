@@ -208,6 +208,13 @@ struct Summaries {
   int64_t heads, trees, places, dim, value_dim, count;
 };
 
+struct SummariesBack {
+  Summaries of;
+  const int64_t *from;  // (count): tables of gradients that come, as `tables`
+  float *key, *value;   // (H, n, D), (H, n, Dv): zeros, to be added to
+  int64_t keys;
+};
+
 // Softmax over what every query finds by descending a forest: `fewkeys.tree.descent`.
 struct Descend {
   Rows query, key, value, out;
@@ -220,6 +227,15 @@ struct Descend {
   int64_t count, sequences, heads, gqa_ratio, places, dim, value_dim, sinks;
   int64_t shown;  // whether unopened nodes stand in
   float scale, reach, curve, highest;
+};
+
+struct DescendBack {
+  Descend of;          // its output is not read
+  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
+  float *query;        // (B, Hq, Nq, D)
+  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, to be added to
+  const int64_t *to;   // tables of zeros, to be added to: `TableTo` in `forest.h`
+  int64_t queries, keys;
 };
 
 }  // namespace fewkeys

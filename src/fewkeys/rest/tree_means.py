@@ -38,7 +38,9 @@ class TreeMeans(Rest):
         if not (torch.is_grad_enabled() and (inputs.key.requires_grad or inputs.value.requires_grad)):
             return NodeStandIns(tuple(walk.nodes for walk in walks))
         rows = [(walk.sequences.rows(inputs.key), walk.sequences.rows(inputs.value)) for walk in walks]
-        return NodeStandIns(tuple(summarise(walk.forest, *own) for walk, own in zip(walks, rows, strict=True)))
+        return NodeStandIns(
+            tuple(summarise(walk.forest, *own, inputs.impl) for walk, own in zip(walks, rows, strict=True))
+        )
 
     def slots(self, head_dim: int, value_dim: int) -> float:
         return 0.0

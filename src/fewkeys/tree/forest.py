@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.impl import Impl
-from fewkeys.native.tensors import suits
+from fewkeys.native.tensors import readable, suits
 from fewkeys.sketch.backend import COMPILED
 from fewkeys.tree import native
 from fewkeys.tree.metric import VALUES, features, roots
@@ -158,14 +159,55 @@ def summarise(forest: Forest, key: Tensor, value: Tensor, impl: Impl = "auto") -
     `impl`: as of `grow`. Means and variances of a node are those of its children's means, and of their variances:
     `var = mean of var_c + mean of (mean_c - mean)^2`. Cost O(n log n (D + Dv)).
     """
-    if forest.stands and _compiled(impl, key, value):
+    if forest.stands and impl in COMPILED and key.dtype == torch.float32 and readable(key, value):
+        found: Sequence[Tensor] = _Summarised.apply(forest, key, value)  # type: ignore[no-untyped-call]
+        return {size: Table(*found[3 * at : 3 * at + 3]) for at, size in enumerate(_sizes(forest))}
+    return _summarise(forest, key, value)
+
+
+def _sizes(forest: Forest) -> list[int]:
+    """Those of the nodes, leaves first."""
+    sizes = [LEAF]
+    while sizes[-1] * BRANCH <= max(forest.stands):
+        sizes.append(sizes[-1] * BRANCH)
+    return sizes
+
+
+class _Summarised(torch.autograd.Function):
+    """Mean keys, mean values and variances, size after size, by compiled kernels in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, forest: Forest, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         _, keys, base = _places(forest.trees())
-        sizes = [LEAF]
-        while sizes[-1] * BRANCH <= max(forest.stands):
-            sizes.append(sizes[-1] * BRANCH)
-        rows = {one: int(keys[keys >= one].sum()) // one for one in sizes}
+        rows = {one: int(keys[keys >= one].sum()) // one for one in _sizes(forest)}
         tables = native.summarise(key, value, forest.order, keys, base, rows)
-        return {one: Table(*own) for one, own in tables.items()}
+        found = tuple(part for own in tables.values() for part in own)
+        ctx.forest = forest
+        ctx.save_for_backward(key, value, *found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        key, value, *found = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # Derivatives of the gradients go through torch's operations.
+            key, value = key.view_as(key), value.view_as(value)
+            tables = _summarise(ctx.forest, key, value)
+            parts = [
+                part
+                for one in _sizes(ctx.forest)
+                for part in (tables[one].key, tables[one].value, tables[one].variance)
+            ]
+            return None, *torch.autograd.grad(parts, (key, value), gradients, create_graph=True)
+        _, keys, base = _places(ctx.forest.trees())
+        by_size = [
+            {size: rows[3 * at : 3 * at + 3] for at, size in enumerate(_sizes(ctx.forest))}
+            for rows in (found, gradients)
+        ]
+        return None, *native.summarise_back(key, value, ctx.forest.order, keys, base, *by_size)
+
+
+def _summarise(forest: Forest, key: Tensor, value: Tensor) -> dict[int, Table]:
     parts: dict[int, list[Table]] = {}
     for stand in forest.stands.values():
         size, last = LEAF, slice(stand.base, stand.base + stand.count * stand.size)

@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers
-
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-
-
-class _Split(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("rows", "order")),
-        *((name, _SIZE) for name in ("count", "size", "dim")),
-    )
-
-
-class _Trees(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("key", "value")),
-        *((name, _POINTER) for name in ("root", "size", "start", "base", "kind", "order")),
-        *((name, _SIZE) for name in ("heads", "trees", "roots", "places", "dim", "value_dim")),
-        ("value_weight", ctypes.c_float),
-    )
-
-
-class _TreeRoots(ctypes.Structure):
-    _fields_ = (
-        ("query", Rows),
-        *((name, _POINTER) for name in ("asking", "stop", "turn", "root")),
-        *((name, _SIZE) for name in ("heads", "gqa_ratio", "turns", "count", "dim")),
-        ("ridge", ctypes.c_float),
-    )
-
-
-class _Summaries(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("key", "value")),
-        *((name, _POINTER) for name in ("order", "size", "base", "tables")),
-        *((name, _SIZE) for name in ("heads", "trees", "places", "dim", "value_dim", "count")),
-    )
+from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 
 
 def split(rows: Tensor) -> Tensor:
@@ -52,7 +17,7 @@ def split(rows: Tensor) -> Tensor:
     rows = rows.contiguous()
     order = rows.new_empty(rows.shape[:2], dtype=torch.int64)
     sizes = dict(zip(("count", "size", "dim"), rows.shape, strict=True))
-    call("fewkeys_split", _Split(**pointers({"rows": rows, "order": order}), **sizes))
+    call("fewkeys_split", struct("Split")(**pointers({"rows": rows, "order": order}), **sizes))
     return order
 
 
@@ -76,7 +41,7 @@ def grow(
     order = torch.empty((heads, places), dtype=torch.int64, device="cpu")
     held: dict[str, Tensor | None] = {"root": root, "size": size, "start": start, "base": base, "kind": kind}
     held = {name: None if part is None else part.contiguous() for name, part in held.items()} | {"order": order}
-    told = _Trees(
+    told = struct("Trees")(
         key=Rows.of(key),
         value=Rows.of(value),
         **pointers(held),
@@ -103,7 +68,7 @@ def roots(query: Tensor, asking: Tensor, stop: Tensor, turn: Tensor, ridge: floa
     root = query.new_empty((heads, turn.numel(), dim, dim))
     held = {"asking": asking.contiguous(), "stop": stop.contiguous(), "turn": turn.contiguous(), "root": root}
     sizes = {"heads": heads, "gqa_ratio": gqa_ratio, "turns": stop.numel(), "count": turn.numel(), "dim": dim}
-    call("fewkeys_roots", _TreeRoots(query=Rows.of(query), **pointers(held), **sizes, ridge=ridge))
+    call("fewkeys_roots", struct("TreeRoots")(query=Rows.of(query), **pointers(held), **sizes, ridge=ridge))
     return root
 
 
@@ -115,26 +80,54 @@ def summarise(
     order (H, R); size and base (trees,), int64: how many keys, and from where on in the order. rows: how many nodes
     there are of each size, the leaves first.
     """
-    key, value, order = dense(key.unsqueeze(1)), dense(value.unsqueeze(1)), order.contiguous()
-    heads, dim, value_dim = key.shape[0], key.shape[3], value.shape[3]
-    found = {
-        size: tuple(key.new_empty((heads, count, width)) for width in (dim, value_dim, dim))
-        for size, count in rows.items()
-    }
-    tables = torch.tensor(
-        [[*(part.data_ptr() for part in own), rows[size], size] for size, own in found.items()], device="cpu"
-    )
-    held = {"order": order, "size": size.contiguous(), "base": base.contiguous(), "tables": tables}
-    told = _Summaries(
+    dims = (key.shape[2], value.shape[2], key.shape[2])
+    found = {size: tuple(key.new_empty((key.shape[0], count, width)) for width in dims) for size, count in rows.items()}
+    told, _alive = _summaries(key, value, order, size, base, found)
+    call("fewkeys_summarise", told)
+    return {size: (own[0], own[1], own[2]) for size, own in found.items()}
+
+
+def summarise_back(
+    key: Tensor,
+    value: Tensor,
+    order: Tensor,
+    size: Tensor,
+    base: Tensor,
+    nodes: Mapping[int, Sequence[Tensor]],
+    gradients: Mapping[int, Sequence[Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """The gradients (H, n, D) and (H, n, Dv) of keys and values, given those of what `summarise` found, `nodes`."""
+    to = [torch.zeros_like(rows, memory_format=torch.contiguous_format) for rows in (key, value)]
+    told, _alive = _summaries(key, value, order, size, base, nodes)
+    tables, _kept = _tables(gradients)
+    held = {"from": tables, "key": to[0], "value": to[1]}
+    call("fewkeys_summarise_back", struct("SummariesBack")(of=told, **pointers(held), keys=key.shape[1]))
+    return to[0], to[1]
+
+
+def _summaries(
+    key: Tensor, value: Tensor, order: Tensor, size: Tensor, base: Tensor, nodes: Mapping[int, Sequence[Tensor]]
+) -> tuple[Told, Any]:
+    """What kernels are told of nodes, and what must live as long."""
+    key, value = dense(key.unsqueeze(1)), dense(value.unsqueeze(1))
+    tables, kept = _tables(nodes)
+    held = {"order": order.contiguous(), "size": size.contiguous(), "base": base.contiguous(), "tables": tables}
+    told = struct("Summaries")(
         key=Rows.of(key),
         value=Rows.of(value),
         **pointers(held),
-        heads=heads,
+        heads=key.shape[0],
         trees=size.numel(),
         places=order.shape[1],
-        dim=dim,
-        value_dim=value_dim,
-        count=len(found),
+        dim=key.shape[3],
+        value_dim=value.shape[3],
+        count=len(nodes),
     )
-    call("fewkeys_summarise", told)
-    return {size: (own[0], own[1], own[2]) for size, own in found.items()}
+    return told, (key, value, held, kept)
+
+
+def _tables(nodes: Mapping[int, Sequence[Tensor]]) -> tuple[Tensor, Any]:
+    """Where mean keys, mean values and variances lie, leaves first; and what must live as long."""
+    kept = {size: [part.contiguous() for part in nodes[size]] for size in sorted(nodes)}
+    numbers = [[*(part.data_ptr() for part in own), own[0].shape[1], size] for size, own in kept.items()]
+    return torch.tensor(numbers, device="cpu"), kept

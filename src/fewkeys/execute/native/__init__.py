@@ -30,8 +30,6 @@ def unsupported(problem: Problem) -> str | None:
     s = problem.stand_ins
     if problem.graph.descent is not None:
         plain = readable(*descent.read(problem))
-        if plain and wants_gradient(*descent.read(problem)):
-            return "expected no gradients through keys that each query finds in a tree, got tensors that require them"
     elif isinstance(s, BlockStandIns):
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
@@ -46,9 +44,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward`, `backward` or `descent` has it."""
-    if problem.graph.descent is not None:
-        return descent.attend(problem)
+    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward` or `backward` has it."""
     return backward.attend(problem) if _wants_gradient(problem) else forward.attend(problem)
 
 
@@ -78,6 +74,8 @@ def _form(problem: Problem) -> str | None:
 
 def _wants_gradient(problem: Problem) -> bool:
     x, s = problem.inputs, problem.stand_ins
+    if problem.graph.descent is not None:
+        return wants_gradient(*descent.read(problem))
     if not isinstance(s, BlockStandIns):
         return wants_gradient(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
     # Means that have yet to be made depend on the keys and values, and on what they were before.

@@ -1,6 +1,7 @@
 """Softmax attention where somebody asks for gradients: compiled kernels in both directions.
 
-`native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks.
+`native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks;
+`native/descend_back.h`: what every query finds in a tree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import torch as by_torch
-from fewkeys.execute.native import forward
+from fewkeys.execute.native import descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, pointers, struct
@@ -31,12 +32,15 @@ def attend(problem: Problem) -> Tensor:
     of the gradients go through torch's operations. Cost 5/2 that of the output.
     """
     x = problem.inputs
-    output: Tensor = _Attended.apply(problem, x.query, x.key, x.value, *_parts(problem.stand_ins))  # type: ignore[no-untyped-call]
+    output: Tensor = _Attended.apply(problem, x.query, x.key, x.value, *_parts(problem))  # type: ignore[no-untyped-call]
     return output
 
 
-def _parts(stand_ins: StandIns | BlockStandIns | NodeStandIns | None) -> tuple[Tensor, ...]:
+def _parts(problem: Problem) -> tuple[Tensor, ...]:
     """What carries gradients."""
+    stand_ins = problem.stand_ins
+    if problem.graph.descent is not None:
+        return descent.parts(problem)
     if isinstance(stand_ins, BlockStandIns):
         return (stand_ins.states.rows,)
     if not isinstance(stand_ins, StandIns):
@@ -48,7 +52,9 @@ def _parts(stand_ins: StandIns | BlockStandIns | NodeStandIns | None) -> tuple[T
 def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Tensor) -> Problem:
     """The same problem of these tensors."""
     x, s = replace(problem.inputs, query=query, key=key, value=value), problem.stand_ins
-    if isinstance(s, BlockStandIns):
+    if isinstance(s, NodeStandIns):
+        s = descent.of(s, parts)
+    elif isinstance(s, BlockStandIns):
         s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
     elif isinstance(s, StandIns):
         s = replace(s, key=parts[0], value=parts[1], left=parts[2] if parts[2:] else None)
@@ -69,12 +75,15 @@ class _Attended(torch.autograd.Function):
         problem = _of(ctx.problem, *given)
         if torch.is_grad_enabled():
             output = by_torch.attend(problem)
-            return None, *torch.autograd.grad(output, given, gradient, create_graph=True)
+            return None, *torch.autograd.grad(output, given, gradient, create_graph=True, allow_unused=True)
         x = problem.inputs
         x = replace(x, query=dense(x.query), key=dense(x.key), value=dense(x.value))
         gradient = dense(gradient.to(x.query.dtype))
         graph, s = problem.graph, problem.stand_ins
-        if problem.by_block:
+        found: Sequence[Tensor]
+        if graph.descent is not None:
+            found = descent.gradients(replace(problem, inputs=x), gradient)
+        elif problem.by_block:
             means = s.states if isinstance(s, BlockStandIns) else None
             found = _blocks_back(x, cast(Columns, graph.columns), means, gradient)
         else:

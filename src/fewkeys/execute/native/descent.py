@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers, struct
+from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.rest.base import NodeStandIns
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
 from fewkeys.tree.forest import Nodes, Table
@@ -60,8 +61,53 @@ def _parts(table: Table) -> tuple[Tensor, Tensor, Tensor]:
     return table.key, table.value, table.variance
 
 
+def parts(problem: Problem) -> tuple[Tensor, ...]:
+    """What carries gradients, beside queries, keys and values: of all nodes."""
+    if not isinstance(problem.stand_ins, NodeStandIns):
+        return ()
+    return tuple(part for nodes in problem.stand_ins.nodes for table in nodes.values() for part in _parts(table))
+
+
+def of(stand_ins: NodeStandIns, given: Sequence[Tensor]) -> NodeStandIns:
+    """The same nodes, of these `parts`."""
+    left = iter(given)
+    return NodeStandIns(
+        tuple({size: Table(next(left), next(left), next(left)) for size in nodes} for nodes in stand_ins.nodes)
+    )
+
+
+def gradients(problem: Problem, gradient: Tensor) -> list[Tensor]:
+    """Those of queries, keys, values and `parts`, in float32, given that of the output, in the dtype of the inputs."""
+    x, shown = problem.inputs, isinstance(problem.stand_ins, NodeStandIns)
+    found = [rows.new_zeros(rows.shape, dtype=torch.float32) for rows in (x.query, x.key, x.value)]
+    for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
+        # Its output is not read: any rows will do.
+        told, _alive = _told(problem, walk, nodes, gradient)
+        to = [torch.zeros_like(part) for table in nodes.values() if shown for part in _parts(table)]
+        numbers = [
+            number
+            for at, (size, table) in enumerate(nodes.items())
+            if shown
+            for number in (*(part.data_ptr() for part in to[3 * at : 3 * at + 3]), table.key.shape[1], size)
+        ]
+        tables = (ctypes.c_int64 * len(numbers))(*numbers)
+        held = pointers(dict(zip(("query", "key", "value"), found[:3], strict=True)))
+        back = struct("DescendBack")(
+            of=told, out=Rows.of(gradient), **held, to=ctypes.addressof(tables), queries=x.queries, keys=x.keys
+        )
+        call("fewkeys_descend_back", back, x.query.dtype)
+        found += to
+    return found
+
+
 def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
     """Write the output of some sequences."""
+    told, _alive = _told(problem, walk, nodes, output)
+    call("fewkeys_descend", told, problem.inputs.query.dtype)
+
+
+def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[Told, Any]:
+    """What kernels are told of some sequences, and what must live as long."""
     x, own, forest = problem.inputs, walk.sequences, walk.forest
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
     tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
@@ -80,9 +126,10 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
     numbers = [number for one in tables for number in (*(part.data_ptr() for part in one), one[0].shape[1])]
     held = {"steps": steps, "levels": levels, "runs": runs, "tables": numbers}
     arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
+    numbers_of = {"batch": own.batch, "real": own.real, "seen": seen, "order": order}
     told = struct("Descend")(
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
-        **pointers({"batch": own.batch, "real": own.real, "seen": seen, "order": order}),
+        **pointers(numbers_of),
         **{name: ctypes.addressof(array) for name, array in arrays.items()},
         count=len(own.steps),
         sequences=x.batch if own.batch is None else own.batch.numel(),
@@ -98,4 +145,4 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
         curve=CURVE,
         highest=HIGHEST,
     )
-    call("fewkeys_descend", told, x.query.dtype)
+    return told, (query, key, value, tables, numbers_of, arrays)

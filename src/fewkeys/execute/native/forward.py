@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.execute.native import descent
 from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
@@ -42,6 +43,8 @@ def attend(problem: Problem) -> Tensor:
     O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """
     inputs, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
+    if graph.descent is not None:
+        return descent.attend(problem)
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
     output = value.new_empty((*query.shape[:3], x.value_dim))
