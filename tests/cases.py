@@ -110,6 +110,7 @@ GROUPED = {
 """Plans whose stand-ins are of the selector's own groups."""
 TREES = {
     "key tree, tree means": Case(Plan(fk.KeyTree(64), fk.TreeMeans()), by_position=True, grows=True),
+    "key tree until a share, tree means": Case(Plan(fk.KeyTree(64, 0.9), fk.TreeMeans()), by_position=True, grows=True),
     "larger key tree, tree means": Case(Plan(fk.KeyTree(67), fk.TreeMeans()), by_position=True, grows=True),
     "key tree, drop, entmax": Case(Plan(fk.KeyTree(65), weights=fk.Entmax(1.5)), by_position=True, grows=True),
 }

@@ -15,6 +15,7 @@ from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
 from fewkeys.flow import prepare
 from fewkeys.plan import Plan
+from fewkeys.tree.descent import Descent
 
 NAMES = {
     "reference": "the dense reference",
@@ -34,6 +35,9 @@ class Explanation:
         exact_ms, plan_ms: what both are expected to take, None where that is not asked.
         executor: which code runs the plan, by the name that `impl` has for it; None for exact attention.
         uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
+        slots, mass: of a plan whose queries stop at a share of their mass (`KeyTree(slots, mass)`), what they pay on
+            average, and the mean share of the mass on keys that they keep: at least, where it is certified, else
+            estimated. None of other plans.
     """
 
     runs: Literal["exact", "plan"]
@@ -42,11 +46,15 @@ class Explanation:
     plan_ms: float | None = None
     executor: str | None = None
     uncompiled: str | None = None
+    slots: float | None = None
+    mass: float | None = None
 
     def __str__(self) -> str:
         if self.executor is None:
             return f"runs exact attention: {self.reason}"
         told = f"runs the plan, by {NAMES[self.executor]}: {self.reason}"
+        if self.slots is not None and self.mass is not None:
+            told += f"; {self.slots:.1f} slots a query keep {self.mass:.4f} of its mass"
         return told if self.uncompiled is None else f"{told}; no compiled kernels: {self.uncompiled}"
 
 
@@ -67,8 +75,13 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
         return found
     if plan.rest.needs_causal and x.offset:
         x = x.from_start()
-    executor, uncompiled = dispatch.choose(prepare(x, plan))
-    return replace(found, executor=executor, uncompiled=uncompiled)
+    problem = prepare(x, plan)
+    executor, uncompiled = dispatch.choose(problem)
+    found = replace(found, executor=executor, uncompiled=uncompiled)
+    descent = problem.graph.descent
+    if not isinstance(descent, Descent) or descent.enough is None:
+        return found
+    return replace(found, slots=problem.graph.slots(), mass=problem.graph.mean(descent.share()))
 
 
 def _way(x: Inputs, plan: Plan) -> Explanation:

@@ -141,7 +141,13 @@ class _Description:
 
 
 def budget(
-    slots: int, *, is_causal: bool = False, memory: Literal["all", "constant"] = "all", cohorts: int = 1
+    slots: int,
+    *,
+    is_causal: bool = False,
+    memory: Literal["all", "constant"] = "all",
+    cohorts: int = 1,
+    mass: float | None = None,
+    certified: bool = False,
 ) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
@@ -157,6 +163,10 @@ def budget(
     `cohorts`, a power of two such as 32, without causality: similar queries share outliers and means of their own, and
     no window is needed. About half the error at equal slots, for more time to prepare: docs/method.md has both.
 
+    `mass`, such as 0.99, of causal plans that keep all keys: a query opens no more of its tree once an estimate says
+    that this share of its softmax mass is on keys that it keeps, or, `certified`, once a bound proves it; `slots` are
+    the most that it pays (`KeyTree`). Where slots run out first, neither holds: `fewkeys.explain` tells what is reached.
+
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """
     check_count("slots", slots)
@@ -166,8 +176,14 @@ def budget(
         raise ValueError("memory: expected 'all' without is_causal=True, got 'constant'; only a causal plan forgets")
     if check_cohorts("budget", cohorts) > 1 and is_causal:
         raise ValueError(f"cohorts: expected 1 with is_causal=True, got {cohorts}; cohorts see all queries at once")
-    if is_causal and memory == "all" and slots >= LEAST:
-        return Plan(KeyTree(slots), TreeMeans(), Softmax(), exact_if_faster=True)
+    searched = is_causal and memory == "all" and slots >= LEAST
+    if (mass is not None or certified) and not searched:
+        raise ValueError(
+            f"mass: expected is_causal=True, memory='all' and at least {LEAST} slots, so that each query finds its own "
+            f"keys, got mass={mass}, certified={certified} without; use KeyTree(slots, mass) where nothing is causal"
+        )
+    if searched:
+        return Plan(KeyTree(slots, mass, certified), TreeMeans(), Softmax(), exact_if_faster=True)
     if is_causal:
         if slots < 8:
             return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True)

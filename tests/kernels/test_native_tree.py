@@ -14,6 +14,7 @@ from fewkeys.execute import torch as torch_plans
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.execute.native import descent
 from fewkeys.execute.problem import Problem
+from fewkeys.flow import prepare
 from fewkeys.native import build, counters
 from fewkeys.tree import native
 from fewkeys.tree.descent import Descent
@@ -224,6 +225,24 @@ def test_gradients_are_those_of_torch(form, rest):
         found = gradients(FORMS[form], torch.float32, "native", rest, by)
         for fast, slow in zip(found, gradients(FORMS[form], torch.float64, "torch", rest, by), strict=True):
             assert (fast - slow).abs().max() <= 1e-5 * slow.abs().max()
+
+
+@pytest.mark.parametrize("enough", [(0.8, False), (0.99, False), (0.3, True), (0.7, True)], ids=str)
+@pytest.mark.parametrize("form", ["long, odd", "long, whole", "cross padded", "causal grouped"])
+def test_queries_stop_where_those_of_torch_stop(form, enough):
+    """At other places for other scores; forward and backward."""
+    for by in (1.0, 2.0):
+        q, k, v = FORMS[form].draw(dtype=torch.float32)
+        k[..., ::7, :] *= 3
+        tensors = [rows.requires_grad_() for rows in (by * q, k, v)]
+        x = check_inputs(*tensors, **FORMS[form].options)
+        plan = fk.Plan(fk.KeyTree(200, *enough), fk.TreeMeans())
+        told, found = prepare(x, plan), []
+        for way in (native_plans, torch_plans):
+            output = way.attend(told)
+            found.append((output, *torch.autograd.grad(output.square().sum(), tensors, retain_graph=True)))
+        for fast, slow in zip(*found, strict=True):
+            assert (fast - slow).abs().max() <= 3e-5 * slow.abs().max()
 
 
 def test_gradients_in_bfloat16():

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fewkeys as fk
 from captures import captured
 from cases import CAUSAL_SHAPES, SHAPES, Shape
+from fewkeys.core.graph import visible
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
@@ -358,3 +359,99 @@ def test_budget_takes_the_memory_that_is_asked_for():
     assert fk.budget(256, is_causal=True) == fk.budget(256, is_causal=True, memory="all")
     assert isinstance(fk.budget(256, is_causal=True, memory="constant").keep, fk.RecentBlocks)
     assert fk.budget(63, is_causal=True, memory="constant") == fk.budget(63, is_causal=True)
+
+
+def shares(keep, by, is_causal=True, dtype=torch.float64):
+    """The graph of some queries, by times as long, and the share of their mass that is on the keys that they keep."""
+    q, k, v = replace(LONG, batch=1, queries=400, keys=400, is_causal=is_causal).draw(dtype=dtype)
+    x = check_inputs(by * q, k, v, is_causal=is_causal)
+    graph = keep.select(x)
+    score = x.query @ k.repeat_interleave(2, 1).mT * x.scale
+    weight = score.masked_fill(~visible(x, 0, 400), -torch.inf).softmax(-1)
+    return graph, (weight * graph.to_mask()).sum(-1)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("by", [0.1, 0.4, 1.0, 4.0])
+def test_a_certified_share_is_never_more_than_there_is(by, is_causal):
+    """Law 8: the bound holds for every query; where slots allow it, it reaches what was asked for."""
+    graph, true = shares(fk.KeyTree(150, 0.6, certified=True), by, is_causal)
+    told = graph.descent.share()
+    assert (told <= true + 1e-9).all()
+    assert told.min() > 0
+    if by == 0.1:
+        # Nodes are as narrow as bounds ask for: fewer slots than there are, and still what was promised.
+        assert (told >= 0.6 - 1e-9).double().mean() > 0.9
+        assert graph.slots() < 0.95 * fk.KeyTree(150).select(graph.inputs).slots()
+
+
+def test_an_estimated_share_is_about_what_there_is():
+    """On average: scores inside nodes are Gaussian here."""
+    for by in (0.3, 1.0):
+        graph, true = shares(fk.KeyTree(128, 0.8), by)
+        assert abs(graph.descent.share().mean() - true.mean()) < 0.05
+
+
+def test_more_mass_takes_more_slots():
+    x = check_inputs(*replace(LONG, batch=1, queries=400, keys=400).draw(), is_causal=True)
+    whole = fk.KeyTree(128).select(x)
+    paid = [fk.KeyTree(128, mass).select(x).slots() for mass in (0.3, 0.6, 0.9, 1 - 1e-9)]
+    assert paid == sorted(paid) and len(set(paid)) == 4
+    assert paid[-1] == pytest.approx(whole.slots())
+    kept = [fk.KeyTree(128, mass).select(x).to_mask() for mass in (0.3, 1 - 1e-9)]
+    assert torch.equal(kept[1], whole.to_mask())
+    assert not (kept[0] & ~kept[1]).all()
+
+
+@pytest.mark.parametrize("enough", [(0.7, False), (0.4, True)], ids=str)
+def test_stopping_early_counts_every_key_once(enough):
+    """Law 7: values of one give one, and torch agrees with the reference."""
+    shape = replace(LONG, batch=1, queries=300, keys=300)
+    q, k, v = shape.draw()
+    plan = fk.Plan(fk.KeyTree(96, *enough), fk.TreeMeans())
+    ones = fk.attention(0.4 * q, k, torch.ones_like(v), plan=plan, is_causal=True, impl="torch")
+    torch.testing.assert_close(ones, torch.ones_like(ones))
+    fast, slow = (fk.attention(0.4 * q, k, v, plan=plan, is_causal=True, impl=impl) for impl in ("torch", "reference"))
+    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-10)
+    # A later key that changes leaves what was before.
+    k[:, :, 250:] += 5
+    again = fk.attention(0.4 * q, k, v, plan=plan, is_causal=True, impl="torch")
+    torch.testing.assert_close(again[:, :, :250], fast[:, :, :250], rtol=1e-9, atol=1e-10)
+
+
+def test_explain_tells_what_a_share_took():
+    q, k, v = replace(LONG, batch=1, queries=300, keys=300).draw(dtype=torch.float32)
+    plan = fk.budget(96, is_causal=True, mass=0.5).always()
+    found = fk.explain(q, k, v, plan=plan, is_causal=True)
+    assert found.slots == pytest.approx(plan.keep.graph(q, k, v, is_causal=True).slots())
+    assert f"{found.slots:.1f} slots" in str(found)
+    assert fk.explain(q, k, v, plan=PLAN, is_causal=True).slots is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: fk.KeyTree(64, 1.0), "mass"),
+        (lambda: fk.KeyTree(64, certified=True), "expected a mass"),
+        (lambda: fk.budget(64, mass=0.9), "is_causal=True"),
+        (lambda: fk.budget(32, is_causal=True, mass=0.9), "at least 64 slots"),
+        (lambda: fk.stream(fk.budget(64, is_causal=True, mass=0.9, certified=True)), "no radii"),
+    ],
+)
+def test_shares_that_cannot_be(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_a_guard_watches_trees():
+    """Heads above the limit are answered exactly, the others as the plan does."""
+    q, k, v = replace(LONG, batch=1, queries=300, keys=300).draw(dtype=torch.float32)
+    exact, plan = (fk.attention(q, k, v, plan=one, is_causal=True) for one in (fk.Plan(), PLAN))
+    found = []
+    for limit in (0.0, 1e9):
+        guard = fk.Guard(limit)
+        found.append(fk.attention(q, k, v, plan=PLAN, is_causal=True, max_error=guard))
+        assert guard.fallbacks.checked == 4
+        assert guard.fallbacks.fallbacks == (4 if limit == 0 else 0)
+    torch.testing.assert_close(found[0], exact, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[1], plan)

@@ -155,6 +155,11 @@ class Graph:
         scored = 0 if self.descent is None else self._real(self.descent.scored(0, self.inputs.queries)).sum().item()
         return float((kept.sum().item() + scored) / max(1, total.numel()))
 
+    def mean(self, numbers: Tensor) -> float:
+        """The mean of numbers (B, Hq, Nq) over real queries."""
+        real = self._real(numbers)
+        return float(real.double().sum() / max(1, real.numel()))
+
     def _counts(self) -> tuple[Tensor, Tensor]:
         """Kept and visible keys of every real query, flat; in blocks of queries, so that memory stays linear."""
         x = self.inputs

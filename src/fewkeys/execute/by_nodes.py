@@ -16,17 +16,21 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import Problem
-from fewkeys.tree.descent import CURVE, HIGHEST, Descent, Walk, descend
+from fewkeys.tree.descent import CURVE, HIGHEST, Descent, Walk, findings
+from fewkeys.tree.enough import Enough
 from fewkeys.tree.forest import take
 
 
 def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
     """The output (B, Hq, stop - start, Dv), given the scores (B, Hq, stop - start, Nk) of kept keys, -inf elsewhere."""
     x, value = problem.inputs, working(problem.inputs.value).repeat_interleave(problem.inputs.gqa_ratio, 1)
+    descent = cast("Descent", problem.graph.descent)
     parts, places = [], []
-    for walk in cast("Descent", problem.graph.descent).walks:
+    for walk in descent.walks:
         batch = torch.arange(x.batch, device=x.key.device) if walk.sequences.batch is None else walk.sequences.batch
-        logit, mean = (part.unflatten(0, (-1, x.kv_heads)).flatten(1, 2) for part in _columns(x, walk, start, stop))
+        logit, mean = (
+            part.unflatten(0, (-1, x.kv_heads)).flatten(1, 2) for part in _columns(x, walk, descent.enough, start, stop)
+        )
         # One part: there may be no node at all.
         (weight,) = problem.weights.kernel([torch.cat([scores[batch], logit], -1)])
         total, near, far = weight.sum(-1, keepdim=True), weight[..., : x.keys], weight[..., x.keys :]
@@ -35,13 +39,13 @@ def attend(problem: Problem, start: int, stop: int, scores: Tensor) -> Tensor:
     return torch.cat(parts)[torch.cat(places).argsort()]
 
 
-def _columns(x: Inputs, walk: Walk, start: int, stop: int) -> tuple[Tensor, Tensor]:
+def _columns(x: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Logits (H, gqa_ratio, stop - start, C) of all nodes, -inf where they do not stand in, and their mean values
     (H, gqa_ratio, C, Dv).
     """
     own = walk.sequences
     query, key, value = own.queries(x), own.rows(x.key), own.rows(x.value)
-    shown = _shown(x, walk)
+    shown = _shown(x, walk, enough)
     logits, means = [query.new_zeros((*query.shape[:2], stop - start, 0))], [value[:, None, :0]]
     for size in walk.nodes:
         count = walk.nodes[size].key.shape[1]
@@ -57,7 +61,7 @@ def _columns(x: Inputs, walk: Walk, start: int, stop: int) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def _shown(x: Inputs, walk: Walk) -> dict[int, Tensor]:
+def _shown(x: Inputs, walk: Walk, enough: Enough | None) -> dict[int, Tensor]:
     """By the size of nodes, which of them stand in for each query: bool (H, gqa_ratio, Nq, C)."""
     query = walk.sequences.queries(x)
     shape = query.shape[:3]
@@ -65,10 +69,10 @@ def _shown(x: Inputs, walk: Walk) -> dict[int, Tensor]:
         size: torch.zeros((*shape, table.key.shape[1]), dtype=torch.bool, device=query.device)
         for size, table in walk.nodes.items()
     }
-    for step, heads, span in walk.pieces(shape[0], shape[1], x.head_dim + x.value_dim):
-        if step.levels:
-            forest, nodes = walk.part(walk.nodes, heads)
-            for closed in descend(forest, nodes, step, query[heads, :, span].flatten(1, 2))[1]:
-                rows = closed.rows.unflatten(1, (shape[1], -1))
-                found[closed.size][heads, :, span] = found[closed.size][heads, :, span].scatter(3, rows, True)
+    for part in findings(x, walk, enough, 0, x.queries):
+        for closed in part.closed:
+            rows, stands = (one.unflatten(1, (shape[1], -1)) for one in (closed.rows, closed.logit > -torch.inf))
+            hits = torch.zeros_like(found[closed.size][part.heads, :, part.span], dtype=torch.int32)
+            hits.scatter_add_(3, rows, stands.to(torch.int32))
+            found[closed.size][part.heads, :, part.span] |= hits > 0
     return found

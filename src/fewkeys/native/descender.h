@@ -29,7 +29,7 @@ struct Ranked {
   }
 };
 struct TableOf {
-  const float *key, *value, *variance;
+  const float *key, *value, *variance, *radius;  // radius: null where no bounds are asked for
   int64_t rows;
 };
 // A node that stands in: its table, its row there beginning with those of the first head, and the variance of its scores.
@@ -88,6 +88,7 @@ class Descender {
     dots(variance.data(), dim, entering, dim, lane_squares.data(), spread.data(), used);
 
     look_near(tile);
+    weigh_near(tile);
     look_at_entering(tile, step);
   }
 
@@ -98,6 +99,7 @@ class Descender {
     int64_t open = 0;
     int from = 0;
     closed = keys = 0;
+    Mass mass{near_top[i / LANES][i % LANES], near_sum[i / LANES][i % LANES], 0.0f, length_of(square)};
     for (int64_t l = 0; l < step.levels; l++) {
       const LevelOf &level = level_of(step, l);
       const TableOf &table = table_of(level.table);
@@ -132,13 +134,15 @@ class Descender {
         store(&rank[v], negated == negated ? negated : broadcast(INFINITY));
         store(&staying[v], x + (size + gain(w)));
       }
-      choose(count, level.opened);
+      int64_t beam = std::min<int64_t>(level.opened, count);
+      choose(count, beam);
+      if (p.spare >= 0) beam = stop(mass, table, size, first, count, beam, l, step.levels);
       for (int c = 0; c < shared; c++) {
-        const bool stays = p.shown && place[c] >= level.opened;
+        const bool stays = p.shown && place[c] >= beam;
         score[(near + from + c) * TILE + i] = stays ? staying[c] : -INFINITY;
       }
       for (int c = 0; c < count; c++) {
-        if (place[c] < level.opened) {
+        if (place[c] < beam) {
           next[place[c]] = row[c];
         } else if (p.shown && c >= shared) {
           logit[closed] = staying[c];
@@ -146,7 +150,7 @@ class Descender {
           closed_value[closed++] = table.value + (first + row[c]) * p.value_dim;
         }
       }
-      open = level.opened, from += shared;
+      open = beam, from += shared;
       std::swap(opened, next);
       if (l + 1 < step.levels) {
         const TableOf &below = table_of(level_of(step, l + 1).table);
@@ -216,7 +220,9 @@ class Descender {
   int64_t limit[TILE];
   aligned_vector<int64_t> row;                      // candidates: their rows of the table,
   aligned_vector<float> own, width, rank, staying;  // scores, spreads, negated ranks, logits where they stay closed
-  aligned_vector<int32_t> place;
+  aligned_vector<float> lower, upper;  // logarithms of their masses, then these
+  aligned_vector<int32_t> place, chosen;
+  vec near_top[WIDE], near_sum[WIDE];
   aligned_vector<int64_t> opened, next;
   aligned_vector<Ranked> sorted;
 
@@ -250,6 +256,7 @@ class Descender {
     make_room(score, room * TILE), make_room(spread, entering * TILE);
     make_room(row, whole), make_room(own, whole), make_room(width, whole), make_room(rank, whole);
     make_room(staying, whole), make_room(place, whole), make_room(opened, whole), make_room(next, whole);
+    if (p.spare >= 0) make_room(lower, whole), make_room(upper, whole), make_room(chosen, whole);
     make_room(logit, all), make_room(closed_value, total), make_room(closed_at, total);
     make_room(leaf_at, leaves * LEAF), make_room(leaf_key, leaves * LEAF), make_room(leaf_value, leaves * LEAF);
     for (int j = 0; j < near; j++) {
@@ -324,10 +331,66 @@ class Descender {
     return found;
   }
 
+  // What a query knows of its mass, in units of e^top: the least that there is beside the nodes of a level, and the most
+  // that stays closed. `length`: of the query.
+  struct Mass {
+    float top, seen, closed, length;
+  };
+  float length_of(const float *square) const {
+    if (p.spare < 0 || !p.certified) return 0.0f;
+    float sum = 0.0f;
+    for (int64_t d = 0; d < dim; d++) sum += square[d];
+    return std::sqrt(sum);
+  }
+
+  // The mass of near keys.
+  void weigh_near(const Tile &tile) {
+    for (int w = 0; w < WIDE; w++) near_top[w] = tile.top[w], near_sum[w] = vec{};
+    if (p.spare < 0) return;
+    count_multiply_adds(near * TILE);
+    for (int j = 0; j < near; j++)
+      for (int w = 0; w < WIDE; w++) near_sum[w] += exponential(load(&score[j * TILE + w * LANES]) - near_top[w]);
+  }
+
+  // How many of `count` candidates are opened, at most `beam`: `fewkeys.tree.enough`.
+  int64_t stop(Mass &mass, const TableOf &table, float size, int64_t first, int count, int64_t beam, int64_t level,
+               int64_t levels) {
+    const int whole = (count + LANES - 1) / LANES * LANES;
+    float top = mass.top;
+    count_multiply_adds(6 * count);
+    for (int c = 0; c < count; c++) {
+      const float w = width[c], expected = w < 2 * size ? size + w / 2 : std::sqrt(w * 2 * size);
+      lower[c] = own[c] + (p.certified ? size : expected);
+      upper[c] = p.certified ? lower[c] + mass.length * table.radius[first + row[c]] : lower[c];
+      top = std::max(top, upper[c]);
+    }
+    for (int c = count; c < whole; c++) lower[c] = upper[c] = -INFINITY;
+    const float by = std::exp(mass.top - top);
+    mass.top = top, mass.seen *= by, mass.closed *= by;
+    float there = mass.seen, left = mass.closed;
+    for (int v = 0; v < whole; v += LANES) {
+      store(&lower[v], exponential(load(&lower[v]) - top));
+      store(&upper[v], exponential(load(&upper[v]) - top));
+    }
+    for (int c = 0; c < count; c++) {
+      there += lower[c];
+      if (place[c] < beam)
+        chosen[place[c]] = c;
+      else
+        left += upper[c], mass.seen += lower[c];
+    }
+    // What is far below the largest bound has been rounded to zero: then nothing can be told.
+    const float allowed = there * p.spare * (level + 1) / levels;
+    for (; beam > 0 && allowed > 1e-28f && left + upper[chosen[beam - 1]] <= allowed; beam--)
+      left += upper[chosen[beam - 1]], mass.seen += lower[chosen[beam - 1]];
+    mass.closed = left;
+    return beam;
+  }
+
   // The place of every candidate, the largest rank first; of those that stay closed, only that they do.
   void choose(int count, int64_t opened) {
     count_multiply_adds(count);
-    if (count <= 2 * SMALL) return places_of(rank.data(), count, place.data());
+    if (count <= 2 * SMALL || !opened) return places_of(rank.data(), count, place.data());
     make_room(sorted, count);
     for (int c = 0; c < count; c++) sorted[c] = {rank[c], c}, place[c] = count;
     std::nth_element(sorted.begin(), sorted.begin() + opened - 1, sorted.begin() + count);

@@ -225,7 +225,9 @@ struct Descend {
   // Rows of numbers: what they are called, `descend.h` says.
   const int64_t *steps, *levels, *runs, *tables;
   int64_t count, sequences, heads, gqa_ratio, places, dim, value_dim, sinks;
-  int64_t shown;  // whether unopened nodes stand in
+  int64_t shown;      // whether unopened nodes stand in
+  int64_t certified;  // whether masses are bounded; else they are estimated
+  float spare;        // the share of the mass that may stay closed; negative: slots alone decide
   float scale, reach, curve, highest;
 };
 

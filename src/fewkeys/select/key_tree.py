@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import check_count
+from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import PER_SORTED, Work, per_score
 from fewkeys.select.base import Remembered, Selector
 from fewkeys.tree.descent import Descent
+from fewkeys.tree.enough import Enough
 from fewkeys.tree.rule import LEAST, SINKS, Level, block_of, exact_keys, levels_of, scored
 
 
@@ -26,17 +27,33 @@ class KeyTree(Selector):
 
     `slots`, at least 64, pay for kept keys and for every node scored, opened or not; on average over a block of queries
     they are not exceeded (but by 64 slots beyond 65,536 keys), by a single query by at most half a block.
+    With `mass`, such as 0.99, a query opens no more once the nodes that it leaves closed hold an estimated 1 - mass of
+    its softmax mass, and `slots` are the most that it pays; with `certified`, once they provably do
+    (`fewkeys.tree.enough` has both, and what they cost). `Graph.slots` and `fewkeys.explain` tell how many it took.
     `rest=TreeMeans()` lets the unopened nodes stand in. Query heads that share keys open their own leaves. Cost
     O(n log^2 n (D + Dv)) for building, O(slots D) a query.
     """
 
     slots: int
+    mass: float | None = None
+    certified: bool = False
 
     def __post_init__(self) -> None:
         check_count("KeyTree slots", self.slots, least=LEAST)
+        if self.mass is not None and not 0 < check_real("KeyTree mass", self.mass) < 1:
+            raise ValueError(f"KeyTree mass: expected a share between 0 and 1, such as 0.99, got {self.mass}")
+        if not isinstance(self.certified, bool):
+            raise TypeError(f"KeyTree certified: expected a bool, got {type(self.certified).__name__}")
+        if self.certified and self.mass is None:
+            raise ValueError("KeyTree certified: expected a mass to certify, got None; give mass=0.9")
+
+    @property
+    def enough(self) -> Enough | None:
+        """When a query stops before its slots are spent."""
+        return None if self.mass is None else Enough(self.mass, self.certified)
 
     def select(self, inputs: Inputs) -> Graph:
-        return Graph(inputs, descent=Descent.of(inputs, self.slots))
+        return Graph(inputs, descent=Descent.of(inputs, self.slots, self.enough))
 
     @property
     def remembered(self) -> Remembered:

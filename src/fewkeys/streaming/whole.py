@@ -18,6 +18,7 @@ from fewkeys.core.precision import working
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
+from fewkeys.select import KeyTree
 from fewkeys.streaming.restored import check_whole
 from fewkeys.tree.descent import Descent, Walk
 from fewkeys.tree.growing import UNDO, Growing
@@ -48,6 +49,9 @@ class Whole:
         if len(held) != 1 or held[0] is None or not held[0].tree:
             raise ValueError(f"plan: a stream keeps KeyTree alone, without rules beside it, got {plan.keep}")
         self.plan, self.slots = plan, held[0].tree
+        self.enough = next((part.enough for part in plan.parts if isinstance(part, KeyTree)), None)
+        if self.enough is not None and self.enough.certified:
+            raise ValueError("plan: a stream holds no radii of nodes, which certified=True needs; give mass alone")
         self._length = 0
         self._groups: list[Group] = []
 
@@ -147,6 +151,6 @@ class Whole:
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, walk: Walk, scale: float) -> Tensor:
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
-        graph = Graph(inputs, descent=Descent(inputs, (walk,)))
+        graph = Graph(inputs, descent=Descent(inputs, (walk,), self.enough))
         weights = self.plan.weights
         return dispatch.attend(Problem(inputs, graph, self.plan.rest.prepare(inputs, graph, weights), weights))

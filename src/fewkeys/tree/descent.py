@@ -10,7 +10,7 @@ of equal ones those that come first. Every other candidate stands in for its key
     logit = score + log z + min(spread / 4, 3)
 
 where spread / 2 would be right for Gaussian scores, and half of it is what measured best. So every sealed key is
-either in an opened leaf or inside exactly one stand-in.
+either in an opened leaf or inside exactly one stand-in. `fewkeys.tree.enough` says when fewer are opened than could be.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-from fewkeys.tree.forest import Forest, Nodes, grow, summarise, take
+from fewkeys.tree.enough import Enough, Mass, expected, with_radii
+from fewkeys.tree.forest import Forest, Nodes, Table, grow, summarise, take
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, scored
 from fewkeys.tree.sequences import Sequences, Step, sequences_of
 
@@ -37,23 +39,31 @@ PIECE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Unopened:
-    """The nodes of `size` keys that stand in: `rows` (H, M, U) of their table, and their logits (H, M, U)."""
+    """The nodes of `size` keys that stand in: `rows` (H, M, U) of their table, and their logits (H, M, U), -inf where
+    one does not. Where `mass` decides, of `scored` (H, M) nodes.
+    """
 
     size: int
     rows: Tensor
     logit: Tensor
+    scored: Tensor | None = None
 
 
-def descend(forest: Forest, nodes: Nodes, step: Step, query: Tensor) -> tuple[Tensor, list[Unopened]]:
+def descend(
+    forest: Forest, nodes: Nodes, step: Step, query: Tensor, mass: Mass | None = None
+) -> tuple[Tensor, list[Unopened]]:
     """The leaves (H, M, O) that scaled queries (H, M, D) of a step open, and, level by level, what they do not.
 
     Gradients flow through the logits; what is opened is a choice and carries none. Reads no key, only nodes. Cost
-    O(scored D) a query.
+    O(scored D) a query. `mass`: what is known of it before, and is kept up to date; then leaves that are not opened are
+    -1.
     """
     square = query.square()
+    length = torch.linalg.vector_norm(query.detach(), dim=-1, keepdim=True)
     opened, found = None, []
-    for level in step.levels:
+    for number, level in enumerate(step.levels):
         table = nodes[level.size]
+        there = None
         entering = [
             torch.arange(size // level.size, device=query.device) + forest.row(start, size, level.size)
             for start, size in level.trees
@@ -65,18 +75,50 @@ def descend(forest: Forest, nodes: Nodes, step: Step, query: Tensor) -> tuple[Te
         if opened is not None:
             children = opened.unsqueeze(-1) * BRANCH + torch.arange(BRANCH, device=rows.device)
             children = children.flatten(2)
+            if mass is not None:
+                there = torch.cat([torch.ones_like(rows, dtype=torch.bool), children >= 0], -1)
+                children = children.clamp_min(0)
             rows = torch.cat([rows, children], -1)
             score = torch.cat([score, along(take(table.key, children), query)], -1)
             spread = torch.cat([spread, along(take(table.variance, children), square)], -1)
+        logit = score + (math.log(level.size) + (CURVE * spread).clamp_max(HIGHEST))
         with torch.no_grad():
             rank = score + REACH * math.log2(level.size) * spread.sqrt()
+            rank = rank if there is None else rank.masked_fill(~there, -torch.inf)
             order = rank.argsort(dim=-1, descending=True, stable=True)
-        opened, closed = rows.gather(-1, order[..., : level.opened]), order[..., level.opened :]
-        logit = score + (math.log(level.size) + (CURVE * spread).clamp_max(HIGHEST))
-        found.append(Unopened(level.size, rows.gather(-1, closed), logit.gather(-1, closed)))
+        if mass is None:
+            opened, closed = rows.gather(-1, order[..., : level.opened]), order[..., level.opened :]
+            found.append(Unopened(level.size, rows.gather(-1, closed), logit.gather(-1, closed)))
+            continue
+        with torch.no_grad():
+            if mass.enough.certified:
+                least = score + math.log(level.size)
+                most = least + length * _radii(table, rows)
+            else:
+                least = most = score + expected(spread, level.size)
+            if there is not None:
+                least, most = (part.masked_fill(~there, -torch.inf) for part in (least, most))
+            count = mass.stop(least, most, order, (number + 1) / len(step.levels), level.opened).unsqueeze(-1)
+            opened = rows.gather(-1, order[..., : level.opened])
+            opened = opened.masked_fill(torch.arange(opened.shape[-1], device=rows.device) >= count, -1)
+            scored_here = rows.shape[-1] if there is None else there.sum(-1)
+            hidden = torch.arange(rows.shape[-1], device=rows.device) < count
+            if there is not None:
+                hidden = hidden | ~there.gather(-1, order)
+        logit = logit.gather(-1, order).masked_fill(hidden, -torch.inf)
+        found.append(
+            Unopened(level.size, rows.gather(-1, order), logit, count.new_zeros(count.shape[:2]) + scored_here)
+        )
     if opened is None:
         raise ValueError("step: expected one with levels, got one that keeps every key")
     return opened, found
+
+
+def _radii(table: Table, rows: Tensor) -> Tensor:
+    """(H, M, C) of the nodes at rows (H, M, C)."""
+    if table.radius is None:
+        raise ValueError("nodes: expected radii for bounds, got none")
+    return take(table.radius.unsqueeze(-1), rows).squeeze(-1)
 
 
 def along(rows: Tensor, query: Tensor) -> Tensor:
@@ -109,11 +151,57 @@ class Walk:
 
     def part(self, nodes: Nodes, heads: slice) -> tuple[Forest, Nodes]:
         """The forest and the nodes of some heads."""
-        own = {
-            size: type(table)(table.key[heads], table.value[heads], table.variance[heads])
-            for size, table in nodes.items()
-        }
+        own = {}
+        for size, table in nodes.items():
+            radius = None if table.radius is None else table.radius[heads]
+            own[size] = Table(table.key[heads], table.value[heads], table.variance[heads], radius)
         return replace(self.forest, order=self.forest.order[heads]), own
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """What some queries of a step find: `opened` (H, M, O) leaves, `closed` nodes; `near` (H, M): the logarithm of the
+    mass of near keys, and `mass`, where it is asked for.
+    """
+
+    step: Step
+    heads: slice
+    span: slice
+    query: Tensor
+    forest: Forest
+    opened: Tensor
+    closed: list[Unopened]
+    near: Tensor | None
+    mass: Mass | None
+
+
+@torch.no_grad()
+def findings(inputs: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int) -> Iterator[Finding]:
+    """What the queries start .. stop - 1, and perhaps some beside them, find in a walk; of steps with levels."""
+    own, query = walk.sequences, walk.sequences.queries(inputs)
+    key = None if enough is None else own.rows(inputs.key)
+    for step, heads, span in walk.pieces(query.shape[0], query.shape[1], inputs.head_dim + inputs.value_dim):
+        if not step.levels or span.stop <= start or span.start >= stop:
+            continue
+        forest, nodes = walk.part(walk.nodes, heads)
+        asked = query[heads, :, span].flatten(1, 2)
+        near = mass = None
+        if key is not None and enough is not None:
+            near = near_scores(step, key[heads], own.seen[span], asked)[0].logsumexp(-1)
+            mass = Mass.of(enough, near)
+        opened, closed = descend(forest, nodes, step, asked, mass)
+        yield Finding(step, heads, span, asked, forest, opened, closed, near, mass)
+
+
+def near_scores(step: Step, key: Tensor, seen: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (H, M, C) of near keys, -inf where queries (H, M, D) do not see them, and their places (C,).
+
+    key (H, n, D); seen (M / groups,): how many of them each query sees.
+    """
+    place = torch.arange(step.seen, device=query.device)
+    place = place[(place < SINKS) | (place >= step.near)]
+    hidden = (place >= seen[:, None]).repeat(query.shape[1] // seen.numel(), 1)
+    return (query @ key[:, place].mT).masked_fill(hidden, -torch.inf), place
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,16 +210,20 @@ class Descent:
 
     inputs: Inputs
     walks: tuple[Walk, ...]
+    enough: Enough | None = None
 
     @staticmethod
-    def of(inputs: Inputs, slots: int) -> Descent:
-        """The forests of a problem whose queries may pay `slots` each."""
+    def of(inputs: Inputs, slots: int, enough: Enough | None = None) -> Descent:
+        """The forests of a problem whose queries may pay `slots` each, or `enough` of them."""
         walks = []
         for sequences in sequences_of(inputs, slots, block_of(slots)):
             key, value = sequences.rows(inputs.key), sequences.rows(inputs.value)
             forest = grow(sequences, sequences.queries(inputs), key, value, inputs.impl)
-            walks.append(Walk(sequences, forest, summarise(forest, key, value, inputs.impl)))
-        return Descent(inputs, tuple(walks))
+            nodes = summarise(forest, key, value, inputs.impl)
+            if enough is not None and enough.certified:
+                nodes = with_radii(forest, nodes, key)
+            walks.append(Walk(sequences, forest, nodes))
+        return Descent(inputs, tuple(walks), enough)
 
     @torch.no_grad()
     def mask(self, start: int, stop: int) -> Tensor:
@@ -148,34 +240,59 @@ class Descent:
 
     def _kept(self, walk: Walk, start: int, stop: int) -> Tensor:
         """(H, gqa_ratio, stop - start, n): over the real keys of a walk."""
-        own, query = walk.sequences, walk.sequences.queries(self.inputs)
-        count = self.inputs.keys if own.real is None else own.real.numel()
-        place = torch.arange(count, device=query.device)
+        x, own = self.inputs, walk.sequences
+        count = x.keys if own.real is None else own.real.numel()
+        place = torch.arange(count, device=x.key.device)
         seen = own.seen[start:stop, None]
-        found = (place < seen).expand(*query.shape[:2], -1, -1).clone()
-        for step, heads, span in walk.pieces(query.shape[0], query.shape[1], sum(_dims(self.inputs))):
-            if not step.levels or span.stop <= start or span.start >= stop:
-                continue
-            forest, nodes = walk.part(walk.nodes, heads)
-            opened, _ = descend(forest, nodes, step, query[heads, :, span].flatten(1, 2))
-            keys = take(forest.leaves(), opened).flatten(2)
-            near = (place < SINKS) | (place >= step.near)
-            kept = near.expand(*keys.shape[:2], -1).scatter(2, keys, True)
-            kept = kept.unflatten(1, (query.shape[1], -1))
-            low, high = max(start, span.start), min(stop, span.stop)
-            found[heads, :, low - start : high - start] &= kept[:, :, low - span.start : high - span.start]
+        heads = x.kv_heads * (x.batch if own.batch is None else own.batch.numel())
+        found = (place < seen).expand(heads, x.gqa_ratio, -1, -1).clone()
+        for part in findings(x, walk, self.enough, start, stop):
+            # One place more, for leaves that are not opened.
+            keys = take(part.forest.leaves(), part.opened.clamp_min(0))
+            keys = keys.masked_fill((part.opened < 0).unsqueeze(-1), count).flatten(2)
+            near = (place < SINKS) | (place >= part.step.near)
+            kept = torch.cat([near, near.new_zeros(1)]).expand(*keys.shape[:2], -1).scatter(2, keys, True)
+            kept = kept[..., :count].unflatten(1, (x.gqa_ratio, -1))
+            low, high = max(start, part.span.start), min(stop, part.span.stop)
+            own_rows = slice(low - part.span.start, high - part.span.start)
+            found[part.heads, :, low - start : high - start] &= kept[:, :, own_rows]
         return found
 
     def scored(self, start: int, stop: int) -> Tensor:
         """How many nodes each of the queries start .. stop - 1 scores, (B, Hq, stop - start)."""
         x = self.inputs
-        found = torch.zeros((x.batch, x.queries), dtype=torch.int64, device=x.key.device)
+        found = torch.zeros((x.batch, x.query_heads, x.queries), dtype=torch.int64, device=x.key.device)
         for walk in self.walks:
             counts = [scored(step.levels) for step in walk.sequences.steps for _ in range(step.start, step.stop)]
-            own = walk.sequences.batch
-            found[slice(None) if own is None else own] = torch.tensor(counts, device=found.device)
-        return found[:, None, start:stop].expand(-1, x.query_heads, -1)
+            own = torch.tensor(counts, device=found.device).expand(x.kv_heads, x.gqa_ratio, -1).clone()
+            own = own.repeat(x.batch if walk.sequences.batch is None else walk.sequences.batch.numel(), 1, 1)
+            for part in findings(x, walk, self.enough, start, stop) if self.enough is not None else ():
+                some = torch.stack([cast(Tensor, level.scored) for level in part.closed]).sum(0)
+                own[part.heads, :, part.span] = some.unflatten(1, (x.gqa_ratio, -1))
+            self._put(found, walk, own)
+        return found[:, :, start:stop]
 
+    @torch.no_grad()
+    def share(self) -> Tensor:
+        """The share of each query's softmax mass that is on the keys it keeps, (B, Hq, Nq): at least, where `enough` is
+        certified, else by the estimate.
+        """
+        x, enough = self.inputs, self.enough or Enough(1.0)
+        found = torch.ones((x.batch, x.query_heads, x.queries), device=x.key.device)
+        for walk in self.walks:
+            own = found.new_ones((len(walk.forest.order), x.gqa_ratio, x.queries))
+            key = walk.sequences.rows(x.key)
+            for part in findings(x, walk, enough, 0, x.queries):
+                keys = take(part.forest.leaves(), part.opened.clamp_min(0)).flatten(2)
+                score = along(take(key[part.heads], keys), part.query).unflatten(-1, (-1, LEAF))
+                score = score.masked_fill((part.opened < 0).unsqueeze(-1), -torch.inf).flatten(2)
+                kept = torch.logaddexp(cast(Tensor, part.near), score.logsumexp(-1))
+                share = (kept - cast(Mass, part.mass).closed).sigmoid().unflatten(1, (x.gqa_ratio, -1))
+                own[part.heads, :, part.span] = share.to(own.dtype)
+            self._put(found, walk, own)
+        return found
 
-def _dims(inputs: Inputs) -> tuple[int, int]:
-    return inputs.head_dim, inputs.value_dim
+    def _put(self, found: Tensor, walk: Walk, own: Tensor) -> None:
+        """Write numbers (H, gqa_ratio, Nq) of a walk where its sequences stand, in (B, Hq, Nq)."""
+        rows = own.unflatten(0, (-1, self.inputs.kv_heads)).flatten(1, 2)
+        found[slice(None) if walk.sequences.batch is None else walk.sequences.batch] = rows

@@ -74,11 +74,14 @@ def _number(start: int, size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Nodes of one size: mean key (H, R_s, D), mean value (H, R_s, Dv), variance of each coordinate (H, R_s, D)."""
+    """Nodes of one size: mean key (H, R_s, D), mean value (H, R_s, Dv), variance of each coordinate (H, R_s, D), and,
+    where bounds are asked for, `radius` (H, R_s): no key is farther from the mean.
+    """
 
     key: Tensor
     value: Tensor
     variance: Tensor
+    radius: Tensor | None = None
 
 
 Nodes = Mapping[int, Table]

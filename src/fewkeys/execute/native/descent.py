@@ -110,7 +110,11 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
     """What kernels are told of some sequences, and what must live as long."""
     x, own, forest = problem.inputs, walk.sequences, walk.forest
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
+    enough = cast("Descent", problem.graph.descent).enough
     tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
+    radii: list[Tensor | None] = [None] * len(tables)
+    if enough is not None and enough.certified:
+        radii = [cast(Tensor, walk.nodes[size].radius).contiguous() for size in nodes]
     steps: list[int] = []
     levels: list[int] = []
     runs: list[int] = []
@@ -123,7 +127,11 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
                 runs += (forest.row(start, size, level.size), size // level.size)
         steps += (step.start, step.stop, step.seen, step.near, first, len(step.levels))
     seen, order = own.seen.contiguous(), forest.order.contiguous()
-    numbers = [number for one in tables for number in (*(part.data_ptr() for part in one), one[0].shape[1])]
+    numbers = [
+        number
+        for one, radius in zip(tables, radii, strict=True)
+        for number in (*(part.data_ptr() for part in one), 0 if radius is None else radius.data_ptr(), one[0].shape[1])
+    ]
     held = {"steps": steps, "levels": levels, "runs": runs, "tables": numbers}
     arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
     numbers_of = {"batch": own.batch, "real": own.real, "seen": seen, "order": order}
@@ -140,9 +148,11 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
         value_dim=x.value_dim,
         sinks=SINKS,
         shown=isinstance(problem.stand_ins, NodeStandIns),
+        certified=enough is not None and enough.certified,
+        spare=-1.0 if enough is None else 1 - enough.mass,
         scale=x.scale,
         reach=REACH,
         curve=CURVE,
         highest=HIGHEST,
     )
-    return told, (query, key, value, tables, numbers_of, arrays)
+    return told, (query, key, value, tables, radii, numbers_of, arrays)

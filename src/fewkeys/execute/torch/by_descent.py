@@ -5,6 +5,7 @@ Memory O(n (D + Dv)) beside the forest: what is gathered has a fixed size, but w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from fewkeys.core.weights import Weights, positive
 from fewkeys.execute.problem import Problem
 from fewkeys.rest.base import NodeStandIns
-from fewkeys.tree.descent import Descent, Walk, along, descend
+from fewkeys.tree.descent import Descent, Walk, along, descend, near_scores
+from fewkeys.tree.enough import Enough, Mass
 from fewkeys.tree.forest import Nodes, take
-from fewkeys.tree.rule import SINKS
+from fewkeys.tree.rule import LEAF
 from fewkeys.tree.sequences import Step
 
 
@@ -44,10 +46,11 @@ def _walk(problem: Problem, walk: Walk, stand_ins: Nodes | None) -> Tensor:
     """The output (H, gqa_ratio, Nq, Dv) of some sequences."""
     x, own = problem.inputs, walk.sequences
     query, key, value = own.queries(x), own.rows(x.key), own.rows(x.value)
+    enough = cast("Descent", problem.graph.descent).enough
     rows: dict[tuple[int, int], list[Tensor]] = {}
     for step, heads, span in walk.pieces(query.shape[0], query.shape[1], x.head_dim + x.value_dim):
         asked = query[heads, :, span]
-        piece = _Piece(walk, step, heads, own.seen[span], key, value)
+        piece = _Piece(walk, step, heads, own.seen[span], key, value, enough)
         found = piece.attend(asked.flatten(1, 2), stand_ins, problem.weights).unflatten(1, asked.shape[1:3])
         rows.setdefault((span.start, span.stop), []).append(found)
     return torch.cat([torch.cat(found) for found in rows.values()], 2)
@@ -56,20 +59,18 @@ def _walk(problem: Problem, walk: Walk, stand_ins: Nodes | None) -> Tensor:
 class _Piece:
     """Some queries of a step, and what they attend to."""
 
-    def __init__(self, walk: Walk, step: Step, heads: slice, seen: Tensor, key: Tensor, value: Tensor) -> None:
-        self.walk, self.step, self.heads, self.seen = walk, step, heads, seen
+    def __init__(
+        self, walk: Walk, step: Step, heads: slice, seen: Tensor, key: Tensor, value: Tensor, enough: Enough | None
+    ) -> None:
+        self.walk, self.step, self.heads, self.seen, self.enough = walk, step, heads, seen, enough
         self.key, self.value = key[heads], value[heads]
 
     def attend(self, query: Tensor, stand_ins: Nodes | None, weights: Weights) -> Tensor:
         """The output (H, M, Dv) of queries (H, M, D); zero where there is no key to see."""
         if not self.step.seen:
             return query.new_zeros((*query.shape[:2], self.value.shape[2]))
-        place = torch.arange(self.step.seen, device=query.device)
-        place = place[(place < SINKS) | (place >= self.step.near)]
-        near_key, near_value = self.key[:, place], self.value[:, place]
-        hidden = place >= self.seen[:, None]
-        hidden = hidden.repeat(query.shape[1] // self.seen.numel(), 1)
-        scores = [(query @ near_key.mT).masked_fill(hidden, -torch.inf)]
+        near, place = near_scores(self.step, self.key, self.seen, query)
+        near_value, scores = self.value[:, place], [near]
         values: list[Tensor] = []
         if self.step.levels:
             self._far(query, stand_ins, scores, values)
@@ -84,10 +85,14 @@ class _Piece:
     def _far(self, query: Tensor, stand_ins: Nodes | None, scores: list[Tensor], values: list[Tensor]) -> None:
         """Add the scores and values of the keys of opened leaves, and of what stands in."""
         known = self.walk.nodes if stand_ins is None else stand_ins
+        if self.enough is not None and self.enough.certified and stand_ins is not None:
+            known = {size: replace(table, radius=self.walk.nodes[size].radius) for size, table in stand_ins.items()}
         forest, nodes = self.walk.part(known, self.heads)
-        opened, closed = descend(forest, nodes, self.step, query)
-        keys = take(forest.leaves(), opened).flatten(2)
-        scores.append(along(take(self.key, keys), query))
+        mass = None if self.enough is None else Mass.of(self.enough, scores[0].detach().logsumexp(-1))
+        opened, closed = descend(forest, nodes, self.step, query, mass)
+        keys = take(forest.leaves(), opened.clamp_min(0)).flatten(2)
+        hidden = (opened < 0).repeat_interleave(LEAF, -1)
+        scores.append(along(take(self.key, keys), query).masked_fill(hidden, -torch.inf))
         values.append(take(self.value, keys))
         if stand_ins is None:
             return

@@ -1,0 +1,66 @@
+"""Slots until a share of the mass is exact, beside fixed slots: output error, slots paid and mass kept, on a decoder.
+
+    python experiments/trees/mass.py --model FOLDER [--gguf FILE] --text FILE [--length 1024] [--layers 3 12 21]
+
+Queries, keys and values of some layers on the first tokens of a text (gzipped or plain). A line for each plan: slots
+paid, mean relative error of the output, the share of the softmax mass that is truly on kept keys, and the share that
+the plan says is, by its estimate or, certified, at least. Means over layers, heads and queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+from pathlib import Path
+
+import torch
+from decoder import load
+
+import fewkeys as fk
+from fewkeys.core.metrics import relative_error
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute import dispatch
+from fewkeys.flow import prepare
+
+FIXED = (96, 128, 160, 192, 224, 256)
+MASS = (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face decoder")
+    parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
+    parser.add_argument("--text", required=True, type=Path)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21])
+    options = parser.parse_args()
+    model, tokenizer = load(options.model, options.gguf)
+    raw = options.text.read_bytes()
+    text = (gzip.decompress(raw) if options.text.suffix == ".gz" else raw).decode()
+    tokens = tokenizer(text[: 8 * options.length], return_tensors="pt").input_ids[:, : options.length]
+    capture = fk.capture(model, [{"input_ids": tokens}])
+    plans = [fk.KeyTree(slots) for slots in FIXED] + [fk.KeyTree(256, mass) for mass in MASS]
+    plans += [fk.KeyTree(256, 0.5, certified=True)]
+    print("plan: slots, error, mass kept, mass told", flush=True)
+    for keep in plans:
+        found = [judge(keep, next(iter(capture.calls(layer)))) for layer in options.layers]
+        print(f"{keep}: {', '.join(f'{sum(part) / len(part):.3f}' for part in zip(*found, strict=True))}", flush=True)
+
+
+@torch.no_grad()
+def judge(keep: fk.KeyTree, call: object) -> tuple[float, float, float, float]:
+    """What the plan of a layer pays, how far off it is, the mass that it keeps, and what it says of that."""
+    query, key, value = (getattr(call, name).float() for name in ("query", "key", "value"))
+    x = check_inputs(query, key, value, is_causal=True)
+    problem = prepare(x, fk.Plan(keep, fk.TreeMeans()))
+    scores = query @ key.repeat_interleave(x.gqa_ratio, 1).mT * x.scale
+    seen = torch.ones(x.queries, x.keys, dtype=torch.bool).tril()
+    weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
+    exact = weights @ value.repeat_interleave(x.gqa_ratio, 1)
+    error = relative_error(dispatch.attend(problem), exact).mean().item()
+    kept = (weights * problem.graph.to_mask()).sum(-1).mean().item()
+    return problem.graph.slots(), error, kept, problem.graph.mean(problem.graph.descent.share())
+
+
+if __name__ == "__main__":
+    main()
