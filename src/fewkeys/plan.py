@@ -165,7 +165,7 @@ def budget(
 
     `mass`, such as 0.99, of causal plans that keep all keys: a query opens no more of its tree once an estimate says
     that this share of its softmax mass is on keys that it keeps, or, `certified`, once a bound proves it; `slots` are
-    the most that it pays (`KeyTree`). Where slots run out first, neither holds: `fewkeys.explain` tells what is reached.
+    the most that it pays (`KeyTree`). Where they run out first, neither holds: `fewkeys.explain` tells what is reached.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
     """

