@@ -277,7 +277,7 @@ BREAKAGES = (
     Breakage(
         "trees: opened nodes stand in as well",
         DESCEND,
-        "const bool stays = p.shown && place[c] >= level.opened;",
+        "const bool stays = p.shown && place[c] >= beam;",
         "const bool stays = p.shown;",
         (AGREE, ONCE),
     ),
@@ -308,13 +308,6 @@ BREAKAGES = (
         "mean += mean_of(leaf, i, leaf_row.data(), inverse);",
         "mean_of(leaf, i, leaf_row.data(), inverse);",
         (GRADIENTS, TREE_GRADIENTS),
-    ),
-    Breakage(
-        "trees: queries that stop at a share forget what is closed already",
-        DESCEND,
-        "float there = mass.seen, left = mass.closed;",
-        "float there = mass.seen, left = 0.0f;",
-        (AGREE,),
     ),
     Breakage(
         "trees: leaves' means leave out a key",
