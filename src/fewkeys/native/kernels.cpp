@@ -8,6 +8,7 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "prefill.h"
+#include "stand_ins.h"
 
 namespace fewkeys {
 
@@ -39,6 +40,7 @@ EXPORT_BY_DTYPE(descend, Descend)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT(scan_back, PastBack)
+EXPORT(represent, Represented)
 EXPORT(halve, Halves)
 EXPORT(split, Split)
 EXPORT(grow, Trees)
@@ -65,6 +67,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Sums);
   SIZE_OF(Totals);
   SIZE_OF(Lloyd);
+  SIZE_OF(Represented);
   SIZE_OF(Past);
   SIZE_OF(PastBack);
   SIZE_OF(Halves);

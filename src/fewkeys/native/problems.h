@@ -104,6 +104,21 @@ struct Lloyd {
   float tilt, lowest;
 };
 
+// Stand-ins with their first order in the query: `fewkeys.rest.cluster_means.represent`.
+struct Represented {
+  const float *key_sum, *value_sum, *products;  // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, D, Dv), as `Sums` has them
+  const float *mass, *importance;               // (B Hkv, C)
+  const int64_t *label;                         // (B Hkv, Nk)
+  const float *share, *spread;                  // (B Hkv, Nk)
+  const float *mean, *mean_query, *unit;        // (B Hkv, D), (B Hkv, D), (B Hkv)
+  const float *root, *second;                   // (B Hkv, D, D)
+  const float *start;                           // (r, Dv): where the subspace of the values begins
+  float *key, *value, *bias, *factor;           // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, C), (B Hkv, C)
+  float *left, *right, *bounds;                 // (B Hkv, D, r), (B Hkv, r, Dv), (B Hkv, 2, r)
+  int64_t heads, keys, count, dim, value_dim, rank, steps;
+  float tilt, largest_tilt, largest_spread, reach;
+};
+
 // How the means of the past move on, block by block: `fewkeys.past.scan`.
 struct Past {
   // What is known at the beginning, one after the other for every key head; at the end, what is known then.
