@@ -14,7 +14,7 @@ from fewkeys.core import tensor_files
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_count
 
-FORMAT = 2
+FORMAT = 3
 KIND, CACHE = "stream", "cache"
 FAULTS = (ValueError, KeyError, TypeError, RuntimeError)
 """What the contents of a file may raise; RuntimeError: no state of a generator."""

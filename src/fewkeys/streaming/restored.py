@@ -106,28 +106,12 @@ class Counts:
     folded: int
 
 
-@dataclass(frozen=True)
-class Groups:
-    """What the header says of all of them."""
-
-    groups: list[Counts]
-
-
-def check_whole(tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int) -> list[Counts]:
-    """The counts of every group; `ValueError` where tensors are not such a memory after `length` tokens."""
-    counts, kinds, left = build(Groups, facts).groups, set(), dict(tensors)
-    for number, own in enumerate(counts):
-        root = f"{number}."
-        mine = {name.removeprefix(root): left.pop(name) for name in tensors if name.startswith(root)}
-        key, value = check_rows(mine, "")
-        kinds.add((key.shape[1], key.shape[3], value.shape[3], key.dtype))
-        _check_growing(mine, length, own, block_of(slots))
-    if left or len(kinds) != 1:
-        raise ValueError(f"expected {len(counts)} groups of sequences of one kind, got {len(kinds)} and {sorted(left)}")
-    rows = torch.cat([tensors[f"{number}.rows"] for number in range(len(counts))])
-    if not torch.equal(rows.sort().values, torch.arange(len(rows), device=rows.device)):
-        raise ValueError("expected every sequence of the batch in one group, got others")
-    return counts
+def check_whole(tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int) -> Counts:
+    """The counts; `ValueError` where tensors are not such a memory after `length` tokens."""
+    check_rows(tensors, "")
+    own = build(Counts, facts)
+    _check_growing(tensors, length, own, block_of(slots))
+    return own
 
 
 def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, block: int) -> None:
@@ -136,16 +120,14 @@ def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, bloc
     sealed, open_, most = own.sealed, count - own.folded, max(0, count - SINKS)
     if not (0 <= sealed <= most and sealed % block == 0 and 0 <= own.folded <= min(count, SINKS + sealed)):
         raise ValueError(f"expected at most {most} sealed keys and fewer queries that are sums, got {own}")
-    if count > length:
-        raise ValueError(f"expected at most {length} keys, got {count}")
+    if count != length:
+        raise ValueError(f"expected {length} keys, got {count}")
     both, exact = batch * heads, torch.float64
     forms = {
-        "rows": Form((batch,), torch.int64, 0),
         "key": Form(tuple(key.shape), key.dtype),
         "value": Form(tuple(tensors["value"].shape), key.dtype),
         "query": Form((batch, heads, max(1, _size(tensors, "query", 2)), open_, dim), working(key[:0]).dtype),
         "asked": Form((open_,), torch.bool),
-        "place": Form((open_,), torch.int64, 0, max(0, length - 1)),
         "order": Form((both, sealed), torch.int64),
         "past.count": Form((1, 1), exact, 0),
         "past.total": Form((both, 1, dim), exact),
@@ -157,8 +139,6 @@ def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, bloc
             start, size = _tree(name, block, most)
             forms[name], trees[start, size] = Form((both, size), torch.int64), tensors[name]
     check(tensors, forms)
-    if bool((tensors["place"].diff() <= 0).any()):
-        raise ValueError("expected tokens at places that rise, got others")
     _check_squares(tensors["past.square"])
     for (start, size), order in trees.items():
         keys = torch.arange(start, start + size, device=order.device) + SINKS

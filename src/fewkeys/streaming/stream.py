@@ -1,6 +1,7 @@
 """The stream: append keys and values, attend with their queries, remember what the plan may still ask for.
 
     Stream    what comes in and goes out: checks, tokens that wait for their queries, files
+    Padded    which sequences go together, and where they are padded
     Memory    what is held between: `Summarised`, of a size that the plan fixes, or `Whole`, every key in its tree
 
 What a query sees is what it sees under `attention(..., plan=plan, is_causal=True)`.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.plan import Plan
 from fewkeys.streaming import files
 from fewkeys.streaming.checks import check_query, check_tokens
+from fewkeys.streaming.padded import Padded
 from fewkeys.streaming.summarised import Summarised
 from fewkeys.streaming.whole import Whole
 
@@ -39,40 +41,6 @@ def stream(plan: Plan, *, scale: float | None = None, generator: torch.Generator
     return Stream(plan, scale=scale, generator=generator)
 
 
-class Memory(Protocol):
-    """What a stream holds of the tokens so far."""
-
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor, scale: float) -> Tensor:
-        """Take tokens in, and give the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if there are any.
-
-        key (B, Hkv, N, D), value (B, Hkv, N, Dv), real (B, N), checked.
-        """
-
-    def select(self, index: Tensor) -> None:
-        """Keep these sequences of the batch."""
-
-    def crop(self, length: int) -> None:
-        """Forget what came from position `length` on, at most the present one; `ValueError` where that is too late."""
-
-    def merge(self, other: Self) -> None:
-        """Go on as if the tokens of another memory of the same plan had come next."""
-
-    def like(self) -> tuple[Tensor, ...]:
-        """Keys and values (B, Hkv, any, D or Dv) of the kind that is held; nothing before the first."""
-
-    def bytes(self) -> int:
-        """How much memory that takes."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What is to be written to a file, by name: nothing before the first token."""
-
-    def facts(self) -> dict[str, Any]:
-        """What else is to be written, as JSON knows it."""
-
-    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Hold what `facts` and `tensors` gave; `ValueError` where that is no such memory, after "length" tokens."""
-
-
 class Stream:
     """Attention over tokens that arrive in pieces of any size.
 
@@ -81,8 +49,9 @@ class Stream:
         output = stream.attend(query)    # (B, Hq, N, D) -> (B, Hq, N, Dv)
 
     Whole, in pieces or token by token, the outputs are those of `fewkeys.attention` on the whole sequence with the same
-    plan, up to rounding (and what nearly equal ranks decide in a tree). Per token O(slots (D + Dv)), whatever the
-    length, and besides, by plan:
+    plan, up to rounding (and what nearly equal ranks decide in a tree). Padding is as if it had never come; sequences
+    that are padded unlike are answered one after the other. Per token O(slots (D + Dv)), whatever the length, and
+    besides, by plan:
 
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
         KeyTree                     memory O(n (D + Dv)); every 16 or 32 tokens a tree is built, O(log^2 n) a token
@@ -97,7 +66,7 @@ class Stream:
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        self._held: Memory = Whole(plan) if Whole.suits(plan) else Summarised(plan, self.generator)
+        self._held = Padded(Whole(plan) if Whole.suits(plan) else Summarised(plan, self.generator))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -135,7 +104,7 @@ class Stream:
     def crop(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never come.
 
-        Possible back to the beginning of the current unit of positions, whose keys have moved no memory yet; a stream
+        Possible back to the beginning of the current unit of real tokens, whose keys have moved no memory yet; a stream
         of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises `ValueError` beyond.
         """
         self._settle()
@@ -151,8 +120,8 @@ class Stream:
         """Go on as if the tokens of `other`, a stream of the same plan, had come after these.
 
         `other` saw them without this past: its outputs are its own, and its memory becomes part of this one. Nothing is
-        counted twice or lost. `self` must stand between two blocks of positions, since blocks are absolute. Raises
-        `ValueError` for another plan or other shapes, and for a `KeyTree`, whose trees know the queries before them.
+        counted twice or lost. Every sequence must stand between two blocks of real tokens, since blocks are absolute.
+        Raises `ValueError` for another plan or other shapes, and for a `KeyTree`, whose trees know the queries before.
         """
         self._settle()
         other._settle()
@@ -203,7 +172,7 @@ class Stream:
         if tensors:
             generator.set_state(tensors["generator"])
             held = {name: tensor.to(device) for name, tensor in tensors.items() if name != "generator"}
-            found._held.restore({"length": facts.length, **facts.held}, held)
+            found._held.restore(facts.length, facts.held, held)
         elif facts.length or facts.held:
             raise ValueError(f"expected the memory of {facts.length} tokens, got none")
         return found

@@ -45,10 +45,9 @@ class Growing:
     """Sequences of a batch whose real tokens come together: B of them, with H = B Hkv heads; padding never enters.
 
     key (B, Hkv, count, D) and value: all of them, as they came. query (B, Hkv, groups, count - folded, D): the newest
-    scaled queries, in working precision, zero where none came; `asked` (count - folded,) says where one did, and
-    `place` at which position of the stream the token stood. past: float64 sums over the queries of the first `folded`
-    tokens. order (H, room): the trees of the first `sealed` keys after the sinks, and `nodes`, their tables. spare:
-    orders (H, size) of trees that gave way.
+    scaled queries, in working precision, zero where none came; `asked` (count - folded,) says where one did. past:
+    float64 sums over the queries of the first `folded` tokens. order (H, room): the trees of the first `sealed` keys
+    after the sinks, and `nodes`, their tables. spare: orders (H, size) of trees that gave way.
     """
 
     slots: int
@@ -56,7 +55,6 @@ class Growing:
     value: Buffer
     query: Buffer
     asked: Tensor
-    place: Tensor
     past: RunningQueries
     order: Tensor
     nodes: dict[int, Table] = field(default_factory=dict)
@@ -76,7 +74,7 @@ class Growing:
         )
         nothing = torch.zeros(0, dtype=torch.int64, device=key.device)
         held = (Buffer(key[:, :, :0]), Buffer(value[:, :, :0]), Buffer(none.unsqueeze(2)))
-        return Growing(slots, held[0], held[1], held[2], nothing.bool(), nothing, past, nothing.expand(count, -1))
+        return Growing(slots, held[0], held[1], held[2], nothing.bool(), past, nothing.expand(count, -1))
 
     @property
     def batch(self) -> int:
@@ -91,26 +89,24 @@ class Growing:
     def block(self) -> int:
         return block_of(self.slots)
 
-    def append(self, key: Tensor, value: Tensor, place: Tensor, query: Tensor | None = None) -> None:
-        """Add tokens: keys (B, Hkv, N, D), values, positions (N,), and scaled queries (B, Hkv, groups, N, D) if any."""
+    def append(self, key: Tensor, value: Tensor, query: Tensor | None = None) -> None:
+        """Add tokens: keys (B, Hkv, N, D), values, and scaled queries (B, Hkv, groups, N, D) if any."""
         self.key.append(key)
         self.value.append(value)
+        came = query is not None
         if query is None:
             query = self.query.held.new_zeros((*self.query.held.shape[:3], key.shape[2], key.shape[3]))
-            asked = torch.zeros_like(place, dtype=torch.bool)
-        else:
-            asked = torch.ones_like(place, dtype=torch.bool)
-            if self.query.held.shape[2] != query.shape[2]:  # until now nobody has asked
-                self.query = Buffer.of(self.query.rows[:, :, :1].expand(-1, -1, query.shape[2], -1, -1))
+        elif self.query.held.shape[2] != query.shape[2]:  # until now nobody has asked
+            self.query = Buffer.of(self.query.rows[:, :, :1].expand(-1, -1, query.shape[2], -1, -1))
         self.query.append(query)
-        self.asked, self.place = torch.cat([self.asked, asked]), torch.cat([self.place, place])
+        self.asked = torch.cat([self.asked, self.asked.new_full((key.shape[2],), came)])
 
     def walks(self, fresh: int) -> Iterator[tuple[slice, Walk]]:
         """Which of the `fresh` newest queries see what: to be attended from before the next is asked for.
 
         Builds what is to be built. A few steps are taken one by one, in place; more at once, in a forest of their own.
         """
-        seen = torch.arange(self.count - fresh + 1, self.count + 1, device=self.place.device)
+        seen = torch.arange(self.count - fresh + 1, self.count + 1, device=self.asked.device)
         steps = steps_after(self.count - fresh, fresh, self.slots, self.block)
         if len(steps) <= FEW:
             for step in steps:
@@ -151,13 +147,12 @@ class Growing:
 
     def copy(self) -> Growing:
         """All sequences, in memory of their own."""
-        return self.select(torch.arange(self.batch, device=self.place.device))
+        return self.select(torch.arange(self.batch, device=self.asked.device))
 
-    def crop(self, place: int) -> None:
-        """Forget the tokens from position `place` of the stream on; `can_crop` says whether they are remembered."""
-        left = int((self.place < place).sum())
-        count = self.folded + left
-        self.asked, self.place = self.asked[:left], self.place[:left]
+    def crop(self, count: int) -> None:
+        """Forget what came after the first `count` tokens; `can_crop` says whether that can be undone."""
+        left = count - self.folded
+        self.asked = self.asked[:left]
         self.key.count = self.value.count = count
         self.query.count = left
         sealed = min(self.sealed, max(0, count - 1 - SINKS) // self.block * self.block)
@@ -168,9 +163,9 @@ class Growing:
                 if tree not in standing:
                     self._write(tree, self.spare.pop(tree))
 
-    def can_crop(self, place: int) -> bool:
-        """Whether everything from position `place` on can be undone."""
-        return not self.folded or (len(self.place) > 0 and place >= int(self.place[0]))
+    def can_crop(self, count: int) -> bool:
+        """Whether everything after the first `count` tokens can be undone."""
+        return count >= self.folded
 
     def bytes(self) -> int:
         """Memory held."""
@@ -181,7 +176,7 @@ class Growing:
     def tensors(self) -> dict[str, Tensor]:
         """What is not made of the rest, by name; `of` goes on from it."""
         found = {"key": self.key.rows, "value": self.value.rows, "query": self.query.rows}
-        found |= {"asked": self.asked, "place": self.place, "order": self.order[:, : self.sealed]}
+        found |= {"asked": self.asked, "order": self.order[:, : self.sealed]}
         found |= {f"past.{one.name}": getattr(self.past, one.name) for one in fields(self.past)}
         return found | {f"spare.{start}.{size}": order for (start, size), order in self.spare.items()}
 
@@ -190,7 +185,7 @@ class Growing:
         """The sequences of `tensors`; `KeyError` where one is missing."""
         found = Growing.empty(slots, tensors["key"], tensors["value"])
         found.key, found.value, found.query = (Buffer.of(tensors[name]) for name in ("key", "value", "query"))
-        found.asked, found.place, found.folded = tensors["asked"], tensors["place"], folded
+        found.asked, found.folded = tensors["asked"], folded
         found.past = RunningQueries(**{one.name: tensors[f"past.{one.name}"] for one in fields(RunningQueries)})
         orders = {name: part for name, part in tensors.items() if name.startswith("spare.")}
         found.spare = {(int(name.split(".")[1]), int(name.split(".")[2])): part for name, part in orders.items()}
@@ -226,9 +221,9 @@ class Growing:
         """The orders (H, size) of trees, those of equal size side by side."""
         first = min(start for start, _ in trees)
         last = max(start + size for start, size in trees)
-        ends = torch.tensor([sum(tree) for tree in trees], device=self.place.device) // self.block
+        ends = torch.tensor([sum(tree) for tree in trees], device=self.asked.device) // self.block
         blocks, kind = ends.unique(return_inverse=True)
-        turn = turn_of(torch.arange(self.folded, self.count, device=self.place.device) + 1, self.block)
+        turn = turn_of(torch.arange(self.folded, self.count, device=self.asked.device) + 1, self.block)
         query = self.query.rows.flatten(0, 1)
         if not bool(self.asked.all()):
             query, turn = query[:, :, self.asked], turn[self.asked]
@@ -293,4 +288,4 @@ class Growing:
             torch.full_like(self.past.count, rows.shape[1]), rows.sum(1, keepdim=True), rows.mT @ rows
         )
         self.query.drop(some)
-        self.asked, self.place, self.folded = self.asked[some:], self.place[some:], first
+        self.asked, self.folded = self.asked[some:], first
