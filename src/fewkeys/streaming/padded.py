@@ -24,6 +24,9 @@ class Memory(Protocol):
     def begin(self, key: Tensor, value: Tensor) -> Self:
         """The same before the first token, in the shape of keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
 
+    def make_room(self, count: int) -> None:
+        """Make room for so many more tokens; `OSError` where there is none, and nothing has changed."""
+
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Take tokens in, and give the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if there are any.
 
@@ -108,16 +111,22 @@ class Padded:
         self._groups: list[Group] = []
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor, scale: float) -> Tensor:
-        """As `Memory.take`, of tokens of which `real` (B, N) are; the outputs of padding are zero."""
+        """As `Memory.take`, of tokens of which `real` (B, N) are; the outputs of padding are zero.
+
+        `OSError` where there is no room for them, and then none of them has been taken.
+        """
         if not self._groups:
             every = torch.arange(key.shape[0], device=key.device)
             self._groups = [Group(every, (), self._empty.begin(key, value))]
-        first, self.length = self.length, self.length + key.shape[2]
-        if len(self._groups) == 1 and bool(real.all()):
+        first, plain = self.length, len(self._groups) == 1 and bool(real.all())
+        if not plain:
+            self._groups = [part for group in self._groups for part in group.by_padding(real)]
+        for group in self._groups:
+            group.memory.make_room(int(real[group.rows[0]].sum()))
+        self.length += key.shape[2]
+        if plain:
             return self._groups[0].memory.take(query, key, value, scale)
-        self._groups = [
-            part.padded(real[part.rows[0]], first) for group in self._groups for part in group.by_padding(real)
-        ]
+        self._groups = [group.padded(real[group.rows[0]], first) for group in self._groups]
         heads, tokens = (key.shape[1], 0) if query is None else query.shape[1:3]
         output = value.new_zeros((key.shape[0], heads, tokens, value.shape[3]))
         for group in self._groups:

@@ -15,6 +15,9 @@ from fewkeys.core.validation import FLOATS
 from fewkeys.past.state import State, tensors_of
 from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import Parts
+from fewkeys.tree.growing import skipped_of
+from fewkeys.tree.leaves import Form as RowForm
+from fewkeys.tree.leaves import Held
 from fewkeys.tree.rule import SINKS, block_of, cover
 
 COUNTS = ("summary.size", "summary.seen.count", "summary.seen.square", "queries.count")
@@ -106,26 +109,28 @@ class Counts:
     folded: int
 
 
-def check_whole(tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int) -> Counts:
+def check_whole(
+    tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int, how: Held
+) -> Counts:
     """The counts; `ValueError` where tensors are not such a memory after `length` tokens."""
-    check_rows(tensors, "")
     own = build(Counts, facts)
-    _check_growing(tensors, length, own, block_of(slots))
+    _check_growing(tensors, length, own, slots, how)
     return own
 
 
-def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, block: int) -> None:
-    key = tensors["key"]
-    batch, heads, count, dim = key.shape
-    sealed, open_, most = own.sealed, count - own.folded, max(0, count - SINKS)
+def _check_growing(tensors: Mapping[str, Tensor], count: int, own: Counts, slots: int, how: Held) -> None:
+    key, value = check_rows(tensors, "")
+    batch, heads, near, dim = key.shape
+    block, sealed, open_, most = block_of(slots), own.sealed, count - own.folded, max(0, count - SINKS)
     if not (0 <= sealed <= most and sealed % block == 0 and 0 <= own.folded <= min(count, SINKS + sealed)):
         raise ValueError(f"expected at most {most} sealed keys and fewer queries that are sums, got {own}")
-    if count != length:
-        raise ValueError(f"expected {length} keys, got {count}")
-    both, exact = batch * heads, torch.float64
+    if near != count - skipped_of(slots, own.folded):
+        raise ValueError(f"expected the keys near the last of {count}, got {near}")
+    both, exact, form = batch * heads, torch.float64, RowForm.of(how.dtype, key, value)
     forms = {
         "key": Form(tuple(key.shape), key.dtype),
-        "value": Form(tuple(tensors["value"].shape), key.dtype),
+        "value": Form(tuple(value.shape), key.dtype),
+        "leaves": Form((both, sealed, form.width), torch.uint8),
         "query": Form((batch, heads, max(1, _size(tensors, "query", 2)), open_, dim), working(key[:0]).dtype),
         "asked": Form((open_,), torch.bool),
         "order": Form((both, sealed), torch.int64),
@@ -140,6 +145,8 @@ def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, bloc
             forms[name], trees[start, size] = Form((both, size), torch.int64), tensors[name]
     check(tensors, forms)
     _check_squares(tensors["past.square"])
+    if not all(bool(part.isfinite().all()) for part in form.read(tensors["leaves"])):
+        raise ValueError("expected finite numbers in the leaves, got others")
     for (start, size), order in trees.items():
         keys = torch.arange(start, start + size, device=order.device) + SINKS
         if not torch.equal(order.sort(-1).values, keys.expand_as(order)):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +24,17 @@ from fewkeys.streaming.checks import check_query, check_tokens
 from fewkeys.streaming.padded import Padded
 from fewkeys.streaming.summarised import Summarised
 from fewkeys.streaming.whole import Whole
+from fewkeys.tree.leaves import Held, LeafType
 
 
-def stream(plan: Plan, *, scale: float | None = None, generator: torch.Generator | None = None) -> Stream:
+def stream(
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+    leaves: LeafType | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Stream:
     """An empty stream that runs a causal plan, such as `fewkeys.budget(slots, is_causal=True)`.
 
     Args:
@@ -35,10 +43,14 @@ def stream(plan: Plan, *, scale: float | None = None, generator: torch.Generator
             `RunningMeans` or `Drop` for the rest.
         scale: factor on the scores; default 1 / sqrt(D).
         generator: source of randomness for `RandomKeys`; default: seed 0.
+        leaves: how a `KeyTree` holds its sealed keys and values: "bfloat16", or "int8" with a scale for each key and
+            each value; default: as they come. Sinks, the newest keys, and all means and spreads stay in full precision.
+        folder: where a `KeyTree` writes them, to a file without a name that goes with the stream, whatever ends it;
+            default: nowhere, they are in memory. A copy, and every reordering, writes a file of its own.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
-    return Stream(plan, scale=scale, generator=generator)
+    return Stream(plan, scale=scale, generator=generator, leaves=leaves, folder=folder)
 
 
 class Stream:
@@ -56,17 +68,32 @@ class Stream:
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
         KeyTree                     memory O(n (D + Dv)); every 16 or 32 tokens a tree is built, O(log^2 n) a token
 
-    Without gradient.
+    Where a file finds no room, `attend` raises `OSError`, and the stream is as before the tokens. Without gradient.
     """
 
-    def __init__(self, plan: Plan, *, scale: float | None = None, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        scale: float | None = None,
+        generator: torch.Generator | None = None,
+        leaves: LeafType | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.plan = plan
+        self.leaves = leaves
         self.scale = None if scale is None else check_real("scale", scale)
         # Drawn from as keys come, so that a saved stream can go on with the same draws.
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        self._held = Padded(Whole(plan) if Whole.suits(plan) else Summarised(plan, self.generator))
+        how = Held(leaves, None if folder is None else os.fspath(folder))
+        if not Whole.suits(plan) and how != Held():
+            raise ValueError(
+                f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyTree, whose memory "
+                f"does not grow, got {leaves or folder}"
+            )
+        self._held = Padded(Whole(plan, how) if Whole.suits(plan) else Summarised(plan, self.generator))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -144,12 +171,17 @@ class Stream:
         files.write(path, *self.contents())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
-        """The stream that `save` wrote, on `device`; `ValueError` names a damaged or foreign file. Everything in
-        it is checked before it is used.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str = "cpu",
+        folder: str | os.PathLike[str] | None = None,
+    ) -> Stream:
+        """The stream that `save` wrote, on `device`, its leaves in `folder`; `ValueError` names a damaged or foreign
+        file. Everything in it is checked before it is used.
         """
         try:
-            return cls.of(*files.read(path), device)
+            return cls.of(*files.read(path), device, folder)
         except files.FAULTS as error:
             raise ValueError(
                 f"path: expected a file that Stream.save wrote, got {path} ({error}); save again"
@@ -158,16 +190,23 @@ class Stream:
     def contents(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a file of the stream says and holds."""
         self._settle()
-        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "length": self.length}
+        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "leaves": self.leaves, "length": self.length}
         tensors = self._held.tensors()
         facts["held"] = self._held.facts() if tensors else {}
         return facts, tensors | {"generator": self.generator.get_state()} if tensors else {}
 
     @classmethod
-    def of(cls, facts: files.Facts, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Stream:
+    def of(
+        cls,
+        facts: files.Facts,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        folder: str | os.PathLike[str] | None = None,
+    ) -> Stream:
         """The stream of such contents; one of `files.FAULTS` where they are not those of a stream."""
         generator = torch.Generator("cpu")
-        found = cls(Plan.from_dict(facts.plan), scale=facts.scale, generator=generator)
+        plan, leaves = Plan.from_dict(facts.plan), cast("LeafType | None", facts.leaves)
+        found = cls(plan, scale=facts.scale, generator=generator, leaves=leaves, folder=folder)
         found.length = facts.length
         if tensors:
             generator.set_state(tensors["generator"])
@@ -186,7 +225,12 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def _take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        return self._held.take(query, key, value, real, key.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        try:
+            scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale
+            return self._held.take(query, key, value, real, scale)
+        except OSError:
+            self.length = self._held.length
+            raise
 
     def _like(self) -> tuple[Tensor, ...]:
         """Keys and values that came before, if any did."""

@@ -55,6 +55,9 @@ class Summarised:
         found._state = State.empty(parts.means, key, value)
         return found
 
+    def make_room(self, count: int) -> None:
+        """There is no need: memory does not grow."""
+
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """The outputs of queries of new tokens, unit by unit."""
         state, done, outputs = self._state, 0, []

@@ -17,6 +17,7 @@ from fewkeys.plan import Plan
 from fewkeys.streaming.restored import check_whole
 from fewkeys.tree.descent import Descent, Walk
 from fewkeys.tree.growing import UNDO, Growing
+from fewkeys.tree.leaves import Held
 from fewkeys.tree.rule import block_of
 
 
@@ -25,11 +26,11 @@ class Whole:
 
     _growing: Growing
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, how: Held) -> None:
         held = [part.remembered for part in plan.parts]
         if len(held) != 1 or held[0] is None or not held[0].tree:
             raise ValueError(f"plan: a stream keeps KeyTree alone, without rules beside it, got {plan.keep}")
-        self.plan, self.slots = plan, held[0].tree
+        self.plan, self.how, self.slots = plan, how, held[0].tree
 
     @staticmethod
     def suits(plan: object) -> bool:
@@ -38,7 +39,10 @@ class Whole:
         return any(part.remembered is not None and part.remembered.tree for part in parts)
 
     def begin(self, key: Tensor, value: Tensor) -> Whole:
-        return self._of(Growing.empty(self.slots, key, value))
+        return self._of(Growing.empty(self.slots, self.how, key, value))
+
+    def make_room(self, count: int) -> None:
+        self._growing.make_room(count)
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
         growing = self._growing
@@ -47,9 +51,9 @@ class Whole:
         outputs, before = [value[:, :, :0]], growing.count - key.shape[2]
         for span, walk in growing.walks(key.shape[2]):
             if query is not None:
-                seen = slice(0, before + span.stop)
-                held_key, held_value = growing.key.rows[:, :, seen], growing.value.rows[:, :, seen]
-                outputs.append(self._attend(query[:, :, span], held_key, held_value, walk, scale))
+                seen = slice(0, before + span.stop - walk.skipped)
+                near = growing.key.rows[:, :, seen], growing.value.rows[:, :, seen]
+                outputs.append(self._attend(query[:, :, span], *near, walk, scale))
         return torch.cat(outputs[1:], 2) if len(outputs) > 2 else outputs[-1]
 
     def select(self, index: Tensor) -> Whole:
@@ -82,11 +86,11 @@ class Whole:
         return {"sealed": self._growing.sealed, "folded": self._growing.folded}
 
     def restored(self, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Whole:
-        counts = check_whole(tensors, count, facts, self.slots)
-        return self._of(Growing.of(self.slots, counts.sealed, counts.folded, tensors))
+        counts = check_whole(tensors, count, facts, self.slots, self.how)
+        return self._of(Growing.of(self.slots, self.how, counts.sealed, counts.folded, tensors))
 
     def _of(self, growing: Growing) -> Whole:
-        found = Whole(self.plan)
+        found = Whole(self.plan, self.how)
         found._growing = growing
         return found
 

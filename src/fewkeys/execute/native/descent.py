@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,11 @@ from fewkeys.native.tensors import Rows, dense, pointers, struct
 from fewkeys.rest.base import NodeStandIns
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
 from fewkeys.tree.forest import Nodes, Table
+from fewkeys.tree.leaves import CHUNK
 from fewkeys.tree.rule import SINKS
+
+LEAVES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""How the kernel calls the dtypes of leaves."""
 
 
 def form(problem: Problem) -> str | None:
@@ -24,6 +28,8 @@ def form(problem: Problem) -> str | None:
         return f"expected the descent of KeyTree, got {type(graph.descent).__name__}"
     if any(part is not None for part in (graph.band, graph.columns, graph.rows, graph.groups)) or graph.full:
         return "expected keys that each query finds in a tree alone, got others beside them"
+    if any(walk.leaves is not None and walk.leaves.form.dtype not in LEAVES for walk in graph.descent.walks):
+        return f"expected leaves of {', '.join(map(str, LEAVES))}, got others"
     if s is not None and not isinstance(s, NodeStandIns):
         return f"expected nodes of the tree to stand in, or nothing, got {type(s).__name__}"
     return None
@@ -56,6 +62,28 @@ def _nodes(problem: Problem) -> tuple[Nodes, ...]:
     return tuple(walk.nodes for walk in cast("Descent", problem.graph.descent).walks)
 
 
+def _leaves(walk: Walk, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Where the keys and values of leaves lie: with all others, or apart."""
+    held = walk.leaves
+    if held is None:
+        rows = [
+            Rows(part.data_ptr(), *(stride * part.itemsize for stride in part.stride()[:3])) for part in (key, value)
+        ]
+        return {"leaf_key": rows[0], "leaf_value": rows[1], "leaf_type": LEAVES[key.dtype], "chunk": 62}
+    form, rows_held = held.form, held.held
+    chunk, head, row, _ = rows_held.stride()
+    rows = [Rows(rows_held.data_ptr() + at, head * key.shape[1], head, row) for at in (form.key_at, form.value_at)]
+    return {
+        "leaf_key": rows[0],
+        "leaf_value": rows[1],
+        "leaf_type": LEAVES[form.dtype],
+        "leaf_first": SINKS,
+        "chunk": CHUNK.bit_length() - 1,
+        "chunk_bytes": chunk,
+        "skipped": walk.skipped,
+    }
+
+
 def _parts(table: Table) -> tuple[Tensor, Tensor, Tensor]:
     return table.key, table.value, table.variance
 
@@ -81,6 +109,7 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
     held = {"steps": steps, "levels": levels, "runs": runs, "tables": numbers}
     arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
     told = struct("Descend")(
+        **_leaves(walk, key, value),
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
         **pointers({"batch": own.batch, "real": own.real, "seen": seen, "order": order}),
         **{name: ctypes.addressof(array) for name, array in arrays.items()},
