@@ -4,6 +4,7 @@
 // queries in the lanes. What a query opens is its own: there, dimensions are in the lanes, four rows at a time.
 #pragma once
 #include <limits>
+#include <memory>
 
 #include "split.h"
 #include "tile.h"
@@ -404,18 +405,39 @@ class Descender {
   }
 };
 
+// The tiles of a problem, and how many there are in all those before it.
+struct TilesOf {
+  aligned_vector<TileOf> each;
+  int64_t heads, before;
+};
+
 template <class T>
-static void descend(const Descend &p, int threads) {
-  const auto *steps = (const StepOf *)p.steps;
-  aligned_vector<TileOf> tiles;
-  for (int64_t s = 0; s < p.count; s++)
-    for (int64_t first = 0; first < p.gqa_ratio * (steps[s].stop - steps[s].start); first += TILE)
-      tiles.push_back({s, first});
-  const int64_t heads = p.heads / p.gqa_ratio, each = tiles.size();
-  const auto attend = [&](Descender<T> &descender, int64_t t) {
-    descender.attend(t / each / heads, t / each % heads, tiles[t % each].step, tiles[t % each].first);
+static void descend(const Descents &p, int threads) {
+  std::vector<TilesOf> tiles;
+  int64_t total = 0;
+  for (const Descend *one = p.each; one < p.each + p.count; one++) {
+    const auto *steps = (const StepOf *)one->steps;
+    TilesOf own{{}, one->heads / one->gqa_ratio, total};
+    for (int64_t s = 0; s < one->count; s++)
+      for (int64_t first = 0; first < one->gqa_ratio * (steps[s].stop - steps[s].start); first += TILE)
+        own.each.push_back({s, first});
+    total += one->sequences * own.heads * own.each.size();
+    tiles.push_back(std::move(own));
+  }
+  // One problem after the other: a worker holds what it needs of one.
+  struct Worker {
+    int64_t problem = -1;
+    std::unique_ptr<Descender<T>> descender;
   };
-  in_parallel(threads, p.sequences * heads * each, [&] { return Descender<T>(p); }, attend, 4);
+  const auto attend = [&](Worker &worker, int64_t t) {
+    int64_t i = std::max<int64_t>(worker.problem, 0);
+    while (i + 1 < p.count && tiles[i + 1].before <= t) i++;
+    if (i != worker.problem) worker.problem = i, worker.descender.reset(new Descender<T>(p.each[i]));
+    const TilesOf &own = tiles[i];
+    const int64_t each = own.each.size(), at = t - own.before, tile = at % each;
+    worker.descender->attend(at / each / own.heads, at / each % own.heads, own.each[tile].step, own.each[tile].first);
+  };
+  in_parallel(threads, total, [] { return Worker(); }, attend, 4);
 }
 
 }  // namespace fewkeys

@@ -226,4 +226,10 @@ struct Descend {
   float scale, reach, curve, highest;
 };
 
+// Several of them at once.
+struct Descents {
+  const Descend *each;
+  int64_t count;
+};
+
 }  // namespace fewkeys

@@ -5,7 +5,7 @@ Positions are counted over real tokens, so a sequence answers as it would alone,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.records import build
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
 
 Gaps = tuple[tuple[int, int], ...]
 """Where padding stands: places from the first on, before the second."""
@@ -27,10 +29,11 @@ class Memory(Protocol):
     def make_room(self, count: int) -> None:
         """Make room for so many more tokens; `OSError` where there is none, and nothing has changed."""
 
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Take tokens in, and give the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if there are any.
+    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor | Problem]:
+        """Take tokens in, key (B, Hkv, N, D) and value (B, Hkv, N, Dv), and give, span after span, the outputs
+        (B, Hq, n, Dv) of their queries (B, Hq, N, D), if there are any, or the problem that is still to be answered.
 
-        key (B, Hkv, N, D), value (B, Hkv, N, Dv), checked.
+        What follows a problem may be asked for once it is answered.
         """
 
     def select(self, index: Tensor) -> Self:
@@ -118,25 +121,27 @@ class Padded:
         if not self._groups:
             every = torch.arange(key.shape[0], device=key.device)
             self._groups = [Group(every, (), self._empty.begin(key, value))]
-        first, plain = self.length, len(self._groups) == 1 and bool(real.all())
+        first, plain = self.length, bool(real.all())
         if not plain:
             self._groups = [part for group in self._groups for part in group.by_padding(real)]
-        for group in self._groups:
-            group.memory.make_room(int(real[group.rows[0]].sum()))
+        some = [real[group.rows[0]].nonzero().squeeze(-1) for group in self._groups]
+        for group, inside in zip(self._groups, some, strict=True):
+            group.memory.make_room(len(inside))
         self.length += key.shape[2]
-        if plain:
-            return self._groups[0].memory.take(query, key, value, scale)
-        self._groups = [group.padded(real[group.rows[0]], first) for group in self._groups]
+        if not plain:
+            self._groups = [group.padded(real[group.rows[0]], first) for group in self._groups]
+        if plain and len(self._groups) == 1:
+            (output,) = _together([self._groups[0].memory.take(query, key, value, scale)])
+            return value[:, :, :0] if output is None else output
+        takes = []
+        for group, inside in zip(self._groups, some, strict=True):
+            own = [part[group.rows] if plain else part[group.rows][:, :, inside] for part in (key, value)]
+            asked = None if query is None else query[group.rows] if plain else query[group.rows][:, :, inside]
+            takes.append(group.memory.take(asked, own[0], own[1], scale) if len(inside) else iter(()))
         heads, tokens = (key.shape[1], 0) if query is None else query.shape[1:3]
         output = value.new_zeros((key.shape[0], heads, tokens, value.shape[3]))
-        for group in self._groups:
-            inside = real[group.rows[0]].nonzero().squeeze(-1)
-            if not len(inside):
-                continue
-            asked = None if query is None else query[group.rows][:, :, inside]
-            rows = [part[group.rows][:, :, inside] for part in (key, value)]
-            found = group.memory.take(asked, rows[0], rows[1], scale)
-            if query is not None:
+        for group, inside, found in zip(self._groups, some, _together(takes), strict=True):
+            if found is not None:
                 output[group.rows[:, None], :, inside] = found.transpose(1, 2)
         return output
 
@@ -220,6 +225,21 @@ class Padded:
         if not torch.equal(rows.sort().values, torch.arange(len(rows), device=rows.device)):
             raise ValueError("expected every sequence of the batch in one group, got others")
         self.length, self._groups = length, groups
+
+
+def _together(takes: Sequence[Iterator[Tensor | Problem]]) -> list[Tensor | None]:
+    """The outputs of all memories, None of those that give none; problems of a round are answered at once."""
+    found: list[list[Tensor]] = [[] for _ in takes]
+    left = [*enumerate(takes)]
+    while left:
+        came = [(number, take, next(take, None)) for number, take in left]
+        left = [(number, take) for number, take, one in came if one is not None]
+        problems = [one for _, _, one in came if isinstance(one, Problem)]
+        answers = iter(dispatch.attend_each(problems) if problems else ())
+        for number, _, one in came:
+            if one is not None:
+                found[number].append(next(answers) if isinstance(one, Problem) else one)
+    return [None if not own else own[0] if len(own) == 1 else torch.cat(own, 2) for own in found]
 
 
 def _joined(before: Gaps, after: Gaps) -> Gaps:

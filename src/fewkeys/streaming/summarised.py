@@ -7,7 +7,7 @@ What is kept depends on the plan alone, not on the length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,9 +58,9 @@ class Summarised:
     def make_room(self, count: int) -> None:
         """There is no need: memory does not grow."""
 
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor]:
         """The outputs of queries of new tokens, unit by unit."""
-        state, done, outputs = self._state, 0, []
+        state, done = self._state, 0
         while done < key.shape[2]:
             state = self._moved(state)
             stop = min(key.shape[2], done + self.parts.unit - state.length % self.parts.unit)
@@ -70,10 +70,8 @@ class Summarised:
             else:
                 rows = working(query[:, :, done:stop]).unflatten(1, (key.shape[1], -1)) * scale
                 state = state.append(new, rows, sinks=self.parts.sinks)
-                outputs.append(attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype))
-            done = stop
-        self._state = state
-        return torch.cat(outputs, 2) if outputs else value[:, :, :0]
+                yield attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype)
+            self._state, done = state, stop
 
     def select(self, index: Tensor) -> Summarised:
         return self._remembering({name: tensor[index] for name, tensor in self.tensors().items()})

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.streaming.restored import check_whole
@@ -44,17 +42,16 @@ class Whole:
     def make_room(self, count: int) -> None:
         self._growing.make_room(count)
 
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Problem]:
         growing = self._growing
         rows = None if query is None else working(query).unflatten(1, (key.shape[1], -1)) * scale
         growing.append(key, value, rows)
-        outputs, before = [value[:, :, :0]], growing.count - key.shape[2]
+        before = growing.count - key.shape[2]
         for span, walk in growing.walks(key.shape[2]):
             if query is not None:
                 seen = slice(0, before + span.stop - walk.skipped)
                 near = growing.key.rows[:, :, seen], growing.value.rows[:, :, seen]
-                outputs.append(self._attend(query[:, :, span], *near, walk, scale))
-        return torch.cat(outputs[1:], 2) if len(outputs) > 2 else outputs[-1]
+                yield self._problem(query[:, :, span], *near, walk, scale)
 
     def select(self, index: Tensor) -> Whole:
         return self._of(self._growing.select(index))
@@ -94,8 +91,8 @@ class Whole:
         found._growing = growing
         return found
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, walk: Walk, scale: float) -> Tensor:
+    def _problem(self, query: Tensor, key: Tensor, value: Tensor, walk: Walk, scale: float) -> Problem:
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         graph = Graph(inputs, descent=Descent(inputs, (walk,)))
         weights = self.plan.weights
-        return dispatch.attend(Problem(inputs, graph, self.plan.rest.prepare(inputs, graph, weights), weights))
+        return Problem(inputs, graph, self.plan.rest.prepare(inputs, graph, weights), weights)

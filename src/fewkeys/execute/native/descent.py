@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers, struct
+from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.rest.base import NodeStandIns
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
 from fewkeys.tree.forest import Nodes, Table
@@ -49,11 +50,23 @@ def attend(problem: Problem) -> Tensor:
 
     Every query chooses what it opens as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)).
     """
-    x = problem.inputs
-    output = x.value.new_empty((*x.query.shape[:3], x.value_dim))
-    for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
-        _attend(problem, walk, nodes, output)
-    return output
+    return attend_each([problem])[0]
+
+
+def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
+    """The outputs of problems of one dtype, by one call of the kernel, whose threads share all sequences and heads."""
+    outputs, told, alive = [], [], []
+    for problem in problems:
+        x = problem.inputs
+        outputs.append(x.value.new_empty((*x.query.shape[:3], x.value_dim)))
+        for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
+            own, held = _told(problem, walk, nodes, outputs[-1])
+            told.append(own)
+            alive.append(held)
+    each = (struct("Descend") * len(told))(*told)
+    all_ = struct("Descents")(each=ctypes.addressof(each), count=len(told))
+    call("fewkeys_descend", all_, problems[0].inputs.query.dtype)
+    return outputs
 
 
 def _nodes(problem: Problem) -> tuple[Nodes, ...]:
@@ -88,8 +101,8 @@ def _parts(table: Table) -> tuple[Tensor, Tensor, Tensor]:
     return table.key, table.value, table.variance
 
 
-def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
-    """Write the output of some sequences."""
+def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[Told, object]:
+    """What the kernel is told of some sequences and where to write, and what must live until it returns."""
     x, own, forest = problem.inputs, walk.sequences, walk.forest
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
     tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
@@ -127,4 +140,4 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
         curve=CURVE,
         highest=HIGHEST,
     )
-    call("fewkeys_descend", told, x.query.dtype)
+    return told, (query, key, value, tables, seen, order, arrays)
