@@ -147,7 +147,12 @@ class Padded:
 
     def select(self, index: Tensor) -> None:
         """Keep these sequences of the batch."""
-        index = index.to(self._groups[0].rows.device) if self._groups else index
+        if not self._groups:
+            return
+        index = index.to(self._groups[0].rows.device)
+        every = torch.arange(sum(len(group.rows) for group in self._groups), device=index.device)
+        if torch.equal(index, every):  # as beams often stay where they are
+            return
         found = [(group, (index[:, None] == group.rows).nonzero()) for group in self._groups]
         self._groups = [
             replace(group, rows=at[:, 0], memory=group.memory.select(at[:, 1])) for group, at in found if len(at)

@@ -150,6 +150,7 @@ class Leaves:
     def select(self, heads: Tensor) -> Leaves:
         """The heads of these numbers, in memory or a file of their own."""
         found = Leaves(self.how, self.form, len(heads), self.held.device)
+        found.make_room(self.count)
         for start in range(0, self.count, CHUNK):
             found._add(self.held[start // CHUNK, heads, : self.count - start])
         return found
