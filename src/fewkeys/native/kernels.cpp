@@ -36,7 +36,7 @@ EXPORT_BY_DTYPE(totals, Totals)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(lloyd, Lloyd)
-EXPORT_BY_DTYPE(descend, Descend)
+EXPORT_BY_DTYPE(descend, Descents)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT(scan_back, PastBack)
@@ -78,6 +78,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(TreeRoots);
   SIZE_OF(Summaries);
   SIZE_OF(Descend);
+  SIZE_OF(Descents);
 #undef SIZE_OF
   return -1;
 }

@@ -230,11 +230,21 @@ struct Descend {
   const int64_t *real;   // (n): where real keys stand; null: all are
   const int64_t *seen;   // (Nq): how many of them each query sees
   const int64_t *order;  // (H, places)
+  // What is sealed, strides counted in bytes: row r of a head is r / 2^chunk chunks of chunk_bytes and its rest from there.
+  Rows leaf_key, leaf_value;
+  int64_t leaf_type, leaf_first, chunk, chunk_bytes;  // 0: float, 1: bfloat16, 2: int8 after scales; the key of row 0
+  int64_t skipped;  // keys after the sinks that are sealed and not among `key`
   // Rows of numbers: what they are called, `descend.h` says.
   const int64_t *steps, *levels, *runs, *tables;
   int64_t count, sequences, heads, gqa_ratio, places, dim, value_dim, sinks;
   int64_t shown;  // whether unopened nodes stand in
   float scale, reach, curve, highest;
+};
+
+// Several of them at once.
+struct Descents {
+  const Descend *each;
+  int64_t count;
 };
 
 }  // namespace fewkeys
