@@ -70,9 +70,9 @@ def readme(folder: Path) -> dict[str, Any]:
 
 def images() -> dict[str, Any]:
     model = vit()
-    pixels = torch.randn(6, 3, 16, 16)
+    pixels = torch.randn(70, 3, 16, 16)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    loader = [(pixels[:3], torch.tensor([0, 1, 2])), (pixels[3:], torch.tensor([0, 1, 2]))]
+    loader = [(pixels[:3], torch.tensor([0, 1, 2])), (pixels[3:6], torch.tensor([0, 1, 2]))]
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     return {"pixels": pixels, "loader": loader, "optimizer": optimizer, "scheduler": scheduler, "epochs": 1}
 

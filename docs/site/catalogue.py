@@ -13,6 +13,8 @@ from fewkeys.rest import RESTS
 from fewkeys.select import GROUPINGS, SELECTORS
 
 TOKENS = 64
+MORE_TOKENS = {"KeyTree": 192}
+"""A tree of fewer keys than slots is opened whole."""
 EXAMPLES: dict[str, Any] = {
     "Window": fk.Window(9),
     "Sinks": fk.Sinks(4),
@@ -29,6 +31,7 @@ EXAMPLES: dict[str, Any] = {
     "TopK": fk.TopK(8),
     "BestColumns": fk.BestColumns(8),
     "Outliers": fk.Outliers(8, clusters=6),
+    "KeyTree": fk.KeyTree(64),
     "EntmaxSupport": fk.EntmaxSupport(1.5),
     "LowRankEntmax": fk.LowRankEntmax(4),
     "Reformer": fk.Reformer(8, 1),
@@ -36,7 +39,7 @@ EXAMPLES: dict[str, Any] = {
     "SortedLSH": fk.SortedLSH(8),
 }
 """What is drawn; the other selectors need something learned, or more tokens than a picture has room for."""
-CAUSAL = ("RecentBlocks",)
+CAUSAL = ("RecentBlocks", "KeyTree")
 SECTIONS: dict[str, tuple[str, Catalogue[Any], str]] = {
     "select": ("Selectors", SELECTORS, "Which keys each query attends to exactly."),
     "group": ("Groupings", GROUPINGS, "How `Predicted` joins queries and keys in a learned space."),
@@ -75,13 +78,13 @@ def _page(name: str, kind: type) -> str:
     parts = [f"::: {kind.__module__}.{name}\n    options: {{members: false, heading_level: 1, show_bases: false}}"]
     example = EXAMPLES.get(name)
     if example is not None:
-        parts.append(_picture(example, name in CAUSAL))
+        parts.append(_picture(example, name in CAUSAL, MORE_TOKENS.get(name, TOKENS)))
     return "\n\n".join(parts) + "\n"
 
 
-def _picture(example: Any, is_causal: bool) -> str:
-    """The pairs that are kept among `TOKENS` tokens, and what they cost."""
-    query, key = _inputs()
+def _picture(example: Any, is_causal: bool, tokens: int) -> str:
+    """The pairs that are kept among tokens, and what they cost."""
+    query, key = _inputs(tokens)
     graph = example.graph(query, key, is_causal=is_causal)
     mask = graph.to_mask()[0, 0]
     kept = "under a causal mask" if is_causal else "in both directions"
@@ -92,20 +95,20 @@ def _picture(example: Any, is_causal: bool) -> str:
         for start, length in _runs(line)
     )
     return (
-        f"## What it keeps\n\n`{example!r}` over {TOKENS} tokens, {kept}: {graph.slots():.1f} keys per "
+        f"## What it keeps\n\n`{example!r}` over {tokens} tokens, {kept}: {graph.slots():.1f} keys per "
         f"query. By its own account, choosing costs about {work.per_key:,.0f} operations per key at {key.shape[-1]} "
         "dimensions.\n\n"
-        f'<svg class="kept" viewBox="-1 -1 {TOKENS + 2} {TOKENS + 2}" role="img" '
+        f'<svg class="kept" viewBox="-1 -1 {tokens + 2} {tokens + 2}" role="img" '
         f'aria-label="Queries downwards, keys to the right; a mark where a query keeps a key">'
-        f'<rect class="frame" x="-0.5" y="-0.5" width="{TOKENS + 1}" height="{TOKENS + 1}"/>{marks}</svg>\n\n'
+        f'<rect class="frame" x="-0.5" y="-0.5" width="{tokens + 1}" height="{tokens + 1}"/>{marks}</svg>\n\n'
         "*Queries downwards, keys to the right. Both wander slowly from token to token, and every ninth key stands "
         "apart.*"
     )
 
 
-def _inputs() -> tuple[Tensor, Tensor]:
+def _inputs(tokens: int) -> tuple[Tensor, Tensor]:
     """Queries and keys that resemble their neighbours, and a few keys that resemble none."""
-    drawn = torch.randn(2, 1, 1, TOKENS, 16, generator=torch.Generator().manual_seed(4))
+    drawn = torch.randn(2, 1, 1, tokens, 16, generator=torch.Generator().manual_seed(4))
     query, key = drawn.cumsum(-2) / 3
     query = query + key / 2
     key[:, :, ::9] += 2 * drawn[1, :, :, ::9]
@@ -114,6 +117,6 @@ def _inputs() -> tuple[Tensor, Tensor]:
 
 def _runs(line: Tensor) -> list[tuple[int, int]]:
     """Where neighbouring kept keys begin, and how many they are."""
-    places = line.nonzero().flatten().tolist()
-    starts = [j for j in places if j - 1 not in places]
-    return [(start, next(n for n in range(1, TOKENS + 1) if start + n not in places)) for start in starts]
+    places = set(line.nonzero().flatten().tolist())
+    starts = sorted(j for j in places if j - 1 not in places)
+    return [(start, next(n for n in range(1, len(line) + 1) if start + n not in places)) for start in starts]
