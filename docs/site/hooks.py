@@ -16,6 +16,12 @@ from docs.site import catalogue, notebooks, reference  # noqa: E402
 OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 """Pages that lie elsewhere in the repository, and their place on the site. Experiments keep their paths."""
 ARXIV = re.compile(r"arXiv[: ](\d{4}\.\d{5})(?!\d|</a>)")
+MADE = {
+    "src/fewkeys/select": "select/index.md",
+    "src/fewkeys/rest": "rest/index.md",
+    "src/fewkeys/core/weights.py": "weights/index.md",
+}
+"""What a link to the code leads to on the site."""
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 
 
@@ -48,8 +54,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = os.path.normpath(PurePosixPath(source).parent / link[1])
         if not (ROOT / target).exists():
             return link[1]  # of a page that is made, or broken: then --strict says so
-        place = _places().get(target) or target.removeprefix("docs/")
-        if files.get_file_from_path(place) and (target.startswith("docs/") or target in _places()):
+        known = _places() | MADE
+        place = known.get(target) or target.removeprefix("docs/")
+        if files.get_file_from_path(place) and (target.startswith("docs/") or target in known):
             return os.path.relpath(place, PurePosixPath(page.file.src_uri).parent)
         return f"{config.repo_url}/{'tree' if (ROOT / target).is_dir() else 'blob'}/main/{target}"
 
