@@ -4,9 +4,9 @@ Prefill: the time of `fewkeys.attention` under `budget(256, is_causal=True)`, an
 normal queries, keys and values of 4 heads of 64; medians over turns taken one after the other.
 
 Decoding: the time of one attention call of a stream (append, attend, and the trees that are built as blocks are
-sealed), and of the same with transformers' DynamicCache and `scaled_dot_product_attention`, over the `STRETCH` tokens up
-to n. `pause`: of the token at which a tree over all n keys is built, once in n tokens. Trees of more than `STRETCH` keys
-are seldom, so `plan` is the mean over the stretch plus what those would add: pause / n for each of their sizes.
+sealed), and of the same with transformers' DynamicCache and `scaled_dot_product_attention`, over the `STRETCH` tokens
+up to n. `pause`: of the token at which a tree over all n keys is built, once in n tokens. Trees of more than `STRETCH`
+keys are seldom, so `plan` is the mean over the stretch plus what those would add: pause / n for each of their sizes.
 `exponent`: by which power of n the time of a token grows between two lengths.
 Writes benchmarks/results/trees.json.
 """
