@@ -16,7 +16,6 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native import build, tensors
-from fewkeys.tree import native as tree
 from native_cases import needs_compiler
 
 pytestmark = needs_compiler
@@ -25,7 +24,6 @@ HERE = Path(build.__file__).parent
 
 DECLARED = re.findall(r"^struct (\w+) \{", (HERE / "problems.h").read_text(), re.MULTILINE)
 STRUCTS = [tensors.Rows if name == "Rows" else tensors.struct(name) for name in DECLARED]
-STRUCTS += [kind for kind in vars(tree).values() if isinstance(kind, type) and issubclass(kind, ctypes.Structure)]
 
 
 def test_no_source_includes_another():

@@ -16,9 +16,11 @@ from fewkeys.execute.native import descent
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import prepare
 from fewkeys.native import build, counters
+from fewkeys.streaming.whole import Whole
 from fewkeys.tree import native
 from fewkeys.tree.descent import Descent
 from fewkeys.tree.forest import grow, summarise
+from fewkeys.tree.leaves import Held
 from fewkeys.tree.metric import roots
 from fewkeys.tree.split import split
 from native_cases import CLOSE, needs_compiler
@@ -281,6 +283,15 @@ def test_a_window_beside_the_tree_is_left_to_torch():
     x = check_inputs(*LONG.draw(dtype=torch.float32), is_causal=True)
     told = Problem(x, (fk.KeyTree(64) | fk.Window(25)).select(x), None, fk.Softmax())
     assert "expected keys that each query finds in a tree alone" in str(native_plans.unsupported(told))
+
+
+def test_leaves_that_are_held_apart_are_without_gradient():
+    q, k, v = LONG.draw(dtype=torch.float32)
+    memory = Whole(fk.Plan(fk.KeyTree(64), fk.TreeMeans()), Held("int8")).begin(k, v)
+    told = next(memory.take(q, k, v, 1.0))
+    assert native_plans.unsupported(told) is None
+    told.inputs.query.requires_grad_()
+    assert "expected no gradient where leaves are held apart" in str(native_plans.unsupported(told))
 
 
 def test_arithmetic_grows_linearly_and_memory_hardly(monkeypatch):

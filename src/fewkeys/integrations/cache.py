@@ -9,6 +9,7 @@ stream answer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from fewkeys.integrations import interface
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming import Stream
+from fewkeys.streaming.whole import Whole
+from fewkeys.tree.leaves import Held, LeafType
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -23,7 +26,13 @@ if TYPE_CHECKING:
 SLIDING = ("sliding_attention", "hybrid_sliding")
 
 
-def cache(model: PreTrainedModel, plan: Plan | Sequence[Plan]) -> Cache:
+def cache(
+    model: PreTrainedModel,
+    plan: Plan | Sequence[Plan],
+    *,
+    leaves: LeafType | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Cache:
     """An empty cache, and the attention of `model` that knows how to use it.
 
     Args:
@@ -31,6 +40,9 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[Plan]) -> Cache:
             attention runs through fewkeys: calls with this cache by the plan, all others exactly.
         plan: for every layer, or one for each: what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`;
             see `fewkeys.stream`. Layers whose own attention is a sliding window keep exactly that window.
+        leaves, folder: how layers of a `KeyTree` hold their keys and values, as in `fewkeys.stream`: "bfloat16" or
+            "int8", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike numbers of tokens,
+            so `load` what was saved.
 
     Returns:
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
@@ -50,7 +62,10 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[Plan]) -> Cache:
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
     config = model.config.get_text_config(decoder=True)
-    return StreamCache(model, _layers(config, plan))
+    plans, how = _layers(config, plan), Held(leaves, None if folder is None else os.fspath(folder))
+    if how != Held() and not any(map(Whole.suits, plans)):
+        raise ValueError(f"leaves, folder: expected None without a layer of KeyTree, got {leaves}, {folder}")
+    return StreamCache(model, plans, how)
 
 
 def _layers(config: Any, plan: Plan | Sequence[Plan]) -> list[Plan]:

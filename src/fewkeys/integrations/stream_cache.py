@@ -20,6 +20,8 @@ from fewkeys.integrations import interface, streams
 from fewkeys.integrations.streams import Length
 from fewkeys.plan import Plan
 from fewkeys.streaming import Stream, files
+from fewkeys.streaming.whole import Whole
+from fewkeys.tree.leaves import Held
 
 
 class StreamLayer(CacheLayerMixin):
@@ -29,9 +31,9 @@ class StreamLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, how: Held) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plan = plan
+        self.plan, self.how = plan, how if Whole.suits(plan) else Held()
         self.stream: Stream | None = None
         self.expected: tuple[Tensor, Tensor] | None = None
 
@@ -53,7 +55,7 @@ class StreamLayer(CacheLayerMixin):
         """Take in the expected tokens and answer their queries."""
         self.expected = None
         if self.stream is None:
-            self.stream = Stream(self.plan, scale=inputs.scale)
+            self.stream = Stream(self.plan, scale=inputs.scale, leaves=self.how.dtype, folder=self.how.folder)
         self.stream.append(inputs.key, inputs.value, inputs.key_mask)
         return self.stream.attend(inputs.query)
 
@@ -97,7 +99,7 @@ class StreamLayer(CacheLayerMixin):
             self.stream.crop(self.stream.length + tokens_to_remove)
 
     def offload(self) -> None:
-        """Streams stay where they are: they are small."""
+        """Streams stay where they are."""
 
     def prefetch(self) -> None:
         """Streams stay where they are."""
@@ -106,8 +108,8 @@ class StreamLayer(CacheLayerMixin):
 class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
-    def __init__(self, model: PreTrainedModel, plans: Sequence[Plan]) -> None:
-        self._own = [StreamLayer(plan) for plan in plans]
+    def __init__(self, model: PreTrainedModel, plans: Sequence[Plan], how: Held) -> None:
+        self._how, self._own = how, [StreamLayer(plan, how) for plan in plans]
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
         self._attached = weakref.finalize(self, interface.attach(model, _answer))
@@ -117,7 +119,7 @@ class StreamCache(Cache):
         self._attached()
 
     def memory(self) -> int:
-        """Bytes held by all layers."""
+        """Bytes of memory held by all layers; files are not counted."""
         return sum(own.stream.memory() for own in self._own if own.stream is not None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -132,12 +134,15 @@ class StreamCache(Cache):
         device = "cpu" if model is None else model.device
         try:
             held = files.read_all(path)
-            streams = [None if own is None else Stream.of(*own, device) for own in held]
-            plans = [own.plan for own in self._own]
-            if len(streams) != len(plans) or any(
-                one is not None and one.plan != plan for one, plan in zip(streams, plans, strict=False)
+            if len(held) != len(self._own):
+                raise ValueError(f"expected the {len(self._own)} layers of this cache with their plans, got others")
+            pairs = [*zip(held, self._own, strict=True)]
+            streams = [None if one is None else Stream.of(*one, device, own.how.folder) for one, own in pairs]
+            if any(
+                one is not None and (one.plan != own.plan or one.leaves != own.how.dtype)
+                for one, own in zip(streams, self._own, strict=True)
             ):
-                raise ValueError(f"expected the {len(plans)} layers of this cache with their plans, got others")
+                raise ValueError(f"expected the {len(self._own)} layers of this cache with their plans, got others")
         except files.FAULTS as error:
             raise ValueError(f"path: expected a file that a cache's save wrote, got {path} ({error})") from None
         for own, one in zip(self._own, streams, strict=True):
@@ -149,7 +154,7 @@ class StreamCache(Cache):
             raise ValueError(
                 "past_key_values: expected a cache whose model is still there, got one whose model is gone"
             )
-        found = StreamCache(model, [own.plan for own in self._own])
+        found = StreamCache(model, [own.plan for own in self._own], self._how)
         for new, own in zip(found._own, self._own, strict=True):
             new.stream = copy.deepcopy(own.stream, memo)
         return found

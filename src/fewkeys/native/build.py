@@ -35,7 +35,8 @@ SOURCES = (
         "back.h",
     ),
     *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
-    *("split.h", "rows.h", "forest.h", "descender.h", "descend.h", "descend_back.h", "cohorts.h"),
+    *("split.h", "rows.h", "leaves.h", "forest.h", "descender.h", "descend.h", "descend_back.h", "cohorts.h"),
+    "stand_ins.h",
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden"),

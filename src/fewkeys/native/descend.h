@@ -1,5 +1,7 @@
 // Softmax over what every query finds in a forest of key trees.
 #pragma once
+#include <memory>
+
 #include "descender.h"
 
 namespace fewkeys {
@@ -23,9 +25,7 @@ class DescentAttention {
     for (int i = 0; i < found.rows; i++) {
       found.descend(index, i);
       found.weigh(tile, i);
-      const float *weight = found.logit.data();
-      mix_rows(found.leaf_value.data(), weight + found.closed, found.keys, p.value_dim, &mixed[i * wide]);
-      mix_rows(found.closed_value.data(), weight, found.closed, p.value_dim, &mixed[i * wide]);
+      found.mix_found(&mixed[i * wide]);
     }
     tile.settle();
     tile.weigh(found.score.data(), count);
@@ -69,14 +69,35 @@ static inline int64_t most_seen(const Descend &p) {
   return most;
 }
 
+// The tiles of a problem, and how many there are in all those before it.
+struct TilesOf {
+  aligned_vector<TileOf> each;
+  int64_t heads, before;
+};
+
 template <class T>
-static void descend(const Descend &p, int threads) {
-  const aligned_vector<TileOf> tiles = tiles_of(p);
-  const int64_t heads = p.heads / p.gqa_ratio, each = tiles.size();
-  const auto attend = [&](DescentAttention<T> &attention, int64_t t) {
-    attention.attend(t / each / heads, t / each % heads, tiles[t % each].step, tiles[t % each].first);
+static void descend(const Descents &p, int threads) {
+  std::vector<TilesOf> tiles;
+  int64_t total = 0;
+  for (const Descend *one = p.each; one < p.each + p.count; one++) {
+    TilesOf own{tiles_of(*one), one->heads / one->gqa_ratio, total};
+    total += one->sequences * own.heads * own.each.size();
+    tiles.push_back(std::move(own));
+  }
+  // One problem after the other: a worker holds what it needs of one.
+  struct Worker {
+    int64_t problem = -1;
+    std::unique_ptr<DescentAttention<T>> attention;
   };
-  in_parallel(threads, p.sequences * heads * each, [&] { return DescentAttention<T>(p); }, attend, 4);
+  const auto attend = [&](Worker &worker, int64_t t) {
+    int64_t i = std::max<int64_t>(worker.problem, 0);
+    while (i + 1 < p.count && tiles[i + 1].before <= t) i++;
+    if (i != worker.problem) worker.problem = i, worker.attention.reset(new DescentAttention<T>(p.each[i]));
+    const TilesOf &own = tiles[i];
+    const int64_t each = own.each.size(), at = t - own.before, tile = at % each;
+    worker.attention->attend(at / each / own.heads, at / each % own.heads, own.each[tile].step, own.each[tile].first);
+  };
+  in_parallel(threads, total, [] { return Worker(); }, attend, 4);
 }
 
 }  // namespace fewkeys

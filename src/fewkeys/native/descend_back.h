@@ -48,7 +48,7 @@ class DescentAttentionBack {
       found.weigh(tile, i);
       closed.begin(i), leaf.begin(i);
       closed.take(found.closed_at.data(), found.logit.data(), found.closed);
-      leaf.take(found.leaf_at.data(), found.logit.data() + found.closed, found.keys);
+      leaf.take(found.leaves.place.data(), found.logit.data() + found.closed, found.leaves.count);
       closed.end(i), leaf.end(i);
     }
     slope.resize(closed.at.size());

@@ -5,7 +5,7 @@
 #pragma once
 #include <limits>
 
-#include "rows.h"
+#include "leaves.h"
 #include "tile.h"
 
 namespace fewkeys {
@@ -51,16 +51,15 @@ class Descender {
   int near = 0, entering = 0;
   aligned_vector<float> key, value, variance, score, spread;
   // What one of them finds, nodes that stand in and then keys of leaves: logits, and where their rows are.
-  int closed = 0, keys = 0;
+  int closed = 0;
   aligned_vector<float> logit;
   aligned_vector<ClosedAt> closed_at;
   aligned_vector<const float *> closed_value;
-  aligned_vector<int64_t> leaf_at;
-  aligned_vector<const T *> leaf_key, leaf_value;
+  Leaves leaves;
 
   explicit Descender(const Descend &p)
-      : dim(p.dim), wide(round_up(p.value_dim)), asked(TILE * dim), squared(TILE * dim), p(p), lanes(dim * TILE),
-        lane_squares(dim * TILE) {}
+      : dim(p.dim), wide(round_up(p.value_dim)), asked(TILE * dim), squared(TILE * dim), leaves(p), p(p),
+        lanes(dim * TILE), lane_squares(dim * TILE) {}
 
   // Queries first .. first + TILE - 1 of those of a step and a key head, group after group.
   void look(Tile &tile, int64_t sequence, int64_t head, int64_t index, int64_t first) {
@@ -98,7 +97,7 @@ class Descender {
     const float *q = &asked[i * dim], *square = &squared[i * dim];
     int64_t open = 0;
     int from = 0;
-    closed = keys = 0;
+    closed = leaves.count = 0;
     Mass mass{near_top[i / LANES][i % LANES], near_sum[i / LANES][i % LANES], 0.0f, length_of(square)};
     for (int64_t l = 0; l < step.levels; l++) {
       const LevelOf &level = level_of(step, l);
@@ -163,21 +162,14 @@ class Descender {
     }
     const int64_t *order = p.order + tree * p.places;
     for (int64_t o = 0; o < open; o++)
-      for (int r = 0; r < LEAF; r++, keys++) {
-        const int64_t at = leaf_at[keys] = place_of(order[opened[o] * LEAF + r]);
-        leaf_key[keys] = p.key.at<T>(batch, shared, at), leaf_value[keys] = p.value.at<T>(batch, shared, at);
-        prefetch(leaf_key[keys], dim * sizeof(T));
-      }
+      for (int r = 0; r < LEAF; r++) leaves.take(batch, shared, place_of(order[opened[o] * LEAF + r]));
     for (int c = 0; c < closed; c++) prefetch(closed_value[c], p.value_dim * sizeof(float));
-    for (int c = 0; c < keys; c += FOUR) {
-      four_dots(&leaf_key[c], q, dim, &logit[closed + c]);
-      for (int r = 0; r < FOUR; r++) prefetch(leaf_value[c + r], p.value_dim * sizeof(T));
-    }
+    leaves.score(q, logit.data() + closed);
   }
 
   // Of query i, logits become weights beside those of the tile.
   void weigh(Tile &tile, int i) {
-    const int total = closed + keys;
+    const int total = closed + leaves.count;
     if (!total) return;
     const int whole = (total + LANES - 1) / LANES * LANES;
     std::fill(&logit[total], &logit[0] + whole, -INFINITY);
@@ -196,8 +188,17 @@ class Descender {
     tile.sum[i / LANES][i % LANES] = sum_of_lanes(sum);
   }
 
+  // Adds what a query that has been weighed finds beside its tile; its weights are of no use afterwards.
+  void mix_found(float *into) {
+    leaves.mix(logit.data() + closed, into);
+    mix_rows(closed_value.data(), logit.data(), closed, p.value_dim, into);
+  }
+
   const TableOf &table_of(int64_t table) const { return ((const TableOf *)p.tables)[table]; }
-  int64_t near_at(int64_t index, int j) const { return place_of(key_near(step_of(index), j)); }
+  // Where near key j of the step that was looked at stands among `key`.
+  int64_t near_at(int64_t index, int j) const {
+    return place_of(key_near(step_of(index), j) - (j < sinks ? 0 : p.skipped));
+  }
   // All nodes that enter: table and row.
   template <class Take>
   void each_entering(int64_t index, Take take) const {
@@ -242,7 +243,7 @@ class Descender {
     if (held[0] == tree && held[1] == index) return;
     held[0] = tree, held[1] = index;
     const int64_t before = std::min<int64_t>(p.sinks, step.seen);
-    near = before + step.seen - step.near;
+    near = before + step.seen - step.near, sinks = before;
     entering = 0;
     int64_t most = 0, total = 0;
     for (int64_t l = 0; l < step.levels; l++) {
@@ -250,22 +251,21 @@ class Descender {
       for (int64_t r = 0; r < level.runs; r++) entering += ((const RunOf *)p.runs)[level.run + r].count;
       most = std::max(most, level.scored), total += level.scored;
     }
-    const int64_t leaves = step.levels ? level_of(step, step.levels - 1).opened : 0;
-    const int64_t room = near + entering, whole = round_up(most), all = round_up(total + leaves * LEAF);
+    const int64_t most_keys = step.levels ? LEAF * level_of(step, step.levels - 1).opened : 0;
+    const int64_t room = near + entering, whole = round_up(most), all = round_up(total + most_keys);
     make_room(key, room * dim), make_room(value, room * wide), make_room(variance, entering * dim);
     make_room(score, room * TILE), make_room(spread, entering * TILE);
     make_room(row, whole), make_room(own, whole), make_room(width, whole), make_room(rank, whole);
     make_room(staying, whole), make_room(place, whole), make_room(opened, whole), make_room(next, whole);
     if (p.spare >= 0) make_room(lower, whole), make_room(upper, whole), make_room(chosen, whole);
     make_room(logit, all), make_room(closed_value, total), make_room(closed_at, total);
-    make_room(leaf_at, leaves * LEAF), make_room(leaf_key, leaves * LEAF), make_room(leaf_value, leaves * LEAF);
+    leaves.make_room(most_keys);
     for (int j = 0; j < near; j++) {
-      const int64_t at = place_of(key_near(step, j));
+      const int64_t at = near_at(index, j);
       copy_rows(p.key.at<T>(batch, shared, at), 0, 1, dim, dim, &key[j * dim]);
       copy_rows(p.value.at<T>(batch, shared, at), 0, 1, p.value_dim, wide, &value[j * wide]);
       position[j < before ? 0 : 1] = key_near(step, j) - j;
     }
-    sinks = before;
     int64_t to = 0;
     for (int64_t l = 0; l < step.levels; l++) {
       const LevelOf &level = level_of(step, l);

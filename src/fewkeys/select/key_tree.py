@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
@@ -37,6 +38,7 @@ class KeyTree(Selector):
     slots: int
     mass: float | None = None
     certified: bool = False
+    by_real_place: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("KeyTree slots", self.slots, least=LEAST)

@@ -7,7 +7,7 @@ What is kept depends on the plan alone, not on the length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,91 +37,88 @@ class _Facts:
 
 
 class Summarised:
-    """What a stream holds under a plan that forgets, beside its counters (`fewkeys.streaming.stream.Memory`)."""
+    """What sequences leave under a plan that forgets (`fewkeys.streaming.padded.Memory`)."""
+
+    _state: State
+    _heavy: list[HeavyKeys]
+    """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
 
     def __init__(self, plan: Plan, generator: torch.Generator) -> None:
         self.plan, self.parts, self.generator = plan, parts_of(plan), generator
         self._tilted = isinstance(plan.weights, Softmax)
-        self._state: State | None = None
-        self._heavy: list[HeavyKeys] = []
-        """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
 
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor, scale: float) -> Tensor:
+    def begin(self, key: Tensor, value: Tensor) -> Summarised:
+        found, parts = Summarised(self.plan, self.generator), self.parts
+        scores = [part.online(self.generator) for part in parts.heavy]
+        counts = [part.count or 0 for part in parts.heavy]
+        found._heavy = [HeavyKeys.empty(*of, key, value) for of in zip(counts, scores, strict=True)]
+        found._state = State.empty(parts.means, key, value)
+        return found
+
+    def make_room(self, count: int) -> None:
+        """There is no need: memory does not grow."""
+
+    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor]:
         """The outputs of queries of new tokens, unit by unit."""
-        state, done, outputs = self._state or self._begin(key, value), 0, []
+        state, done = self._state, 0
         while done < key.shape[2]:
             state = self._moved(state)
             stop = min(key.shape[2], done + self.parts.unit - state.length % self.parts.unit)
-            new = Tokens.at(state.length, key[:, :, done:stop], value[:, :, done:stop], real[:, done:stop])
+            new = Tokens.at(state.length, key[:, :, done:stop], value[:, :, done:stop])
             if query is None:
                 state = state.append(new, sinks=self.parts.sinks)
             else:
                 rows = working(query[:, :, done:stop]).unflatten(1, (key.shape[1], -1)) * scale
                 state = state.append(new, rows, sinks=self.parts.sinks)
-                outputs.append(attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype))
-            done = stop
-        self._state = state
-        return torch.cat(outputs, 2) if outputs else value[:, :, :0]
+                yield attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype)
+            self._state, done = state, stop
 
-    def select(self, index: Tensor) -> None:
-        self._remember({name: tensor[index] for name, tensor in self.tensors().items()})
+    def select(self, index: Tensor) -> Summarised:
+        return self._remembering({name: tensor[index] for name, tensor in self.tensors().items()})
 
-    def crop(self, length: int) -> None:
-        if self._state is None:
-            return
-        if length < self._state.moved:
-            raise ValueError(
-                f"length: expected at least {self._state.moved}: what came before is summarised by units of "
-                f"{self.parts.unit} positions and cannot be undone; got {length}. Save the stream before tokens that "
-                "may be taken back"
-            )
-        self._state = self._state.crop(length)
+    def refusal(self, count: int) -> str | None:
+        if count >= self._state.moved:
+            return None
+        return (
+            f"expected at least {self._state.moved} tokens to stay: what came before is summarised by units of "
+            f"{self.parts.unit} positions and cannot be undone"
+        )
+
+    def crop(self, count: int) -> None:
+        self._state = self._state.crop(count)
 
     def merge(self, other: Summarised) -> None:
-        length = 0 if self._state is None else self._state.length
+        length = self._state.length
         if length % self.parts.aligned:
             raise ValueError(
                 f"other: expected this stream to stand at a multiple of {self.parts.aligned} tokens, got {length}"
             )
-        if other._state is None:
-            return
-        if self._state is None:
-            self._state = other._state
-            self._heavy = [heavy.with_tensors(heavy.tensors(""), "") for heavy in other._heavy]
-        else:
-            self._state = self._merged(self._moved(self._state), other._state, other._heavy)
+        self._state = self._merged(self._moved(self._state), other._state, other._heavy)
 
-    def like(self) -> tuple[Tensor, ...]:
-        return () if self._state is None else (self._state.near.key, self._state.near.value)
+    def like(self) -> tuple[Tensor, Tensor]:
+        return self._state.near.key, self._state.near.value
 
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {} if self._state is None else tensors_of(self._state)
+        found = tensors_of(self._state)
         for number, heavy in enumerate(self._heavy):
             found |= heavy.tensors(f"heavy{number}.")
         return found
 
     def facts(self) -> dict[str, Any]:
-        return {} if self._state is None else {"moved": self._state.moved}
+        return {"moved": self._state.moved}
 
-    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        length, rows = facts["length"], check_rows(tensors, "near.")
-        moved = build(_Facts, {name: fact for name, fact in facts.items() if name != "length"}).moved
+    def restored(self, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Summarised:
+        rows, moved = check_rows(tensors, "near."), build(_Facts, facts).moved
         before = self.generator.get_state()
-        check_summarised(tensors, length, moved, self.parts, self._begin(*rows), self._heavy)
+        found = self.begin(*rows)
+        check_summarised(tensors, count, moved, self.parts, found._state, found._heavy)
         self.generator.set_state(before)
-        self._state = replace(self._begin(*rows), length=length, moved=moved)
-        self._remember(tensors)
-
-    def _begin(self, key: Tensor, value: Tensor) -> State:
-        """Nothing is held yet, in the shape of these keys and values."""
-        parts = self.parts
-        scores = [part.online(self.generator) for part in parts.heavy]
-        counts = [part.count or 0 for part in parts.heavy]
-        self._heavy = [HeavyKeys.empty(*of, key, value) for of in zip(counts, scores, strict=True)]
-        return State.empty(parts.means, key, value)
+        found = self.begin(*rows)
+        found._state = replace(found._state, length=count, moved=moved)
+        return found._remembering(tensors)
 
     def _moved(self, state: State) -> State:
         """Everything takes its place for the unit that begins at `length`, if one does and nothing has moved yet."""
@@ -160,8 +157,9 @@ class Summarised:
         kept = [state.sinks, *(heavy.rows for heavy in self._heavy)]
         return unheld([state.between(range(start, stop)), *released], kept, stop)
 
-    def _remember(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold the tensors of these names in place of the present ones; `KeyError` where one is missing."""
-        if self._state is not None:
-            self._state = with_tensors(self._state, tensors)
-        self._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(self._heavy)]
+    def _remembering(self, tensors: Mapping[str, Tensor]) -> Summarised:
+        """The same with the tensors of these names in place of its own; `KeyError` where one is missing."""
+        found = Summarised(self.plan, self.generator)
+        found._state = with_tensors(self._state, tensors)
+        found._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(self._heavy)]
+        return found

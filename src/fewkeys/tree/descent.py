@@ -26,6 +26,7 @@ from torch import Tensor
 from fewkeys.core.inputs import Inputs
 from fewkeys.tree.enough import Enough, Mass, expected, with_radii
 from fewkeys.tree.forest import Forest, Nodes, Table, grow, summarise, take
+from fewkeys.tree.leaves import Leaves
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, scored
 from fewkeys.tree.sequences import Sequences, Step, sequences_of
 
@@ -128,11 +129,17 @@ def along(rows: Tensor, query: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """Some sequences, their forest, and what is known of its nodes, without gradient."""
+    """Some sequences, their forest, and what is known of its nodes, without gradient.
+
+    `leaves`: the keys that are sealed, where they are held apart; None: with all others. Then `skipped` of them, after
+    the sinks, are not among the keys of the problem.
+    """
 
     sequences: Sequences
     forest: Forest
     nodes: Nodes
+    leaves: Leaves | None = None
+    skipped: int = 0
 
     def pieces(self, heads: int, gqa_ratio: int, width: int) -> Iterator[tuple[Step, slice, slice]]:
         """The steps, each cut into pieces of heads and queries that gather at most `PIECE` numbers at a time.
@@ -193,15 +200,16 @@ def findings(inputs: Inputs, walk: Walk, enough: Enough | None, start: int, stop
         yield Finding(step, heads, span, asked, forest, opened, closed, near, mass)
 
 
-def near_scores(step: Step, key: Tensor, seen: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (H, M, C) of near keys, -inf where queries (H, M, D) do not see them, and their places (C,).
+def near_scores(step: Step, key: Tensor, seen: Tensor, query: Tensor, skipped: int = 0) -> tuple[Tensor, Tensor]:
+    """Scores (H, M, C) of near keys, -inf where queries (H, M, D) do not see them, and their rows (C,) among `key`.
 
-    key (H, n, D); seen (M / groups,): how many of them each query sees.
+    key (H, n - skipped, D), as `Walk` says; seen (M / groups,): how many of all n each query sees.
     """
     place = torch.arange(step.seen, device=query.device)
     place = place[(place < SINKS) | (place >= step.near)]
     hidden = (place >= seen[:, None]).repeat(query.shape[1] // seen.numel(), 1)
-    return (query @ key[:, place].mT).masked_fill(hidden, -torch.inf), place
+    rows = place - skipped * (place >= SINKS)
+    return (query @ key[:, rows].mT).masked_fill(hidden, -torch.inf), rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
@@ -11,7 +13,7 @@ from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, StandIns
 
-__all__ = ["attend", "unsupported"]
+__all__ = ["attend", "attend_each", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -37,6 +39,8 @@ def unsupported(problem: Problem) -> str | None:
         plain = readable(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
     if not plain:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
+    if problem.graph.descent is not None and descent.apart(problem) and _wants_gradient(problem):
+        return "expected no gradient where leaves are held apart from the keys, as streams hold them, got one asked for"
     # Plans take these for constants, and so do the kernels.
     if isinstance(s, StandIns) and wants_gradient(s.bias, s.factor, s.right):
         return "expected constants beside the stand-ins' means, got a bias, factor or basis that requires gradients"
@@ -46,6 +50,11 @@ def unsupported(problem: Problem) -> str | None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward` or `backward` has it."""
     return backward.attend(problem) if _wants_gradient(problem) else forward.attend(problem)
+
+
+def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
+    """The outputs of problems that are all descents, together."""
+    return descent.attend_each(problems)
 
 
 def _form(problem: Problem) -> str | None:

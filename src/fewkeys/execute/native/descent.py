@@ -15,7 +15,11 @@ from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.rest.base import NodeStandIns
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
 from fewkeys.tree.forest import Nodes, Table
+from fewkeys.tree.leaves import CHUNK
 from fewkeys.tree.rule import SINKS
+
+LEAVES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""How the kernel calls the dtypes of leaves."""
 
 
 def form(problem: Problem) -> str | None:
@@ -25,9 +29,16 @@ def form(problem: Problem) -> str | None:
         return f"expected the descent of KeyTree, got {type(graph.descent).__name__}"
     if any(part is not None for part in (graph.band, graph.columns, graph.rows, graph.groups)) or graph.full:
         return "expected keys that each query finds in a tree alone, got others beside them"
+    if any(walk.leaves is not None and walk.leaves.form.dtype not in LEAVES for walk in graph.descent.walks):
+        return f"expected leaves of {', '.join(map(str, LEAVES))}, got others"
     if s is not None and not isinstance(s, NodeStandIns):
         return f"expected nodes of the tree to stand in, or nothing, got {type(s).__name__}"
     return None
+
+
+def apart(problem: Problem) -> bool:
+    """Whether leaves are held apart from the keys and values: those carry no gradient."""
+    return any(walk.leaves is not None for walk in cast("Descent", problem.graph.descent).walks)
 
 
 def read(problem: Problem) -> list[Tensor]:
@@ -44,17 +55,51 @@ def attend(problem: Problem) -> Tensor:
 
     Every query chooses what it opens as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)).
     """
-    x = problem.inputs
-    output = x.value.new_empty((*x.query.shape[:3], x.value_dim))
-    for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
-        _attend(problem, walk, nodes, output)
-    return output
+    return attend_each([problem])[0]
+
+
+def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
+    """The outputs of problems of one dtype, by one call of the kernel, whose threads share all sequences and heads."""
+    outputs, told, alive = [], [], []
+    for problem in problems:
+        x = problem.inputs
+        outputs.append(x.value.new_empty((*x.query.shape[:3], x.value_dim)))
+        for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
+            own, held = _told(problem, walk, nodes, outputs[-1])
+            told.append(own)
+            alive.append(held)
+    each = (struct("Descend") * len(told))(*told)
+    all_ = struct("Descents")(each=ctypes.addressof(each), count=len(told))
+    call("fewkeys_descend", all_, problems[0].inputs.query.dtype)
+    return outputs
 
 
 def _nodes(problem: Problem) -> tuple[Nodes, ...]:
     if isinstance(problem.stand_ins, NodeStandIns):
         return problem.stand_ins.nodes
     return tuple(walk.nodes for walk in cast("Descent", problem.graph.descent).walks)
+
+
+def _leaves(walk: Walk, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Where the keys and values of leaves lie: with all others, or apart."""
+    held = walk.leaves
+    if held is None:
+        rows = [
+            Rows(part.data_ptr(), *(stride * part.itemsize for stride in part.stride()[:3])) for part in (key, value)
+        ]
+        return {"leaf_key": rows[0], "leaf_value": rows[1], "leaf_type": LEAVES[key.dtype], "chunk": 62}
+    form, rows_held = held.form, held.held
+    chunk, head, row, _ = rows_held.stride()
+    rows = [Rows(rows_held.data_ptr() + at, head * key.shape[1], head, row) for at in (form.key_at, form.value_at)]
+    return {
+        "leaf_key": rows[0],
+        "leaf_value": rows[1],
+        "leaf_type": LEAVES[form.dtype],
+        "leaf_first": SINKS,
+        "chunk": CHUNK.bit_length() - 1,
+        "chunk_bytes": chunk,
+        "skipped": walk.skipped,
+    }
 
 
 def _parts(table: Table) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,13 +145,7 @@ def gradients(problem: Problem, gradient: Tensor) -> list[Tensor]:
     return found
 
 
-def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
-    """Write the output of some sequences."""
-    told, _alive = _told(problem, walk, nodes, output)
-    call("fewkeys_descend", told, problem.inputs.query.dtype)
-
-
-def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[Told, Any]:
+def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[Told, object]:
     """What kernels are told of some sequences, and what must live as long."""
     x, own, forest = problem.inputs, walk.sequences, walk.forest
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
@@ -134,10 +173,10 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
     ]
     held = {"steps": steps, "levels": levels, "runs": runs, "tables": numbers}
     arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
-    numbers_of = {"batch": own.batch, "real": own.real, "seen": seen, "order": order}
     told = struct("Descend")(
+        **_leaves(walk, key, value),
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
-        **pointers(numbers_of),
+        **pointers({"batch": own.batch, "real": own.real, "seen": seen, "order": order}),
         **{name: ctypes.addressof(array) for name, array in arrays.items()},
         count=len(own.steps),
         sequences=x.batch if own.batch is None else own.batch.numel(),
@@ -155,4 +194,4 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
         curve=CURVE,
         highest=HIGHEST,
     )
-    return told, (query, key, value, tables, radii, numbers_of, arrays)
+    return told, (query, key, value, tables, radii, seen, order, arrays)

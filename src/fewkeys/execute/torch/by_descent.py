@@ -17,7 +17,7 @@ from fewkeys.rest.base import NodeStandIns
 from fewkeys.tree.descent import Descent, Walk, along, descend, near_scores
 from fewkeys.tree.enough import Enough, Mass
 from fewkeys.tree.forest import Nodes, take
-from fewkeys.tree.rule import LEAF
+from fewkeys.tree.rule import LEAF, SINKS
 from fewkeys.tree.sequences import Step
 
 
@@ -69,8 +69,8 @@ class _Piece:
         """The output (H, M, Dv) of queries (H, M, D); zero where there is no key to see."""
         if not self.step.seen:
             return query.new_zeros((*query.shape[:2], self.value.shape[2]))
-        near, place = near_scores(self.step, self.key, self.seen, query)
-        near_value, scores = self.value[:, place], [near]
+        near, rows = near_scores(self.step, self.key, self.seen, query, self.walk.skipped)
+        near_value, scores = self.value[:, rows], [near]
         values: list[Tensor] = []
         if self.step.levels:
             self._far(query, stand_ins, scores, values)
@@ -90,10 +90,14 @@ class _Piece:
         forest, nodes = self.walk.part(known, self.heads)
         mass = None if self.enough is None else Mass.of(self.enough, scores[0].detach().logsumexp(-1))
         opened, closed = descend(forest, nodes, self.step, query, mass)
-        keys = take(forest.leaves(), opened.clamp_min(0)).flatten(2)
+        keys, leaves = take(forest.leaves(), opened.clamp_min(0)).flatten(2), self.walk.leaves
+        if leaves is None:
+            found = take(self.key, keys), take(self.value, keys)
+        else:
+            found = leaves.take(self.heads, keys - SINKS)
         hidden = (opened < 0).repeat_interleave(LEAF, -1)
-        scores.append(along(take(self.key, keys), query).masked_fill(hidden, -torch.inf))
-        values.append(take(self.value, keys))
+        scores.append(along(found[0], query).masked_fill(hidden, -torch.inf))
+        values.append(found[1])
         if stand_ins is None:
             return
         scores.append(torch.cat([own.logit for own in closed], -1))
