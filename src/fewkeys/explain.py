@@ -7,6 +7,7 @@ from typing import Literal, Unpack
 
 from torch import Tensor
 
+from fewkeys.core.clock import in_words
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
@@ -89,8 +90,8 @@ def _way(x: Inputs, plan: Plan) -> Explanation:
         return Explanation(runs, f"{own:.0f} operations per query against {exact:.0f} of exact attention")
     return Explanation(
         runs,
-        f"about {found.plan:.2g} ms for the plan, {found.exact:.2g} ms for exact attention, by what this machine was "
-        "measured to do",
+        f"about {in_words(found.plan)} for the plan, {in_words(found.exact)} for exact attention, by what this machine "
+        "was measured to do",
         found.exact,
         found.plan,
     )

@@ -66,7 +66,7 @@ def _draw(report: Report, figure: Figure) -> None:
     figure.text(0.075, 0.905, title(report), fontsize=9.5, color="#555555", va="baseline")
     lines = _lines(report)
     for order, (name, rows) in enumerate(lines.items()):
-        look = _look(name, order)
+        look = look_of(name, order)
         axes.plot(
             [row.slots for row in rows],
             [row.error for row in rows],
@@ -87,7 +87,8 @@ def _draw(report: Report, figure: Figure) -> None:
         axes.text(0.5, 0.5, "every plan is exact here", transform=axes.transAxes, ha="center", color="#555555")
 
 
-def _look(name: str, order: int) -> Look:
+def look_of(name: str, order: int) -> Look:
+    """How the line of that name is drawn, `order` being its place among those shown."""
     return LOOKS.get(name) or Look(OTHERS[order % len(OTHERS)])
 
 
@@ -139,7 +140,7 @@ def _labels(axes: Axes, figure: Figure, lines: dict[str, list[Row]]) -> None:
     height = 0.037  # of a line of text, as a share of the axes
     places = spread([float(y) for y in points[:, 1]], height, 0.0, 1.0)
     for order, (name, (x, y), place) in enumerate(zip(names, points, places, strict=True)):
-        look = _look(name, order)
+        look = look_of(name, order)
         axes.plot(
             [x + 0.012, 1.015, 1.045], [y, y, place], transform=axes.transAxes, clip_on=False, color=look.color,
             linewidth=0.7, alpha=0.55, zorder=1,

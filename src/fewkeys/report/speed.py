@@ -7,46 +7,50 @@ from collections.abc import Sequence
 from typing import Any
 
 from fewkeys.bench.timing import Timing, growth
+from fewkeys.report.console import Column, console, print_columns
 from fewkeys.report.figure import OTHERS
+
+DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
+"""Columns that narrower terminals leave to the JSON, in this order."""
 
 
 def print_timings(rows: Sequence[Timing]) -> None:
     """Print one line per plan and length. Needs rich (`pip install fewkeys[report]`)."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    for column in ("tokens", "heads", "plan", "ms", "exact / plan", "prepare", "peak MB", "floor ms", "error", "auto"):
-        table.add_column(column, justify="left" if column in ("plan", "auto") else "right")
-    for row in rows:
-        prepare = None if row.select_ms is None or row.prepare_ms is None else row.select_ms + row.prepare_ms
-        whole = None if prepare is None or row.attend_ms is None else prepare + row.attend_ms
-        table.add_row(
-            f"{row.length:,}",
-            str(row.heads),
-            row.name,
-            f"{row.ms:.2f}",
-            f"{row.ratio:.2f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})",
-            "" if prepare is None or not whole else f"{prepare / whole:.0%}",
-            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
-            f"{row.floor_ms:.2f}",
-            "" if row.error is None else f"{row.error:.3f}",
-            row.auto,
-        )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=116)
-    console.print(table)
+    screen = console()
+    cells = [_cells(row) for row in rows]
+    left = ("plan", "auto")
+    print_columns(screen, [
+        Column(name, [cell[name] for cell in cells], "left" if name in left else "right", DROP.get(name, 0))
+        for name in cells[0]
+    ])  # fmt: skip
     for name in dict.fromkeys(row.name for row in rows):
         exponent = growth(rows, name)
         if exponent is not None:
-            console.print(f"{name}: time grows with the power {exponent:.2f} of the length", markup=False)
-    console.print(
+            screen.print(f"{name}: time grows with the power {exponent:.2f} of the length", markup=False)
+    screen.print(
         "ms: median. exact / plan: median and quartiles of the ratios, turn by turn. prepare: share of selecting keys "
         "and making stand-ins. floor: the plan's arithmetic and bytes at the machine's measured rates.",
         style="dim",
         markup=False,
     )
+
+
+def _cells(row: Timing) -> dict[str, str]:
+    prepare = None if row.select_ms is None or row.prepare_ms is None else row.select_ms + row.prepare_ms
+    whole = None if prepare is None or row.attend_ms is None else prepare + row.attend_ms
+    return {
+        "tokens": f"{row.length:,}",
+        "heads": str(row.heads),
+        "plan": row.name,
+        "ms": f"{row.ms:,.2f}",
+        "exact / plan": f"{row.ratio:.2f}",
+        "quartiles": f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+        "prepare": "" if prepare is None or not whole else f"{prepare / whole:.0%}",
+        "peak MB": "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
+        "floor ms": f"{row.floor_ms:,.2f}",
+        "error": "" if row.error is None else f"{row.error:.3f}",
+        "auto": row.auto,
+    }
 
 
 def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
