@@ -1,4 +1,4 @@
-# make demo   the main job on a real model and text: out/demo/results.json and out/demo/pareto.png
+# make demo   the main job on a real model and text: a table, and a page to open, out/demo/report.html
 # make test   the whole suite
 # make docs   the site, strictly: out/site
 # make campaign   a hostile test of everything, for an hour: out/campaign
@@ -14,10 +14,11 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test docs figures audit broken campaign lint types clean
+.PHONY: help demo test browser docs figures audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo 'make browser   the page of fewkeys report in Chromium, which must be installed'
 	@echo 'make broken break kernels on purpose; do the laws notice? half an hour'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
 	@echo 'make audit  known vulnerabilities of the pinned packages'
@@ -27,9 +28,14 @@ help:
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/fewkeys compare --demo $(foreach file,$(TEXT),--text $(file)) --slots $(SLOTS) --out $(OUT)
+	$(BIN)/fewkeys report $(OUT) --html $(OUT)/report.html
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
+
+# Debian: apt-get install chromium. CHROMIUM=/path/to/another names another one.
+browser: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest -n0 tests/browser/page.py
 
 broken: $(VENV)/.installed-dev
 	$(BIN)/python tests/broken/run.py --out tests/broken/results.json

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = "nothing was written"
     try:
         _end_in_order_on_sigterm()
-        arguments = _parser().parse_args(argv)
+        arguments = parser().parse_args(argv)
         left = getattr(arguments, "left", left)
         arguments.run(arguments)
     except _Terminated:
@@ -80,13 +80,12 @@ class _Completion(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fewkeys", description="Attention with few keys: what each approximation costs on your model."
-    )
-    parser.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
-    parser.add_argument("--completion", action=_Completion, choices=SHELLS, help="print what completes it in a shell")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    whole = _Parser(prog="fewkeys", description="Attention with few keys: what each approximation costs on your model.")
+    whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
+    whole.add_argument("--completion", action=_Completion, choices=SHELLS, help="print what completes it in a shell")
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (compare, report, tune, fit, bench, capture, doctor):
         command.add_to(commands)
-    return parser
+    return whole

@@ -98,8 +98,10 @@ def _rows(captured: Capture, slots: list[int], own: dict[str, Plan | ModelPlan])
     from fewkeys.judge.standard import standard_plans
 
     length = max(call.key.shape[2] for call in captured.calls(0))
-    kind = {"is_causal": captured.is_causal, "head_dim": captured.head_dim, "length": length}
-    rows: dict[int | None, dict[str, Any]] = {count: dict(standard_plans(count, **kind)) for count in slots}
+    rows: dict[int | None, dict[str, Any]] = {}
+    for count in slots:
+        plans = standard_plans(count, is_causal=captured.is_causal, head_dim=captured.head_dim, length=length)
+        rows[count] = dict(plans)
     if taken := own.keys() & rows[slots[0]].keys():
         raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
     return rows | ({None: own} if own else {})

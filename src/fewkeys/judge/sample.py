@@ -178,7 +178,8 @@ def _units(weights: Tensor) -> Tensor:
 def _packed(flags: Tensor) -> Tensor:
     """Bool (..., N) as bytes (..., N / 8), rounded up: bit j % 8 of byte j // 8."""
     bits = pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (bits.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    packed: Tensor = (bits.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return packed
 
 
 def _join(name: str, parts: Sequence[Tensor]) -> Tensor:

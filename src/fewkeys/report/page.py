@@ -43,11 +43,8 @@ def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | Non
     """
     from plotly.offline import get_plotlyjs
 
-    if sample is not None and sample.tensors["exact"].shape[:2] != (report.layers, report.query_heads):
-        raise ValueError(
-            f"sample: expected one of {report.layers} layers of {report.query_heads} heads, got "
-            f"{tuple(sample.tensors['exact'].shape[:2])}; take it from the same capture"
-        )
+    if sample is not None:
+        _check(report, sample)
     parts = {
         "title": escape(title(report)),
         "about": escape(_about(report)),
@@ -62,6 +59,19 @@ def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | Non
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
     Path(path).write_text(page, encoding="utf-8")
+
+
+def _check(report: Report, sample: Sample) -> None:
+    """Raise `ValueError` for a sample of another report."""
+    of = tuple(sample.tensors["exact"].shape[:2])
+    if of != (report.layers, report.query_heads):
+        raise ValueError(
+            f"sample: expected one of {report.layers} layers of {report.query_heads} heads, got {of}; take it from the "
+            "same capture"
+        )
+    rows = sum(name.endswith(".kept") for name in sample.tensors)
+    if rows != len(report.rows):
+        raise ValueError(f"sample: expected {len(report.rows)} rows, got {rows}; take it for the rows of the report")
 
 
 def _asset(name: str) -> str:

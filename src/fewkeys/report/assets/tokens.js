@@ -61,7 +61,7 @@ function panel(side) {
     title: `${place(j)}: exact weight ${w.toFixed(4)}, ${fate(seen, j)}`,
   }, word(j)));
   const buttons = seen.standing.sort((a, b) => b.weight - a.weight).slice(0, 12).map((one) => {
-    const text = `${one.keys.length === 1 ? "1 key" : `${one.keys.length} keys`}: ${one.weight.toFixed(3)} for ${one.exact.toFixed(3)}`;
+    const text = `${one.c}: ${one.keys.length === 1 ? "1 key" : `${one.keys.length} keys`}: ${one.weight.toFixed(3)} for ${one.exact.toFixed(3)}`;
     const button = make("button", { type: "button", "aria-pressed": false, onclick: () => {
       const on = button.getAttribute("aria-pressed") !== "true";
       buttons.forEach((other) => other.setAttribute("aria-pressed", on && other === button));
@@ -77,7 +77,7 @@ function panel(side) {
     make("div", { class: "tokens", role: "img", tabindex: 0,
       "aria-label": `The tokens, darker where the query ${place(asked)} attends to them exactly; the same is in the table below.` },
       ...spans.flatMap((span, j) => (j && !joined(j) ? [" ", span] : [span]))),
-    buttons.length ? make("p", { class: "quiet" }, `Stand-ins, the weightiest first: keys, weight, and the exact weight of those keys. Press one to mark its tokens.`) : "",
+    buttons.length ? make("p", { class: "quiet" }, `Stand-ins, the weightiest first: number, keys, weight, and the exact weight of those keys. Press one to mark its tokens.`) : "",
     make("div", { class: "stand" }, ...buttons)) };
 }
 function fate(seen, j) {
