@@ -101,8 +101,8 @@ def test_a_click_on_a_head_shows_it_and_arrows_go_on(visit):
 
 def test_two_plans_stand_side_by_side_with_what_a_query_keeps(visit):
     page = visit()
-    page.get_by_label("Plan A").select_option(label="window, 8 slots")
-    page.get_by_label("Plan B").select_option(label="fewkeys budget, 16 slots")
+    page.get_by_label("Plan A", exact=True).select_option(label="window, 8 slots")
+    page.get_by_label("Plan B", exact=True).select_option(label="fewkeys budget, 16 slots")
     page.get_by_label("Query (position)").select_option(index=4)
     left, right = page.locator("#look .pair > div").all()
     assert "Plan A: window, 8 slots" in left.inner_text()

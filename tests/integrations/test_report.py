@@ -16,7 +16,8 @@ from fewkeys.core.clock import in_words
 from fewkeys.judge.pareto import best, front, oracle
 from fewkeys.judge.result import SCHEMA, Report, Row, Skipped
 from fewkeys.report import print_table, save_figure
-from fewkeys.report.figure import LOOKS, spread
+from fewkeys.report.figure import LOOKS
+from fewkeys.report.style import spread
 from fewkeys.report.table import advice, title
 
 

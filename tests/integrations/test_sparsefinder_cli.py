@@ -35,7 +35,7 @@ def test_fit_prints_a_table_and_leaves_a_predictor(run, request, kind, tmp_path)
     assert code == 0, err
     finder = fk.Sparsefinder.from_pretrained(out)
     assert (finder.shape.kind, finder.settings.epochs) == ("causal" if kind == "decoder" else "bidirectional", 2)
-    assert [path.suffix for path in sorted(out.iterdir())] == [".safetensors", ".json", ".json"]
+    assert [path.suffix for path in sorted(out.iterdir())] == [".json", ".safetensors", ".json"]
     assert "2 held-out sequences, fitted on 6" in shown
     report = json.loads((out / "fit.json").read_text())
     assert {row["space"] for row in report["rows"]} == {"projected", "raw"}

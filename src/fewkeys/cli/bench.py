@@ -75,10 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
             impl=arguments.impl,
             progress=step,
         )
-    what = f"{arguments.heads} heads, {arguments.dtype}" + (", causal" if arguments.causal else "")
-    what += ", forward and backward" if arguments.backward else ""
     names = dict.fromkeys(row.name for row in rows)
-    result = {
+    result: dict[str, Any] = {
         "machine": machine(arguments.device),
         "versions": versions(),
         "settings": {
@@ -96,8 +94,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     import json
 
-    from fewkeys.report.speed import print_timings, save_error, save_time
+    from fewkeys.report.speed import headline, print_timings, save_error, save_time
 
+    what = headline(result["settings"], arguments.heads)
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     files: dict[str, Any] = {
         "bench.json": lambda path: path.write_text(text, encoding="utf-8"),

@@ -60,7 +60,7 @@ def print_columns(
 
     shown = list(columns)
     for column in sorted((column for column in columns if column.drop), key=lambda column: column.drop):
-        if sum(column.width + 2 for column in shown) <= console.width + 1:
+        if sum(column.width + 2 for column in shown) <= console.width - 1:
             break
         shown.remove(column)
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_style="bold")

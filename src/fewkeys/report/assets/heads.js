@@ -18,8 +18,11 @@ function step(event, grid) {
   event.preventDefault();
   const layer = Math.min(data.layers - 1, Math.max(0, state.layer + move[0]));
   const head = Math.min(data.heads - 1, Math.max(0, state.head + move[1]));
+  pick(grid, layer, head);
+}
+function pick(grid, layer, head) {
   change({ layer, head });
-  grid.querySelector('button[aria-pressed="true"]').focus();
+  grid.querySelector('button[aria-pressed="true"]').focus({ preventScroll: true });
 }
 
 function drawMaps() {
@@ -39,7 +42,7 @@ function drawMaps() {
           type: "button", "aria-pressed": on, tabindex: on ? 0 : -1, class: share > 0.62 ? "deep" : false,
           "aria-label": `layer ${l}, head ${h}: error ${error.toFixed(3)}`, title: `layer ${l}, head ${h}: error ${error.toFixed(3)}`,
           style: `background:color-mix(in oklab, var(--heat) ${Math.round(8 + 92 * share)}%, var(--card))`,
-          onclick: () => { change({ layer: l, head: h }); $("head").scrollIntoView({ block: "nearest" }); },
+          onclick: () => { pick(grid, l, h); $("head").scrollIntoView({ block: "nearest" }); },
         }, data.heads > 16 ? "\u00a0" : error.toFixed(2)));
       })));
     grid.replaceChildren(make("caption", { class: "quiet" }, "layers downwards, heads across; arrow keys move"), top, ...lines);
