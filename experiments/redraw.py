@@ -9,8 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the folder that holds `experiments`
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that holds `experiments`
 
 from experiments.causal import figure as causal
 from experiments.sparsefinder import analysis
@@ -19,6 +18,8 @@ from experiments.sparsefinder.tags import Occupancy
 
 from fewkeys.bench.timing import Timing
 from fewkeys.report.speed import headline, save_error, save_time
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:

@@ -161,6 +161,7 @@ def draw_clusters(found: list[Occupancy], path: Path) -> None:
         columns=heads,
         size=(2.7, 3.1),
         names=0.1,
+        titled=True,
     )
     clusters = sorted({one.cluster for one in found})
     for head, axes in enumerate(every):

@@ -128,7 +128,7 @@ def save_figure(results: Mapping[str, Any], path: Path) -> None:
     rows = -(-(len(parts) + len(sides) + 1) // COLUMNS)
     figure, panels = sheet(
         "How many pairs may go, and what is lost", "recall of gold edges, then the score of the model with attention "
-        "replaced; the upper right is better", columns=COLUMNS, rows=rows, size=(4.3, 3.5), names=0.15,
+        "replaced; the upper right is better", columns=COLUMNS, rows=rows, size=(4.3, 3.5), names=0.15, titled=True,
     )  # fmt: skip
     for own, (part, points_of) in zip(panels, parts.items(), strict=False):
         points = [Point(**row) for row in points_of]
@@ -168,7 +168,7 @@ def _draw(axes: Axes, name: str, x: Sequence[float], y: Sequence[float]) -> None
     if not x:
         return
     if name in SHOWN:
-        draw(axes, x, y, LOOKS[name], label=name)
+        draw(axes, x, y, LOOKS[name], label=name, markevery=max(1, len(x) // 8))
     else:
         axes.plot(x, y, color="#d3d3d3", linewidth=0.9, zorder=1, label=PALE)
 

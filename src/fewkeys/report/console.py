@@ -63,10 +63,12 @@ def print_columns(
         if sum(column.width + 2 for column in shown) <= console.width - 1:
             break
         shown.remove(column)
+    others = sum(column.width + 2 for column in shown[1:])
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_style="bold")
     for number, column in enumerate(shown):
-        least = None if number == 0 else column.width  # the first one gives way: it holds names
-        table.add_column(column.name, justify=column.justify, no_wrap=True, min_width=least)
+        # The first one gives way: it holds names.
+        width = column.width if number else min(column.width, max(8, console.width - others - 2))
+        table.add_column(column.name, justify=column.justify, no_wrap=True, width=width)
     for number, cells in enumerate(zip(*(column.cells for column in shown), strict=True)):
         if heading := (sections or {}).get(number):
             table.add_section()

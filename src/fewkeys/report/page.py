@@ -15,7 +15,8 @@ from typing import Any
 from fewkeys.judge.pareto import front
 from fewkeys.judge.result import Report
 from fewkeys.judge.sample import UNIT, Sample
-from fewkeys.report.figure import Look, look_of
+from fewkeys.report.figure import look_of
+from fewkeys.report.style import Look
 from fewkeys.report.table import advice, notes, skipped, title
 
 ASSETS = Path(__file__).parent / "assets"

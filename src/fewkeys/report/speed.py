@@ -65,7 +65,7 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
     """Milliseconds per head against tokens, both logarithmic; dotted: the floors; upright: where a plan overtakes exact
     attention. PNG, needs matplotlib.
     """
-    figure, (axes,) = sheet("Time of attention", f"{title}; dotted: what the machine could do at best")
+    figure, (axes,) = sheet("Time of attention", f"{title}; dotted: what the machine could do at best", names=1.5)
     lines = {name: _of(rows, name) for name in dict.fromkeys(row.name for row in rows)}
     looks = {name: _look(name, number) for number, name in enumerate(lines)}
     for name, own in lines.items():
@@ -76,8 +76,9 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
         if where is not None:
             axes.axvline(where, color=looks[name].color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
             axes.annotate(
-                f" as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", (where, 0.02),
+                f" as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", (where, 0.98),
                 xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5, color=looks[name].color, ha="right",
+                va="top",
             )  # fmt: skip
     say(axes, "tokens", "ms per head")
     lengths = sorted({row.length for row in rows})
@@ -95,7 +96,7 @@ def crossover(rows: Sequence[Timing], name: str) -> float | None:
     for first, second in pairwise(own):
         if name != "exact" and first.ratio < 1 <= second.ratio:
             share = -math.log(first.ratio) / math.log(second.ratio / first.ratio)
-            return first.length * (second.length / first.length) ** share
+            return float(first.length * (second.length / first.length) ** share)
     return None
 
 
@@ -106,7 +107,9 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
     its error is zero.
     """
     length = max(row.length for row in rows)
-    figure, (axes,) = sheet(f"Error against time at {length:,} tokens", f"{title}; numbers are slots per query")
+    figure, (axes,) = sheet(
+        f"Error against time at {length:,} tokens", f"{title}; numbers are slots per query", names=1.5
+    )
     last = [row for row in rows if row.length == length and row.error is not None]
     lines: dict[str, list[Timing]] = {}
     for row in sorted(last, key=lambda row: row.ms):
@@ -117,8 +120,8 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
         draw(axes, [row.ms for row in own], [row.error or 0.0 for row in own], looks[name])
         for row in own:
             axes.annotate(
-                row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(0, 6), textcoords="offset points",
-                fontsize=8, ha="center", color=looks[name].color,
+                row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(6, 4), textcoords="offset points",
+                fontsize=8, color=looks[name].color,
             )  # fmt: skip
     exact = next(row for row in rows if row.length == length and row.name == "exact")
     axes.axvline(exact.ms, color="#000000", linewidth=1.4, linestyle=(0, (5, 2)))

@@ -35,16 +35,19 @@ def sheet(
     rows: int = 1,
     size: tuple[float, float] = (6.336, 4.65),
     names: float = 2.544,
+    titled: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a heading and rows x columns panels of `size`, each with `names` inches for names on its right.
+    """A figure with a heading and rows x columns panels of `size`, each with `names` inches for names on its right and,
+    if `titled`, room for a title of its own.
 
     The drawing goes through no global state of matplotlib, so it works without a display and beside other plots.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cell, tall = LEFT + size[0] + names, TOP + size[1] + BOTTOM
-    more = tall - 0.3  # further rows have a heading of their own only
+    top = TOP + (0.3 if titled else 0.0)
+    cell, tall = LEFT + size[0] + names, top + size[1] + BOTTOM
+    more = tall - 0.5  # further rows stand below no heading
     width, height = cell * columns, tall + more * (rows - 1)
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
@@ -53,7 +56,7 @@ def sheet(
     panels = []
     for number in range(rows * columns):
         row, column = divmod(number, columns)
-        low = height - TOP - size[1] - row * more
+        low = height - top - size[1] - row * more
         place = ((LEFT + column * cell) / width, low / height, size[0] / width, size[1] / height)
         panels.append(figure.add_axes(place))
     for axes in panels:
@@ -117,8 +120,8 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
     if not ends:
         return
     points = axes.transAxes.inverted().transform(axes.transData.transform(np.array(list(ends.values()))))
-    size, share = axes.figure.get_size_inches(), axes.get_position()
-    gap, inch = LINE / (share.height * size[1]), 1 / (share.width * size[0])
+    box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())  # in inches
+    gap, inch = LINE / box.height, 1 / box.width
     places = spread([float(y) for y in points[:, 1]], gap, 0.0, 1.0)
     for name, (x, y), place in zip(ends, points, places, strict=True):
         look = looks[name]

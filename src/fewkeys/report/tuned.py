@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fewkeys.judge.result import Report
 from fewkeys.model_plan import ModelPlan
@@ -47,16 +47,9 @@ def _draw_slots(axes: Axes, plan: ModelPlan, mean: float) -> None:
     small = len(ticks) > 40
     axes.set_xticks([x for x, _ in ticks], [head for _, head in ticks], fontsize=4.5 if small else 8)
     axes.tick_params(axis="x", length=0, pad=1)
+    where: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "annotation_clip": False}
     for x, name in middles:
-        axes.annotate(
-            name,
-            (x, -0.055),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="top",
-            fontsize=9,
-            annotation_clip=False,
-        )
+        axes.annotate(name, (x, -0.055), ha="center", va="top", fontsize=9, **where)
     axes.set_xlim(-1, place - 1.5)
     say(axes, "", "slots per query")
     handles = [axes.bar([0], [0], color=colour) for colour in COLOURS]

@@ -32,6 +32,7 @@ function make(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (name === "style") node.style.cssText = value;
+    else if (name.startsWith("aria-")) node.setAttribute(name, String(value));
     else if (value !== false && value !== null) node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children);
