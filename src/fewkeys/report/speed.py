@@ -120,8 +120,8 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
         draw(axes, [row.ms for row in own], [row.error or 0.0 for row in own], looks[name])
         for row in own:
             axes.annotate(
-                row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(6, 4), zorder=5, textcoords="offset points",
-                fontsize=8, color=looks[name].color,
+                row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(6, 4), textcoords="offset points",
+                fontsize=8, color=looks[name].color, zorder=5,
             )  # fmt: skip
     exact = next(row for row in rows if row.length == length and row.name == "exact")
     axes.axvline(exact.ms, color="#000000", linewidth=1.4, linestyle=(0, (5, 2)))

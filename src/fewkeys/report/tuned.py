@@ -23,13 +23,8 @@ def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) ->
     """Write the picture as PNG. Needs matplotlib (`pip install fewkeys[report]`)."""
     paid = sum(sum(_parts(head)) for heads in plan for head in heads) / sum(len(heads) for heads in plan)
     mean = plan.record.get("slots", paid)
-    figure, (slots, errors) = sheet(
-        f"Slots of each head, {mean:.0f} on average, and the error of each layer",
-        report.model,
-        columns=2,
-        size=(7.6, 4.65),
-        names=2.45,
-    )
+    heading = f"Slots of each head, {mean:.0f} on average, and the error of each layer"
+    figure, (slots, errors) = sheet(heading, report.model, columns=2, size=(7.6, 4.65), names=2.45)
     _draw_slots(slots, plan, mean)
     _draw_errors(errors, report)
     save(figure, path)
