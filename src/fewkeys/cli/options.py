@@ -16,10 +16,9 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture
     """Options that name the model, or what was captured from one."""
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
-    if parser.prog.split()[-1] != "capture":
-        which.add_argument(
-            "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
-        )
+    which.add_argument(
+        "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
+    )
     if capture:
         which.add_argument("--capture", type=Path, metavar="DIR", help="what fewkeys capture stored, without a model")
 
