@@ -27,18 +27,7 @@ from predictors import GROUPINGS as GROUPINGS_TRIED
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
-OPTIONAL = [
-    "transformers",
-    "tokenizers",
-    "rich",
-    "matplotlib",
-    "plotly",
-    "shtab",
-    "sklearn",
-    "scipy",
-    "entmax",
-    "triton",
-]
+OPTIONAL = "transformers tokenizers rich matplotlib plotly shtab sklearn scipy entmax triton".split()
 
 PUBLIC = [
     "attention",
