@@ -63,10 +63,9 @@ def _parts(plan: Plan) -> tuple[float, float, float, float]:
 
 
 def _draw_errors(axes: Axes, report: Report) -> None:
-    """The error of every layer for each row that is not exact and not hopeless."""
+    """The error of every layer for each row that is not exact."""
     rows = [row for row in report.rows if row.kind != "exact"]
-    best = min(row.error for row in rows)
-    lines = {row.name: [error or 0.0 for error in row.per_layer["error"]] for row in rows if row.error <= 8 * best}
+    lines = {row.name: [error or 0.0 for error in row.per_layer["error"]] for row in rows}
     looks = {name: TUNED if name == "tuned" else look_of(name, order) for order, name in enumerate(lines)}
     layers = range(report.layers)
     for name, errors in lines.items():
