@@ -23,9 +23,9 @@ from transformers import (
 )
 
 import fewkeys as fk
-from fewkeys.integrations import interface
+from fewkeys.integrations import interface, switch
 from fewkeys.integrations.transformers import apply
-from tiny_models import GROUPED, MODELS, bert, llama, run, tokens
+from tiny_models import GROUPED, MODELS, bert, close, llama, run, tokens
 
 EXACT = fk.Plan()
 WINDOW = fk.Plan(fk.Window(3))
@@ -66,13 +66,15 @@ def test_calls_that_are_refused():
 
 
 def test_a_window_that_only_the_layer_knows():
-    """A prepared mask goes past the mask function, which would have refused first."""
-    model = MistralModel(MistralConfig(**GROUPED, sliding_window=11)).eval()
-    every = torch.ones(3, 1, 1, 12, dtype=torch.bool)
+    """A prepared mask goes past the mask function."""
+    model = MistralModel(MistralConfig(**GROUPED, sliding_window=4)).eval().requires_grad_(False)
+    before = run(model, input_ids=tokens())
     with apply(model, EXACT):
-        run(model, input_ids=tokens(), attention_mask=every[..., :11])
-        with pytest.raises(ValueError, match="sliding_window: this model lets a query see 11 keys, got 12"):
-            run(model, input_ids=tokens(length=12), attention_mask=every)
+        every = torch.ones(3, 11, dtype=torch.bool)
+        model.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"attention_mask": every}), with_kwargs=True
+        )
+        close(run(model, input_ids=tokens()), before)
 
 
 def test_dropout_is_refused():
@@ -106,7 +108,7 @@ def test_a_class_that_does_not_let_itself_be_switched(monkeypatch):
     with pytest.raises(ValueError, match="BertModel does not let its attention implementation be set"):
         apply(model, WINDOW)
     assert torch.equal(run(model, input_ids=tokens()), before)
-    assert id(model.config) not in interface._switched
+    assert id(model.config) not in switch.held
 
 
 def test_a_rest_that_is_not_causal_is_refused_in_a_causal_model():

@@ -40,7 +40,8 @@ class AttentionInputs:
 
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk) with True
     for the real keys, None when all are; `query_mask` bool (B, Nq) likewise where the queries are other tokens than
-    the keys. `query_offset` is the position of query 0 among the keys (causal calls).
+    the keys. `query_offset` is the position of query 0 among the keys (causal calls). `window`: the model lets a query
+    see no more than what `Window(window)` keeps.
     """
 
     query: Tensor
@@ -51,6 +52,7 @@ class AttentionInputs:
     key_mask: Tensor | None = None
     query_offset: int = 0
     query_mask: Tensor | None = None
+    window: int | None = None
 
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
         """What `fewkeys.attention` is told of the call beside its tensors."""

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.integrations import interface
+from fewkeys.integrations.patterns import SLIDING
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming import Stream
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
-
-SLIDING = ("sliding_attention", "hybrid_sliding")
 
 
 def cache(model: PreTrainedModel, plan: Plan | Sequence[Plan]) -> Cache:

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.weights import Softmax
-from fewkeys.execute import exact
 from fewkeys.integrations import interface, streams
 from fewkeys.integrations.streams import Length
 from fewkeys.plan import Plan
@@ -110,7 +108,7 @@ class StreamCache(Cache):
         self._own = [StreamLayer(plan) for plan in plans]
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
-        self._attached = weakref.finalize(self, interface.attach(model, _answer))
+        self._attached = weakref.finalize(self, interface.attach(model, None).detach)
 
     def close(self) -> None:
         """Give the model its own attention back; the cache is of no more use."""
@@ -153,10 +151,3 @@ class StreamCache(Cache):
         for new, own in zip(found._own, self._own, strict=True):
             new.stream = copy.deepcopy(own.stream, memo)
         return found
-
-
-def _answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    waiting = streams.take(inputs.key)
-    if waiting is not None:
-        return waiting.attend(inputs)
-    return exact.attend(inputs.checked(), Softmax())
