@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import fewkeys as fk
-from fewkeys.integrations import interface, switch
+from fewkeys.integrations import switch
 from fewkeys.integrations.transformers import apply
 from tiny_models import GROUPED, MODELS, bert, close, llama, run, tokens
 

@@ -19,9 +19,9 @@ from transformers import (
     Olmo3Config,
     Olmo3Model,
     Qwen2Config,
+    Qwen2Model,
     Qwen2MoeConfig,
     Qwen2MoeModel,
-    Qwen2Model,
 )
 
 import fewkeys as fk
@@ -37,7 +37,8 @@ MAKERS = {
     "qwen2": lambda: Qwen2Model(Qwen2Config(**MIXED, use_sliding_window=True)),
     "qwen2-moe": lambda: Qwen2MoeModel(
         Qwen2MoeConfig(
-            **MIXED, use_sliding_window=True, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8
+            **MIXED, use_sliding_window=True, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
         )
     ),
     "gemma3": lambda: Gemma3TextModel(Gemma3TextConfig(**MIXED, head_dim=8)),
@@ -77,7 +78,7 @@ def test_an_exact_plan_is_the_model_itself(model, side):
 def test_windows_keep_what_they_are_and_others_take_the_plan(model):
     """Two layers see four keys: their plan would leave one."""
     inputs, every = {"input_ids": tokens()}, windows(model)
-    states = [state for state in states_of(model, inputs)]
+    states = states_of(model, inputs)
     with fk.apply(model, FEW):
         found = states_of(model, inputs)
     first = every.index(False) if False in every else 3

@@ -82,8 +82,8 @@ def pattern_of(
     if name == "or_masks" and parts[1] != "blockwise_overlay" and getattr(config, "use_bidirectional_attention", False):
         return Pattern(False, None if local_size is None else 2 * local_size - 1, False)
     raise ValueError(
-        "attention_mask: expected causal or bidirectional attention with padding, or a window of the model, got another "
-        "pattern (packed sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
+        "attention_mask: expected causal or bidirectional attention with padding, or a window, got another pattern "
+        "(packed sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
         "attention_mask"
     )
 

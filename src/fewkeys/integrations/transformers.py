@@ -103,8 +103,8 @@ class _ByPlan:
         plan = self.plans[layer]
         if plan is None:
             raise ValueError(
-                f"plan: expected layer {layer} to attend within a window of its own, got a call of it without; give one "
-                "plan for every layer"
+                f"plan: expected layer {layer} to attend within a window of its own, got a call without; give a plan "
+                "for every layer"
             )
         return attention(*rows, plan=plan, max_error=self.guards[layer] if self.guards else None, **options)
 

@@ -87,17 +87,19 @@ class Stream:
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
         KeyTree                     memory O(n (D + Dv)); every 16 or 32 tokens a tree is built, O(log^2 n) a token
 
-    Without gradient.
+    Without gradient. `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units.
     """
 
-    def __init__(self, plan: Plan, *, scale: float | None = None, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, scale: float | None = None, generator: torch.Generator | None = None, undo: int = 0
+    ) -> None:
         self.plan = plan
         self.scale = None if scale is None else check_real("scale", scale)
         # Drawn from as keys come, so that a saved stream can go on with the same draws.
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        self._held: Memory = Whole(plan) if Whole.suits(plan) else Summarised(plan, self.generator)
+        self._held: Memory = Whole(plan) if Whole.suits(plan) else Summarised(plan, self.generator, undo)
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -135,8 +137,9 @@ class Stream:
     def crop(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never come.
 
-        Possible back to the beginning of the current unit of positions, whose keys have moved no memory yet; a stream
-        of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises `ValueError` beyond.
+        Possible over the last `undo` tokens, and back to the beginning of the current unit of positions, whose keys
+        have moved no memory yet; a stream of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises
+        `ValueError` beyond.
         """
         self._settle()
         if not isinstance(length, int) or not 0 <= length <= self.length:
@@ -195,7 +198,9 @@ class Stream:
         return facts, tensors | {"generator": self.generator.get_state()} if tensors else {}
 
     @classmethod
-    def of(cls, facts: files.Facts, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> Stream:
+    def of(
+        cls, facts: files.Facts, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu", undo: int = 0
+    ) -> Stream:
         """The stream of such contents; one of `files.FAULTS` where they are not those of a stream."""
         generator = torch.Generator("cpu")
         found = cls(Plan.from_dict(facts.plan), scale=facts.scale, generator=generator)

@@ -36,15 +36,45 @@ class _Facts:
     moved: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Before:
+    """What was held at some time: the state, heavy keys, and where the generator stood."""
+
+    state: State
+    heavy: list[HeavyKeys]
+    draws: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = tensors_of(self.state)
+        for number, heavy in enumerate(self.heavy):
+            found |= heavy.tensors(f"heavy{number}.")
+        return found
+
+    def select(self, index: Tensor) -> _Before:
+        """The same of these sequences."""
+        own = {name: part[index] for name, part in tensors_of(self.state).items()}
+        heavy = [
+            one.with_tensors({name: part[index] for name, part in one.tensors("").items()}, "") for one in self.heavy
+        ]
+        return _Before(with_tensors(self.state, own), heavy, self.draws)
+
+
+def copies(heavy: Sequence[HeavyKeys]) -> list[HeavyKeys]:
+    """The same heavy keys, which go their own way."""
+    return [one.with_tensors(one.tensors(""), "") for one in heavy]
+
+
 class Summarised:
     """What a stream holds under a plan that forgets, beside its counters (`fewkeys.streaming.stream.Memory`)."""
 
-    def __init__(self, plan: Plan, generator: torch.Generator) -> None:
-        self.plan, self.parts, self.generator = plan, parts_of(plan), generator
+    def __init__(self, plan: Plan, generator: torch.Generator, undo: int = 0) -> None:
+        self.plan, self.parts, self.generator, self.undo = plan, parts_of(plan), generator, undo
         self._tilted = isinstance(plan.weights, Softmax)
         self._state: State | None = None
         self._heavy: list[HeavyKeys] = []
         """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
+        self._before: list[_Before] = []
+        """What was held at the ends of the latest units, as far as the last `undo` tokens began in them."""
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor, scale: float) -> Tensor:
         """The outputs of queries of new tokens, unit by unit."""
@@ -64,17 +94,24 @@ class Summarised:
         return torch.cat(outputs, 2) if outputs else value[:, :, :0]
 
     def select(self, index: Tensor) -> None:
-        self._remember({name: tensor[index] for name, tensor in self.tensors().items()})
+        now = self._now()
+        self._before = [before.select(index) for before in self._before]
+        if now is not None:
+            self._go_back(now.select(index))
 
     def crop(self, length: int) -> None:
         if self._state is None:
             return
-        if length < self._state.moved:
+        known = [before for before in self._before if before.state.moved <= length <= before.state.length]
+        if length < self._state.moved and not known:
             raise ValueError(
                 f"length: expected at least {self._state.moved}: what came before is summarised by units of "
                 f"{self.parts.unit} positions and cannot be undone; got {length}. Save the stream before tokens that "
                 "may be taken back"
             )
+        if length < self._state.moved:
+            self._before = self._before[: self._before.index(known[-1])]
+            self._go_back(known[-1])
         self._state = self._state.crop(length)
 
     def merge(self, other: Summarised) -> None:
@@ -85,9 +122,9 @@ class Summarised:
             )
         if other._state is None:
             return
+        self._before = []
         if self._state is None:
-            self._state = other._state
-            self._heavy = [heavy.with_tensors(heavy.tensors(""), "") for heavy in other._heavy]
+            self._state, self._heavy = other._state, copies(other._heavy)
         else:
             self._state = self._merged(self._moved(self._state), other._state, other._heavy)
 
@@ -95,13 +132,13 @@ class Summarised:
         return () if self._state is None else (self._state.near.key, self._state.near.value)
 
     def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+        held = [*self.tensors().values(), *(part for before in self._before for part in before.tensors().values())]
+        # What did not change between two units is held once.
+        return sum({part.data_ptr(): part.numel() * part.element_size() for part in held}.values())
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {} if self._state is None else tensors_of(self._state)
-        for number, heavy in enumerate(self._heavy):
-            found |= heavy.tensors(f"heavy{number}.")
-        return found
+        now = self._now()
+        return {} if now is None else now.tensors()
 
     def facts(self) -> dict[str, Any]:
         return {} if self._state is None else {"moved": self._state.moved}
@@ -112,7 +149,7 @@ class Summarised:
         before = self.generator.get_state()
         check_summarised(tensors, length, moved, self.parts, self._begin(*rows), self._heavy)
         self.generator.set_state(before)
-        self._state = replace(self._begin(*rows), length=length, moved=moved)
+        self._state, self._before = replace(self._begin(*rows), length=length, moved=moved), []
         self._remember(tensors)
 
     def _begin(self, key: Tensor, value: Tensor) -> State:
@@ -128,6 +165,9 @@ class Summarised:
         parts, start = self.parts, state.length
         if start == state.moved or start % parts.unit:
             return state
+        if self.undo:
+            now = _Before(state, copies(self._heavy), self.generator.get_state() if self._heavy else None)
+            self._before = [old for old in self._before if old.state.length > start - self.undo] + [now]
         released = [heavy.rows for heavy in self._heavy]
         if self._heavy and start % CAUSAL_BLOCK == 0:
             complete = state.between(range(start - CAUSAL_BLOCK, start))
@@ -159,6 +199,14 @@ class Summarised:
             return state.near[:0]
         kept = [state.sinks, *(heavy.rows for heavy in self._heavy)]
         return unheld([state.between(range(start, stop)), *released], kept, stop)
+
+    def _now(self) -> _Before | None:
+        return None if self._state is None else _Before(self._state, self._heavy)
+
+    def _go_back(self, to: _Before) -> None:
+        self._state, self._heavy = to.state, copies(to.heavy)
+        if to.draws is not None:
+            self.generator.set_state(to.draws)
 
     def _remember(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold the tensors of these names in place of the present ones; `KeyError` where one is missing."""
