@@ -45,7 +45,7 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> Cache:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a
         cache of their own, or a plan that no stream can run.
     """
-    interface.need_transformers()
+    model = interface.unwrapped(model)
     from fewkeys.integrations.stream_cache import StreamCache
 
     if not all(getattr(module, "is_causal", True) for module in interface.attention_modules(model)):

@@ -33,6 +33,7 @@ class Application:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.own = False
+        self.thread = threading.get_ident()
 
     def enter(self) -> None:
         """From now on, answer in the present context alone, and in those that begin in it."""
@@ -44,9 +45,9 @@ class Application:
         _entered.set(tuple(other for other in _entered.get() if other is not self))
 
     @property
-    def here(self) -> bool:
-        """Whether it answers in the present context."""
-        return not self.own or self in _entered.get()
+    def mine(self) -> bool:
+        """Whether it was made for the present context: entered here, or not at all by this very thread."""
+        return self in _entered.get() if self.own else self.thread == threading.get_ident()
 
 
 _entered: ContextVar[tuple[Application, ...]] = ContextVar("fewkeys_entered", default=())
@@ -66,9 +67,10 @@ class Door:
     def innermost(self) -> tuple[int, Answer] | None:
         """The layer and the answer that are in force here; None: the model's own."""
         standing = self.standing
-        for layer, application in reversed(standing):
-            if application.here:
-                return layer, application.answer
+        for wanted in (lambda found: found.mine, lambda found: not found.own):  # what others applied for all comes last
+            for layer, application in reversed(standing):
+                if wanted(application):
+                    return layer, application.answer
         own = [found for found in standing if found[1].own]
         if own and _is_thread_of_autograd():
             # A layer that is computed again for its gradient, by a thread that knows no contexts.

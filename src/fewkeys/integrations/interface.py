@@ -89,16 +89,30 @@ def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
     return Attachment(model, None if answer is None else Application(answer))
 
 
-def attention_modules(model: object) -> list[nn.Module]:
-    """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
+def unwrapped(model: object) -> PreTrainedModel:
+    """The transformers model: `model` itself, or the one inside it.
+
+    A SentenceTransformer, a model of peft, a compiled or distributed one hold one each. `TypeError` for others.
+    """
     need_transformers()
     from transformers import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel):
+        return model
+    inside = [] if not isinstance(model, nn.Module) else [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    parts = {id(part) for found in inside for part in found.modules() if part is not found}
+    outermost = [found for found in inside if id(found) not in parts]
+    if len(outermost) != 1:
         raise TypeError(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; "
-            "pass the transformers model inside it"
+            f"model: expected a transformers PreTrainedModel, or a module around one, got {type(model).__name__} with "
+            f"{len(outermost)} inside; pass the transformers model itself"
         )
+    return outermost[0]
+
+
+def attention_modules(model: object) -> list[nn.Module]:
+    """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
+    model = unwrapped(model)
     modules = [module for module in model.modules() if _asks_interface(type(module))]
     if not modules:
         raise ValueError(

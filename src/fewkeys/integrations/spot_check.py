@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.guard.fallback import QUERIES
-from fewkeys.integrations.interface import attention_modules
+from fewkeys.integrations.interface import attention_modules, unwrapped
 from fewkeys.integrations.transformers import Batch, Plans, check_readable, exact_passes, plans_per_layer
 from fewkeys.judge.spot_check import CallCheck, SpotCheck, check_call, check_options, check_tensors, overall
 from fewkeys.plan import Plan
@@ -97,6 +97,7 @@ def _check_model(
     generator: torch.Generator | None = None,
 ) -> SpotCheck:
     check_options(queries, confidence)
+    model = unwrapped(model)
     check_readable(model)
     plans = plans_per_layer(plan, attention_modules(model))
     checks: list[list[CallCheck]] = [[] for _ in plans]

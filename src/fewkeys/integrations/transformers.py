@@ -22,7 +22,7 @@ from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.weights import Weights
 from fewkeys.flow import always
 from fewkeys.guard.fallback import Fallbacks, Guard
-from fewkeys.integrations.interface import attach, attention_modules, exact
+from fewkeys.integrations.interface import attach, attention_modules, exact, unwrapped
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
@@ -41,7 +41,7 @@ Part = Literal["encoder", "decoder", "cross"]
 
 
 def apply(
-    model: PreTrainedModel,
+    model: nn.Module,
     plan: Plans,
     *,
     impl: Impl = "auto",
@@ -54,7 +54,8 @@ def apply(
             approximate = model(**inputs)
         exact = model(**inputs)                     # bit for bit as before
 
-    plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of a layer's plan
+    model: a transformers model, or a module around one: a SentenceTransformer, a model of peft, a compiled or a
+    distributed one. plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of a layer's plan
     there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator: as in
     `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models, parts of a
     model (`model.encoder`), grouped queries, left and right padding (2-D attention_mask), prefill and decoding with
@@ -79,6 +80,7 @@ def apply(
     Raises `TypeError` for a `model` or `plan` of another kind, `ValueError` for a model whose attention does not go
     through transformers' interface and for plans that do not match its layers.
     """
+    model = unwrapped(model)
     plans = tuple(None if own is None else always(own) for own in plans_per_layer(plan, attention_modules(model)))
     guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
     check_impl(impl)
@@ -140,7 +142,7 @@ class Applied:
 
 
 def capture(
-    model: PreTrainedModel,
+    model: nn.Module,
     batches: Iterable[Batch],
     directory: str | os.PathLike[str] | None = None,
     *,
@@ -168,6 +170,7 @@ def capture(
     Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
     for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
     """
+    model = unwrapped(model)
     check_readable(model, part)
     if isinstance(batches, Tensor | Mapping):
         raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
