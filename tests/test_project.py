@@ -44,6 +44,7 @@ PUBLIC = [
     "ClusterMeans",
     "Moments",
     "UniformSample",
+    "Softcap",
     "Softmax",
     "Entmax",
     "Power",

@@ -197,7 +197,8 @@ def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
     logits(model, ids, [150], cache)
     cache.save(tmp_path / "cache")
     again.load(tmp_path / "cache")
-    assert again.get_seq_length() == 150 and 0 < again.memory() <= cache.memory()
+    assert again.get_seq_length() == 150
+    assert 0 < again.memory() <= cache.memory()
     assert torch.equal(logits(model, ids, [10, 140], again), logits(model, ids, [10, 140], cache))
     data = (tmp_path / "cache").read_bytes()
     for damaged in (data[:-3], data[:-1] + bytes([data[-1] ^ 1]), b""):

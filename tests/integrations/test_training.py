@@ -112,7 +112,8 @@ def test_adapters_of_peft():
             close(run(adapted, input_ids=ids), want)
             adapted(ids).logits.square().mean().backward()
     grads = [weight.grad for name, weight in adapted.named_parameters() if "lora_B" in name]
-    assert len(grads) == 3 and all(bool(grad.any()) for grad in grads)
+    assert len(grads) == 3
+    assert all(bool(grad.any()) for grad in grads)
 
 
 def test_accelerate():

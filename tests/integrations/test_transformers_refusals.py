@@ -7,10 +7,6 @@ pytest.importorskip("transformers")
 
 from transformers import (
     BertModel,
-    Gemma2Config,
-    Gemma2Model,
-    GptOssConfig,
-    GptOssModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -87,12 +83,6 @@ def test_dropout_is_refused():
 
 
 def test_architectures_that_are_refused():
-    gemma = Gemma2Model(Gemma2Config(**GROUPED, head_dim=8, pad_token_id=0)).eval()
-    small = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "pad_token_id": 0}
-    sinks = GptOssModel(GptOssConfig(**GROUPED, **small)).eval()
-    for model, said in ((gemma, "softcap"), (sinks, "s_aux")):
-        with apply(model, EXACT), pytest.raises(ValueError, match=f"{said}: .* hands this to its attention"):
-            run(model, input_ids=tokens())
     t5 = T5Model(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)).eval()
     with apply(t5, EXACT), pytest.raises(ValueError, match="position_bias"):
         run(t5, input_ids=tokens(), decoder_input_ids=tokens())
@@ -134,6 +124,6 @@ def test_bad_arguments():
         apply(model, WINDOW, impl="fast")
     with pytest.raises(TypeError, match=r"generator: expected a torch\.Generator or None, got int"):
         apply(model, WINDOW, generator=3)
-    with pytest.raises(TypeError, match="model: expected a transformers PreTrainedModel, .* got Linear with 0 inside"):
+    with pytest.raises(TypeError, match=r"model: expected a transformers PreTrainedModel, .* got Linear with 0 inside"):
         apply(torch.nn.Linear(2, 2), WINDOW)
     assert model.config._attn_implementation == "sdpa"

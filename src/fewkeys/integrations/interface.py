@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fewkeys.attention import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import lowered
 from fewkeys.integrations import streams, switch
 from fewkeys.integrations.door import Answer, Application, door, go, stand
 from fewkeys.integrations.patterns import check_honoured, pattern_of, span
 from fewkeys.integrations.switch import NAME
+from fewkeys.integrations.terms import check_sink, in_terms, plain, with_sink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,8 +151,14 @@ def register() -> None:
 
 
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """The call as the model's own SDPA implementation answers it: the same function, mask and bits."""
+    """The call as the model's own SDPA implementation answers it: the same function, mask and bits.
+
+    What that does not know, caps and sinks, is answered exactly by `fewkeys.attention`.
+    """
     mask = None
+    if not plain(inputs):
+        own = with_sink(inputs)
+        return attention(own.query, own.key, own.value, plan=in_terms(inputs, None), **own.options())
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and queries != keys):
         mask = torch.ones(queries, keys, dtype=torch.bool, device=inputs.key.device)
@@ -174,10 +182,11 @@ def _sdpa(
     mask: Tensor | None,
     scale: float | None,
     is_causal: bool | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal)
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, softcap=softcap)
 
 
 # --- what transformers calls --------------------------------------------------------------------------------------
@@ -246,9 +255,10 @@ def _attention_forward(
     check_honoured(module, dropout, kwargs)
     own = door(module)
     found = None if own is None else own.innermost()
-    if found is None and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1:
+    foreign = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1
+    if found is None and foreign and kwargs.get("s_aux") is None:
         # A call that began before the switch, in a thread that has nothing to do with it.
-        return _sdpa(module, query, key, value, attention_mask, scaling, is_causal)
+        return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     real, window, causal = _read_mask(module, attention_mask, (query.shape[0], key.shape[2]), causal)
     if window is None and (told := kwargs.get("sliding_window")) is not None:
@@ -265,6 +275,8 @@ def _attention_forward(
         key_mask=real,
         query_offset=key.shape[2] - query.shape[2] if causal else 0,
         window=window,
+        softcap=kwargs.get("softcap"),
+        sink=None if (sink := kwargs.get("s_aux")) is None else check_sink(sink, query.shape[1]),
     )
     if waiting is not None:
         output = waiting.attend(inputs)

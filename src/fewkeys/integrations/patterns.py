@@ -30,7 +30,9 @@ _INERT = {
     "position_embeddings",
     "position_ids",
     "return_dict",
+    "s_aux",
     "sliding_window",
+    "softcap",
     "token_type_ids",
     "use_cache",
 }

@@ -18,6 +18,7 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations import interface, streams
 from fewkeys.integrations.streams import Length
 from fewkeys.integrations.switch import NAME
+from fewkeys.integrations.terms import plain
 from fewkeys.plan import Plan
 from fewkeys.streaming import files
 from fewkeys.streaming.by_head import HeadStreams
@@ -61,6 +62,11 @@ class StreamLayer(CacheLayerMixin):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Take in the expected tokens and answer their queries."""
         self.expected = None
+        if not plain(inputs):
+            raise ValueError(
+                "model: its attention has capped scores or learned sinks, which no stream knows; use fewkeys.apply and "
+                "the model's own cache"
+            )
         self.streams.append(inputs.key, inputs.value, inputs.key_mask, inputs.scale)
         return self.streams.attend(inputs.query)
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from fewkeys.attention import attention
 from fewkeys.captures.capture import AttentionInputs, Capture, CaptureWriter
 from fewkeys.core.impl import Impl, check_impl
-from fewkeys.core.weights import Weights
+from fewkeys.core.weights import Softcap, Weights
 from fewkeys.flow import always
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.interface import attach, attention_modules, exact, unwrapped
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
+from fewkeys.integrations.terms import in_terms, with_sink
 from fewkeys.plan import Plan
-from fewkeys.select import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,15 +55,17 @@ def apply(
         exact = model(**inputs)                     # bit for bit as before
 
     model: a transformers model, or a module around one: a SentenceTransformer, a model of peft, a compiled or a
-    distributed one. plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of a layer's plan
-    there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator: as in
-    `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models, parts of a
+    distributed one. plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of
+    a layer's plan there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl,
+    generator: as in `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models, parts of a
     model (`model.encoder`), grouped queries, left and right padding (2-D attention_mask), prefill and decoding with
     `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees the keys of one call: a causal plan that
     selects among them selects anew at each decoded token.
 
     Layers whose own attention is a sliding window keep exactly that window, whatever the plan and the length; a
-    sequence of plans may leave them out. Nothing else of a model's own is changed.
+    sequence of plans may leave them out. Soft caps of scores (Gemma 2) and learned sinks (gpt-oss) are part of the
+    answer: the first as weights `Softcap(cap)`, under which stand-ins of trees mean nothing (use
+    `budget(slots, is_causal=True, memory="constant")`), the second as one more key that every query keeps.
 
     For whom: entered by `with`, for the present context alone (`contextvars`: this thread, this task of asyncio); other
     threads go on with what they have, exact attention if they have nothing. Without `with`, for every thread, and for
@@ -73,7 +75,7 @@ def apply(
     `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
-    honoured: attention dropout, softcap, attention sinks, position bias, chunks of the model's own, packed sequences,
+    honoured: attention dropout, position bias, chunks of the model's own, packed sequences,
     prepared 4-D masks, static caches, `output_attentions`; and for a plan that refuses causal attention in a causal
     model. docs/families.md lists model families.
 
@@ -99,16 +101,18 @@ class _ByPlan:
     guards: tuple[Guard, ...]
 
     def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        rows, options = (inputs.query, inputs.key, inputs.value), inputs.options(self.generator, self.impl)
-        if inputs.window is not None:
-            return attention(*rows, keep=Window(inputs.window), **options)
         plan = self.plans[layer]
-        if plan is None:
+        if plan is None and inputs.window is None:
             raise ValueError(
                 f"plan: expected layer {layer} to attend within a window of its own, got a call without; give a plan "
                 "for every layer"
             )
-        return attention(*rows, plan=plan, max_error=self.guards[layer] if self.guards else None, **options)
+        own = with_sink(inputs)
+        guard = self.guards[layer] if self.guards and inputs.window is None else None
+        plans = in_terms(inputs, plan)
+        return attention(
+            own.query, own.key, own.value, plan=plans, max_error=guard, **own.options(self.generator, self.impl)
+        )
 
 
 class Applied:
@@ -250,6 +254,14 @@ def exact_passes(
     runs = model.get_encoder() if part == "encoder" else model.base_model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
+            raise ValueError(
+                f"model: {type(module).__name__} has "
+                + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
+                + ", which is judged by no capture"
+                + ("" if inputs.softcap is None else f", unless weights=fewkeys.Softcap({inputs.softcap})")
+                + "; fewkeys.apply knows it: compare the outputs of the model"
+            )
         output = exact(module, inputs) if weights is None else _exact_by(weights, inputs)
         hear(layer, inputs, output)
         return output
