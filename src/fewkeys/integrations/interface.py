@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PreTrainedConfig
 
+_BIASED = ", and its scores have a bias for every distance, which no plan knows"
+_SPARSE = ", and it is sparse by a rule of its own"
+OUTSIDE = {
+    **dict.fromkeys(("mpnet", "deberta", "deberta-v2", "xlnet", "bloom", "mpt", "falcon"), _BIASED),
+    **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus"), _SPARSE),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
+}
+"""Why models of some types cannot ask the interface."""
+
 
 class Attachment:
     """What `attach` did to a model, to be undone."""
@@ -117,9 +126,10 @@ def attention_modules(model: object) -> list[nn.Module]:
     model = unwrapped(model)
     modules = [module for module in model.modules() if _asks_interface(type(module))]
     if not modules:
+        why = OUTSIDE.get(model.config.model_type, "")
         raise ValueError(
             f"model: {type(model).__name__} does not use transformers' attention interface, so its attention cannot "
-            "be replaced; use an architecture that does (BERT, RoBERTa, Llama, Qwen, GPT-2, ...)"
+            f"be replaced{why}; use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
         )
     return modules
 
@@ -294,7 +304,7 @@ def _read_mask(
     if mask.is_floating_point():
         raise ValueError(
             f"attention_mask: {type(module).__name__} adds numbers of its own to the scores, {tuple(mask.shape)}, such "
-            "as a bias for the distance in an image, and no plan can know them; use a model without"
+            "as a bias for the distance in an image, and no plan can know them; use a model without (ViT, DINOv2, SigLIP)"
         )
     if mask.dtype not in (torch.bool, torch.int32) or mask.shape not in (shape, (shape[0], 1, 1, shape[1])):
         raise ValueError(

@@ -56,11 +56,11 @@ def apply(
 
     model: a transformers model, or a module around one: a SentenceTransformer, a model of peft, a compiled or a
     distributed one. plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of
-    a layer's plan there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl,
-    generator: as in `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models, parts of a
-    model (`model.encoder`), grouped queries, left and right padding (2-D attention_mask), prefill and decoding with
-    `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees the keys of one call: a causal plan that
-    selects among them selects anew at each decoded token.
+    a layer's plan there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator:
+    as in `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models,
+    parts of a model (`model.encoder`), grouped queries, left and right padding (2-D attention_mask), prefill and
+    decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees the keys of one call: a causal
+    plan that selects among them selects anew at each decoded token.
 
     Layers whose own attention is a sliding window keep exactly that window, whatever the plan and the length; a
     sequence of plans may leave them out. Soft caps of scores (Gemma 2) and learned sinks (gpt-oss) are part of the
