@@ -93,7 +93,14 @@ GEMMA = {
     "attention_dropout": 0.0,
     **SLIDING,
 }
-SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
+SWIN = {
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 4],
+    "num_attention_heads": [2, 4],
+    "window_size": 4,
+    "patch_size": 2,
+}
 CONVOLUTIONS = {
     "conv_dim": (8, 8),
     "conv_kernel": (4, 4),

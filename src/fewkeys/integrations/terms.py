@@ -30,9 +30,8 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
     unit[:, :, 0, -1] = 1 / inputs.scale
     mask = None if inputs.key_mask is None else pad(inputs.key_mask, (1, 0), value=True)
     offset = inputs.query_offset + 1 if inputs.is_causal else 0
-    value = pad(inputs.value, (0, 0, 1, 0))
-    rows = {"query": torch.cat([query, own], -1), "key": key + unit, "value": value}
-    return replace(inputs, **rows, key_mask=mask, query_offset=offset, sink=None)
+    query, value = torch.cat([query, own], -1), pad(inputs.value, (0, 0, 1, 0))
+    return replace(inputs, query=query, key=key + unit, value=value, key_mask=mask, query_offset=offset, sink=None)
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
