@@ -25,8 +25,8 @@ Made by `python -m experiments.families.run`: a tiny random model of every famil
 answers under an exact plan must be its own and under `fewkeys.budget` others, all finite. It says what runs and is right, not
 how good a plan is for a trained model; `fewkeys compare` says that.
 
-- **apply**: the model's output under `fewkeys.apply`, with padding. **generate**: greedy, under `apply`. **cache**:
-  greedy, by `fewkeys.cache`. **train**: gradients are finite.
+- **apply**: the model's output under `fewkeys.apply`, with padding. **generate**: greedy, under `apply`.
+  **cache**: greedy, by `fewkeys.cache`. **train**: gradients are finite.
 - Layers with a window of their own keep it (ModernBERT, Mistral, Qwen2, Gemma, OLMo, Cohere, gpt-oss); "windows": all
   layers are such.
 - Where scores are capped (Gemma 2, T5Gemma), plans need `budget(slots, is_causal=True, memory="constant")`, or

@@ -63,8 +63,8 @@ def _layers(config: Any, plan: Plan | Sequence[LayerPlan]) -> list[tuple[Plan, .
         raise ValueError("model: expected a decoder-only model whose layers have keys of their own")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(
-            f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which no "
-            "stream can read; use fewkeys.apply and the model's own cache"
+            f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
+            "no stream can read; use fewkeys.apply and the model's own cache"
         )
     kinds = getattr(config, "layer_types", None)
     window: Any = getattr(config, "sliding_window", None)
