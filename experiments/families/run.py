@@ -21,9 +21,9 @@ KINDS = {
 }
 HEAD = """# Families of models
 
-Made by `python -m experiments.families.run`: a tiny random model of every family (transformers {version}), whose
-answers under an exact plan must be its own and under `fewkeys.budget` others, all finite. It says what runs and is right, not
-how good a plan is for a trained model; `fewkeys compare` says that.
+Made by `python -m experiments.families.run`: a tiny random model of every family (transformers {version}). Its output
+under an exact plan must be its own, and under `fewkeys.budget` another one, all finite. The table says what runs and is
+right, not how good a plan is for a trained model; `fewkeys compare` says that.
 
 - **apply**: the model's output under `fewkeys.apply`, with padding. **generate**: greedy, under `apply`.
   **cache**: greedy, by `fewkeys.cache`. **train**: gradients are finite.
