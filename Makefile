@@ -1,5 +1,6 @@
 # make demo   the main job on a real model and text: out/demo/results.json and out/demo/pareto.png
 # make test   the whole suite
+# make docs   the site, strictly: out/site
 # make campaign   a hostile test of everything, for an hour: out/campaign
 # All create .venv on the first run and reuse it until pyproject.toml or constraints.txt changes.
 
@@ -13,11 +14,13 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test broken campaign lint types clean
+.PHONY: help demo test docs figures audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
 	@echo 'make broken break kernels on purpose; do the laws notice? half an hour'
+	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
+	@echo 'make audit  known vulnerabilities of the pinned packages'
 	@echo 'make lint   ruff: rules and format'
 	@echo 'make types  mypy --strict on src'
 	@echo 'make clean  remove .venv, out and every cache'
@@ -37,6 +40,16 @@ MINUTES ?= 60
 campaign: $(VENV)/.installed-dev
 	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --out ../out/campaign/campaign.json
 	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --parts kernels --sanitize --out ../out/campaign/sanitized.json
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+figures: $(VENV)/.installed-dev
+	$(BIN)/python -m docs.figures
+
+# Known vulnerabilities of what is pinned; asks a public database.
+audit: $(VENV)/.installed-audit
+	$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ One head of 64 dimensions, float32, keys with 32 planted heavy ones, half of the
   planted keys included.
 
 Times are medians over turns in which all take part; ratios are between times of the same run. `--quick` takes about a
-minute and writes nothing. `python benchmarks/levattention_page.py` puts the results into docs/levattention.md.
+minute and writes nothing. `python -m docs.figures` puts the results into docs/levattention.md.
 """
 
 import argparse

@@ -10,8 +10,8 @@ shard after the other), in turns, one head of 64 dimensions, float32, one thread
 slowest rank; bytes are those that a rank sends, the most of any.
 
 `--model` measures in one process what a token, a pair and a byte cost on this machine, checks the model against the
-rows of two ranks, writes its predictions for many ranks and tokens to benchmarks/results/sharded_model.json, and puts
-the tables into docs/distributed.md:
+rows of two ranks, and writes its predictions for many ranks and tokens to benchmarks/results/sharded_model.json;
+`python -m docs.figures` puts both into docs/distributed.md:
 
     ring      pair n^2 / R + (R - 1) (latency + bytes of a shard / bandwidth)         the last rank attends to all
     fewkeys   scan n + attend n / R + (R - 1) (latency + bytes of the past / bandwidth)   the past goes rank to rank
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import fewkeys as fk
 import fewkeys.distributed as fkd
 from fewkeys.bench.machine import machine, versions
-from fewkeys.core.files import read_json, write_json, write_whole
+from fewkeys.core.files import read_json, write_json
 
 RESULTS = Path(__file__).parent / "results"
 SLOTS, DIM, TURNS = 256, 64, 3
@@ -185,24 +185,6 @@ def model():
     results = {"costs": cost, "checked": checked, "predictions": predictions}
     write_json(RESULTS, "sharded_model.json", {**results, "machine": machine(), "versions": versions()})
     print(json.dumps(results, indent=1))
-    page(found, results)
-
-
-def page(measured, results):
-    """The tables of docs/distributed.md."""
-    path = Path(__file__).parents[1] / "docs" / "distributed.md"
-    head = "| ranks | tokens | ring, bytes | fewkeys, bytes | ring, s | fewkeys, s |\n|---|---|---|---|---|---|"
-    text = path.read_text(encoding="utf-8")
-    for name, rows in (("sharded", measured["rows"]), ("modelled", results["predictions"])):
-        lines = [
-            f"| {row['ranks']:,} | {row['tokens']:,} | {row['ring_bytes']:,.0f} | {row['fewkeys_bytes']:,.0f} "
-            f"| {row['ring_seconds']:.3g} | {row['fewkeys_seconds']:.3g} |"
-            for row in rows
-        ]
-        start, rest = text.split(f"<!-- {name} -->\n")
-        _, end = rest.split(f"<!-- /{name} -->")
-        text = "\n".join([f"{start}<!-- {name} -->", head, *lines, f"<!-- /{name} -->{end}"])
-    write_whole(path, text)
 
 
 def main():

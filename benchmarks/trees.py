@@ -1,11 +1,13 @@
-"""Trees of keys against exact attention, in one run: `python benchmarks/trees.py` (15 minutes on a quiet machine).
+"""Trees of keys against exact attention, in one run: `python benchmarks/trees.py` (two minutes on a quiet machine).
 
 Prefill: the time of `fewkeys.attention` under `budget(256, is_causal=True)`, and of torch's exact attention, on random
 normal queries, keys and values of 4 heads of 64; medians over turns taken one after the other.
 
-Decoding: after n tokens, the time of one attention call of a stream (append, attend, and the trees that are built as
-blocks are sealed: a mean over `STRETCH` tokens), and of the same with transformers' DynamicCache and
-`scaled_dot_product_attention`. `exponent`: by which power of n the time of a token grows between two lengths.
+Decoding: the time of one attention call of a stream (append, attend, and the trees that are built as blocks are
+sealed), and of the same with transformers' DynamicCache and `scaled_dot_product_attention`, over the `STRETCH` tokens
+up to n. `pause`: of the token at which a tree over all n keys is built, once in n tokens. Trees of more than `STRETCH`
+keys are seldom, so `plan` is the mean over the stretch plus what those would add: pause / n for each of their sizes.
+`exponent`: by which power of n the time of a token grows between two lengths.
 Writes benchmarks/results/trees.json.
 """
 
@@ -23,11 +25,12 @@ from torch.nn.functional import scaled_dot_product_attention
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_json
+from fewkeys.tree.rule import SINKS
 
 RESULTS = Path(__file__).parent / "results"
 SLOTS, HEADS, DIM = 256, 4, 64
 STRETCH = 512
-"""Tokens decoded at each length: 16 blocks, so that trees of many sizes are built."""
+"""Tokens decoded at each length: 16 blocks, so that trees of up to so many keys are built."""
 
 
 def rows(count, generator):
@@ -75,19 +78,22 @@ def decode(lengths):
 
     found = []
     for length in lengths:
-        while stream.length < length:
-            q, k, v = rows(min(8192, length - stream.length), generator)
+        start = length + SINKS - STRETCH  # the sinks are in no tree
+        while stream.length < start:
+            q, k, v = rows(min(8192, start - stream.length), generator)
             stream.append(k, v)
             stream.attend(q)
             cache.update(k, v, 0)
-        tokens = [rows(1, generator) for _ in range(STRETCH)]
         # Turn by turn, since the machine is not the same all the time; of the exact ones, fewer tell as much.
         times = {"plan": [], "exact": []}
-        for number, token in enumerate(tokens):
+        for number in range(STRETCH):
+            token = rows(1, generator)
             times["plan"].append(seconds(lambda token=token: ours(*token)))
             if number % 8 == 0:
                 times["exact"].append(seconds(lambda token=token: theirs(*token)))
-        row = {"tokens": length, "plan": sum(times["plan"]) / STRETCH, "plan_median": median(times["plan"])}
+        pause = seconds(lambda: ours(*rows(1, generator)))
+        mean, seldom = sum(times["plan"]) / STRETCH, log(length / STRETCH, 4) * pause / length
+        row = {"tokens": length, "plan": mean + seldom, "plan_median": median(times["plan"]), "pause": pause}
         row |= {"exact": median(times["exact"]), "bytes": stream.memory()}
         row["ratio"] = row["exact"] / row["plan"]
         if found:

@@ -58,7 +58,7 @@ def main() -> int:
         return 2
     table = {"data": options.data, "k": SETTINGS[options.data].main, "seeds": len(found), "layers": _mean(found)}
     write_json(options.out, f"vit-{options.data}-evidence.json", table)
-    print(_text(table))
+    print(text(table))
     return 0
 
 
@@ -149,7 +149,7 @@ def _mean(records: list[Any]) -> Any:
     return None if first is None else mean(records)
 
 
-def _text(table: dict[str, Any]) -> str:
+def text(table: dict[str, Any]) -> str:
     lines = [f"{table['data']}, k = {table['k']}, {table['seeds']} models"]
     for number, layer in enumerate(table["layers"]):
         lines += [

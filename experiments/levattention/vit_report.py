@@ -45,7 +45,7 @@ def report(out: Path, data: str, paths: Sequence[Path]) -> str:
     draft = out / f".vit-{data}.png"
     _figure(table, draft)
     draft.replace(out / f"vit-{data}.png")
-    return _text(table)
+    return text(table)
 
 
 def summary(data: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _spread(values: Iterable[float]) -> dict[str, Any]:
     return {"mean": mean(found), "deviation": stdev(found) if len(found) > 1 else None, "seeds": len(found)}
 
 
-def _text(table: dict[str, Any]) -> str:
+def text(table: dict[str, Any]) -> str:
     lines = [f"{table['data']}: full softmax {_percent(table['softmax'])} ({table['softmax']['seeds']} seeds)", ""]
     lines += ["selection at inference only: accuracy % (deviation), captured softmax mass", ""]
     lines += _grid(table["inference"], lambda row: f"{_percent(row)}  {row['mass']:.2f}", lambda row: row["selector"])

@@ -23,13 +23,13 @@ def table(results: Mapping[str, Any]) -> str:
         parts.append("|---|" + "---|" * len(sizes))
         for method in dict.fromkeys(row["method"] for row in rows):
             cells = {row["r"]: row for row in rows if row["method"] == method}
-            parts.append(f"| {method} | " + " | ".join(_cell(cells[r]) for r in sizes) + " |")
+            parts.append(f"| {method} | " + " | ".join(cell(cells[r]) for r in sizes) + " |")
         parts.append("")
     parts.append(_gains(results))
     return "\n".join(parts)
 
 
-def _cell(row: Mapping[str, Any]) -> str:
+def cell(row: Mapping[str, Any]) -> str:
     return f"{_short(row['output_error'])} / {row['model_error']:.1f}"
 
 

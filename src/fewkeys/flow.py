@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.extent import tamed
+from fewkeys.core.gaps import has_gaps, without_gaps
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
@@ -53,6 +54,8 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
     if inputs.wild:
         tame, unit = tamed(inputs)
         return run(tame, plan, guard) * unit
+    if inputs.valid is not None and plan.keep is not None and not plan.keep.by_real_place and has_gaps(inputs):
+        return without_gaps(inputs, inputs.valid, lambda own: run(own, plan, guard))
     if plan.rest.needs_causal and inputs.offset:
         # Stand-ins of the past are made block by block from the first token on.
         return run(inputs.from_start(), plan, guard)[:, :, inputs.offset :]

@@ -106,6 +106,20 @@ BREAKAGES = (
         (AGREE, ONCE),
     ),
     Breakage(
+        "stand-ins keep the mass that their mean key would give them",
+        "native/stand_ins.h",
+        "p.tilt * (p.importance[at] - seen)",
+        "0.0f * (p.importance[at] - seen)",
+        (PREPARED,),
+    ),
+    Breakage(
+        "the first-order term is not taken back where a value is right",
+        "native/stand_ins.h",
+        "-factor * std::min(std::max(direction[r], low[r]), high[r])",
+        "-0.0f * std::min(std::max(direction[r], low[r]), high[r])",
+        (PREPARED,),
+    ),
+    Breakage(
         "stand-ins of few keys vanish like those of none",
         NEAR,
         "constexpr float ROUNDING = 1e-5f;",

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
-from experiments.trees import heads, methods, tasks
+from experiments.trees import heads, leaves, methods, tasks
 from experiments.trees.attend import ByRule
 from experiments.trees.evidence import main
 from experiments.trees.likelihood import Stretch
@@ -14,7 +14,8 @@ from experiments.value_aware.models import train_tokenizer
 
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
-from tiny_models import close, llama
+from fewkeys.integrations.interface import attach
+from tiny_models import close, llama, tokens
 
 TOKENS, SLOTS = 300, 64
 TEMPLATE = "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '\n' }}{% endfor %}"
@@ -276,3 +277,16 @@ def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
     assert "NAME=FILE" in capsys.readouterr().err
     assert main([*arguments, "--lengths", "500000", "--only", "perplexity"]) == 2
     assert "longer text" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_leaves_are_measured_against_those_that_are_held_as_they_come():
+    model = llama()
+    measured = leaves.Measured(fk.budget(64, is_causal=True).always(), 100)
+    detach = attach(model, measured)
+    model(tokens(1, 200))
+    detach()
+    between = {way: torch.tensor(errors).mean() for way, errors in measured.between.items()}
+    assert between[None] == 0 < between["bfloat16"]
+    assert 0 < between["int8"] < torch.tensor(measured.off["int8"]).mean()
+    assert measured.bytes[None] == 2 * measured.bytes["bfloat16"] > 2 * measured.bytes["int8"]

@@ -2,10 +2,18 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import fewkeys as fk
 from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
@@ -99,26 +107,56 @@ def test_trees_grow_as_the_applied_plan_has_them(sizes):
     close(logits(model, ids, sizes, fk.cache(model, SMALL_TREE)), want)
 
 
+def qwen():
+    torch.manual_seed(5)
+    return Qwen2ForCausalLM(Qwen2Config(**GROUPED)).eval()
+
+
+def wide_mistral():
+    torch.manual_seed(3)
+    return MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=None)).eval()
+
+
+def fitting(make):
+    """The model, two sequences for it, the second left-padded, and the mask of real tokens."""
+    model, ids = make(), tokens(2, 40 if make is gpt2 else 130)
+    real = torch.ones_like(ids)
+    real[1, : 5 if make is gpt2 else 37] = 0
+    return model, ids, real
+
+
+@pytest.mark.parametrize("plan", [SMALL_TREE, FEW], ids=["tree", "constant"])
+@pytest.mark.parametrize("make", [llama, qwen, wide_mistral, gpt2])
 @torch.no_grad()
-def test_left_padding_changes_no_tree():
-    """A row alone, and the same row left-padded beside a longer one."""
-    model, ids = llama(), tokens(2, 150)
-    mask = torch.ones_like(ids)
-    mask[0, :37] = 0
-    found = []
-    cache = fk.cache(model, SMALL_TREE)
-    for part in (slice(0, 120), slice(120, 121), slice(121, 150)):
-        place = (mask.cumsum(1) - 1).clamp_min(0)[:, part]
-        out = model(
-            ids[:, part],
-            attention_mask=mask[:, : part.stop],
-            position_ids=place,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        found.append(out.logits)
-    close(torch.cat(found, 1)[:1, 37:], logits(model, ids[:1, 37:], [113], fk.cache(model, SMALL_TREE)))
-    close(torch.cat(found, 1)[1:], logits(model, ids[1:], [150], fk.cache(model, SMALL_TREE)))
+def test_left_padding_changes_nothing(make, plan):
+    """A row alone, and the same row left-padded beside a longer one: in one call and in pieces."""
+    model, ids, real = fitting(make)
+    place = (real.cumsum(1) - 1).clamp_min(0)
+    half = ids.shape[1] - 9
+    for row, own in enumerate(real.bool()):
+        one, alone = slice(row, row + 1), ids[row, own][None]
+        with fk.apply(model, plan.always()):
+            want = logits(model, alone, [alone.shape[1]])
+            close(model(ids, attention_mask=real, position_ids=place).logits[one, own], want)
+        found, cache = [], fk.cache(model, plan)
+        for part in (slice(0, half), slice(half, half + 1), slice(half + 1, None)):
+            given = {"position_ids": place[:, part], "past_key_values": cache, "use_cache": True}
+            found.append(model(ids[:, part], attention_mask=real[:, : part.stop], **given).logits)
+        close(torch.cat(found, 1)[one, own], want)
+
+
+@pytest.mark.parametrize("plan", [SMALL_TREE, FEW], ids=["tree", "constant"])
+@pytest.mark.parametrize("make", [llama, qwen, wide_mistral])
+def test_left_padding_changes_no_generated_token(make, plan):
+    """Of the cache, and of the applied plan, which sees the queries of one call alone."""
+    model, ids, real = fitting(make)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    alone = ids[1:, real[1].bool()]
+    for cached in (True, False):
+        held = [{"past_key_values": fk.cache(model, plan)} if cached else {} for _ in range(2)]
+        with nullcontext() if cached else fk.apply(model, plan.always()):
+            found = model.generate(ids, attention_mask=real, **options, **held[0])
+            assert torch.equal(found[1, -5:], model.generate(alone, **options, **held[1])[0, -5:])
 
 
 @pytest.mark.parametrize("sizes", [[70], [1] * 70, [9, 40, 21]], ids=["whole", "tokens", "chunks"])

@@ -35,6 +35,26 @@ def test_causal(name, form, way):
     check(CAUSAL[name], FORMS[form], way)
 
 
+@pytest.mark.parametrize(("name", "form", "way"), runs(CAUSAL, ["causal padded"]))
+def test_causal_left_padding(name, form, way):
+    """Positions count from the first real token on, for whole sequences and for the last queries of one."""
+    shape, plan = FORMS[form], CAUSAL[name]
+    q, k, v = shape.draw(dtype=way.dtype)
+    mask = torch.arange(shape.keys) >= torch.tensor([[0], [shape.keys - shape.lengths[1]]])
+    mask[1, -9:-6] = False
+    k, v = (rows.masked_fill(~mask[:, None, :, None], 1e4) for rows in (k, v))
+    for last in (shape.keys, 7):
+        offset = {"is_causal": True, "query_offset": shape.keys - last}
+        found = way.attend(q[:, :, -last:], k, v, plan=plan, key_mask=mask, **offset)
+        for row, real in enumerate(mask):
+            one, asked = slice(row, row + 1), real[-last:]
+            queries, keys, values = q[one, :, -last:][:, :, asked], k[one, :, real], v[one, :, real]
+            offset["query_offset"] = keys.shape[2] - queries.shape[2]
+            way.assert_close(found[one, :, asked], way.attend(queries, keys, values, plan=plan, **offset), times=2)
+            sees_none = real.cumsum(0)[-last:] == 0
+            assert not found[one, :, sees_none].any()
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way.impl != "triton"], ids=str)
 @pytest.mark.parametrize("keep", [None, fk.Sinks(3), fk.Leverage(5), fk.TopK(4), fk.Outliers(4, 6)], ids=str)
 def test_left_padding_by_key_mask(keep, way):

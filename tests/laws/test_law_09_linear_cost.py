@@ -29,10 +29,10 @@ LINEAR = {n: p for n, p in PLANS.items() if not p.keep.is_oracle and not CASES[n
 BOTH = [(n, False) for n in LINEAR] + [
     (n, True) for n, p in CAUSAL_PLANS.items() if not p.keep.is_oracle and not CASES[n].grows
 ]
-SIZES = (2048, 8192)
-LIMIT = 4.3
+SIZES = (1024, 4096)
+LIMIT = 4.6
 """How much more a four times longer sequence may take: what is paid once makes it less, filled up blocks a little
-more, and what begins after s tokens (8192 - s) / (2048 - s): where s = 134, the tokens that a plan keeps, 4.21."""
+more, and what begins after s tokens (4096 - s) / (1024 - s): where s = 134, the tokens that a plan keeps, 4.45."""
 
 
 def inputs(tokens, dtype=torch.float32, gradient=False):

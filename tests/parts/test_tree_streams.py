@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from fewkeys.execute.native import descent
 from fewkeys.tree.growing import UNDO
 from fewkeys.tree.rule import block_of
 from fewkeys.tree.sequences import steps_after, steps_of
+from native_cases import needs_compiler
 
 TOKENS = 420
 PLANS = {
@@ -211,6 +213,30 @@ def test_float32_and_bfloat16_are_held_as_they_come():
         want = fk.attention(*rows, plan=plan, is_causal=True)
         assert found.dtype == dtype
         torch.testing.assert_close(found, want, rtol=error, atol=error)
+
+
+@needs_compiler
+def test_sequences_padded_unlike_give_the_bits_of_each_alone(monkeypatch):
+    """However many they are, one call of the kernel answers a token of all."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, heads, 260, 8, generator=g) for heads in (4, 2, 2))
+    starts = [0, 3, 19, 66, 120]
+    real = torch.arange(260) >= torch.tensor(starts)[:, None]
+    calls, call = [], descent.call
+    monkeypatch.setattr(descent, "call", lambda *told: calls.append(told) or call(*told))
+
+    def feed(rows, start):
+        stream, found = fk.stream(PLANS["blocks of 32"]), []
+        for part in (slice(start, 200), *(slice(place, place + 1) for place in range(200, 260))):
+            stream.append(k[rows, :, part], v[rows, :, part], real[rows, part])
+            found.append(stream.attend(q[rows, :, part]))
+        return torch.cat(found, 2)
+
+    together = feed(slice(None), 0)
+    assert len(calls) == 61
+    for row, start in enumerate(starts):
+        one = slice(row, row + 1)
+        assert torch.equal(together[one, :, start:], feed(one, start))
 
 
 @given(past=st.integers(0, 700), count=st.integers(1, 300), slots=st.sampled_from([64, 128, 130, 256]))

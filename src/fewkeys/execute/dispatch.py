@@ -5,6 +5,7 @@ All executors give the same answer up to rounding, at different speeds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -36,6 +37,16 @@ def attend(problem: Problem) -> Tensor:
     """
     each = by_cohort.plain(problem)
     return by_cohort.restored(problem, EXECUTORS[choose(each)[0]].attend(each))
+
+
+def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
+    """The outputs of problems that one plan made of parts of a batch: by one call of a kernel, if there is one.
+
+    Every output is what `attend` gives, to the last bit.
+    """
+    if len(problems) > 1 and problems[0].graph.descent is not None and choose(problems[0])[0] == "native":
+        return native.attend_each(problems)
+    return [attend(one) for one in problems]
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:

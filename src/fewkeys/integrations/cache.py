@@ -9,6 +9,7 @@ stream answer.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from fewkeys.integrations.patterns import SLIDING
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming.by_head import HeadStreams
+from fewkeys.streaming.whole import Whole
+from fewkeys.tree.leaves import Held, LeafType
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -24,7 +27,13 @@ if TYPE_CHECKING:
 LayerPlan = Plan | Sequence[Plan]
 
 
-def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> Cache:
+def cache(
+    model: PreTrainedModel,
+    plan: Plan | Sequence[LayerPlan],
+    *,
+    leaves: LeafType | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Cache:
     """An empty cache, and the attention of `model` that knows how to use it.
 
     Args:
@@ -33,6 +42,9 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> Cache:
         plan: for every layer, or one for each, or one for each of its key heads (the `ModelPlan` of `fewkeys.tune`):
             what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`; see `fewkeys.stream`. Layers whose
             own attention is a sliding window keep exactly that window; a sequence may leave them out.
+        leaves, folder: how layers of a `KeyTree` hold their keys and values, as in `fewkeys.stream`: "bfloat16" or
+            "int8", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike numbers of tokens,
+            so `load` what was saved.
 
     Returns:
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
@@ -53,7 +65,10 @@ def cache(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> Cache:
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
     config = model.config.get_text_config(decoder=True)
-    return StreamCache(model, _layers(config, plan))
+    plans, how = _layers(config, plan), Held(leaves, None if folder is None else os.fspath(folder))
+    if how != Held() and not any(Whole.suits(one) for own in plans for one in own):
+        raise ValueError(f"leaves, folder: expected None without a layer of KeyTree, got {leaves}, {folder}")
+    return StreamCache(model, plans, how)
 
 
 def _layers(config: Any, plan: Plan | Sequence[LayerPlan]) -> list[tuple[Plan, ...]]:

@@ -22,6 +22,7 @@ from fewkeys.integrations.terms import plain
 from fewkeys.plan import Plan
 from fewkeys.streaming import files
 from fewkeys.streaming.by_head import HeadStreams
+from fewkeys.tree.leaves import Held
 
 
 class StreamLayer(CacheLayerMixin):
@@ -31,10 +32,10 @@ class StreamLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, plans: Sequence[Plan], config: PreTrainedConfig, before: StreamLayer | None) -> None:
+    def __init__(self, plans: Sequence[Plan], how: Held, config: PreTrainedConfig, before: StreamLayer | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plans = plans
-        self.streams = HeadStreams(plans)
+        self.streams = HeadStreams(plans, how)
         self.expected: tuple[Tensor, Tensor] | None = None
         self.closed = False
         self._config, self._before = weakref.ref(config), before
@@ -86,7 +87,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.streams, self.expected = HeadStreams(self.plans), None
+        self.streams, self.expected = HeadStreams(self.plans, self.streams.how), None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
@@ -108,7 +109,7 @@ class StreamLayer(CacheLayerMixin):
         self.streams.crop(self.streams.length + tokens_to_remove)
 
     def offload(self) -> None:
-        """Streams stay where they are: they are small."""
+        """Streams stay where they are."""
 
     def prefetch(self) -> None:
         """Streams stay where they are."""
@@ -117,11 +118,12 @@ class StreamLayer(CacheLayerMixin):
 class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
-    def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]]) -> None:
+    def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]], how: Held) -> None:
+        self._how = how
         modules: list[Any] = [*interface.attention_modules(model)]
         self._own: list[StreamLayer] = []
         for own, module in zip(plans, modules, strict=True):
-            self._own.append(StreamLayer(own, module.config, self._own[-1] if self._own else None))
+            self._own.append(StreamLayer(own, how, module.config, self._own[-1] if self._own else None))
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
         self._attached = weakref.finalize(self, interface.attach(model, None).detach)
@@ -133,7 +135,7 @@ class StreamCache(Cache):
         self._attached()
 
     def memory(self) -> int:
-        """Bytes held by all layers."""
+        """Bytes of memory held by all layers; files are not counted."""
         return sum(own.streams.memory() for own in self._own)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -167,7 +169,7 @@ class StreamCache(Cache):
             raise ValueError(
                 "past_key_values: expected a cache whose model is still there, got one whose model is gone"
             )
-        found = StreamCache(model, [own.plans for own in self._own])
+        found = StreamCache(model, [own.plans for own in self._own], self._how)
         for new, own in zip(found._own, self._own, strict=True):
             new.streams = copy.deepcopy(own.streams, memo)
         return found

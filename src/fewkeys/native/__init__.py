@@ -8,7 +8,7 @@ results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the envi
 
 from fewkeys.native.build import counters, missing
 from fewkeys.native.cohorts import best, halve, tilt
-from fewkeys.native.keys import assign, label_sums, lloyd, statistics, sums_and_products, survey, totals
+from fewkeys.native.keys import assign, label_sums, lloyd, represent, statistics, sums_and_products, survey, totals
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "lloyd",
     "missing",
     "readable",
+    "represent",
     "statistics",
     "suits",
     "sums_and_products",

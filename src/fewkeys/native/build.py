@@ -36,6 +36,7 @@ SOURCES = (
     ),
     *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
     *("split.h", "forest.h", "descend.h", "cohorts.h"),
+    "stand_ins.h",
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden"),

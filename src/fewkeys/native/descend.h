@@ -4,6 +4,7 @@
 // queries in the lanes. What a query opens is its own: there, dimensions are in the lanes, four rows at a time.
 #pragma once
 #include <limits>
+#include <memory>
 
 #include "split.h"
 #include "tile.h"
@@ -160,7 +161,7 @@ class Descender {
   aligned_vector<int32_t> place;
   aligned_vector<int64_t> opened, next;
   aligned_vector<const float *> closed_value;
-  aligned_vector<const T *> leaf_key, leaf_value;
+  aligned_vector<const char *> leaf_key, leaf_value;
   aligned_vector<Ranked> sorted;
 
   const LevelOf &level_of(const StepOf &step, int64_t level) const {
@@ -168,6 +169,9 @@ class Descender {
   }
   const TableOf &table_of(const LevelOf &level) const { return ((const TableOf *)p.tables)[level.table]; }
   int64_t place_of(int64_t key) const { return p.real ? p.real[key] : key; }
+  const char *leaf_at(const Rows &rows, int64_t at) const {
+    return rows.at<char>(batch, shared, at & ((int64_t(1) << p.chunk) - 1)) + (at >> p.chunk) * p.chunk_bytes;
+  }
 
   template <class A>
   static void make_room(A &array, int64_t count) {
@@ -195,7 +199,7 @@ class Descender {
     make_room(place, whole), make_room(opened, whole), make_room(next, whole), make_room(logit, all);
     make_room(closed_value, total), make_room(leaf_key, leaves * LEAF), make_room(leaf_value, leaves * LEAF);
     for (int j = 0; j < near; j++) {
-      const int64_t at = place_of(key_near(step, j));
+      const int64_t at = place_of(key_near(step, j) - (j < before ? 0 : p.skipped));
       copy_rows(p.key.at<T>(batch, shared, at), 0, 1, dim, dim, &key[j * dim]);
       copy_rows(p.value.at<T>(batch, shared, at), 0, 1, p.value_dim, wide, &value[j * wide]);
       position[j < before ? 0 : 1] = key_near(step, j) - j;
@@ -327,16 +331,39 @@ class Descender {
     int keys = 0;
     for (int64_t o = 0; o < open; o++)
       for (int r = 0; r < LEAF; r++, keys++) {
-        const int64_t at = place_of(order[opened[o] * LEAF + r]);
-        leaf_key[keys] = p.key.at<T>(batch, shared, at), leaf_value[keys] = p.value.at<T>(batch, shared, at);
-        prefetch(leaf_key[keys], dim * sizeof(T));
+        const int64_t at = place_of(order[opened[o] * LEAF + r]) - p.leaf_first;
+        leaf_key[keys] = leaf_at(p.leaf_key, at), leaf_value[keys] = leaf_at(p.leaf_value, at);
+        prefetch(leaf_key[keys], dim * leaf_bytes());
       }
     for (int c = 0; c < closed; c++) prefetch(closed_value[c], p.value_dim * sizeof(float));
-    for (int c = 0; c < keys; c += FOUR) {
-      four_dots(&leaf_key[c], q, dim, &logit[closed + c]);
-      for (int r = 0; r < FOUR; r++) prefetch(leaf_value[c + r], p.value_dim * sizeof(T));
-    }
+    with_leaves([&](auto type) { score_leaves<decltype(type)>(q, keys, &logit[closed]); });
     finish(tile, i, closed, closed + keys);
+  }
+
+  template <class Run>
+  void with_leaves(Run run) const {
+    p.leaf_type == 0 ? run(float()) : p.leaf_type == 1 ? run(bf16()) : run(int8_t());
+  }
+  int64_t leaf_bytes() const { return p.leaf_type == 0 ? 4 : p.leaf_type == 1 ? 2 : 1; }
+
+  // Both scales of an int8 leaf stand before its key.
+  static const float *scales_of(const char *key) { return (const float *)key - 2; }
+
+  template <class L>
+  void score_leaves(const float *q, int keys, float *to) {
+    for (int c = 0; c < keys; c += FOUR) {
+      four_dots((const L *const *)&leaf_key[c], q, dim, to + c);
+      for (int r = 0; r < FOUR; r++) {
+        if (sizeof(L) == 1) to[c + r] *= scales_of(leaf_key[c + r])[0];
+        prefetch(leaf_value[c + r], p.value_dim * sizeof(L));
+      }
+    }
+  }
+
+  template <class L>
+  void mix_leaves(float *weight, int keys, float *into) {
+    for (int c = 0; sizeof(L) == 1 && c < keys; c++) weight[c] *= scales_of(leaf_key[c])[1];
+    mix_rows((const L *const *)leaf_value.data(), weight, keys, p.value_dim, into);
   }
 
   static vec root(vec x) {
@@ -373,23 +400,44 @@ class Descender {
       sum += x;
     }
     tile.sum[i / LANES][i % LANES] = sum_of_lanes(sum);
-    mix_rows(leaf_value.data(), &logit[closed], total - closed, p.value_dim, &mixed[i * wide]);
+    with_leaves([&](auto type) { mix_leaves<decltype(type)>(&logit[closed], total - closed, &mixed[i * wide]); });
     mix_rows(closed_value.data(), logit.data(), closed, p.value_dim, &mixed[i * wide]);
   }
 };
 
+// The tiles of a problem, and how many there are in all those before it.
+struct TilesOf {
+  aligned_vector<TileOf> each;
+  int64_t heads, before;
+};
+
 template <class T>
-static void descend(const Descend &p, int threads) {
-  const auto *steps = (const StepOf *)p.steps;
-  aligned_vector<TileOf> tiles;
-  for (int64_t s = 0; s < p.count; s++)
-    for (int64_t first = 0; first < p.gqa_ratio * (steps[s].stop - steps[s].start); first += TILE)
-      tiles.push_back({s, first});
-  const int64_t heads = p.heads / p.gqa_ratio, each = tiles.size();
-  const auto attend = [&](Descender<T> &descender, int64_t t) {
-    descender.attend(t / each / heads, t / each % heads, tiles[t % each].step, tiles[t % each].first);
+static void descend(const Descents &p, int threads) {
+  std::vector<TilesOf> tiles;
+  int64_t total = 0;
+  for (const Descend *one = p.each; one < p.each + p.count; one++) {
+    const auto *steps = (const StepOf *)one->steps;
+    TilesOf own{{}, one->heads / one->gqa_ratio, total};
+    for (int64_t s = 0; s < one->count; s++)
+      for (int64_t first = 0; first < one->gqa_ratio * (steps[s].stop - steps[s].start); first += TILE)
+        own.each.push_back({s, first});
+    total += one->sequences * own.heads * own.each.size();
+    tiles.push_back(std::move(own));
+  }
+  // One problem after the other: a worker holds what it needs of one.
+  struct Worker {
+    int64_t problem = -1;
+    std::unique_ptr<Descender<T>> descender;
   };
-  in_parallel(threads, p.sequences * heads * each, [&] { return Descender<T>(p); }, attend, 4);
+  const auto attend = [&](Worker &worker, int64_t t) {
+    int64_t i = std::max<int64_t>(worker.problem, 0);
+    while (i + 1 < p.count && tiles[i + 1].before <= t) i++;
+    if (i != worker.problem) worker.problem = i, worker.descender.reset(new Descender<T>(p.each[i]));
+    const TilesOf &own = tiles[i];
+    const int64_t each = own.each.size(), at = t - own.before, tile = at % each;
+    worker.descender->attend(at / each / own.heads, at / each % own.heads, own.each[tile].step, own.each[tile].first);
+  };
+  in_parallel(threads, total, [] { return Worker(); }, attend, 4);
 }
 
 }  // namespace fewkeys

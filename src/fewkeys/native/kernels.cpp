@@ -8,6 +8,7 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "prefill.h"
+#include "stand_ins.h"
 
 namespace fewkeys {
 
@@ -35,10 +36,11 @@ EXPORT_BY_DTYPE(totals, Totals)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(lloyd, Lloyd)
-EXPORT_BY_DTYPE(descend, Descend)
+EXPORT_BY_DTYPE(descend, Descents)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT(scan_back, PastBack)
+EXPORT(represent, Represented)
 EXPORT(halve, Halves)
 EXPORT(split, Split)
 EXPORT(grow, Trees)
@@ -65,6 +67,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Sums);
   SIZE_OF(Totals);
   SIZE_OF(Lloyd);
+  SIZE_OF(Represented);
   SIZE_OF(Past);
   SIZE_OF(PastBack);
   SIZE_OF(Halves);
@@ -75,6 +78,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(TreeRoots);
   SIZE_OF(Summaries);
   SIZE_OF(Descend);
+  SIZE_OF(Descents);
 #undef SIZE_OF
   return -1;
 }

@@ -1,10 +1,12 @@
-"""Statistics, clusters and sums of keys in one pass each (`keys.h`), Lloyd's steps (`lloyd.h`); without gradient.
+"""Statistics, clusters and sums of keys in one pass each (`keys.h`), Lloyd's steps (`lloyd.h`), stand-ins of clusters
+(`stand_ins.h`); without gradient.
 
 Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything else float32; `tensors.suits` them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -117,6 +119,23 @@ def lloyd(
     numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
     call("fewkeys_lloyd", struct("Lloyd")(**_rows(key, value), **pointers(held), **numbers), key.dtype)
     return centre, importance
+
+
+def represent(given: dict[str, Tensor], start: Tensor, steps: int, **numbers: float) -> dict[str, Tensor]:
+    """`key`, `value`, `bias`, `factor`, `left`, `right` and `bounds` of stand-ins, as `rest.base.StandIns` has them.
+
+    `given`: what `Represented` reads, in float32. start (r, Dv): rows that the subspace of the values is sought from in
+    so many steps.
+    """
+    held = {name: part.contiguous() for name, part in (given | {"start": start}).items()}
+    (*heads, count, dim), value_dim, rank = held["key_sum"].shape, held["value_sum"].shape[-1], start.shape[0]
+    shapes = {"key": (count, dim), "value": (count, value_dim), "bias": (count,), "factor": (count,)}
+    shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
+    found = {name: start.new_empty((*heads, *shape)) for name, shape in shapes.items()}
+    sizes = {"heads": math.prod(heads), "keys": held["label"].shape[-1], "count": count, "dim": dim, "rank": rank}
+    told = struct("Represented")(**pointers(held | found), **sizes, value_dim=value_dim, steps=steps, **numbers)
+    call("fewkeys_represent", told)
+    return found
 
 
 def _rows(key: Tensor, value: Tensor) -> dict[str, Any]:

@@ -60,6 +60,7 @@ static inline float to_float(bf16 x) {
   memcpy(&found, &bits, sizeof found);
   return found;
 }
+static inline float to_float(int8_t x) { return x; }
 static inline void round_to(float x, float &into) { into = x; }
 static inline void round_to(float x, bf16 &into) {
   uint32_t bits;
@@ -75,6 +76,12 @@ static inline vec load(const bf16 *from) {
   half bits;
   memcpy(&bits, from, sizeof bits);
   return (vec)(__builtin_convertvector(bits, ivec) << 16);
+}
+static inline vec load(const int8_t *from) {
+  typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+  bytes found;
+  memcpy(&found, from, sizeof found);
+  return __builtin_convertvector(__builtin_convertvector(found, ivec), vec);
 }
 static inline void store(float *to, vec x) { *(vec *)to = x; }
 static inline vec broadcast(float x) { return vec{} + x; }

@@ -104,6 +104,21 @@ struct Lloyd {
   float tilt, lowest;
 };
 
+// Stand-ins with their first order in the query: `fewkeys.rest.cluster_means.represent`.
+struct Represented {
+  const float *key_sum, *value_sum, *products;  // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, D, Dv), as `Sums` has them
+  const float *mass, *importance;               // (B Hkv, C)
+  const int64_t *label;                         // (B Hkv, Nk)
+  const float *share, *spread;                  // (B Hkv, Nk)
+  const float *mean, *mean_query, *unit;        // (B Hkv, D), (B Hkv, D), (B Hkv)
+  const float *root, *second;                   // (B Hkv, D, D)
+  const float *start;                           // (r, Dv): where the subspace of the values begins
+  float *key, *value, *bias, *factor;           // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, C), (B Hkv, C)
+  float *left, *right, *bounds;                 // (B Hkv, D, r), (B Hkv, r, Dv), (B Hkv, 2, r)
+  int64_t heads, keys, count, dim, value_dim, rank, steps;
+  float tilt, largest_tilt, largest_spread, reach;
+};
+
 // How the means of the past move on, block by block: `fewkeys.past.scan`.
 struct Past {
   // What is known at the beginning, one after the other for every key head; at the end, what is known then.
@@ -215,11 +230,21 @@ struct Descend {
   const int64_t *real;   // (n): where real keys stand; null: all are
   const int64_t *seen;   // (Nq): how many of them each query sees
   const int64_t *order;  // (H, places)
+  // What is sealed, strides counted in bytes: row r of a head is r / 2^chunk chunks of chunk_bytes and its rest from there.
+  Rows leaf_key, leaf_value;
+  int64_t leaf_type, leaf_first, chunk, chunk_bytes;  // 0: float, 1: bfloat16, 2: int8 after scales; the key of row 0
+  int64_t skipped;  // keys after the sinks that are sealed and not among `key`
   // Rows of numbers: what they are called, `descend.h` says.
   const int64_t *steps, *levels, *runs, *tables;
   int64_t count, sequences, heads, gqa_ratio, places, dim, value_dim, sinks;
   int64_t shown;  // whether unopened nodes stand in
   float scale, reach, curve, highest;
+};
+
+// Several of them at once.
+struct Descents {
+  const Descend *each;
+  int64_t count;
 };
 
 }  // namespace fewkeys

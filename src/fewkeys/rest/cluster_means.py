@@ -8,18 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+import fewkeys.native as native
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
-from fewkeys.rest.base import Rest, StandIns, bounds_around, unkept
+from fewkeys.rest.base import REACH, Rest, StandIns, bounds_around, unkept
 from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
 from fewkeys.select.outliers import Outliers
+from fewkeys.sketch.backend import COMPILED
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
-from fewkeys.sketch.gram import top_subspace
+from fewkeys.sketch.gram import SUBSPACE_STEPS, cosines, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
 
 LARGEST_TILT = 2.0
@@ -140,6 +142,14 @@ def represent(
         key_sum, value_sum, products = sums_and_products(x.key, x.value, label, share, count, known.mean, impl)
     else:
         key_sum, value_sum = label_sums(x.key, x.value, label, share, count, impl)
+    if rank and x.shard is None and impl in COMPILED and native.suits(key_sum, value_sum, share):
+        given = {"key_sum": key_sum, "value_sum": value_sum, "products": products, "mass": mass}
+        given |= {"importance": importance, "label": label, "share": share, "spread": seen.spread}
+        given |= {"mean": known.mean, "mean_query": moments.mean, "unit": known.unit, "root": known.root}
+        start = cosines(value_sum, min(rank, *products.shape[-2:])).mT
+        numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
+        found = native.represent(given | {"second": moments.second}, start, SUBSPACE_STEPS, **numbers)
+        return StandIns(label=label, share=share, **found)
     mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
     with torch.no_grad():
         offset = mean_key - known.mean

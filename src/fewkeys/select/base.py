@@ -82,6 +82,8 @@ class Selector(Listed, ABC):
 
     is_oracle: ClassVar[bool] = False
     """Whether the rule scores every pair, so that it costs as much as exact attention."""
+    by_real_place: ClassVar[bool] = False
+    """Whether `select` itself counts positions over real keys; under causality, others get keys without padding."""
 
     @abstractmethod
     def select(self, inputs: Inputs) -> Graph:
@@ -132,7 +134,8 @@ class Selector(Listed, ABC):
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
 
-        Only `Outliers` looks at the values; without them it takes the keys for values.
+        Only `Outliers` looks at the values; without them it takes the keys for values. Places are those of the keys
+        given, padding counted; `attention` asks causal rules for the graph of the real keys alone.
         """
         inputs = check_inputs(query, key, key if value is None else value, **options)
         with full_precision():
@@ -187,6 +190,10 @@ class Union(Selector, listed=False):
     @property
     def is_oracle(self) -> bool:  # type: ignore[override]
         return any(member.is_oracle for member in self.members)
+
+    @property
+    def by_real_place(self) -> bool:  # type: ignore[override]
+        return all(member.by_real_place for member in self.members)
 
     @property
     def causal(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
@@ -31,6 +32,7 @@ class KeyTree(Selector):
     """
 
     slots: int
+    by_real_place: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("KeyTree slots", self.slots, least=LEAST)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,10 +68,15 @@ class Frame:
     unit: Tensor
     mean_query: Tensor
 
-    @property
+    @cached_property
     def form(self) -> Tensor:
         """(B, Hkv, D + 1, D): the rows of L^T, and the mean query."""
         return torch.cat([self.root.mT, self.mean_query], 2)
+
+    @cached_property
+    def shift(self) -> Tensor:
+        """(B, Hkv, D + 1, 1): what they give for the mean key."""
+        return self.form @ self.mean.mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +232,7 @@ def _frame(inputs: Inputs) -> Frame:
 def _seen(inputs: Inputs, known: Frame) -> tuple[Tensor, Tensor]:
     """Spread and importance of every key."""
     key, form = inputs.key.detach(), known.form
-    shift = form @ known.mean.mT
+    shift = known.shift
     if (kernels := backend(inputs.impl, key, None, form)) is not None:
         return kernels.statistics(key, form, shift)
     key = working(key)
@@ -263,8 +269,7 @@ def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> t
     """
     key, value, middle = inputs.key.detach(), inputs.value.detach(), known.value_mean
     if (kernels := backend(inputs.impl, key, value, centre)) is not None:
-        form = known.form
-        found = kernels.survey(key, value, form, form @ known.mean.mT, centre, constant, middle)
+        found = kernels.survey(key, value, known.form, known.shift, centre, constant, middle)
         spread, importance, nearest, square, label = found
         inputs.remember("key_statistics", lambda: KeyStatistics(spread, importance))
         return spread, nearest, square, label
@@ -298,7 +303,7 @@ def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
     some, totals, form, impl = subset(inputs, count), inputs.whole.totals, known.form, inputs.impl
     key, value = (some.take(rows.detach()) for rows in (inputs.key, inputs.value))
     if inputs.shard is None and impl in COMPILED and native.suits(key, value, form):
-        given = {"form": form, "shift": form @ known.mean.mT, "middle": known.value_mean, "unit": known.unit}
+        given = {"form": form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
         steps, tilt, lowest = LLOYD_STEPS, TILT, LOWEST_LOG_WEIGHT
         return native.lloyd(key, value, some.real, given, count=count, steps=steps, tilt=tilt, lowest=lowest)
     key, value = working(key), working(value)

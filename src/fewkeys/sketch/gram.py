@@ -100,10 +100,14 @@ def top_subspace(matrix: Tensor, rank: int) -> Tensor:
     Block power iteration from a fixed start (a cosine basis), far cheaper than an eigendecomposition on small
     batches; any orthonormal result is a valid choice, the leading one is merely the best.
     """
-    size = matrix.shape[-1]
-    grid = torch.arange(size, dtype=matrix.dtype, device=matrix.device)
-    start = torch.cos((grid[:, None] + 0.5) * grid[:rank] * (torch.pi / size))
-    basis = start.expand(*matrix.shape[:-2], size, rank)
+    basis = cosines(matrix, rank).expand(*matrix.shape[:-1], rank)
     for _ in range(SUBSPACE_STEPS):
         basis = torch.linalg.qr(matrix @ basis).Q
     return basis
+
+
+def cosines(like: Tensor, count: int) -> Tensor:
+    """The first `count` rows of the cosine basis as columns (D, count), for rows of `like` (..., D)."""
+    size = like.shape[-1]
+    grid = torch.arange(size, dtype=like.dtype, device=like.device)
+    return torch.cos((grid[:, None] + 0.5) * grid[:count] * (torch.pi / size))

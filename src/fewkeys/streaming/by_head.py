@@ -12,7 +12,10 @@ from torch import Tensor
 from fewkeys.plan import Plan
 from fewkeys.streaming.files import Facts
 from fewkeys.streaming.stream import Stream
+from fewkeys.streaming.whole import Whole
+from fewkeys.tree.leaves import Held
 
+AS_THEY_COME = Held()
 DRAFT = 24
 """Tokens that a cache can always take back: what assisted and prompt-lookup decoding propose, and some more."""
 
@@ -23,12 +26,13 @@ class HeadStreams:
     `plans`: one for all key heads, or one for each. Shapes and errors are those of `Stream`.
     """
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], how: Held = AS_THEY_COME) -> None:
         self._heads = len(plans)
         groups: dict[Plan, list[int]] = {}
         for head, plan in enumerate(plans):
             groups.setdefault(plan, []).append(head)
-        self.streams = [Stream(plan, undo=DRAFT) for plan in groups]
+        self.how = how
+        self.streams = [self._stream(plan) for plan in groups]
         self._of = [torch.tensor(heads) for heads in groups.values()]
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> None:
@@ -50,6 +54,13 @@ class HeadStreams:
             for stream, heads in zip(self.streams, self._of, strict=True)
         ]
         return torch.cat(parts, 1)[:, torch.cat(self._of).argsort()].flatten(1, 2)
+
+    def _how(self, plan: Plan) -> Held:
+        return self.how if Whole.suits(plan) else AS_THEY_COME
+
+    def _stream(self, plan: Plan) -> Stream:
+        how = self._how(plan)
+        return Stream(plan, leaves=how.dtype, folder=how.folder, undo=DRAFT)
 
     @property
     def length(self) -> int:
@@ -83,9 +94,9 @@ class HeadStreams:
         """Streams of the same plans that hold what a file gave; `ValueError` for those of other plans."""
         found = copy.copy(self)
         found.streams = [
-            Stream(own.plan, undo=DRAFT) if part is None else Stream.of(*part, device, undo=DRAFT)
+            self._stream(own.plan) if part is None else Stream.of(*part, device, self._how(own.plan).folder, DRAFT)
             for own, part in zip(self.streams, held, strict=True)
         ]
-        if [own.plan for own in found.streams] != [own.plan for own in self.streams]:
+        if [(own.plan, own.leaves) for own in found.streams] != [(own.plan, own.leaves) for own in self.streams]:
             raise ValueError("expected the plans of this cache, got others")
         return found

@@ -14,7 +14,7 @@ from fewkeys.core import tensor_files
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_count
 
-FORMAT = 2
+FORMAT = 3
 KIND, CACHE = "stream", "cache"
 FAULTS = (ValueError, KeyError, TypeError, RuntimeError)
 """What the contents of a file may raise; RuntimeError: no state of a generator."""
@@ -22,11 +22,14 @@ FAULTS = (ValueError, KeyError, TypeError, RuntimeError)
 
 @dataclass(frozen=True)
 class Facts:
-    """What the header says: the plan as `Plan.to_dict` gives it, the scale, the tokens seen, and `Memory.facts`."""
+    """What the header says: the plan as `Plan.to_dict` gives it, the scale, how leaves are held, the tokens
+    seen, and `Padded.facts`.
+    """
 
     format: int
     plan: dict[str, Any]
     scale: float | None
+    leaves: str | None
     length: int
     held: dict[str, Any]
 

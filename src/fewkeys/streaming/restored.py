@@ -15,6 +15,9 @@ from fewkeys.core.validation import FLOATS
 from fewkeys.past.state import State, tensors_of
 from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import Parts
+from fewkeys.tree.growing import skipped_of
+from fewkeys.tree.leaves import Form as RowForm
+from fewkeys.tree.leaves import Held
 from fewkeys.tree.rule import SINKS, block_of, cover
 
 COUNTS = ("summary.size", "summary.seen.count", "summary.seen.square", "queries.count")
@@ -106,46 +109,30 @@ class Counts:
     folded: int
 
 
-@dataclass(frozen=True)
-class Groups:
-    """What the header says of all of them."""
-
-    groups: list[Counts]
-
-
-def check_whole(tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int) -> list[Counts]:
-    """The counts of every group; `ValueError` where tensors are not such a memory after `length` tokens."""
-    counts, kinds, left = build(Groups, facts).groups, set(), dict(tensors)
-    for number, own in enumerate(counts):
-        root = f"{number}."
-        mine = {name.removeprefix(root): left.pop(name) for name in tensors if name.startswith(root)}
-        key, value = check_rows(mine, "")
-        kinds.add((key.shape[1], key.shape[3], value.shape[3], key.dtype))
-        _check_growing(mine, length, own, block_of(slots))
-    if left or len(kinds) != 1:
-        raise ValueError(f"expected {len(counts)} groups of sequences of one kind, got {len(kinds)} and {sorted(left)}")
-    rows = torch.cat([tensors[f"{number}.rows"] for number in range(len(counts))])
-    if not torch.equal(rows.sort().values, torch.arange(len(rows), device=rows.device)):
-        raise ValueError("expected every sequence of the batch in one group, got others")
-    return counts
+def check_whole(
+    tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int, how: Held
+) -> Counts:
+    """The counts; `ValueError` where tensors are not such a memory after `length` tokens."""
+    own = build(Counts, facts)
+    _check_growing(tensors, length, own, slots, how)
+    return own
 
 
-def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, block: int) -> None:
-    key = tensors["key"]
-    batch, heads, count, dim = key.shape
-    sealed, open_, most = own.sealed, count - own.folded, max(0, count - SINKS)
+def _check_growing(tensors: Mapping[str, Tensor], count: int, own: Counts, slots: int, how: Held) -> None:
+    key, value = check_rows(tensors, "")
+    batch, heads, near, dim = key.shape
+    block, sealed, open_, most = block_of(slots), own.sealed, count - own.folded, max(0, count - SINKS)
     if not (0 <= sealed <= most and sealed % block == 0 and 0 <= own.folded <= min(count, SINKS + sealed)):
         raise ValueError(f"expected at most {most} sealed keys and fewer queries that are sums, got {own}")
-    if count > length:
-        raise ValueError(f"expected at most {length} keys, got {count}")
-    both, exact = batch * heads, torch.float64
+    if near != count - skipped_of(slots, own.folded):
+        raise ValueError(f"expected the keys near the last of {count}, got {near}")
+    both, exact, form = batch * heads, torch.float64, RowForm.of(how.dtype, key, value)
     forms = {
-        "rows": Form((batch,), torch.int64, 0),
         "key": Form(tuple(key.shape), key.dtype),
-        "value": Form(tuple(tensors["value"].shape), key.dtype),
+        "value": Form(tuple(value.shape), key.dtype),
+        "leaves": Form((both, sealed, form.width), torch.uint8),
         "query": Form((batch, heads, max(1, _size(tensors, "query", 2)), open_, dim), working(key[:0]).dtype),
         "asked": Form((open_,), torch.bool),
-        "place": Form((open_,), torch.int64, 0, max(0, length - 1)),
         "order": Form((both, sealed), torch.int64),
         "past.count": Form((1, 1), exact, 0),
         "past.total": Form((both, 1, dim), exact),
@@ -157,9 +144,9 @@ def _check_growing(tensors: Mapping[str, Tensor], length: int, own: Counts, bloc
             start, size = _tree(name, block, most)
             forms[name], trees[start, size] = Form((both, size), torch.int64), tensors[name]
     check(tensors, forms)
-    if bool((tensors["place"].diff() <= 0).any()):
-        raise ValueError("expected tokens at places that rise, got others")
     _check_squares(tensors["past.square"])
+    if not all(bool(part.isfinite().all()) for part in form.read(tensors["leaves"])):
+        raise ValueError("expected finite numbers in the leaves, got others")
     for (start, size), order in trees.items():
         keys = torch.arange(start, start + size, device=order.device) + SINKS
         if not torch.equal(order.sort(-1).values, keys.expand_as(order)):

@@ -1,6 +1,7 @@
 """The stream: append keys and values, attend with their queries, remember what the plan may still ask for.
 
     Stream    what comes in and goes out: checks, tokens that wait for their queries, files
+    Padded    which sequences go together, and where they are padded
     Memory    what is held between: `Summarised`, of a size that the plan fixes, or `Whole`, every key in its tree
 
 What a query sees is what it sees under `attention(..., plan=plan, is_causal=True)`.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +21,20 @@ from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.plan import Plan
 from fewkeys.streaming import files
 from fewkeys.streaming.checks import check_query, check_tokens
+from fewkeys.streaming.padded import Padded
 from fewkeys.streaming.summarised import Summarised
 from fewkeys.streaming.whole import Whole
+from fewkeys.tree.leaves import Held, LeafType
 
 
-def stream(plan: Plan, *, scale: float | None = None, generator: torch.Generator | None = None) -> Stream:
+def stream(
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+    leaves: LeafType | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Stream:
     """An empty stream that runs a causal plan, such as `fewkeys.budget(slots, is_causal=True)`.
 
     Args:
@@ -33,44 +43,14 @@ def stream(plan: Plan, *, scale: float | None = None, generator: torch.Generator
             `RunningMeans` or `Drop` for the rest.
         scale: factor on the scores; default 1 / sqrt(D).
         generator: source of randomness for `RandomKeys`; default: seed 0.
+        leaves: how a `KeyTree` holds its sealed keys and values: "bfloat16", or "int8" with a scale for each key and
+            each value; default: as they come. Sinks, the newest keys, and all means and spreads stay in full precision.
+        folder: where a `KeyTree` writes them, to a file without a name that goes with the stream, whatever ends it;
+            default: nowhere, they are in memory. A copy, and every reordering, writes a file of its own.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
-    return Stream(plan, scale=scale, generator=generator)
-
-
-class Memory(Protocol):
-    """What a stream holds of the tokens so far."""
-
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor, scale: float) -> Tensor:
-        """Take tokens in, and give the outputs (B, Hq, N, Dv) of their queries (B, Hq, N, D), if there are any.
-
-        key (B, Hkv, N, D), value (B, Hkv, N, Dv), real (B, N), checked.
-        """
-
-    def select(self, index: Tensor) -> None:
-        """Keep these sequences of the batch."""
-
-    def crop(self, length: int) -> None:
-        """Forget what came from position `length` on, at most the present one; `ValueError` where that is too late."""
-
-    def merge(self, other: Self) -> None:
-        """Go on as if the tokens of another memory of the same plan had come next."""
-
-    def like(self) -> tuple[Tensor, ...]:
-        """Keys and values (B, Hkv, any, D or Dv) of the kind that is held; nothing before the first."""
-
-    def bytes(self) -> int:
-        """How much memory that takes."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What is to be written to a file, by name: nothing before the first token."""
-
-    def facts(self) -> dict[str, Any]:
-        """What else is to be written, as JSON knows it."""
-
-    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Hold what `facts` and `tensors` gave; `ValueError` where that is no such memory, after "length" tokens."""
+    return Stream(plan, scale=scale, generator=generator, leaves=leaves, folder=folder)
 
 
 class Stream:
@@ -81,25 +61,41 @@ class Stream:
         output = stream.attend(query)    # (B, Hq, N, D) -> (B, Hq, N, Dv)
 
     Whole, in pieces or token by token, the outputs are those of `fewkeys.attention` on the whole sequence with the same
-    plan, up to rounding (and what nearly equal ranks decide in a tree). Per token O(slots (D + Dv)), whatever the
-    length, and besides, by plan:
+    plan, up to rounding (and what nearly equal ranks decide in a tree). Padding is as if it had never come; sequences
+    that are padded unlike are answered one after the other. Per token O(slots (D + Dv)), whatever the length, and
+    besides, by plan:
 
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
         KeyTree                     memory O(n (D + Dv)); every 16 or 32 tokens a tree is built, O(log^2 n) a token
 
-    Without gradient. `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units.
+    `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units. Where a file finds no
+    room, `attend` raises `OSError`, and the stream is as before the tokens. Without gradient.
     """
 
     def __init__(
-        self, plan: Plan, *, scale: float | None = None, generator: torch.Generator | None = None, undo: int = 0
+        self,
+        plan: Plan,
+        *,
+        scale: float | None = None,
+        generator: torch.Generator | None = None,
+        leaves: LeafType | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        undo: int = 0,
     ) -> None:
         self.plan = plan
+        self.leaves = leaves
         self.scale = None if scale is None else check_real("scale", scale)
         # Drawn from as keys come, so that a saved stream can go on with the same draws.
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        self._held: Memory = Whole(plan) if Whole.suits(plan) else Summarised(plan, self.generator, undo)
+        how = Held(leaves, None if folder is None else os.fspath(folder))
+        if not Whole.suits(plan) and how != Held():
+            raise ValueError(
+                f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyTree, whose memory "
+                f"does not grow, got {leaves or folder}"
+            )
+        self._held = Padded(Whole(plan, how) if Whole.suits(plan) else Summarised(plan, self.generator, undo))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -137,7 +133,7 @@ class Stream:
     def crop(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never come.
 
-        Possible over the last `undo` tokens, and back to the beginning of the current unit of positions, whose keys
+        Possible over the last `undo` tokens, and back to the beginning of the current unit of real tokens, whose keys
         have moved no memory yet; a stream of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises
         `ValueError` beyond.
         """
@@ -154,8 +150,8 @@ class Stream:
         """Go on as if the tokens of `other`, a stream of the same plan, had come after these.
 
         `other` saw them without this past: its outputs are its own, and its memory becomes part of this one. Nothing is
-        counted twice or lost. `self` must stand between two blocks of positions, since blocks are absolute. Raises
-        `ValueError` for another plan or other shapes, and for a `KeyTree`, whose trees know the queries before them.
+        counted twice or lost. Every sequence must stand between two blocks of real tokens, since blocks are absolute.
+        Raises `ValueError` for another plan or other shapes, and for a `KeyTree`, whose trees know the queries before.
         """
         self._settle()
         other._settle()
@@ -178,12 +174,17 @@ class Stream:
         files.write(path, *self.contents())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
-        """The stream that `save` wrote, on `device`; `ValueError` names a damaged or foreign file. Everything in
-        it is checked before it is used.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str = "cpu",
+        folder: str | os.PathLike[str] | None = None,
+    ) -> Stream:
+        """The stream that `save` wrote, on `device`, its leaves in `folder`; `ValueError` names a damaged or foreign
+        file. Everything in it is checked before it is used.
         """
         try:
-            return cls.of(*files.read(path), device)
+            return cls.of(*files.read(path), device, folder)
         except files.FAULTS as error:
             raise ValueError(
                 f"path: expected a file that Stream.save wrote, got {path} ({error}); save again"
@@ -192,23 +193,29 @@ class Stream:
     def contents(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a file of the stream says and holds."""
         self._settle()
-        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "length": self.length}
+        facts = {"plan": self.plan.to_dict(), "scale": self.scale, "leaves": self.leaves, "length": self.length}
         tensors = self._held.tensors()
         facts["held"] = self._held.facts() if tensors else {}
         return facts, tensors | {"generator": self.generator.get_state()} if tensors else {}
 
     @classmethod
     def of(
-        cls, facts: files.Facts, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu", undo: int = 0
+        cls,
+        facts: files.Facts,
+        tensors: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        folder: str | os.PathLike[str] | None = None,
+        undo: int = 0,
     ) -> Stream:
         """The stream of such contents; one of `files.FAULTS` where they are not those of a stream."""
         generator = torch.Generator("cpu")
-        found = cls(Plan.from_dict(facts.plan), scale=facts.scale, generator=generator)
+        plan, leaves = Plan.from_dict(facts.plan), cast("LeafType | None", facts.leaves)
+        found = cls(plan, scale=facts.scale, generator=generator, leaves=leaves, folder=folder, undo=undo)
         found.length = facts.length
         if tensors:
             generator.set_state(tensors["generator"])
             held = {name: tensor.to(device) for name, tensor in tensors.items() if name != "generator"}
-            found._held.restore({"length": facts.length, **facts.held}, held)
+            found._held.restore(facts.length, facts.held, held)
         elif facts.length or facts.held:
             raise ValueError(f"expected the memory of {facts.length} tokens, got none")
         return found
@@ -222,7 +229,12 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def _take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor) -> Tensor:
-        return self._held.take(query, key, value, real, key.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        try:
+            scale = key.shape[-1] ** -0.5 if self.scale is None else self.scale
+            return self._held.take(query, key, value, real, scale)
+        except OSError:
+            self.length = self._held.length
+            raise
 
     def _like(self) -> tuple[Tensor, ...]:
         """Keys and values that came before, if any did."""

@@ -7,7 +7,7 @@ What is kept depends on the plan alone, not on the length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,11 +38,11 @@ class _Facts:
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """What was held at some time: the state, heavy keys, and where the generator stood."""
+    """What was held at the end of a unit: the state, heavy keys, and where the generator stood."""
 
     state: State
     heavy: list[HeavyKeys]
-    draws: Tensor | None = None
+    draws: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
         found = tensors_of(self.state)
@@ -59,106 +59,100 @@ class _Before:
         return _Before(with_tensors(self.state, own), heavy, self.draws)
 
 
-def copies(heavy: Sequence[HeavyKeys]) -> list[HeavyKeys]:
-    """The same heavy keys, which go their own way."""
-    return [one.with_tensors(one.tensors(""), "") for one in heavy]
-
-
 class Summarised:
-    """What a stream holds under a plan that forgets, beside its counters (`fewkeys.streaming.stream.Memory`)."""
+    """What sequences leave under a plan that forgets (`fewkeys.streaming.padded.Memory`)."""
+
+    _state: State
+    _heavy: list[HeavyKeys]
+    """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
 
     def __init__(self, plan: Plan, generator: torch.Generator, undo: int = 0) -> None:
         self.plan, self.parts, self.generator, self.undo = plan, parts_of(plan), generator, undo
-        self._tilted = isinstance(plan.weights, Softmax)
-        self._state: State | None = None
-        self._heavy: list[HeavyKeys] = []
-        """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
         self._before: list[_Before] = []
         """What was held at the ends of the latest units, as far as the last `undo` tokens began in them."""
+        self._tilted = isinstance(plan.weights, Softmax)
 
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, real: Tensor, scale: float) -> Tensor:
+    def begin(self, key: Tensor, value: Tensor) -> Summarised:
+        found, parts = Summarised(self.plan, self.generator, self.undo), self.parts
+        scores = [part.online(self.generator) for part in parts.heavy]
+        counts = [part.count or 0 for part in parts.heavy]
+        found._heavy = [HeavyKeys.empty(*of, key, value) for of in zip(counts, scores, strict=True)]
+        found._state = State.empty(parts.means, key, value)
+        return found
+
+    def make_room(self, count: int) -> None:
+        """There is no need: memory does not grow."""
+
+    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor]:
         """The outputs of queries of new tokens, unit by unit."""
-        state, done, outputs = self._state or self._begin(key, value), 0, []
+        state, done = self._state, 0
         while done < key.shape[2]:
             state = self._moved(state)
             stop = min(key.shape[2], done + self.parts.unit - state.length % self.parts.unit)
-            new = Tokens.at(state.length, key[:, :, done:stop], value[:, :, done:stop], real[:, done:stop])
+            new = Tokens.at(state.length, key[:, :, done:stop], value[:, :, done:stop])
             if query is None:
                 state = state.append(new, sinks=self.parts.sinks)
             else:
                 rows = working(query[:, :, done:stop]).unflatten(1, (key.shape[1], -1)) * scale
                 state = state.append(new, rows, sinks=self.parts.sinks)
-                outputs.append(attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype))
-            done = stop
-        self._state = state
-        return torch.cat(outputs, 2) if outputs else value[:, :, :0]
+                yield attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype)
+            self._state, done = state, stop
 
-    def select(self, index: Tensor) -> None:
-        now = self._now()
-        self._before = [before.select(index) for before in self._before]
-        if now is not None:
-            self._go_back(now.select(index))
+    def select(self, index: Tensor) -> Summarised:
+        found = self._remembering({name: tensor[index] for name, tensor in self.tensors().items()})
+        found._before = [before.select(index) for before in self._before]
+        return found
 
-    def crop(self, length: int) -> None:
-        if self._state is None:
-            return
-        known = [before for before in self._before if before.state.moved <= length <= before.state.length]
-        if length < self._state.moved and not known:
-            raise ValueError(
-                f"length: expected at least {self._state.moved}: what came before is summarised by units of "
-                f"{self.parts.unit} positions and cannot be undone; got {length}. Save the stream before tokens that "
-                "may be taken back"
-            )
-        if length < self._state.moved:
-            self._before = self._before[: self._before.index(known[-1])]
-            self._go_back(known[-1])
-        self._state = self._state.crop(length)
+    def refusal(self, count: int) -> str | None:
+        if count >= self._state.moved or any(before.state.moved <= count for before in self._before):
+            return None
+        return (
+            f"expected at least {self._state.moved} tokens to stay: what came before is summarised by units of "
+            f"{self.parts.unit} positions and cannot be undone"
+        )
+
+    def crop(self, count: int) -> None:
+        while count < self._state.moved:
+            before = self._before.pop()
+            self._state, self._heavy = before.state, before.heavy
+            self.generator.set_state(before.draws)
+        self._state = self._state.crop(count)
 
     def merge(self, other: Summarised) -> None:
-        length = 0 if self._state is None else self._state.length
+        length = self._state.length
         if length % self.parts.aligned:
             raise ValueError(
                 f"other: expected this stream to stand at a multiple of {self.parts.aligned} tokens, got {length}"
             )
-        if other._state is None:
-            return
         self._before = []
-        if self._state is None:
-            self._state, self._heavy = other._state, copies(other._heavy)
-        else:
-            self._state = self._merged(self._moved(self._state), other._state, other._heavy)
+        self._state = self._merged(self._moved(self._state), other._state, other._heavy)
 
-    def like(self) -> tuple[Tensor, ...]:
-        return () if self._state is None else (self._state.near.key, self._state.near.value)
+    def like(self) -> tuple[Tensor, Tensor]:
+        return self._state.near.key, self._state.near.value
 
     def bytes(self) -> int:
         held = [*self.tensors().values(), *(part for before in self._before for part in before.tensors().values())]
         # What did not change between two units is held once.
-        return sum({part.data_ptr(): part.numel() * part.element_size() for part in held}.values())
+        return sum({part.data_ptr(): part.numel() * part.element_size() for part in held if part.numel()}.values())
 
     def tensors(self) -> dict[str, Tensor]:
-        now = self._now()
-        return {} if now is None else now.tensors()
+        found = tensors_of(self._state)
+        for number, heavy in enumerate(self._heavy):
+            found |= heavy.tensors(f"heavy{number}.")
+        return found
 
     def facts(self) -> dict[str, Any]:
-        return {} if self._state is None else {"moved": self._state.moved}
+        return {"moved": self._state.moved}
 
-    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        length, rows = facts["length"], check_rows(tensors, "near.")
-        moved = build(_Facts, {name: fact for name, fact in facts.items() if name != "length"}).moved
+    def restored(self, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Summarised:
+        rows, moved = check_rows(tensors, "near."), build(_Facts, facts).moved
         before = self.generator.get_state()
-        check_summarised(tensors, length, moved, self.parts, self._begin(*rows), self._heavy)
+        found = self.begin(*rows)
+        check_summarised(tensors, count, moved, self.parts, found._state, found._heavy)
         self.generator.set_state(before)
-        self._state, self._before = replace(self._begin(*rows), length=length, moved=moved), []
-        self._remember(tensors)
-
-    def _begin(self, key: Tensor, value: Tensor) -> State:
-        """Nothing is held yet, in the shape of these keys and values."""
-        parts = self.parts
-        scores = [part.online(self.generator) for part in parts.heavy]
-        counts = [part.count or 0 for part in parts.heavy]
-        self._heavy = [HeavyKeys.empty(*of, key, value) for of in zip(counts, scores, strict=True)]
-        return State.empty(parts.means, key, value)
+        found = self.begin(*rows)
+        found._state = replace(found._state, length=count, moved=moved)
+        return found._remembering(tensors)
 
     def _moved(self, state: State) -> State:
         """Everything takes its place for the unit that begins at `length`, if one does and nothing has moved yet."""
@@ -166,8 +160,9 @@ class Summarised:
         if start == state.moved or start % parts.unit:
             return state
         if self.undo:
-            now = _Before(state, copies(self._heavy), self.generator.get_state() if self._heavy else None)
-            self._before = [old for old in self._before if old.state.length > start - self.undo] + [now]
+            heavy = [one.with_tensors(one.tensors(""), "") for one in self._heavy]
+            now = _Before(state, heavy, self.generator.get_state())
+            self._before = [*(old for old in self._before if old.state.length > start - self.undo), now]
         released = [heavy.rows for heavy in self._heavy]
         if self._heavy and start % CAUSAL_BLOCK == 0:
             complete = state.between(range(start - CAUSAL_BLOCK, start))
@@ -200,16 +195,9 @@ class Summarised:
         kept = [state.sinks, *(heavy.rows for heavy in self._heavy)]
         return unheld([state.between(range(start, stop)), *released], kept, stop)
 
-    def _now(self) -> _Before | None:
-        return None if self._state is None else _Before(self._state, self._heavy)
-
-    def _go_back(self, to: _Before) -> None:
-        self._state, self._heavy = to.state, copies(to.heavy)
-        if to.draws is not None:
-            self.generator.set_state(to.draws)
-
-    def _remember(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold the tensors of these names in place of the present ones; `KeyError` where one is missing."""
-        if self._state is not None:
-            self._state = with_tensors(self._state, tensors)
-        self._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(self._heavy)]
+    def _remembering(self, tensors: Mapping[str, Tensor]) -> Summarised:
+        """The same with the tensors of these names in place of its own; `KeyError` where one is missing."""
+        found = Summarised(self.plan, self.generator, self.undo)
+        found._state = with_tensors(self._state, tensors)
+        found._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(self._heavy)]
+        return found

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 LEAST = 256
 """Rows that there is room for at first."""
 
 
-def room_for(count: int, room: int) -> int:
+def room_for(count: int, room: int, least: int = LEAST) -> int:
     """How many rows to have room for, so that `count` fit, where there is `room` now."""
-    return room if count <= room else max(LEAST, count, room + room // 2)
+    return room if count <= room else max(least, count, room + room // 2)
 
 
 def widened(held: Tensor, room: int) -> Tensor:
@@ -48,11 +49,15 @@ class Buffer:
         self.held[..., self.count : total, :] = rows
         self.count = total
 
-    def drop(self, first: int) -> None:
-        """Forget the first rows."""
-        left = self.rows[..., first:, :].clone()
-        self.count -= first
-        self.held[..., : self.count, :] = left
+    def drop(self, some: int, after: int = 0) -> None:
+        """Forget `some` rows after the first few."""
+        left = torch.cat([self.rows[..., :after, :], self.rows[..., after + some :, :]], -2)
+        self.count -= some
+        room = room_for(self.count, 0)
+        if 2 * room < self.held.shape[-2]:
+            self.held = widened(left, room)
+        else:
+            self.held[..., : self.count, :] = left
 
     def select(self, index: Tensor) -> Buffer:
         """The sequences `index` of the first dimension."""

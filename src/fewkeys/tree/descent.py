@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 from fewkeys.tree.forest import Forest, Nodes, grow, summarise, take
+from fewkeys.tree.leaves import Leaves
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, scored
 from fewkeys.tree.sequences import Sequences, Step, sequences_of
 
@@ -86,11 +87,17 @@ def along(rows: Tensor, query: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """Some sequences, their forest, and what is known of its nodes, without gradient."""
+    """Some sequences, their forest, and what is known of its nodes, without gradient.
+
+    `leaves`: the keys that are sealed, where they are held apart; None: with all others. Then `skipped` of them, after
+    the sinks, are not among the keys of the problem.
+    """
 
     sequences: Sequences
     forest: Forest
     nodes: Nodes
+    leaves: Leaves | None = None
+    skipped: int = 0
 
     def pieces(self, heads: int, gqa_ratio: int, width: int) -> Iterator[tuple[Step, slice, slice]]:
         """The steps, each cut into pieces of heads and queries that gather at most `PIECE` numbers at a time.

@@ -20,8 +20,9 @@ from fewkeys.past.running import RunningQueries
 from fewkeys.tree.buffer import Buffer, room_for, widened
 from fewkeys.tree.descent import Walk
 from fewkeys.tree.forest import Forest, Stand, Table, needed, order_of, summarise
+from fewkeys.tree.leaves import Form, Held, Leaves
 from fewkeys.tree.metric import roots_after, turn_of
-from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, cover
+from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, cover, exact_keys, levels_of
 from fewkeys.tree.sequences import Sequences, steps_after
 
 UNDO = 8
@@ -31,6 +32,12 @@ FEW = 2
 
 Place = tuple[int, int]
 """A tree: its first sealed key, and its size."""
+
+
+def skipped_of(slots: int, folded: int) -> int:
+    """How many sealed keys no query sees beside its leaves any more, where so many tokens cannot be taken back."""
+    block, sealed = block_of(slots), folded - SINKS
+    return sealed if sealed > 0 and levels_of(slots, sealed, exact_keys(block), block) else 0
 
 
 class Cover(Forest):
@@ -44,19 +51,19 @@ class Cover(Forest):
 class Growing:
     """Sequences of a batch whose real tokens come together: B of them, with H = B Hkv heads; padding never enters.
 
-    key (B, Hkv, count, D) and value: all of them, as they came. query (B, Hkv, groups, count - folded, D): the newest
-    scaled queries, in working precision, zero where none came; `asked` (count - folded,) says where one did, and
-    `place` at which position of the stream the token stood. past: float64 sums over the queries of the first `folded`
-    tokens. order (H, room): the trees of the first `sealed` keys after the sinks, and `nodes`, their tables. spare:
-    orders (H, size) of trees that gave way.
+    leaves: keys and values of the first `sealed` tokens after the sinks. key (B, Hkv, count - skipped, D) and value, as
+    they came: of the sinks, and of those that are not sealed, or may be taken back. query (B, Hkv, groups,
+    count - folded, D): the newest scaled queries, in working precision, zero where none came; `asked` (count - folded,)
+    says where one did. past: float64 sums over the queries of the first `folded` tokens. order (H, room): the trees of
+    the first `sealed` keys after the sinks, and `nodes`, their tables. spare: orders (H, size) of trees that gave way.
     """
 
     slots: int
+    leaves: Leaves
     key: Buffer
     value: Buffer
     query: Buffer
     asked: Tensor
-    place: Tensor
     past: RunningQueries
     order: Tensor
     nodes: dict[int, Table] = field(default_factory=dict)
@@ -65,7 +72,7 @@ class Growing:
     folded: int = 0
 
     @staticmethod
-    def empty(slots: int, key: Tensor, value: Tensor) -> Growing:
+    def empty(slots: int, held: Held, key: Tensor, value: Tensor) -> Growing:
         """Before the first token, in the shape of keys (B, Hkv, N, D) and values."""
         batch, heads, _, dim = key.shape
         none, count = working(key[:, :, :0]), batch * heads
@@ -75,8 +82,9 @@ class Growing:
             none.new_zeros((count, dim, dim), dtype=torch.float64),
         )
         nothing = torch.zeros(0, dtype=torch.int64, device=key.device)
-        held = (Buffer(key[:, :, :0]), Buffer(value[:, :, :0]), Buffer(none.unsqueeze(2)))
-        return Growing(slots, held[0], held[1], held[2], nothing.bool(), nothing, past, nothing.expand(count, -1))
+        leaves = Leaves(held, Form.of(held.dtype, key, value), count, key.device)
+        near = (Buffer(key[:, :, :0]), Buffer(value[:, :, :0]), Buffer(none.unsqueeze(2)))
+        return Growing(slots, leaves, *near, nothing.bool(), past, nothing.expand(count, -1))
 
     @property
     def batch(self) -> int:
@@ -84,45 +92,55 @@ class Growing:
 
     @property
     def count(self) -> int:
-        """Real tokens so far."""
-        return self.key.count
+        """Tokens so far."""
+        return self.key.count + self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """Tokens after the sinks that are held in leaves alone."""
+        return skipped_of(self.slots, self.folded)
 
     @property
     def block(self) -> int:
         return block_of(self.slots)
 
-    def append(self, key: Tensor, value: Tensor, place: Tensor, query: Tensor | None = None) -> None:
-        """Add tokens: keys (B, Hkv, N, D), values, positions (N,), and scaled queries (B, Hkv, groups, N, D) if any."""
+    def make_room(self, count: int) -> None:
+        """Make room for so many more tokens in a file of leaves; `OSError` where there is none."""
+        self.leaves.make_room(max(0, self.count + count - 1 - SINKS) // self.block * self.block)
+
+    def append(self, key: Tensor, value: Tensor, query: Tensor | None = None) -> None:
+        """Add tokens: keys (B, Hkv, N, D), values, and scaled queries (B, Hkv, groups, N, D) if any."""
         self.key.append(key)
         self.value.append(value)
+        came = query is not None
         if query is None:
             query = self.query.held.new_zeros((*self.query.held.shape[:3], key.shape[2], key.shape[3]))
-            asked = torch.zeros_like(place, dtype=torch.bool)
-        else:
-            asked = torch.ones_like(place, dtype=torch.bool)
-            if self.query.held.shape[2] != query.shape[2]:  # until now nobody has asked
-                self.query = Buffer.of(self.query.rows[:, :, :1].expand(-1, -1, query.shape[2], -1, -1))
+        elif self.query.held.shape[2] != query.shape[2]:  # until now nobody has asked
+            self.query = Buffer.of(self.query.rows[:, :, :1].expand(-1, -1, query.shape[2], -1, -1))
         self.query.append(query)
-        self.asked, self.place = torch.cat([self.asked, asked]), torch.cat([self.place, place])
+        self.asked = torch.cat([self.asked, self.asked.new_full((key.shape[2],), came)])
 
     def walks(self, fresh: int) -> Iterator[tuple[slice, Walk]]:
         """Which of the `fresh` newest queries see what: to be attended from before the next is asked for.
 
         Builds what is to be built. A few steps are taken one by one, in place; more at once, in a forest of their own.
         """
-        seen = torch.arange(self.count - fresh + 1, self.count + 1, device=self.place.device)
+        seen = torch.arange(self.count - fresh + 1, self.count + 1, device=self.asked.device)
         steps = steps_after(self.count - fresh, fresh, self.slots, self.block)
+        self._seal(steps[-1].sealed)
         if len(steps) <= FEW:
             for step in steps:
                 self._reach(step.sealed)
                 span, length = slice(step.start, step.stop), step.stop - step.start
                 own = (replace(step, start=0, stop=length),)
                 sequences = Sequences(None, None, seen[span], seen[span] - seen[span.start], True, self.block, own)
-                yield span, Walk(sequences, Cover(self.order, {}), self.nodes)
+                yield span, Walk(sequences, Cover(self.order, {}), self.nodes, self.leaves, self.skipped)
         else:
             sequences = Sequences(None, None, seen, seen - seen[0], True, self.block, steps)
             forest = self._forest(sequences)
-            yield slice(0, fresh), Walk(sequences, forest, summarise(forest, *self._rows(0, self.count)))
+            rows = self.leaves.rows(0, steps[-1].sealed)
+            nodes = summarise(replace(forest, order=forest.order - SINKS), *rows)
+            yield slice(0, fresh), Walk(sequences, forest, nodes, self.leaves, self.skipped)
             trees = forest.trees()
             orders = forest.order.split([size for _, size in trees], 1)
             self._reach(steps[-1].sealed, dict(zip(trees, orders, strict=True)))
@@ -137,6 +155,7 @@ class Growing:
 
         return replace(
             self,
+            leaves=self.leaves.select(pick(torch.arange(len(self.order), device=index.device))),
             key=self.key.select(index),
             value=self.value.select(index),
             query=self.query.select(index),
@@ -149,18 +168,14 @@ class Growing:
             spare={tree: pick(order) for tree, order in self.spare.items()},
         )
 
-    def copy(self) -> Growing:
-        """All sequences, in memory of their own."""
-        return self.select(torch.arange(self.batch, device=self.place.device))
-
-    def crop(self, place: int) -> None:
-        """Forget the tokens from position `place` of the stream on; `can_crop` says whether they are remembered."""
-        left = int((self.place < place).sum())
-        count = self.folded + left
-        self.asked, self.place = self.asked[:left], self.place[:left]
-        self.key.count = self.value.count = count
+    def crop(self, count: int) -> None:
+        """Forget what came after the first `count` tokens; `can_crop` says whether that can be undone."""
+        left = count - self.folded
+        self.asked = self.asked[:left]
+        self.key.count = self.value.count = count - self.skipped
         self.query.count = left
-        sealed = min(self.sealed, max(0, count - 1 - SINKS) // self.block * self.block)
+        sealed = min(self.sealed, max(0, (count - 1 - SINKS) // self.block * self.block, self.folded - SINKS))
+        self.leaves.count = sealed
         if sealed < self.sealed:
             standing = set(cover(self.sealed, self.block))
             self.sealed, self.spare = sealed, {tree: own for tree, own in self.spare.items() if sum(tree) <= sealed}
@@ -168,29 +183,31 @@ class Growing:
                 if tree not in standing:
                     self._write(tree, self.spare.pop(tree))
 
-    def can_crop(self, place: int) -> bool:
-        """Whether everything from position `place` on can be undone."""
-        return not self.folded or (len(self.place) > 0 and place >= int(self.place[0]))
+    def can_crop(self, count: int) -> bool:
+        """Whether everything after the first `count` tokens can be undone."""
+        return count >= self.folded
 
     def bytes(self) -> int:
         """Memory held."""
         parts = [self.key.held, self.value.held, self.query.held, self.order, *self.spare.values()]
         parts += [part for table in self.nodes.values() for part in (table.key, table.value, table.variance)]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return self.leaves.bytes() + sum(part.numel() * part.element_size() for part in parts)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is not made of the rest, by name; `of` goes on from it."""
         found = {"key": self.key.rows, "value": self.value.rows, "query": self.query.rows}
-        found |= {"asked": self.asked, "place": self.place, "order": self.order[:, : self.sealed]}
+        found["leaves"] = self.leaves.written()
+        found |= {"asked": self.asked, "order": self.order[:, : self.sealed]}
         found |= {f"past.{one.name}": getattr(self.past, one.name) for one in fields(self.past)}
         return found | {f"spare.{start}.{size}": order for (start, size), order in self.spare.items()}
 
     @staticmethod
-    def of(slots: int, sealed: int, folded: int, tensors: Mapping[str, Tensor]) -> Growing:
+    def of(slots: int, held: Held, sealed: int, folded: int, tensors: Mapping[str, Tensor]) -> Growing:
         """The sequences of `tensors`; `KeyError` where one is missing."""
-        found = Growing.empty(slots, tensors["key"], tensors["value"])
+        found = Growing.empty(slots, held, tensors["key"], tensors["value"])
+        found.leaves = Leaves.of(held, found.leaves.form, tensors["leaves"])
         found.key, found.value, found.query = (Buffer.of(tensors[name]) for name in ("key", "value", "query"))
-        found.asked, found.place, found.folded = tensors["asked"], tensors["place"], folded
+        found.asked, found.folded = tensors["asked"], folded
         found.past = RunningQueries(**{one.name: tensors[f"past.{one.name}"] for one in fields(RunningQueries)})
         orders = {name: part for name, part in tensors.items() if name.startswith("spare.")}
         found.spare = {(int(name.split(".")[1]), int(name.split(".")[2])): part for name, part in orders.items()}
@@ -198,6 +215,12 @@ class Growing:
             found._write((start, size), tensors["order"][:, start : start + size])
         found.sealed = sealed
         return found
+
+    def _seal(self, sealed: int) -> None:
+        """Write the leaves of so many keys."""
+        new = slice(SINKS + self.leaves.count - self.skipped, SINKS + sealed - self.skipped)
+        if new.start < new.stop:
+            self.leaves.append(self.key.rows[:, :, new], self.value.rows[:, :, new])
 
     def _reach(self, sealed: int, found: Mapping[Place, Tensor] | None = None) -> None:
         """Bring the trees to so many sealed keys; `found`: orders of some that are built already."""
@@ -226,31 +249,32 @@ class Growing:
         """The orders (H, size) of trees, those of equal size side by side."""
         first = min(start for start, _ in trees)
         last = max(start + size for start, size in trees)
-        ends = torch.tensor([sum(tree) for tree in trees], device=self.place.device) // self.block
+        ends = torch.tensor([sum(tree) for tree in trees], device=self.asked.device) // self.block
         blocks, kind = ends.unique(return_inverse=True)
-        turn = turn_of(torch.arange(self.folded, self.count, device=self.place.device) + 1, self.block)
+        turn = turn_of(torch.arange(self.folded, self.count, device=self.asked.device) + 1, self.block)
         query = self.query.rows.flatten(0, 1)
         if not bool(self.asked.all()):
             query, turn = query[:, :, self.asked], turn[self.asked]
         metric = roots_after(query, turn, blocks, self.past)
-        key, value = self._rows(first, SINKS + last)
-        order = order_of([(start - first, size) for start, size in trees], metric, kind, key, value)
-        orders = (order + first).split([size for _, size in trees], 1)
+        key, value = self.leaves.rows(first, last)
+        before = first + SINKS  # what is written has no sinks
+        order = order_of([(start - before, size) for start, size in trees], metric, kind, key, value)
+        orders = (order + before).split([size for _, size in trees], 1)
         return dict(zip(trees, orders, strict=True))
 
     def _write(self, tree: Place, order: Tensor) -> None:
         """Let a tree stand where its keys stand, and know its nodes."""
         start, size = tree
-        self._make_room(start + size)
+        self._widen(start + size)
         self.order[:, start : start + size] = order
-        key, value = self._rows(start, SINKS + start + size)
-        alone = Forest(order - start, {size: Stand(size, 0, 1, 0)})
+        key, value = self.leaves.rows(start, start + size)
+        alone = Forest(order - start - SINKS, {size: Stand(size, 0, 1, 0)})
         for inside, table in summarise(alone, key, value).items():
             rows = slice(start // inside, (start + size) // inside)
             held = self.nodes[inside]
             held.key[:, rows], held.value[:, rows], held.variance[:, rows] = table.key, table.value, table.variance
 
-    def _make_room(self, sealed: int) -> None:
+    def _widen(self, sealed: int) -> None:
         """Room for so many sealed keys."""
         heads, held = self.order.shape
         if (room := room_for(sealed, held)) == held:
@@ -277,11 +301,6 @@ class Growing:
         orders = [built[tree] if tree in built else self.order[:, tree[0] : sum(tree)] for tree in trees]
         return replace(found, order=torch.cat(orders, 1))
 
-    def _rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys (H, stop - start, D) and values in working precision."""
-        key, value = (working(rows.held[:, :, start:stop].flatten(0, 1)) for rows in (self.key, self.value))
-        return key, value
-
     def _fold(self) -> None:
         """Let sums stand for the queries of blocks that will not be taken back."""
         first = SINKS + self.sealed - UNDO * self.block
@@ -292,5 +311,7 @@ class Growing:
         self.past = self.past + RunningQueries(
             torch.full_like(self.past.count, rows.shape[1]), rows.sum(1, keepdim=True), rows.mT @ rows
         )
+        skipped, self.asked, self.folded = self.skipped, self.asked[some:], first
         self.query.drop(some)
-        self.asked, self.place, self.folded = self.asked[some:], self.place[some:], first
+        self.key.drop(self.skipped - skipped, after=SINKS)
+        self.value.drop(self.skipped - skipped, after=SINKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
@@ -11,7 +13,7 @@ from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, StandIns
 
-__all__ = ["attend", "unsupported"]
+__all__ = ["attend", "attend_each", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -50,6 +52,11 @@ def attend(problem: Problem) -> Tensor:
     if problem.graph.descent is not None:
         return descent.attend(problem)
     return backward.attend(problem) if _wants_gradient(problem) else forward.attend(problem)
+
+
+def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
+    """The outputs of problems that are all descents, together."""
+    return descent.attend_each(problems)
 
 
 def _form(problem: Problem) -> str | None:

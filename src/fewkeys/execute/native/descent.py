@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers, struct
+from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.rest.base import NodeStandIns
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
 from fewkeys.tree.forest import Nodes, Table
+from fewkeys.tree.leaves import CHUNK
 from fewkeys.tree.rule import SINKS
+
+LEAVES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""How the kernel calls the dtypes of leaves."""
 
 
 def form(problem: Problem) -> str | None:
@@ -24,6 +29,8 @@ def form(problem: Problem) -> str | None:
         return f"expected the descent of KeyTree, got {type(graph.descent).__name__}"
     if any(part is not None for part in (graph.band, graph.columns, graph.rows, graph.groups)) or graph.full:
         return "expected keys that each query finds in a tree alone, got others beside them"
+    if any(walk.leaves is not None and walk.leaves.form.dtype not in LEAVES for walk in graph.descent.walks):
+        return f"expected leaves of {', '.join(map(str, LEAVES))}, got others"
     if s is not None and not isinstance(s, NodeStandIns):
         return f"expected nodes of the tree to stand in, or nothing, got {type(s).__name__}"
     return None
@@ -43,11 +50,23 @@ def attend(problem: Problem) -> Tensor:
 
     Every query chooses what it opens as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)).
     """
-    x = problem.inputs
-    output = x.value.new_empty((*x.query.shape[:3], x.value_dim))
-    for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
-        _attend(problem, walk, nodes, output)
-    return output
+    return attend_each([problem])[0]
+
+
+def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
+    """The outputs of problems of one dtype, by one call of the kernel, whose threads share all sequences and heads."""
+    outputs, told, alive = [], [], []
+    for problem in problems:
+        x = problem.inputs
+        outputs.append(x.value.new_empty((*x.query.shape[:3], x.value_dim)))
+        for walk, nodes in zip(cast("Descent", problem.graph.descent).walks, _nodes(problem), strict=True):
+            own, held = _told(problem, walk, nodes, outputs[-1])
+            told.append(own)
+            alive.append(held)
+    each = (struct("Descend") * len(told))(*told)
+    all_ = struct("Descents")(each=ctypes.addressof(each), count=len(told))
+    call("fewkeys_descend", all_, problems[0].inputs.query.dtype)
+    return outputs
 
 
 def _nodes(problem: Problem) -> tuple[Nodes, ...]:
@@ -56,12 +75,34 @@ def _nodes(problem: Problem) -> tuple[Nodes, ...]:
     return tuple(walk.nodes for walk in cast("Descent", problem.graph.descent).walks)
 
 
+def _leaves(walk: Walk, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Where the keys and values of leaves lie: with all others, or apart."""
+    held = walk.leaves
+    if held is None:
+        rows = [
+            Rows(part.data_ptr(), *(stride * part.itemsize for stride in part.stride()[:3])) for part in (key, value)
+        ]
+        return {"leaf_key": rows[0], "leaf_value": rows[1], "leaf_type": LEAVES[key.dtype], "chunk": 62}
+    form, rows_held = held.form, held.held
+    chunk, head, row, _ = rows_held.stride()
+    rows = [Rows(rows_held.data_ptr() + at, head * key.shape[1], head, row) for at in (form.key_at, form.value_at)]
+    return {
+        "leaf_key": rows[0],
+        "leaf_value": rows[1],
+        "leaf_type": LEAVES[form.dtype],
+        "leaf_first": SINKS,
+        "chunk": CHUNK.bit_length() - 1,
+        "chunk_bytes": chunk,
+        "skipped": walk.skipped,
+    }
+
+
 def _parts(table: Table) -> tuple[Tensor, Tensor, Tensor]:
     return table.key, table.value, table.variance
 
 
-def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
-    """Write the output of some sequences."""
+def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[Told, object]:
+    """What the kernel is told of some sequences and where to write, and what must live until it returns."""
     x, own, forest = problem.inputs, walk.sequences, walk.forest
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
     tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
@@ -81,6 +122,7 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
     held = {"steps": steps, "levels": levels, "runs": runs, "tables": numbers}
     arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
     told = struct("Descend")(
+        **_leaves(walk, key, value),
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
         **pointers({"batch": own.batch, "real": own.real, "seen": seen, "order": order}),
         **{name: ctypes.addressof(array) for name, array in arrays.items()},
@@ -98,4 +140,4 @@ def _attend(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> None:
         curve=CURVE,
         highest=HIGHEST,
     )
-    call("fewkeys_descend", told, x.query.dtype)
+    return told, (query, key, value, tables, seen, order, arrays)

@@ -66,7 +66,8 @@ class _Piece:
             return query.new_zeros((*query.shape[:2], self.value.shape[2]))
         place = torch.arange(self.step.seen, device=query.device)
         place = place[(place < SINKS) | (place >= self.step.near)]
-        near_key, near_value = self.key[:, place], self.value[:, place]
+        held = place - self.walk.skipped * (place >= SINKS)
+        near_key, near_value = self.key[:, held], self.value[:, held]
         hidden = place >= self.seen[:, None]
         hidden = hidden.repeat(query.shape[1] // self.seen.numel(), 1)
         scores = [(query @ near_key.mT).masked_fill(hidden, -torch.inf)]
@@ -86,9 +87,13 @@ class _Piece:
         known = self.walk.nodes if stand_ins is None else stand_ins
         forest, nodes = self.walk.part(known, self.heads)
         opened, closed = descend(forest, nodes, self.step, query)
-        keys = take(forest.leaves(), opened).flatten(2)
-        scores.append(along(take(self.key, keys), query))
-        values.append(take(self.value, keys))
+        keys, leaves = take(forest.leaves(), opened).flatten(2), self.walk.leaves
+        if leaves is None:
+            found = take(self.key, keys), take(self.value, keys)
+        else:
+            found = leaves.take(self.heads, keys - SINKS)
+        scores.append(along(found[0], query))
+        values.append(found[1])
         if stand_ins is None:
             return
         scores.append(torch.cat([own.logit for own in closed], -1))

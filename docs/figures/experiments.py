@@ -1,0 +1,232 @@
+"""Figures of experiments/: decoders, trees, vision transformers, value-aware attention, predicted graphs."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from docs.figures.sources import ROOT, fence, read, table
+
+Row = dict[str, Any]
+DECODERS = "experiments/causal/results/results.json"
+
+
+def _decoders() -> str:
+    from experiments.causal.figure import table as tables
+
+    return tables(read(DECODERS)).rstrip()
+
+
+def _decoder(task: str, method: str, slots: int) -> Row:
+    rows: list[Row] = read(DECODERS)[task]
+    return next(row for row in rows if (row["method"], row["slots"]) == (method, slots))
+
+
+def _cost(rows: list[Row]) -> str:
+    """The least perplexity among rows, above exact attention's, per cent."""
+    exact = _decoder("text", "exact", 0)["perplexity"]
+    return f"{100 * (min(row['perplexity'] for row in rows) / exact - 1):.1f}"
+
+
+def _evicting(slots: int) -> list[Row]:
+    return [row for row in read(DECODERS)["text"] if row["slots"] == slots and "fewkeys" not in row["method"]]
+
+
+def _recalled(method: str, slots: int, digits: int) -> str:
+    return f"{100 * _decoder('recall', method, slots)['accuracy']:.{digits}f}"
+
+
+TREES = "experiments/trees/results/results.json"
+
+
+def _trees() -> str:
+    from experiments.trees.report import table as tables
+
+    return tables(read(TREES)["cells"]).rstrip()
+
+
+def _stretches(method: str, slots: int, text: str = "wikitext", length: int = 2048) -> dict[str, Row]:
+    """What a method costs a decoder, by the place where a stretch begins."""
+    of = {"kind": "perplexity", "text": text, "length": length, "method": method, "slots": slots}
+    return {cell["of"]["place"]: cell for cell in read(TREES)["cells"] if of.items() <= cell["of"].items()}
+
+
+def _ours() -> str:
+    exact = _stretches("exact", 0)
+    rows = [[place, f"{cell['perplexity']:.2f}"] for place, cell in exact.items()]
+    titles = ["stretch begins at", "exact perplexity"]
+    for slots in (256, 128):
+        found = _stretches("fewkeys", slots)
+        titles.append(f"{slots} slots ({max(cell['paid'] for cell in found.values()):.0f} paid)")
+        for row in rows:
+            cell = found.get(row[0])
+            row.append(f"{cell['ratio']:.3f} (KL {cell['kl']:.3f})" if cell else "not measured yet")
+    return table(titles, rows)
+
+
+BESIDE = {
+    "fewkeys": "**`budget(slots, is_causal=True)`**",
+    "oracle": "each query's own best keys (oracle)",
+    "constant memory": '`budget(..., memory="constant")`',
+}
+STRETCH = "1/3"
+
+
+def _beside() -> str:
+    """Every method on one stretch, by its perplexity at 256 slots; what pays more than its slots says how much."""
+    methods = dict.fromkeys(cell["of"]["method"] for cell in read(TREES)["cells"] if cell["of"].get("slots") == 256)
+    found = {}
+    for method in methods:
+        cells = [_stretches(method, slots).get(STRETCH) for slots in (256, 128)]
+        if all(cells):
+            found[method] = cells
+    rows = []
+    for method, cells in sorted(found.items(), key=lambda item: item[1][0]["ratio"]):
+        name = BESIDE.get(method, method)
+        if cells[0]["paid"] > 1.1 * 256:
+            name += f" ({cells[0]['paid']:.0f} and {cells[1]['paid']:.0f} slots paid)"
+        shown = [f"{cell[field]:.3f}" for cell in cells for field in ("ratio", "kl")]
+        rows.append([name, *(f"**{cell}**" if method == "fewkeys" else cell for cell in shown)])
+    return table(["", "256 slots: perplexity / exact", "KL", "128 slots", "KL"], rows)
+
+
+def _lost(method: str) -> list[float]:
+    """Perplexity lost with 256 slots on each stretch, per cent, the least first."""
+    return sorted(100 * (cell["ratio"] - 1) for cell in _stretches(method, 256).values())
+
+
+def _costs() -> str:
+    lost = _lost("fewkeys")
+    if len(lost) == 1:
+        return f"{lost[0]:.1f} % of perplexity on a stretch of 2,048 tokens"
+    return f"between {lost[0]:.1f} and {lost[-1]:.1f} % of perplexity on {len(lost)} stretches of 2,048 tokens"
+
+
+def _vision(data: str) -> str:
+    sys.path.insert(0, str(ROOT / "experiments/levattention"))  # its scripts find one another so
+    from vit_report import text
+
+    return fence(text(read(f"experiments/levattention/results/vit-{data}.json")))
+
+
+def _layers(data: str) -> str:
+    sys.path.insert(0, str(ROOT / "experiments/levattention"))
+    from vit_evidence import text
+
+    return fence(text(read(f"experiments/levattention/results/vit-{data}-evidence.json")))
+
+
+VALUES = "experiments/value_aware/results/results.json"
+METHODS = ("oblivious", "aware", "fewkeys", "LevAttention", "HyperAttention", "window", "key norm", "random keys")
+
+
+def _values(model: str, title: str) -> str:
+    from experiments.value_aware.table import cell
+
+    sizes = (1, 2, 4, 8, 16, 33, 64)
+    found = {
+        (row["method"], row["r"]): row
+        for row in read(VALUES)["rows"]
+        if (row["model"], row["kernel"]) == (model, "softmax")
+    }
+    rows = [[method, *(cell(found[method, size]) for size in sizes)] for method in METHODS]
+    return table([title, "r = 1", *sizes[1:]], rows)
+
+
+SKEWS = {
+    "mass on the largest weight": "top-1 mass",
+    "mass on the 8 largest": "top-8 mass",
+    "keys in use (exp of the entropy)": "keys in use (exp entropy)",
+    "Gini": "gini",
+}
+
+
+def _skew() -> str:
+    facts = read(VALUES)["facts"]
+    rows = []
+    for name, field in SKEWS.items():
+        shown = [fact["skew"][field] for fact in facts]
+        rows.append([name, *(f"{value:.2f}" if value < 1 else f"{value:.2g}" for value in shown)])
+    return table(["", "encoder: softmax", "elu", "relu", "lm: softmax", "elu", "relu"], rows)
+
+
+def _points(task: str, part: str) -> list[Row]:
+    rows: list[Row] = read(f"experiments/sparsefinder/results/{task}/results.json")["points"][part]
+    return rows
+
+
+def _sparsest(task: str, part: str, recall: float, rival: str) -> str:
+    """The greatest sparsity at a recall among a rival's points; nothing where none reaches it."""
+    from experiments.sparsefinder.report import PAPER
+
+    published = {name + space for name in PAPER for space in ("", ", raw")}
+    belongs: dict[str, Callable[[Row], bool]] = {
+        "pairs": lambda row: row["family"] in published or row["family"].startswith("cluster pairs"),
+        "published": lambda row: row["family"] in published,
+        "not learned": lambda row: row["kind"] == "not learned",
+        "control": lambda row: row["kind"] == "control",
+    }
+    found = [row["sparsity"] for row in _points(task, part) if belongs[rival](row) and row["recall"] >= recall]
+    if not found:
+        return ""
+    return f"**{max(found):.3f}**" if rival == "pairs" else f"{max(found):.3f}"
+
+
+RIVALS = {
+    "pairs": "Sparsefinder with cluster pairs",
+    "published": "Sparsefinder as published",
+    "not learned": "best that needs no learning",
+    "control": "best control",
+}
+
+
+def _translation() -> str:
+    columns = [(task, part) for part in ("encoder", "decoder", "cross") for task in ("en-de", "en-fr")]
+    rows = [[name, *(_sparsest(*column, 0.9, rival) for column in columns)] for rival, name in RIVALS.items()]
+    return table(["", "encoder de", "fr", "decoder de", "fr", "cross de", "fr"], rows)
+
+
+def _masked() -> str:
+    recalls = (0.8, 0.85, 0.9, 0.95, 0.98)
+    names = RIVALS | {"not learned": "best that needs no learning (BigBird in blocks of 8)"}
+    rows = [
+        [name, *(_sparsest("mlm", "encoder", recall, rival) for recall in recalls)] for rival, name in names.items()
+    ]
+    return table(["", *recalls], rows)
+
+
+def _left_out(rival: str) -> str:
+    return f"{float(_sparsest('mlm', 'encoder', 0.9, rival).strip('*')):.2f}"
+
+
+def _task(task: str, field: str, digits: int) -> str:
+    return f"{read(f'experiments/sparsefinder/results/{task}/results.json')['task'][field]:.{digits}f}"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "decoders": _decoders,
+    "decoders.ours-256": lambda: _cost([_decoder("text", "fewkeys", 256)]),
+    "decoders.evicting-256": lambda: _cost(_evicting(256)),
+    "decoders.evicting-512": lambda: _cost(_evicting(512)),
+    "decoders.recalled": lambda: _recalled("fewkeys", 128, 1),
+    "decoders.recalled-by-window": lambda: _recalled("sinks + window", 128, 0),
+    "trees": _trees,
+    "trees.ours": _ours,
+    "trees.beside": _beside,
+    "trees.costs": _costs,
+    "trees.constant": lambda: f"{_lost('constant memory')[-1]:.0f}",
+    **{f"vision.{data}": partial(_vision, data) for data in ("mnist", "digits")},
+    "vision.layers": partial(_layers, "mnist"),
+    "values.encoder": partial(_values, "encoder", "encoder"),
+    "values.lm": partial(_values, "lm", "language model"),
+    "values.skew": _skew,
+    "graphs.translation": _translation,
+    "graphs.masked": _masked,
+    "graphs.pairs": partial(_left_out, "pairs"),
+    "graphs.published": partial(_left_out, "published"),
+    "graphs.not-learned": partial(_left_out, "not learned"),
+    "graphs.bleu-de": partial(_task, "en-de", "exact", 2),
+    "graphs.bleu-fr": partial(_task, "en-fr", "exact", 2),
+    "graphs.accuracy": partial(_task, "mlm", "exact", 1),
+    "graphs.perplexity": partial(_task, "mlm", "perplexity", 1),
+}

@@ -1,0 +1,122 @@
+"""Figures of errors: the demo, stand-ins, spot checks, causal means, trees."""
+
+from collections.abc import Callable
+from typing import Any
+
+from docs.figures.sources import read, table
+
+Row = dict[str, Any]
+DEMO = "docs/results/demo.json"
+OURS = "fewkeys budget"
+
+
+def _demo_rows(slots: int) -> list[Row]:
+    return [row for row in read(DEMO)["rows"] if row["budget"] in (None, slots)]
+
+
+def _demo() -> str:
+    rows = []
+    for row in _demo_rows(64):
+        cells = [
+            row["name"],
+            f"{row['slots']:.1f}",
+            *(f"{row[name]:.3f}" for name in ("error", "error_p90")),
+            f"{row['worst_head_error']:.2f}",
+            f"{row['mass']:.3f}",
+            f"{row['cosine']:.4f}",
+        ]
+        rows.append([f"**{cell}**" for cell in cells] if row["name"] == OURS else cells)
+    return table(["plan", "slots", "error", "p90", "worst head", "mass", "cosine"], rows)
+
+
+def _demo_error(name: str) -> Callable[[], str]:
+    return lambda: next(f"{row['error']:.3f}" for row in _demo_rows(64) if row["name"] == name)
+
+
+STAND_INS = "experiments/value_aware/results/stand_ins.json"
+
+
+def _stand_ins() -> str:
+    rows = read(STAND_INS)["rows"]
+    ours = rows[0]["error"]
+    cells = [[row["name"], f"{row['error']:.4f}", f"{100 * (row['error'] / ours - 1):+.1f}%"] for row in rows]
+    return table(["part changed", "error", "change"], cells)
+
+
+def _of_the_oracle() -> str:
+    found = read(STAND_INS)
+    return f"{found['rows'][0]['error'] / found['oracle_top_64']:.2f}"
+
+
+CHECKS = {
+    "budget(64)": {"one head": "one head", "one layer": "one layer, 12 heads", "all layers": "model, 72 heads"},
+    "window 64": {"one head": "one head", "one layer": "one layer", "all layers": "model"},
+    "leverage 64": {"one head": "one head", "one layer": "one layer", "all layers": "model"},
+    "top-64 oracle": {"one head": "one head"},
+    "4 sinks + window 60, causal": {"one head": "one head"},
+    "lognormal, sigma 1": {"made up": "one head"},
+    "lognormal, sigma 1.5": {"made up": "one head"},
+    "2 % of the queries have all the error": {"made up": "one head"},
+}
+"""Plans and checks shown, with the name of the check."""
+MADE_UP = {
+    "lognormal, sigma 1": "made up: lognormal errors, sigma 1",
+    "lognormal, sigma 1.5": "made up: lognormal errors, sigma 1.5",
+    "2 % of the queries have all the error": "made up: 2 % of the queries have all the error",
+    "budget(64)": "`budget(64)`",
+}
+
+
+def _spot_checks() -> str:
+    found = {
+        (row["plan"], row["check"]): row for row in read("experiments/value_aware/results/spot_check.json")["rows"]
+    }
+    rows = []
+    for plan, checks in CHECKS.items():
+        for place, (check, name) in enumerate(checks.items()):
+            row = found[plan, check]
+            rows.append(
+                [
+                    MADE_UP.get(plan, plan) if place == 0 else "",
+                    name,
+                    f"{100 * row['coverage']:.1f} %",
+                    f"{100 * row['coverage_worst']:.1f} %",
+                    f"{100 * row['blocks_with_93']:.0f} %",
+                    f"{100 * row['half_width']:.0f} %",
+                    f"{100 * row['textbook_coverage']:.1f} %",
+                ]
+            )
+    return table(["plan", "check", "covered", "worst", "at least 93 of 100", "half width", "textbook"], rows)
+
+
+ENCODER = "experiments/causal/results/encoder.json"
+CAUSAL = {
+    "each query's best keys (oracle)": "each query's own best 96 keys (oracle)",
+    "fewkeys": '**`budget(96, is_causal=True, memory="constant")`**',
+    "sinks + window": "4 sinks + window 92",
+    "leverage + window": "leverage 48 + window 48",
+    "key norm + window": "key norm 48 + window 48",
+    "random + window": "random 48 + window 48",
+}
+
+
+def _causal_encoder() -> str:
+    found = read(ENCODER)["results"]
+    rows = []
+    for method, name in CAUSAL.items():
+        cells = [f"{found[length][method]['error']:.3f}" for length in ("512", "8192")]
+        rows.append([name, *(f"**{cell}**" if method == "fewkeys" else cell for cell in cells)])
+    return table(["at 96 slots", "512 tokens", "8,192 tokens (16 texts in a row)"], rows)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "demo": _demo,
+    "demo.budget": _demo_error(OURS),
+    "demo.oracle": _demo_error("top-k per query (oracle)"),
+    "stand-ins": _stand_ins,
+    "stand-ins.of-the-oracle": _of_the_oracle,
+    "spot-checks": _spot_checks,
+    "causal.encoder": _causal_encoder,
+    "causal.encoder.512": lambda: f"{read(ENCODER)['results']['512']['fewkeys']['of the oracle']:.2f}",
+    "causal.encoder.8192": lambda: f"{read(ENCODER)['results']['8192']['fewkeys']['of the oracle']:.2f}",
+}

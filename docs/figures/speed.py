@@ -1,0 +1,96 @@
+"""Figures of benchmarks/results."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from docs.figures.sources import ratio, read, table
+
+Row = dict[str, Any]
+
+
+def _bench(form: str) -> dict[int, dict[str, Row]]:
+    """Rows by length and name."""
+    found: dict[int, dict[str, Row]] = {}
+    for row in read(f"benchmarks/results/{form}/bench.json")["rows"]:
+        found.setdefault(row["length"], {})[row["name"]] = row
+    return found
+
+
+PLAN = "budget:192"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:#.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _lengths() -> str:
+    rows = _bench("cpu")
+    each = rows.values()
+    auto = {"plan": "the plan", "exact": "exact"}
+    return table(
+        ["tokens", *(f"{length:,}" for length in rows)],
+        [
+            ["exact attention, ms", *(_milliseconds(row["exact"]["ms"]) for row in each)],
+            ["`budget(192)`, ms", *(_milliseconds(row[PLAN]["ms"]) for row in each)],
+            ["exact / plan", *(ratio(row[PLAN]["ratio"]) for row in each)],
+            ['`impl="auto"` runs', *(auto[row[PLAN]["auto"]] for row in each)],
+        ],
+    )
+
+
+FORMS = {
+    "with gradients": "cpu-backward",
+    "bfloat16": "cpu-bfloat16",
+    "causal": "cpu-causal",
+    "causal, with gradients": "cpu-causal-backward",
+    "causal, bfloat16": "cpu-causal-bfloat16",
+}
+
+
+def _forms() -> str:
+    lengths = (1024, 4096, 16384, 65536)
+    rows = []
+    for name, form in FORMS.items():
+        found = _bench(form)
+        cells = [ratio(found[length][PLAN]["ratio"]) if length in found else "" for length in lengths]
+        rows.append([name, *cells, f"[JSON](benchmarks/results/{form}/bench.json)"])
+    return table(["tokens", *(f"{length:,}" for length in lengths), ""], rows)
+
+
+def _decode(field: str, digits: int, unit: float = 1.0) -> Callable[[], str]:
+    rows = read("benchmarks/results/decode.json")["fewkeys"]
+    return lambda: f"{median(row[field] for row in rows) / unit:.{digits}f}"
+
+
+def _sharded(name: str, rows: str) -> str:
+    return table(
+        ["ranks", "tokens", "ring, bytes", "fewkeys, bytes", "ring, s", "fewkeys, s"],
+        [
+            [
+                *(f"{row[column]:,.0f}" for column in ("ranks", "tokens", "ring_bytes", "fewkeys_bytes")),
+                *(f"{row[column]:.3g}" for column in ("ring_seconds", "fewkeys_seconds")),
+            ]
+            for row in read(f"benchmarks/results/{name}")[rows]
+        ],
+    )
+
+
+def _campaign() -> str:
+    parts = read("benchmarks/results/campaign.json")["parts"].items()
+    rows = [[name, part["promise"], f"{part['tried']:,}", len(part["failed"])] for name, part in parts]
+    return table(["part", "promise", "tried", "failed"], rows)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "bench.lengths": _lengths,
+    "bench.forms": _forms,
+    "bench.short": lambda: ratio(1 / _bench("cpu")[512][PLAN]["ratio"]),
+    "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
+    "bench.tensors": lambda: f"{_bench('cpu')[16384][PLAN]['tensor_bytes'] / 1e6:.0f}",
+    "decode.ms": _decode("milliseconds", 1),
+    "decode.megabytes": _decode("bytes", 1, 1e6),
+    "sharded.measured": lambda: _sharded("sharded.json", "rows"),
+    "sharded.modelled": lambda: _sharded("sharded_model.json", "predictions"),
+    "campaign": _campaign,
+}

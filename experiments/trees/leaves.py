@@ -1,0 +1,97 @@
+"""What leaves in fewer bits cost a decoder, and what they save.
+
+    python experiments/trees/leaves.py --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--place 1/3]
+
+One stretch of `--length` tokens; its second half is judged. A line for each way to hold leaves: bytes of a token in
+the leaves of one layer, and in all that a cache holds; by head and layer, mean and worst relative error of the output
+against leaves that are held as they come, and the mean against exact attention, on what exact attention is given;
+perplexity over that of exact attention, and the mean over tokens of KL(exact || cache), with a cache in all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+from experiments.trees.decoder import load, read_text
+from torch import Tensor, nn
+
+import fewkeys as fk
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.integrations.interface import attach
+from fewkeys.tree.leaves import Form
+
+WAYS = (None, "bfloat16", "int8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face decoder")
+    parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
+    parser.add_argument("--text", required=True, type=Path)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--place", type=Fraction, default=Fraction(0))
+    parser.add_argument("--slots", type=int, default=256)
+    options = parser.parse_args()
+    model, tokenizer = load(options.model, options.gguf)
+    text, length = read_text(options.text), options.length
+    begin = int(len(text) * options.place)
+    tokens = tokenizer(text[begin : begin + 8 * length], return_tensors="pt").input_ids[:, :length]
+    plan, half = fk.budget(options.slots, is_causal=True).always(), length // 2
+    told = tokens[0, half + 1 :, None]
+
+    @torch.no_grad()
+    def likelihood(**more: object) -> Tensor:
+        return model(tokens, **more).logits[0, half:-1].float().log_softmax(-1)
+
+    measured = Measured(plan, half)
+    detach = attach(model, measured)
+    exact = likelihood(use_cache=False)
+    detach()
+    for way in WAYS:
+        cache = fk.cache(model, plan, leaves=way)
+        few = likelihood(past_key_values=cache)
+        ratio = (exact - few).gather(1, told).mean().exp().item()
+        apart = (exact.exp() * (exact - few)).sum(-1).mean().item()
+        between, off = (torch.tensor(errors[way]) for errors in (measured.between, measured.off))
+        print(
+            f"{way or 'float32'}: {measured.bytes[way]} bytes of a token in leaves, {cache.memory() / length:.0f} in "
+            f"all; error {between.mean():.5f}, worst head {between.max():.4f}, against exact {off.mean():.4f}; ratio "
+            f"{ratio:.4f}, KL {apart:.5f}",
+            flush=True,
+        )
+        cache.close()
+
+
+class Measured:
+    """Answers exactly, and notes by way, layer and head how far streams are from it and from each other."""
+
+    def __init__(self, plan: fk.Plan, first: int) -> None:
+        self.plan, self.first = plan, first
+        self.between: dict[str | None, list[list[float]]] = {way: [] for way in WAYS}
+        self.off: dict[str | None, list[list[float]]] = {way: [] for way in WAYS}
+        self.bytes: dict[str | None, int] = {}
+
+    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        query, key, value = inputs.query, inputs.key, inputs.value
+        exact = fk.attention(query, key, value, **inputs.options())
+        found = {}
+        for way in WAYS:
+            stream = fk.stream(self.plan, scale=inputs.scale, leaves=way)
+            stream.append(key, value)
+            found[way] = stream.attend(query)[:, :, self.first :]
+            self.between[way].append(_error(found[way], found[None]))
+            self.off[way].append(_error(found[way], exact[:, :, self.first :]))
+            self.bytes[way] = key.shape[1] * Form.of(way, key, value).width
+        return exact
+
+
+def _error(approx: Tensor, exact: Tensor) -> list[float]:
+    """By head, of one sequence."""
+    return ((approx - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-12))[0].double().mean(-1).tolist()
+
+
+if __name__ == "__main__":
+    main()
