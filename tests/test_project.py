@@ -55,6 +55,7 @@ PUBLIC = [
     "ClusterMeans",
     "Moments",
     "UniformSample",
+    "Softcap",
     "Softmax",
     "Entmax",
     "Power",
