@@ -160,8 +160,8 @@ class Summarised:
         if start == state.moved or start % parts.unit:
             return state
         if self.undo:
-            heavy = [one.with_tensors(one.tensors(""), "") for one in self._heavy]
-            now = _Before(state, heavy, self.generator.get_state())
+            kept = [one.with_tensors(one.tensors(""), "") for one in self._heavy]
+            now = _Before(state, kept, self.generator.get_state())
             self._before = [*(old for old in self._before if old.state.length > start - self.undo), now]
         released = [heavy.rows for heavy in self._heavy]
         if self._heavy and start % CAUSAL_BLOCK == 0:
