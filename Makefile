@@ -1,6 +1,7 @@
 # make demo   the main job on a real model and text: out/demo/results.json and out/demo/pareto.png
 # make test   the whole suite
 # make docs   the site, strictly: out/site
+# make wheels dist/: wheels for Linux with the compiled kernels of every instruction set
 # make campaign   a hostile test of everything, for an hour: out/campaign
 # All create .venv on the first run and reuse it until pyproject.toml or constraints.txt changes.
 
@@ -14,10 +15,12 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test docs figures audit broken campaign lint types clean
+.PHONY: help demo test docs figures sets wheels qemu audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo 'make sets   the kernels agree with the reference, by every instruction set of this machine'
+	@echo 'make qemu   the same on an emulated aarch64'
 	@echo 'make broken break kernels on purpose; do the laws notice? half an hour'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
 	@echo 'make audit  known vulnerabilities of the pinned packages'
@@ -30,6 +33,19 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
+
+# The highest set is the one that `make test` takes.
+AGREE := tests/kernels/test_native.py -k 'it_is_the_reference or statistics_clusters or head_sizes or instruction_set'
+SETS   = $(shell $(BIN)/python -c 'from fewkeys.native.sets import possible; print(*possible()[:-1])')
+
+sets: $(VENV)/.installed-dev
+	set -e; for name in $(SETS); do FEWKEYS_ISA=$$name $(BIN)/python -m pytest -n auto $(AGREE); done
+
+wheels: $(VENV)/.installed-wheels
+	for machine in x86_64 aarch64; do FEWKEYS_WHEEL=$$machine $(BIN)/python -m hatchling build -t wheel || exit 1; done
+
+qemu: wheels
+	PYTHON=$(BIN)/python tests/qemu/run out/qemu tests/qemu/results.json $(AGREE)
 
 broken: $(VENV)/.installed-dev
 	$(BIN)/python tests/broken/run.py --out tests/broken/results.json

@@ -87,7 +87,7 @@ def test_every_source_decides_what_is_kept():
         ("x86_64", sets._AMX, ["v2", "v3", "v4", "amx"]),
         ("x86_64", frozenset({"sse2"}), []),
         ("x86_64", None, ["v2"]),
-        ("aarch64", frozenset({"fp", "asimd"}), ["neon"]),
+        ("aarch64", None, ["neon"]),
         ("riscv64", None, []),
     ],
 )

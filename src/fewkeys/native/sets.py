@@ -68,7 +68,7 @@ SETS = (
     InstructionSet("v3", "x86_64", _V3, ("-march=x86-64-v3", "-mtune=generic")),
     InstructionSet("v4", "x86_64", _V4, _WIDE),
     InstructionSet("amx", "x86_64", _AMX, (*_WIDE, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
-    InstructionSet("neon", "aarch64", frozenset({"asimd"}), ()),  # of every such processor
+    InstructionSet("neon", "aarch64", frozenset(), ()),  # every such processor has it
 )
 """From the lowest to the highest, for every kind of machine."""
 
@@ -113,7 +113,7 @@ def processor() -> str:
 
 @lru_cache
 def _flags() -> frozenset[str] | None:
-    told = _cpuinfo("flags", "Features")
+    told = _cpuinfo("flags")
     return frozenset(told[0].partition(":")[2].split()) if told else None
 
 
