@@ -185,7 +185,7 @@ def _inputs(setting: Setting, length: int) -> Inputs:
     return check_inputs(query, key, value, is_causal=s.is_causal)
 
 
-def _through(points: list[tuple[float, float]]) -> Line:
+def _through(points: Sequence[tuple[float, float]]) -> Line:
     """The line through two points, with nothing negative.
 
     Work that took no longer though there was more of it was disturbed: then it is taken as proportional.
