@@ -11,10 +11,11 @@ from fewkeys.core.clock import in_words
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
-from fewkeys.cost.crossover import exact_is_faster, expected
+from fewkeys.cost.crossover import by_the_faster, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
 from fewkeys.flow import prepare
+from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
 
 NAMES = {
@@ -35,6 +36,7 @@ class Explanation:
         exact_ms, plan_ms: what both are expected to take, None where that is not asked.
         executor: which code runs the plan, by the name that `impl` has for it; None for exact attention.
         uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
+        kernels: the instruction set of these kernels; None where they do not run.
     """
 
     runs: Literal["exact", "plan"]
@@ -43,11 +45,13 @@ class Explanation:
     plan_ms: float | None = None
     executor: str | None = None
     uncompiled: str | None = None
+    kernels: str | None = None
 
     def __str__(self) -> str:
         if self.executor is None:
             return f"runs exact attention: {self.reason}"
-        told = f"runs the plan, by {NAMES[self.executor]}: {self.reason}"
+        of = "" if self.kernels is None else f" for {self.kernels}"
+        told = f"runs the plan, by {NAMES[self.executor]}{of}: {self.reason}"
         return told if self.uncompiled is None else f"{told}; no compiled kernels: {self.uncompiled}"
 
 
@@ -68,8 +72,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
         return found
     if plan.rest.needs_causal and x.offset:
         x = x.from_start()
-    executor, uncompiled = dispatch.choose(prepare(x, plan))
-    return replace(found, executor=executor, uncompiled=uncompiled)
+    faster = by_the_faster(x, plan)
+    executor, uncompiled = dispatch.choose(prepare(faster, plan))
+    if faster is not x:
+        uncompiled = f"those for {instruction_set()} are slower than torch here, at this size"
+    kernels = instruction_set() if executor == "native" else None
+    return replace(found, executor=executor, uncompiled=uncompiled, kernels=kernels)
 
 
 def _way(x: Inputs, plan: Plan) -> Explanation:
@@ -88,10 +96,11 @@ def _way(x: Inputs, plan: Plan) -> Explanation:
     found = None if own >= exact else expected(x, plan)
     if found is None:
         return Explanation(runs, f"{own:.0f} operations per query against {exact:.0f} of exact attention")
+    ms = found.steps if found.kernels_lose and found.steps is not None else found.plan
     return Explanation(
         runs,
-        f"about {in_words(found.plan)} for the plan, {in_words(found.exact)} for exact attention, by what this machine "
+        f"about {in_words(ms)} for the plan, {in_words(found.exact)} for exact attention, by what this machine "
         "was measured to do",
         found.exact,
-        found.plan,
+        ms,
     )
