@@ -1,6 +1,7 @@
-# make demo   the main job on a real model and text: out/demo/results.json and out/demo/pareto.png
+# make demo   the main job on a real model and text: a table, and a page to open, out/demo/report.html
 # make test   the whole suite
 # make docs   the site, strictly: out/site
+# make wheels dist/: wheels for Linux with the compiled kernels of every instruction set
 # make campaign   a hostile test of everything, for an hour: out/campaign
 # All create .venv on the first run and reuse it until pyproject.toml or constraints.txt changes.
 
@@ -14,10 +15,13 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test docs figures audit broken campaign lint types clean
+.PHONY: help demo test browser docs figures sets wheels qemu audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
+	@echo 'make browser   the page of fewkeys report in Chromium, which must be installed'
+	@echo 'make sets   the kernels agree with the reference, by every instruction set of this machine'
+	@echo 'make qemu   the same on an emulated aarch64'
 	@echo 'make broken break kernels on purpose; do the laws notice? half an hour'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
 	@echo 'make audit  known vulnerabilities of the pinned packages'
@@ -27,9 +31,27 @@ help:
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/fewkeys compare --demo $(foreach file,$(TEXT),--text $(file)) --slots $(SLOTS) --out $(OUT)
+	$(BIN)/fewkeys report $(OUT) --html $(OUT)/report.html
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
+
+# Debian: apt-get install chromium. CHROMIUM=/path/to/another names another one.
+browser: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest -n0 tests/browser/page.py
+
+# The highest set is the one that `make test` takes.
+AGREE := tests/kernels/test_native.py -k 'it_is_the_reference or statistics_clusters or head_sizes or instruction_set'
+SETS   = $(shell $(BIN)/python -c 'from fewkeys.native.sets import possible; print(*possible()[:-1])')
+
+sets: $(VENV)/.installed-dev
+	set -e; for name in $(SETS); do FEWKEYS_ISA=$$name $(BIN)/python -m pytest -n auto $(AGREE); done
+
+wheels: $(VENV)/.installed-wheels
+	for machine in x86_64 aarch64; do FEWKEYS_WHEEL=$$machine $(BIN)/python -m hatchling build -t wheel || exit 1; done
+
+qemu: wheels
+	PYTHON=$(BIN)/python tests/qemu/run out/qemu tests/qemu/results.json $(AGREE)
 
 broken: $(VENV)/.installed-dev
 	$(BIN)/python tests/broken/run.py --out tests/broken/results.json

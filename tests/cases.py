@@ -97,6 +97,7 @@ WEIGHTS = {
     "entmax": fk.Entmax(1.5),
     "power": fk.Power(2.0),
     "elu": fk.Elu(),
+    "softcap": fk.Softcap(4.0),
     "relu": fk.Relu(2.0),
 }
 GROUPED = {

@@ -27,7 +27,18 @@ from predictors import GROUPINGS as GROUPINGS_TRIED
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
-OPTIONAL = ["transformers", "tokenizers", "rich", "matplotlib", "sklearn", "scipy", "entmax", "triton"]
+OPTIONAL = [
+    "transformers",
+    "tokenizers",
+    "rich",
+    "matplotlib",
+    "plotly",
+    "shtab",
+    "sklearn",
+    "scipy",
+    "entmax",
+    "triton",
+]
 
 PUBLIC = [
     "attention",
@@ -44,6 +55,7 @@ PUBLIC = [
     "ClusterMeans",
     "Moments",
     "UniformSample",
+    "Softcap",
     "Softmax",
     "Entmax",
     "Power",

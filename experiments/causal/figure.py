@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
+
 TITLES = {"text": ("perplexity", "perplexity of text"), "recall": ("accuracy", "pairs recalled")}
+LOOKS = {
+    "fewkeys": Look("#009e73", "-", 3.4),
+    "fewkeys + sinks": Look("#009e73", (0, (3, 1.5)), 1.8, "s"),
+    "sinks + window": Look("#0072b2", "-", 1.6, "s"),
+    "leverage": Look("#d55e00", "-", 1.6, "^"),
+    "accumulated attention": Look("#cc79a7", "-", 1.6, "v"),
+    "random": Look("#767676", "-", 1.3, "x"),
+    "key norm": Look("#a3a3a3", "-", 1.3, "+"),
+}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -27,33 +38,25 @@ def table(results: dict[str, Any]) -> str:
 
 
 def save_figure(results: dict[str, Any], path: Path) -> None:
-    """Both tasks side by side, against the slots."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, (task, (field, title)) in zip(figure.subplots(1, 2), TITLES.items(), strict=True):
+    """Both tasks side by side, against the slots; what exact attention reaches is dashed."""
+    slots = results["settings"]["slots"]
+    figure, panels = sheet(
+        "A decoder with constant memory", "small models trained here; dashed: exact attention", columns=2,
+        size=(4.6, 4.2), names=1.9,
+    )  # fmt: skip
+    for axes, (task, (field, title)) in zip(panels, TITLES.items(), strict=True):
         rows = results[task]
-        for method in dict.fromkeys(row["method"] for row in rows):
+        exact = next(row[field] for row in rows if row["method"] == "exact")
+        axes.axhline(exact, color="#000000", linewidth=1.2, linestyle=(0, (5, 2)))
+        ends = {}
+        for method in dict.fromkeys(row["method"] for row in rows if row["method"] != "exact"):
             mine = [row for row in rows if row["method"] == method]
-            if method == "exact":
-                axes.axhline(mine[0][field], color="black", linewidth=1, label="exact")
-                continue
-            ours = method.startswith("fewkeys")
-            axes.plot(
-                [row["slots"] for row in mine],
-                [row[field] for row in mine],
-                marker="o",
-                markersize=4,
-                linewidth=2 if ours else 1,
-                label=method,
-            )
-        slots = results["settings"]["slots"]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(slots, [str(count) for count in slots])
+            draw(axes, [row["slots"] for row in mine], [row[field] for row in mine], LOOKS[method])
+            ends[method] = (mine[-1]["slots"], mine[-1][field])
+        say(axes, "slots per query", title)
+        logarithmic(axes, "x", slots, slots)
         if field == "perplexity":
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_formatter("{x:.0f}")
-            axes.yaxis.set_major_formatter("{x:.0f}")
-        axes.set(xlabel="slots", title=title)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+            values = [row[field] for row in rows]
+            logarithmic(axes, "y", values, range(40, 2 * int(max(values)), 10))
+        name_lines(axes, ends, LOOKS)
+    save(figure, path)

@@ -40,7 +40,7 @@ def replaced(model: Any, method: str, slots: int) -> Iterator[None]:
     if method == "exact":
         yield
     elif method == ACCUMULATED:
-        detach = attach(model, _Accumulated(slots))
+        detach = attach(model, _Accumulated(slots)).detach
         try:
             yield
         finally:

@@ -30,6 +30,7 @@ import fewkeys as fk
 from fewkeys.core.entmax import entmax
 from fewkeys.core.files import read_json, write_json
 from fewkeys.integrations.quiet import quiet
+from fewkeys.report.style import save, say, sheet
 from fewkeys.select import Selector
 from fewkeys.tuning.score import problem_of
 
@@ -91,7 +92,7 @@ def _run(given: argparse.Namespace) -> None:
     tags = [tag_tokens(keys, tagger) for _, keys in sides]
     found = occupancy([own.key[0, :, :, 0] for own in groups if own is not None], tags, given.clusters)
     write_json(given.out, "clusters.json", {"part": given.part, "clusters": [asdict(one) for one in found]})
-    _draw_clusters(found, finder.shape.query_heads, given.out / "clusters.png")
+    draw_clusters(found, given.out / "clusters.png")
     print(f"wrote graphs.png, clusters.json and clusters.png into {given.out}")
 
 
@@ -149,21 +150,27 @@ def _draw_graphs(graphs: dict[str, Tensor], queries: list[str], keys: list[str],
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
-def _draw_clusters(found: list[Occupancy], heads: int, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.4 * heads, 3.6), dpi=120, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
+def draw_clusters(found: list[Occupancy], path: Path) -> None:
+    """One panel for each head: how many keys its clusters hold, by part of speech."""
+    heads = 1 + max(one.head for one in found)
     tags = sorted({tag for one in found for tag in one.tags})
     palette = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7400", "#767676", "#000000"]
-    every = figure.subplots(1, heads, sharey=True, squeeze=False)[0]
+    figure, every = sheet(
+        "What the clusters hold",
+        "parts of speech of the keys in each cluster",
+        columns=heads,
+        size=(2.7, 3.1),
+        names=0.1,
+        titled=True,
+    )
+    clusters = sorted({one.cluster for one in found})
     for head, axes in enumerate(every):
         _bars(axes, [one for one in found if one.head == head], tags, palette)
-        axes.set_title(f"head {head}", fontsize=10, loc="left")
-    every[0].set_ylabel("keys in the cluster", fontsize=9)
-    every[-1].legend(fontsize=7, frameon=False)
-    figure.savefig(path, format="png", metadata={"Software": None})
+        say(axes, "cluster", "" if head else "keys in the cluster", f"head {head}")
+        axes.set_xticks(clusters)
+        axes.set_ylim(0, 1.05 * max(one.count for one in found))
+    every[-1].legend(fontsize=8, frameon=False, loc="upper right", ncols=2)
+    save(figure, path)
 
 
 def _bars(axes: Axes, clusters: list[Occupancy], tags: list[str], palette: list[str]) -> None:
@@ -173,9 +180,6 @@ def _bars(axes: Axes, clusters: list[Occupancy], tags: list[str], palette: list[
         places = [one.cluster for one in clusters]
         axes.bar(places, height, bottom=bottom, color=palette[number % len(palette)], label=tag)
         bottom = [low + more for low, more in zip(bottom, height, strict=True)]
-    axes.set_xlabel("cluster", fontsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def dense_entmax(model: Any) -> Iterator[None]:
             scores = scores.masked_fill(later, -1e4)
         return entmax15(scores.float(), dim=-1).to(value.dtype) @ value
 
-    detach = attach(model, answer)
+    detach = attach(model, answer).detach
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.sparsefinder.score import Point, front, sparsest
 
 from fewkeys.core.files import write_whole
-from fewkeys.report.figure import Look
+from fewkeys.report.style import Look, draw, save, say, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,32 +17,33 @@ if TYPE_CHECKING:
 RECALLS = (0.8, 0.85, 0.9, 0.95, 0.98)
 PAPER = ("buckets", "uniform buckets", "clusters", "clusters, top 2", "clusters, 2 rounds")
 """Sparsefinder's groupings that save work; `distance` scores every pair. Each also as ", raw"."""
-# Blue and green: Sparsefinder. Orange and red: published methods. Black: what scores every pair. Grey: controls.
+# Blue and green: Sparsefinder. Orange and red: published methods. Black: what scores every pair. Grey: a control.
 LOOKS = {
-    "cluster pairs": Look("#009e73", "-", 2.6, "o"),
-    "clusters": Look("#0072b2", "-", 2.2, "o"),
-    "clusters, top 2": Look("#0072b2", (0, (4, 2)), 1.6, "s"),
-    "buckets": Look("#56b4e9", "-", 1.6, "^"),
-    "uniform buckets": Look("#56b4e9", (0, (4, 2)), 1.6, "v"),
-    "cluster pairs, raw": Look("#009e73", (0, (1, 1.5)), 1.6, "."),
-    "clusters, raw": Look("#0072b2", (0, (1, 1.5)), 1.6, "."),
-    "block clusters v1": Look("#6a3d9a", "-", 1.6, "o"),
-    "block clusters v2": Look("#6a3d9a", (0, (4, 2)), 1.6, "o"),
-    "distance": Look("#000000", "-", 1.4, "d"),
-    "low-dimensional entmax": Look("#000000", (0, (4, 2)), 1.4, "d"),
-    "window": Look("#d55e00", "-", 1.8, "s"),
-    "Longformer": Look("#e69f00", "-", 1.4, "^"),
-    "BigBird": Look("#e69f00", (0, (4, 2)), 1.4, "v"),
-    "BigBird, blocks": Look("#e69f00", (0, (1, 1.5)), 1.4, "v"),
-    "Reformer": Look("#cc79a7", "-", 1.4, "x"),
-    "Routing": Look("#cc79a7", (0, (4, 2)), 1.4, "x"),
-    "strided": Look("#8a7400", "-", 1.2, "+"),
-    "fixed": Look("#8a7400", (0, (4, 2)), 1.2, "+"),
-    "sorted LSH": Look("#b15928", "-", 1.2, "+"),
-    "random edges": Look("#767676", "-", 1.2, "x"),
-    "key norm": Look("#a3a3a3", "-", 1.2, "+"),
+    "cluster pairs": Look("#009e73", "-", 3.4, "o"),
+    "clusters": Look("#0072b2", "-", 1.6, "s"),
+    "clusters, top 2": Look("#56b4e9", "-", 1.6, "^"),
+    "distance": Look("#000000", (0, (5, 2)), 1.6, "D"),
+    "window": Look("#d55e00", "-", 1.6, "s"),
+    "BigBird": Look("#e69f00", "-", 1.6, "v"),
+    "Routing": Look("#cc79a7", "-", 1.6, "h"),
+    "random edges": Look("#767676", "-", 1.3, "x"),
 }
-"""What the picture shows; results.json and the tables have every family."""
+OTHER = (
+    *("buckets", "uniform buckets", "cluster pairs, raw", "clusters, raw", "block clusters v1", "block clusters v2"),
+    *(
+        "low-dimensional entmax",
+        "Longformer",
+        "BigBird, blocks",
+        "Reformer",
+        "strided",
+        "fixed",
+        "sorted LSH",
+        "key norm",
+    ),
+)
+SHOWN, ORDER, PALE = tuple(LOOKS), (*OTHER, *LOOKS), "others, by name in the tables"
+"""What the picture names, and what it shows at all; results.json and the tables have every family."""
+COLUMNS = 3
 
 
 def write(results: Mapping[str, Any], out: Path) -> None:
@@ -121,36 +122,37 @@ def _task_table(task: Mapping[str, Any]) -> str:
 
 
 def save_figure(results: Mapping[str, Any], path: Path) -> None:
-    """Above, recall against sparsity for every part; below, the score for what is replaced."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Recall against sparsity for every part, then the score for what is replaced; pale lines are in the tables."""
     parts, task = results["points"], results["task"]
     sides = list(dict.fromkeys(row["replaced"] for row in task["rows"]))
-    columns = max(len(parts), len(sides) + 1)
-    figure = Figure(figsize=(5.0 * columns, 8.4), dpi=120, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, columns, squeeze=False)
-    for own, (part, rows) in zip(axes[0], parts.items(), strict=False):
-        points = [Point(**row) for row in rows]
-        for name in LOOKS:
+    rows = -(-(len(parts) + len(sides) + 1) // COLUMNS)
+    figure, panels = sheet(
+        "How many pairs may go, and what is lost", "recall of gold edges, then the score of the model with attention "
+        "replaced; the upper right is better", columns=COLUMNS, rows=rows, size=(4.3, 3.5), names=0.15, titled=True,
+    )  # fmt: skip
+    for own, (part, points_of) in zip(panels, parts.items(), strict=False):
+        points = [Point(**row) for row in points_of]
+        for name in ORDER:
             kept = front([point for point in points if point.family == name])
             _draw(own, name, [p.sparsity for p in kept], [p.recall for p in kept])
-        _frame(own, f"{part}: recall of gold edges", (0.5, 1.005))
+        _limits(own, f"{part}: recall", "share of gold edges found", (0.5, 1.005))
     exact = task["exact"]
     worst = [row["score"] for row in task["rows"] if row["sparsity"] <= 0.8]
     low = min([*worst, exact]) if worst else 0.0
-    for own, side in zip(axes[1], sides, strict=False):
-        for name in LOOKS:
+    for own, side in zip(panels[len(parts) :], sides, strict=False):
+        for name in ORDER:
             kept = _upper([row for row in task["rows"] if row["family"] == name and row["replaced"] == side])
             _draw(own, name, [row["sparsity"] for row in kept], [row["score"] for row in kept])
-        own.axhline(exact, color="#000000", linewidth=0.8)
-        _frame(own, f"{side} replaced: {task['measure']}", (max(low, 0.6 * exact), max(exact * 1.02, 0.01)))
-    for own in [*axes[0][len(parts) :], *axes[1][len(sides) :]]:
+        own.axhline(exact, color="#000000", linewidth=1.0, linestyle=(0, (5, 2)))
+        _limits(own, f"{side} replaced", task["measure"], (max(low, 0.6 * exact), max(exact * 1.02, 0.01)))
+    rest = panels[len(parts) + len(sides) :]
+    for own in rest:
         own.set_axis_off()
-    handles = {line.get_label(): line for own in axes.flat for line in own.get_lines() if line.get_label() in LOOKS}
-    axes[1][-1].legend(handles.values(), handles.keys(), loc="center", frameon=False, fontsize=9, ncols=2)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    drawn = [line for own in panels for line in own.get_lines()]
+    handles = {str(line.get_label()): line for line in drawn if not str(line.get_label()).startswith("_")}
+    order = [name for name in (*SHOWN, PALE) if name in handles]
+    rest[0].legend([handles[name] for name in order], order, loc="upper left", frameon=False, fontsize=10)
+    save(figure, path)
 
 
 def _upper(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,25 +165,15 @@ def _upper(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _draw(axes: Axes, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    look = LOOKS[name]
-    if x:
-        axes.plot(
-            x,
-            y,
-            color=look.color,
-            linestyle=look.dash,
-            linewidth=look.width,
-            marker=look.marker,
-            markersize=4,
-            label=name,
-        )
+    if not x:
+        return
+    if name in SHOWN:
+        draw(axes, x, y, LOOKS[name], label=name, markevery=max(1, len(x) // 8))
+    else:
+        axes.plot(x, y, color="#d3d3d3", linewidth=0.9, zorder=1, label=PALE)
 
 
-def _frame(axes: Axes, title: str, limits: tuple[float, float]) -> None:
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.set_xlabel("sparsity: share of visible pairs not attended", fontsize=9)
+def _limits(axes: Axes, title: str, what: str, limits: tuple[float, float]) -> None:
+    say(axes, "sparsity: share of visible pairs not attended", what, title)
     axes.set_xlim(0, 1)
     axes.set_ylim(*limits)
-    axes.grid(color="#e4e4e4", linewidth=0.8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)

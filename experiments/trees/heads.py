@@ -24,7 +24,7 @@ def judge(stretch: Stretch) -> dict[str, Any]:
     the head's output under `fk.budget(slots, is_causal=True)`; oracle: that of each query's own so many best keys.
     """
     measured = _Measured(stretch.first)
-    detach = attach(stretch.model, measured)
+    detach = attach(stretch.model, measured).detach
     try:
         with torch.no_grad():
             stretch.model(stretch.tokens, use_cache=False, logits_to_keep=1)

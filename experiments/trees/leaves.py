@@ -47,7 +47,7 @@ def main() -> None:
         return model(tokens, **more).logits[0, half:-1].float().log_softmax(-1)
 
     measured = Measured(plan, half)
-    detach = attach(model, measured)
+    detach = attach(model, measured).detach
     exact = likelihood(use_cache=False)
     detach()
     for way in WAYS:

@@ -54,7 +54,7 @@ def replaced(model: Any, method: str, slots: int, tokens: int, first: int) -> It
             yield lambda: _paid(plan, model.config, tokens, first)
     else:
         answer = ByRule(RULES[method](slots), first)
-        detach = attach(model, answer)
+        detach = attach(model, answer).detach
         try:
             yield lambda: answer.paid
         finally:

@@ -11,6 +11,8 @@ from experiments.trees.heads import SLOTS
 from experiments.trees.methods import EXACT, METHODS, OURS
 from experiments.trees.tasks import TASKS
 
+from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
+
 Cells = list[dict[str, Any]]
 
 
@@ -114,26 +116,30 @@ def _flat(layers: Sequence[Sequence[float]]) -> list[float]:
 
 
 def save_figure(cells: Cells, path: Path) -> None:
-    """Perplexity and retrieval against the slots paid, at the shortest length of each; heads by layer."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
-    text, recall, heads = figure.subplots(1, 3)
-    colours = {method: f"C{place}" for place, method in enumerate(METHODS[1:])}
-    _scatter(text, _of(cells, "perplexity"), lambda own, _: mean(cell["ratio"] for cell in own), colours)
-    text.set_yscale("log")
-    text.set(title="perplexity over exact attention's", xlabel="slots paid")
-    text.yaxis.set_minor_formatter("{x:.2f}")
-    text.yaxis.set_major_formatter("{x:.2f}")
-    _scatter(recall, _of(cells, "retrieval"), _share, colours)
-    recall.set(title="right answers, share of exact attention's", xlabel="slots paid")
+    """Perplexity and retrieval over the length, for the most slots of each; keys that heads need, by layer."""
+    figure, (text, recall, heads) = sheet(
+        "A real decoder with few slots", _about(cells), columns=3, size=(4.0, 3.6), names=1.75, titled=True
+    )
+    looks = {method: Look(OTHERS[place % len(OTHERS)]) for place, method in enumerate(METHODS[1:])}
+    looks |= {OURS: Look("#009e73", width=4.0), "oracle": Look("#000000", dash="--", marker="D")}
+    _lines(text, _of(cells, "perplexity"), lambda own, _: mean(cell["ratio"] for cell in own), looks)
+    say(text, "tokens", "over exact attention's", "Perplexity")
+    _lines(recall, _of(cells, "retrieval"), _share, looks)
+    say(recall, "tokens", "share of exact attention's", "Right answers of retrieval")
     for cell in _of(cells, "heads")[:1]:
         needed = [sorted(layer) for layer in cell["needed"]]
         image = heads.imshow(list(zip(*needed, strict=True)), aspect="auto", cmap="magma_r", origin="lower")
-        figure.colorbar(image, ax=heads)
-        heads.set(title="keys that hold 99 % of a head's mass", xlabel="layer", ylabel="head, sorted")
-    figure.legend(*text.get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
+        heads.grid(visible=False)
+        figure.colorbar(image, cax=heads.inset_axes((1.04, 0.0, 0.04, 1.0)))
+        say(heads, "layer", "head, sorted", "Keys that hold 99 % of the mass")
+    save(figure, path)
+
+
+def _about(cells: Cells) -> str:
+    """Which text, and at most how many slots."""
+    texts = [cell["text"] for cell in _of(cells, "perplexity") + _of(cells, "heads")]
+    slots = max((cell["of"].get("slots", 0) for cell in cells), default=0)
+    return f"{texts[0] if texts else 'retrieval'} \u00b7 {slots} slots"
 
 
 def _share(own: Cells, exact: Cells) -> float:
@@ -141,20 +147,26 @@ def _share(own: Cells, exact: Cells) -> float:
     return sum(cell["right"] for cell in own) / max(1, sum(best[cell["task"], cell["seed"]] for cell in own))
 
 
-def _scatter(axes: Any, cells: Cells, figure: Any, colours: dict[str, str]) -> None:
-    """One line a method, over its slots, at the shortest length; of what was measured for it."""
+def _lines(axes: Any, cells: Cells, figure: Any, looks: dict[str, Look]) -> None:
+    """One line a method, over the length: of the first text, and the most slots."""
+    cells = [cell for cell in cells if cell.get("text") == cells[0].get("text")]
     if not cells:
         return
-    length = min(cell["length"] for cell in cells)
-    cells = [cell for cell in cells if cell["length"] == length]
-    exact = [cell for cell in cells if cell["method"] == EXACT]
-    axes.axhline(1.0, color="black", linewidth=1)
-    for method, colour in colours.items():
+    most, ends, values = max(cell["slots"] for cell in cells), {}, [1.0]
+    lengths = sorted({cell["length"] for cell in cells})
+    for method in looks:
         points = []
-        for slots in sorted({cell["slots"] for cell in cells if cell["method"] == method}):
-            own = [cell for cell in cells if (cell["method"], cell["slots"]) == (method, slots)]
-            points.append((mean(cell["paid"] for cell in own), figure(own, exact)))
+        for length in lengths:
+            own = [cell for cell in cells if (cell["method"], cell["slots"], cell["length"]) == (method, most, length)]
+            exact = [cell for cell in cells if (cell["method"], cell["length"]) == (EXACT, length)]
+            if own and exact:
+                points.append((length, figure(own, exact)))
         if points:
-            width = 2.5 if method == OURS else 1
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=width, label=method, color=colour)
-    axes.text(0.98, 0.02, f"{length:,} tokens", transform=axes.transAxes, ha="right", va="bottom")
+            draw(axes, *zip(*points, strict=True), looks[method])
+            ends[method] = points[-1]
+            values += [value for _, value in points]
+    axes.axhline(1.0, color="#999999", linewidth=1)
+    logarithmic(axes, "x", lengths, lengths)
+    low, high = min(values), max(values)
+    axes.set_ylim(max(0.0, low - 0.05 * (high - low) - 0.01), high + 0.05 * (high - low) + 0.01)
+    name_lines(axes, ends, looks)

@@ -117,7 +117,7 @@ def _answered(
     def attend(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         return answer(layer, Call.of(inputs, kernel, generator))
 
-    detach = attach(model, attend)
+    detach = attach(model, attend).detach
     try:
         yield
     finally:

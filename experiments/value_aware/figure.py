@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.value_aware.table import TASKS
 
-from fewkeys.report.figure import Look
+from fewkeys.report.style import Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

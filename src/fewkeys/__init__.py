@@ -3,7 +3,7 @@
     keep     which keys each query attends to exactly        Window, Sinks, Leverage, Outliers, KeyNorm, RandomKeys;
                                                              oracles TopK, BestColumns; `a | b` keeps what either keeps
     rest     what stands in for all the other keys           Drop, ClusterMeans, Moments, UniformSample
-    weights  how scores become weights                       Softmax, Entmax, Power, Elu, Relu
+    weights  how scores become weights                       Softmax, Softcap, Entmax, Power, Elu, Relu
     slots    what a query pays                               kept keys plus stand-ins, in units of one key
 
 `attention` runs a plan, `budget` recommends one, `tune` fits one to a model. `capture`, `compare` and `apply` judge and

@@ -7,13 +7,15 @@ from typing import Literal, Unpack
 
 from torch import Tensor
 
+from fewkeys.core.clock import in_words
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
-from fewkeys.cost.crossover import exact_is_faster, expected
+from fewkeys.cost.crossover import by_the_faster, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
 from fewkeys.flow import prepare
+from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
 from fewkeys.tree.descent import Descent
 
@@ -35,6 +37,7 @@ class Explanation:
         exact_ms, plan_ms: what both are expected to take, None where that is not asked.
         executor: which code runs the plan, by the name that `impl` has for it; None for exact attention.
         uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
+        kernels: the instruction set of these kernels; None where they do not run.
         slots, mass: of a plan whose queries stop at a share of their mass (`KeyTree(slots, mass)`), what they pay on
             average, and the mean share of the mass on keys that they keep: at least, where it is certified, else
             estimated. None of other plans.
@@ -46,13 +49,15 @@ class Explanation:
     plan_ms: float | None = None
     executor: str | None = None
     uncompiled: str | None = None
+    kernels: str | None = None
     slots: float | None = None
     mass: float | None = None
 
     def __str__(self) -> str:
         if self.executor is None:
             return f"runs exact attention: {self.reason}"
-        told = f"runs the plan, by {NAMES[self.executor]}: {self.reason}"
+        of = "" if self.kernels is None else f" for {self.kernels}"
+        told = f"runs the plan, by {NAMES[self.executor]}{of}: {self.reason}"
         if self.slots is not None and self.mass is not None:
             told += f"; {self.slots:.1f} slots a query keep {self.mass:.4f} of its mass"
         return told if self.uncompiled is None else f"{told}; no compiled kernels: {self.uncompiled}"
@@ -75,9 +80,13 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
         return found
     if plan.rest.needs_causal and x.offset:
         x = x.from_start()
-    problem = prepare(x, plan)
+    faster = by_the_faster(x, plan)
+    problem = prepare(faster, plan)
     executor, uncompiled = dispatch.choose(problem)
-    found = replace(found, executor=executor, uncompiled=uncompiled)
+    if faster is not x:
+        uncompiled = f"those for {instruction_set()} are slower than torch here, at this size"
+    kernels = instruction_set() if executor == "native" else None
+    found = replace(found, executor=executor, uncompiled=uncompiled, kernels=kernels)
     descent = problem.graph.descent
     if not isinstance(descent, Descent) or descent.enough is None:
         return found
@@ -100,10 +109,11 @@ def _way(x: Inputs, plan: Plan) -> Explanation:
     found = None if own >= exact else expected(x, plan)
     if found is None:
         return Explanation(runs, f"{own:.0f} operations per query against {exact:.0f} of exact attention")
+    ms = found.steps if found.kernels_lose and found.steps is not None else found.plan
     return Explanation(
         runs,
-        f"about {found.plan:.2g} ms for the plan, {found.exact:.2g} ms for exact attention, by what this machine was "
-        "measured to do",
+        f"about {in_words(ms)} for the plan, {in_words(found.exact)} for exact attention, by what this machine "
+        "was measured to do",
         found.exact,
-        found.plan,
+        ms,
     )

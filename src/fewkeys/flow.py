@@ -13,7 +13,7 @@ from fewkeys.core.gaps import has_gaps, without_gaps
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
-from fewkeys.cost.crossover import exact_is_faster
+from fewkeys.cost.crossover import by_the_faster, exact_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
@@ -59,7 +59,7 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
     if plan.rest.needs_causal and inputs.offset:
         # Stand-ins of the past are made block by block from the first token on.
         return run(inputs.from_start(), plan, guard)[:, :, inputs.offset :]
-    output = dispatch.attend(prepare(inputs, plan))
+    output = dispatch.attend(prepare(by_the_faster(inputs, plan), plan))
     return output if guard is None else guard.correct(inputs, plan.weights, output)
 
 

@@ -34,7 +34,7 @@ class Copy:
     def __init__(self, folder: str, breakage: Breakage | None = None) -> None:
         self.source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", self.source, ignore=shutil.ignore_patterns("__pycache__"))
-        self.put("native/build.py", '"-O3"', '"-O1"')
+        self.put("native/sets.py", '"-O3"', '"-O1"')
         if breakage is not None:
             self.put(breakage.file, breakage.find, breakage.put)
         self.environment = {

@@ -283,7 +283,7 @@ def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
 def test_leaves_are_measured_against_those_that_are_held_as_they_come():
     model = llama()
     measured = leaves.Measured(fk.budget(64, is_causal=True).always(), 100)
-    detach = attach(model, measured)
+    detach = attach(model, measured).detach
     model(tokens(1, 200))
     detach()
     between = {way: torch.tensor(errors).mean() for way, errors in measured.between.items()}

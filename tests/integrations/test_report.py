@@ -12,10 +12,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from fewkeys.core.clock import in_words
 from fewkeys.judge.pareto import best, front, oracle
 from fewkeys.judge.result import SCHEMA, Report, Row, Skipped
 from fewkeys.report import print_table, save_figure
-from fewkeys.report.figure import LOOKS, spread
+from fewkeys.report.figure import LOOKS
+from fewkeys.report.style import spread
 from fewkeys.report.table import advice, title
 
 
@@ -182,10 +184,38 @@ def test_the_table_shows_every_row_number_and_reason():
     assert "…" not in text
 
 
-def test_a_narrow_terminal_loses_columns_but_no_digits():
-    text = shown(report(), width=80)
-    line = next(line for line in text.splitlines() if "window" in line)
-    assert line.split() == ["window", "16.0", "0.500", "0.750", "0.9000", "4.0", "0.25×"]
+@pytest.mark.parametrize(
+    ("width", "cells"),
+    [
+        (80, ["window", "16.0", "0.500", "0.850", "0.750", "0.9000", "4.0", "0.25×"]),
+        (60, ["window", "16.0", "0.500", "0.9000", "0.25×"]),
+        (48, ["window", "0.500", "0.9000", "0.25×"]),
+    ],
+)
+def test_a_narrow_terminal_loses_columns_but_no_digits(width, cells):
+    table = shown(report(), width=width).partition("error:")[0].splitlines()
+    assert next(line for line in table if "window" in line).split() == cells
+    assert max(map(len, table)) <= width
+
+
+def test_printing_is_a_short_table():
+    many = report([row("window", n, slots=float(n), error=0.5 / n, ms=99.6) for n in range(1, 40)])
+    lines = str(report()).splitlines()
+    assert len(lines) == 6
+    assert lines[0].split() == ["plan", "asked", "slots", "error", "p90", "cosine", "time", "speed"]
+    assert lines[3].split() == ["window", "16", "16.0", "0.500", "0.850", "0.9000", "4", "ms", "0.25"]
+    beaten = replace(many, rows=[*many.rows, row("<b>", 1, slots=41.0), row("<i>", 2, slots=42.0, kind="oracle")])
+    assert "and 1 rows" in str(beaten)
+    assert "100 ms" in str(beaten)
+    assert "&lt;i&gt;" in beaten._repr_html_()
+    assert "<i>" not in beaten._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("number", "told"), [(99.6, "100 ms"), (0.01234, "0.012 ms"), (1.5, "1.5 ms"), (12345.6, "12,000 ms")]
+)
+def test_milliseconds_are_plain(number, told):
+    assert in_words(number) == told
 
 
 def test_the_advice_names_plan_price_and_bound():

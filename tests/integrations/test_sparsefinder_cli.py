@@ -35,9 +35,9 @@ def test_fit_prints_a_table_and_leaves_a_predictor(run, request, kind, tmp_path)
     assert code == 0, err
     finder = fk.Sparsefinder.from_pretrained(out)
     assert (finder.shape.kind, finder.settings.epochs) == ("causal" if kind == "decoder" else "bidirectional", 2)
-    assert [path.suffix for path in sorted(out.iterdir())] == [".safetensors", ".json", ".json"]
+    assert [path.suffix for path in sorted(out.iterdir())] == [".json", ".safetensors", ".json"]
     assert "2 held-out sequences, fitted on 6" in shown
-    report = json.loads((out / "results.json").read_text())
+    report = json.loads((out / "fit.json").read_text())
     assert {row["space"] for row in report["rows"]} == {"projected", "raw"}
     for row in report["rows"]:
         assert row["name"] in shown
@@ -52,7 +52,7 @@ def test_fit_reads_a_capture_and_prints_json(run, tmp_path):
         ["--separate", "--json"], **options, out=tmp_path, rank=2, alpha=1.7, margin=2, lr=0.01, seed=3
     )
     assert code == 0
-    assert json.loads(shown) == json.loads((tmp_path / "results.json").read_text())
+    assert json.loads(shown) == json.loads((tmp_path / "fit.json").read_text())
     finder = fk.Sparsefinder.from_pretrained(tmp_path)
     # All of it but the held-out sequences, exactly as in Python.
     own = {"rank": 2, "alpha": 1.7, "margin": 2.0, "lr": 0.01, "shared": False, "epochs": 2, "batch": 2, "seed": 3}

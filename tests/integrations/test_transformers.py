@@ -1,6 +1,5 @@
 """A plan inside a model: the same model with other attention, and afterwards the same model to the bit."""
 
-import copy
 import gc
 import subprocess
 import sys
@@ -14,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers import BartConfig, BartModel, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralModel
 
 import fewkeys as fk
-from fewkeys.integrations import interface
+from fewkeys.integrations import interface, switch
 from fewkeys.integrations.transformers import apply, capture, load_model
 from tiny_models import GROUPED, MODELS, after_attention, bert, close, far, gpt2, llama, padded, run, tokens
 
@@ -183,8 +182,6 @@ def test_windows_of_the_model_that_cover_the_text():
     before = run(model, input_ids=tokens())
     with apply(model, EXACT):
         close(run(model, input_ids=tokens()), before)
-        with pytest.raises(ValueError, match="sliding_window: this model lets a query see 11 keys, got 12"):
-            run(model, input_ids=tokens(length=12))
 
 
 def test_encoder_decoder():
@@ -261,15 +258,14 @@ def test_models_that_share_a_configuration():
     few = run(other, input_ids=tokens())
     first.restore()
     assert torch.equal(run(other, input_ids=tokens()), few)
-    with pytest.raises(ValueError, match="never replaced"):
-        run(one, input_ids=tokens())
+    close(run(one, input_ids=tokens()), before)
     second.restore()
     assert torch.equal(run(one, input_ids=tokens()), before)
 
 
 def test_nothing_keeps_a_model_alive():
     gc.collect()  # models of earlier tests, dead but in cycles, would leave the counts halfway
-    before = len(interface._answers), len(interface._switched)
+    before = len(switch.held)
     model = bert()
     applied = apply(model, WINDOW)
     run(model, input_ids=tokens())
@@ -277,7 +273,7 @@ def test_nothing_keeps_a_model_alive():
     del model, applied
     gc.collect()
     assert alive() is None
-    assert (len(interface._answers), len(interface._switched)) == before
+    assert (len(switch.held)) == before
 
 
 def test_a_dropped_handle_changes_nothing():
@@ -286,14 +282,6 @@ def test_a_dropped_handle_changes_nothing():
     apply(model, WINDOW)
     gc.collect()
     assert far(run(model, input_ids=tokens()), before)
-
-
-def test_a_copy_says_that_it_is_one():
-    model = bert()
-    with apply(model, WINDOW):
-        twin = copy.deepcopy(model)
-    with pytest.raises(ValueError, match="a copy of a model"):
-        run(twin, input_ids=tokens())
 
 
 def test_importing_does_not_import_transformers():

@@ -1,6 +1,5 @@
 """Law 2 for the compiled kernels: they equal the reference and the torch path, or are not taken."""
 
-import shlex
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import forward
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import prepare
-from fewkeys.native import build
+from fewkeys.native import build, sets
 from fewkeys.rest import StandIns
 from fewkeys.sketch import clusters
 from native_cases import CASES, CLOSE, FORMS, MEANS, has_kernel, needs_compiler, spy, without
@@ -342,15 +341,13 @@ def test_whole_plans_with_and_without():
         torch.testing.assert_close(call(), without(call), rtol=1e-3, atol=1e-3)
 
 
-def test_a_machine_without_a_matrix_unit(monkeypatch):
-    """The same up to the rounding of the weights; on a machine that has none, the same code."""
-    tensors = SHAPES["grouped"].draw(dtype=torch.bfloat16)
-    found = [fk.attention(*tensors, plan=MEANS[0], impl="auto")]
-    monkeypatch.setenv("CXX", f"{shlex.join(build._compiler())} -U__AMX_BF16__")
-    build._load.cache_clear()
-    try:
-        found.append(fk.attention(*tensors, plan=MEANS[0], impl="auto"))
-        assert native.missing() is None
-    finally:
-        build._load.cache_clear()
-    torch.testing.assert_close(*found, **CLOSE[torch.bfloat16])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("name", [str(one) for one in sets.possible()])
+def test_every_instruction_set_gives_the_same(name, dtype, monkeypatch):
+    """Up to rounding; in bfloat16 on a matrix unit that of the weights, too."""
+    tensors = SHAPES["grouped"].draw(dtype=dtype)
+    usual = fk.attention(*tensors, plan=MEANS[0], impl="native")
+    monkeypatch.setenv(sets.FORCED, name)
+    assert native.instruction_set() == name
+    assert build._library().fewkeys_set() == name.encode()
+    torch.testing.assert_close(fk.attention(*tensors, plan=MEANS[0], impl="native"), usual, **CLOSE[dtype])

@@ -13,7 +13,7 @@ import torch
 import fewkeys as fk
 from cases import SHAPES
 from fewkeys import native
-from fewkeys.native import build
+from fewkeys.native import build, sets
 from native_cases import MEANS, needs_compiler
 
 pytestmark = needs_compiler
@@ -36,8 +36,19 @@ def fresh(monkeypatch, tmp_path):
     build._load.cache_clear()
 
 
-def test_kernels_are_compiled_once(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The folder of a wheel's libraries, with that of the highest set."""
+    folder, wanted = tmp_path_factory.mktemp("libraries"), sets.chosen()
+    chosen = next(path for path in map(shutil.which, build.COMPILERS) if path)
+    subprocess.run(sets.command([chosen], wanted, str(folder / f"{wanted}.so"), "-O0"), check=True)
+    return folder
+
+
+def test_kernels_are_compiled_once(tmp_path, monkeypatch, caplog):
     assert native.missing() is None
+    assert f"compiling the kernels for {sets.chosen()}" in caplog.text
+    assert str(tmp_path / "cache") in caplog.text
     (file,) = (tmp_path / "cache").glob("*.so")
     assert file.name.startswith("kernels-")
     build._load.cache_clear()
@@ -62,16 +73,83 @@ def test_a_library_that_is_damaged_is_compiled_again(tmp_path):
 
 def test_every_source_decides_what_is_kept():
     """A file that is left out would be compiled, but not again once it changes."""
-    here = Path(build.__file__).parent
-    assert sorted(build.SOURCES) == sorted(file.name for file in here.iterdir() if file.suffix in (".cpp", ".h"))
+    assert sorted(sets.SOURCES) == sorted(file.name for file in sets.HERE.iterdir() if file.suffix in (".cpp", ".h"))
 
 
-def test_another_processor_compiles_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("machine", "flags", "names"),
+    [
+        ("x86_64", sets._V2, ["v2"]),
+        ("x86_64", sets._V3 | {"aes"}, ["v2", "v3"]),
+        # Registers that the system does not save: Linux then names none of AVX's flags.
+        ("x86_64", sets._V4 - {"avx512f"}, ["v2", "v3"]),
+        ("AMD64", sets._V4, ["v2", "v3", "v4"]),
+        ("x86_64", sets._AMX, ["v2", "v3", "v4", "amx"]),
+        ("x86_64", frozenset({"sse2"}), []),
+        ("x86_64", None, ["v2"]),
+        ("aarch64", None, ["neon"]),
+        ("riscv64", None, []),
+    ],
+)
+def test_the_processors_flags_tell_its_instruction_sets(monkeypatch, machine, flags, names):
+    monkeypatch.setattr(sets.platform, "machine", lambda: machine)
+    monkeypatch.setattr(sets, "_flags", lambda: flags)
+    monkeypatch.delenv(sets.FORCED, raising=False)
+    assert [str(one) for one in sets.possible()] == names
+    assert str(sets.chosen()) == (names or ["None"])[-1]
+    if not names:
+        assert "none of which this processor" in native.missing()
+
+
+@pytest.mark.parametrize(("name", "reason"), [("v4", "which this processor lacks"), ("v5", "no instruction set")])
+def test_an_instruction_set_that_cannot_run_is_refused(monkeypatch, name, reason):
+    monkeypatch.setattr(sets, "_flags", lambda: sets._V3)
+    monkeypatch.setenv(sets.FORCED, name)
+    with pytest.raises(ValueError, match=rf"FEWKEYS_ISA: expected one of v2, v3, got '{name}', .*{reason}"):
+        native.missing()
+
+
+def test_kernels_that_are_asked_for_by_name_are_not_done_without(monkeypatch):
+    monkeypatch.setenv(sets.FORCED, str(sets.possible()[0]))
+    monkeypatch.setenv("CXX", "/nowhere")
+    with pytest.raises(RuntimeError, match=r"FEWKEYS_ISA=.*: expected kernels of this set, got none"):
+        native.missing()
+
+
+def test_a_wheels_libraries_need_no_compiler(wheel, tmp_path, monkeypatch):
+    """Taken as they are, but for those of another set, unless kernels are to be compiled or to count."""
+    monkeypatch.setattr(build, "LIBRARIES", wheel)
+    monkeypatch.setenv("CXX", "/nowhere")
     assert native.missing() is None
+    assert Path(build._library()._name).parent == wheel
+    assert native.instruction_set() == str(sets.chosen())
+    assert build.identity().startswith(f"{sets.chosen()}-")
+    for name, value in ((build.SWITCH, "jit"), (build.COUNT, "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            build._load.cache_clear()
+            assert "/nowhere" in native.missing()
     build._load.cache_clear()
-    monkeypatch.setattr(build, "processor", lambda: "another")
-    assert native.missing() is None
-    assert len(list((tmp_path / "cache").glob("*.so"))) == 2
+    other = sets.InstructionSet("other", "", frozenset(), ())
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    shutil.copy(wheel / f"{sets.chosen()}.so", tmp_path / "other.so")
+    monkeypatch.setattr(sets, "chosen", lambda: other)
+    with pytest.raises(RuntimeError, match=r"expected those of other in .*other.so, got those of"):
+        native.missing()
+
+
+@pytest.mark.parametrize("threads", [build._threads(), None], ids=["torch's", "its own"])
+def test_threads_are_those_of_torch_or_its_own(threads, wheel, monkeypatch):
+    assert build._threads() is not None
+    monkeypatch.setattr(build, "LIBRARIES", wheel)
+    monkeypatch.setattr(build, "_threads", lambda: threads)
+    q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
+    before, found = torch.get_num_threads(), []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found.append(fk.attention(q, k, v, plan=MEANS[0], impl="native"))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 def test_no_compiler(monkeypatch):
@@ -156,8 +234,7 @@ def test_processes_and_threads_compile_once(tmp_path):
 
 
 def test_a_compiler_that_was_killed_leaves_nothing(tmp_path, monkeypatch):
-    """Least of all a library without threads, which would stay for ever."""
-    monkeypatch.setenv("CXX", compiler(tmp_path / "killed", 'case "$*" in *kernels.cpp*-fopenmp*) kill -9 $$;; esac'))
+    monkeypatch.setenv("CXX", compiler(tmp_path / "killed", 'case "$*" in *kernels.cpp*) kill -9 $$;; esac'))
     assert "failed" in native.missing()
     assert not list((tmp_path / "cache").glob("*.so"))
 

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from cases import CASES, CAUSAL_PLANS, PLANS
 from executors import Way, ways
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.work import Work
-from fewkeys.native import build
+from fewkeys.native import build, sets
 from fewkeys.select import Selector
 from largest import Largest
 from native_cases import needs_compiler
@@ -166,17 +165,16 @@ def test_a_quadratic_kernel_is_seen(counting, tmp_path):
     plan, sizes = fk.Plan(fk.Window(9)), (512, 2048)
     sound = [native_cost(plan, tokens, False) for tokens in sizes]
     expected = fk.attention(*inputs(512), plan=plan, impl="native")
-    here = Path(build.__file__).parent
-    for source in build.SOURCES:
-        shutil.copy(here / source, tmp_path)
+    for source in sets.SOURCES:
+        shutil.copy(sets.HERE / source, tmp_path)
     text = (tmp_path / "near.h").read_text()
     for line, other in EVERY_KEY.items():
         assert text.count(line) == 1
         text = text.replace(line, other)
     (tmp_path / "near.h").write_text(re.sub(r"(?<=rows\) const \{\n)", "    (void)first, (void)rows;\n", text))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "__file__", str(tmp_path / "build.py"))
-        patch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS))
+        patch.setattr(sets, "HERE", tmp_path)
+        patch.setattr(sets, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in sets.FLAGS))
         patch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
         build._load.cache_clear()
         try:

@@ -93,8 +93,8 @@ def test_every_setting_is_measured_once(monkeypatch, folder):
     first = expected(x, PLAN)
     assert first.exact > 0
     assert first.plan > 0
-    assert len(list(folder.iterdir())) == 2  # exact attention, the plan, and no drafts
-    monkeypatch.setattr(crossover, "_best", None)
+    assert len(list(folder.iterdir())) == 1  # and no drafts
+    monkeypatch.setattr(crossover, "_fastest", None)
     assert as_another_process(x, fk.budget(32)) == first
     with pytest.raises(TypeError):  # another head size is another setting
         expected(check_inputs(*problem(3000, dim=8)), PLAN)
@@ -109,8 +109,7 @@ def test_grouped_heads_are_measured_as_they_run(monkeypatch, folder):
 
 
 def measure_numbers(monkeypatch, found):
-    monkeypatch.setattr(crossover, "_exact_line", lambda *_: Line(*next(found)))
-    monkeypatch.setattr(crossover, "_plan_lines", lambda *_: (Line(*next(found)), Line(*next(found))))
+    monkeypatch.setattr(crossover, "_measured", lambda *_: (tuple(next(found) for _ in range(3)), True))
 
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"of": 1, "numbers": [[1, 2]]}', "half", "negative"])
@@ -128,17 +127,28 @@ def test_a_damaged_file_is_measured_anew(monkeypatch, folder, damage):
 
 def test_the_first_to_write_wins(monkeypatch, folder):
     """Another process finishes while this one measures: its numbers count for both."""
-    monkeypatch.setattr(crossover, "_plan_lines", lambda *_: (Line(2, 2), Line(3, 3)))
 
     def slow(*_):
-        monkeypatch.setattr(crossover, "_exact_line", lambda *_: Line(1, 1))
+        monkeypatch.setattr(crossover, "_measured", lambda *_: (((1, 1), (2, 2), (3, 3)), True))
         other.append(as_another_process(x))
-        return Line(7, 7)
+        return ((7, 7), (2, 2), (3, 3)), True
 
     x, other = check_inputs(*problem(100)), []
-    monkeypatch.setattr(crossover, "_exact_line", slow)
+    monkeypatch.setattr(crossover, "_measured", slow)
     assert expected(x, PLAN) == other[0]
     assert other[0].exact == 1 + 100**2
+
+
+@pytest.mark.parametrize(("sound", "later", "again"), [(True, 29, False), (True, 31, True), (False, 0.05, True)])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_what_is_old_or_was_disturbed_is_measured_again(monkeypatch, folder, sound, later, again, backwards):
+    """After a month and an hour; also where the clock was ahead when it was written."""
+    found = [kept.kept({"of": "age"}, lambda: (((1.0,),), sound))]
+    now = kept.time.time() + 86400 * later * (-1 if backwards else 1)
+    monkeypatch.setattr(kept.time, "time", lambda: now)
+    found.append(kept.kept({"of": "age"}, lambda: (((2.0,),), True)))
+    assert found == [((1.0,),), ((2.0,),) if again or backwards else ((1.0,),)]
+    assert kept.kept({"of": "age"}, None) == found[1]
 
 
 def test_what_another_process_has_just_written_is_not_removed(monkeypatch, folder):
@@ -149,18 +159,18 @@ def test_what_another_process_has_just_written_is_not_removed(monkeypatch, folde
         found = read(path, told)
         if not others:
             others.append(None)
-            others.append(kept.kept({"of": "both"}, lambda: ((1.0,),)))
+            others.append(kept.kept({"of": "both"}, lambda: (((1.0,),), True)))
         return found
 
     monkeypatch.setattr(kept, "_read", look)
-    assert kept.kept({"of": "both"}, lambda: ((2.0,),)) == ((1.0,),)
+    assert kept.kept({"of": "both"}, lambda: (((2.0,),), True)) == ((1.0,),)
     assert others[1] == ((1.0,),)
 
 
 def test_where_nothing_can_be_kept_operations_decide(monkeypatch, folder):
     folder.parent.joinpath("file").write_text("")
     monkeypatch.setenv("FEWKEYS_CACHE", str(folder.parent / "file" / "below"))
-    monkeypatch.setattr(crossover, "_best", None)  # nothing is measured
+    monkeypatch.setattr(crossover, "_measured", None)  # nothing is measured
     for n, runs in ((300, "exact"), (3000, "plan")):
         told = fk.explain(*problem(n, dim=64), plan=PLAN)
         assert told.runs == runs
@@ -207,7 +217,8 @@ def test_the_executor_is_told(monkeypatch):
     if native.missing() is None:
         told = fk.explain(q, k, v, plan=strict)
         assert (told.executor, told.uncompiled) == ("native", None)
-        assert str(told).startswith("runs the plan, by compiled kernels: ")
+        assert told.kernels == native.instruction_set()
+        assert str(told).startswith(f"runs the plan, by compiled kernels for {told.kernels}: ")
     told = fk.explain(q.double(), k.double(), v.double(), plan=strict)
     assert told.executor == "torch"
     assert str(told).endswith("no compiled kernels: expected float32 or bfloat16, got torch.float64")
@@ -244,15 +255,55 @@ def test_oracles_pay_for_scoring_every_pair(keep):
     assert plan_operations(inputs, fk.Plan(keep)) > 2 * 16 * 512  # scoring every pair
 
 
-@pytest.mark.parametrize(("lasts", "calls"), [(1.0, 21), (5.0, 7), (100.0, 4)])
-def test_short_measurements_are_repeated_and_the_fastest_counts(monkeypatch, lasts, calls):
-    """All but the first, which a warm-up makes slow or a cache fast; the last is the undisturbed one."""
-    clock, made = [0.0], []
+def test_kernels_that_lose_to_torch_are_not_used(monkeypatch):
+    """Beyond the size at which they do, and only where what is faster is asked for."""
+    exact, steps = (Line(0, 1), Line(0, 0)), (Line(50, 0), Line(0, 0))
+    monkeypatch.setattr(crossover, "_lines", lambda *_: (exact[0], Line(0, 0.05), Line(0, 0), *steps))
+    strict = PLAN.always()
+    for n, loses in ((900, False), (1300, True)):
+        q, k, v = problem(n)
+        told, found = fk.explain(q, k, v, plan=PLAN), fk.attention(q, k, v, plan=PLAN)
+        kernels, torch_alone = (fk.attention(q, k, v, plan=strict, impl=impl) for impl in ("native", "torch"))
+        assert not torch.equal(kernels, torch_alone)
+        assert torch.equal(found, torch_alone if loses else kernels)
+        assert told.executor == ("torch" if loses else "native")
+        assert told.plan_ms == pytest.approx(min(50, 0.05 * n))
+        assert ("are slower than torch here, at this size" in str(told)) == loses
+        assert torch.equal(fk.attention(q, k, v, plan=strict), kernels)
 
-    def call():
-        made.append(None)
-        clock[0] += 1e-3 * (lasts / 2 if len(made) == 1 else lasts if len(made) == calls else 1.001 * lasts)
+
+def disturbed_calls(monkeypatch, times):
+    """Calls that take as many milliseconds as `times` say, turn by turn; the last for ever."""
+    clock, made = [0.0], [0] * len(times)
+
+    def call(which):
+        clock[0] += 1e-3 * times[which][min(made[which], len(times[which]) - 1)]
+        made[which] += 1
 
     monkeypatch.setattr("fewkeys.core.clock.perf_counter", lambda: clock[0])
-    assert crossover._best(call, torch.device("cpu")) == pytest.approx(lasts)
-    assert len(made) == calls
+    return [lambda which=which: call(which) for which in range(len(times))], made
+
+
+@pytest.mark.parametrize("turns", [1, 4, 9])
+def test_what_is_disturbed_is_repeated_until_it_is_not(monkeypatch, turns):
+    """The first call counts for nothing: a warm-up makes it slow, or a cache fast."""
+    busy = [9.0 - 0.5 * turn for turn in range(turns)]
+    calls, made = disturbed_calls(monkeypatch, [[0.1, *busy, 1.0], [0.1, *busy, 2.0]])
+    times, calm = crossover._fastest(calls, torch.device("cpu"))
+    assert times == pytest.approx([1.0, 2.0])
+    assert calm
+    assert made == [1 + turns + 1 + crossover.CALM_TURNS] * 2
+
+
+def test_what_never_comes_to_rest_is_told(monkeypatch):
+    calls, made = disturbed_calls(monkeypatch, [[0.95**turn for turn in range(90)], [300.0]])
+    assert not crossover._fastest(calls, torch.device("cpu"))[1]
+    assert made[0] == 1 + 7  # two seconds
+
+
+@pytest.mark.parametrize(("times", "sound"), [([1, 4, 1, 2, 3, 9], True), ([1, 4, 1, 2, 9, 3], False)])
+def test_more_work_in_less_time_is_told(monkeypatch, times, sound):
+    monkeypatch.setattr(crossover, "_points", lambda *_: [(float(1 + place % 2), None) for place in range(6)])
+    monkeypatch.setattr(crossover, "_fastest", lambda *_: (times, True))
+    setting = crossover.Setting("cpu", "torch.float32", 16, 16, False, 1, 1, 1, "none")
+    assert crossover._measured(setting, PLAN)[1] == sound

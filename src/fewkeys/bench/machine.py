@@ -22,7 +22,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
-        "kernels": native.missing() or "compiled",
+        "kernels": native.missing() or f"compiled for {native.instruction_set()}",
     }
 
 

@@ -41,6 +41,10 @@ class AttentionInputs:
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk) with True
     for the real keys, None when all are; `query_mask` bool (B, Nq) likewise where the queries are other tokens than
     the keys. `query_offset` is the position of query 0 among the keys (causal calls).
+
+    What the model asks beyond that, if anything, and no capture holds: `window`: a query sees no more than what
+    `Window(window)` keeps; `softcap`: scores become weights by `Softcap(softcap)`; `sink` (Hq,): one more score for
+    every query of a head, whose value is zero.
     """
 
     query: Tensor
@@ -51,6 +55,9 @@ class AttentionInputs:
     key_mask: Tensor | None = None
     query_offset: int = 0
     query_mask: Tensor | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
 
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
         """What `fewkeys.attention` is told of the call beside its tensors."""

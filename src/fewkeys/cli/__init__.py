@@ -12,9 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from fewkeys.cli import bench, capture, compare, fit, tune
+from fewkeys.cli import bench, capture, compare, doctor, fit, report, tune
+from fewkeys.cli.inputs import need
+from fewkeys.core.version import VERSION
+
+SHELLS = ("bash", "zsh", "tcsh")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = "nothing was written"
     try:
         _end_in_order_on_sigterm()
-        arguments = _parser().parse_args(argv)
+        arguments = parser().parse_args(argv)
         left = getattr(arguments, "left", left)
         arguments.run(arguments)
     except _Terminated:
@@ -65,11 +69,23 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="fewkeys", description="Attention with few keys: what each approximation costs on your model."
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (compare, tune, fit, bench, capture):
+class _Completion(argparse.Action):
+    """Print a shell's completion for the parser that has this option, and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: Any, option: object = None) -> None:
+        need("shtab")
+        import shtab
+
+        print(shtab.complete(parser, shell))
+        parser.exit()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    whole = _Parser(prog="fewkeys", description="Attention with few keys: what each approximation costs on your model.")
+    whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
+    whole.add_argument("--completion", action=_Completion, choices=SHELLS, help="print what completes it in a shell")
+    commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (compare, report, tune, fit, bench, capture, doctor):
         command.add_to(commands)
-    return parser
+    return whole

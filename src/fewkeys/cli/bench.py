@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import check_folder, publish
-from fewkeys.cli.options import add_impl, budgets, positive, threads
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_impl, add_model, add_text, budgets, positive
 from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
@@ -29,12 +28,8 @@ def add_to(commands: Any) -> None:
         "and values of its middle layer, segments of the text end to end, and the output error is measured too; "
         "otherwise they are random numbers. Writes bench.json, time.png and, with a model, error.png.",
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
-    which.add_argument("--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo]")
-    parser.add_argument(
-        "--text", action="append", type=Path, metavar="FILE", help="UTF-8 text; repeat it to join files"
-    )
+    add_model(parser, required=False)
+    add_text(parser)
     parser.add_argument(
         "--lengths", type=budgets, default=[1024, 2048, 4096, 8192, 16384], metavar="N,N,...",
         help="tokens (default 1024,2048,4096,8192,16384)",
@@ -50,22 +45,16 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--causal", action="store_true", help="causal attention")
     parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
     add_impl(parser)
-    parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    add_common(parser, "folder for the results", seed=False)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Time, print, and write the JSON and the pictures."""
-    check_folder(arguments.out)
-    inputs.need("matplotlib", "report")
-    if not arguments.json:
-        inputs.need("rich", "report")
     real = arguments.demo or arguments.model is not None
+    inputs.prepare(arguments, "matplotlib", real=real)
     if arguments.text and not real:
         raise ValueError("--text: expected together with --model or --demo, got it alone; random inputs read nothing")
-    texts = inputs.read_texts(inputs.text_files(arguments)) if real else []
     import torch
 
     from fewkeys.bench.machine import machine, versions
@@ -73,10 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device: expected a device of this machine, got cuda, which torch does not find; use cpu")
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     with progress() as step:
-        problem = _problem(arguments, texts, step)
+        problem = _problem(arguments, real, step)
         rows, rates = bench(
             problem,
             {name: _plan(name, arguments.causal) for name in arguments.plans},
@@ -88,10 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
             impl=arguments.impl,
             progress=step,
         )
-    what = f"{arguments.heads} heads, {arguments.dtype}" + (", causal" if arguments.causal else "")
-    what += ", forward and backward" if arguments.backward else ""
     names = dict.fromkeys(row.name for row in rows)
-    result = {
+    result: dict[str, Any] = {
         "machine": machine(arguments.device),
         "versions": versions(),
         "settings": {
@@ -109,8 +94,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     import json
 
-    from fewkeys.report.speed import print_timings, save_error, save_time
+    from fewkeys.report.speed import headline, print_timings, save_error, save_time
 
+    what = headline(result["settings"], arguments.heads)
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     files: dict[str, Any] = {
         "bench.json": lambda path: path.write_text(text, encoding="utf-8"),
@@ -118,31 +104,26 @@ def run(arguments: argparse.Namespace) -> None:
     }
     if real:
         files["error.png"] = lambda path: save_error(rows, path, title=what)
-    publish(arguments.out, files)
-    if arguments.json:
-        print(text, end="")
-    else:
-        print_timings(rows)
-        print(f"\nWritten: {', '.join(files)} in {arguments.out}")
+    deliver(arguments, files, text, lambda: print_timings(rows))
 
 
-def _problem(arguments: argparse.Namespace, texts: list[str], step: Step) -> Draw:
+def _problem(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
     """Where the inputs come from."""
     import torch
 
     from fewkeys.bench.long_inputs import captured_inputs, random_inputs
 
     kind = {"dtype": getattr(torch, arguments.dtype), "device": torch.device(arguments.device)}
-    if not texts:
+    if not real:
         return random_inputs(arguments.dim, **kind)
     longest = max(arguments.lengths)
     arguments.length = min(512, longest)
     arguments.sequences = -(-longest // arguments.length)
-    model, batches, _ = inputs.open_model(arguments, texts, step)
+    opened = inputs.open_model(arguments, step)
     from fewkeys.integrations.transformers import capture
 
     step(0, 1, "exact attention of every layer")
-    return captured_inputs(capture(model, batches), **kind)
+    return captured_inputs(capture(opened.model, opened.batches), **kind)
 
 
 def _plans(text: str) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import check_folder, staging
+from fewkeys.cli.files import staging
+from fewkeys.cli.options import add_common, add_model, add_size, add_text
 from fewkeys.cli.progress import progress
 
 
@@ -19,37 +21,34 @@ def add_to(commands: Any) -> None:
         help="store the queries, keys and values of every layer",
         description="Run a model over a text and store the queries, keys and values of every layer as safetensors.",
     )
-    parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
-    inputs.add_text(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the capture")
-    parser.add_argument("--json", action="store_true", help="print what was stored as JSON")
+    add_model(parser)
+    add_text(parser)
+    add_size(parser)
+    add_common(parser, "new folder for the capture", seed=False)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Capture, and print what was stored."""
-    files = inputs.text_files(arguments)
-    texts = inputs.read_texts(files)
+    inputs.prepare(arguments, table=False)
     out: Path = arguments.out
-    check_folder(out)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out: expected a new or empty folder, got {out} with files in it; name another one")
     with progress() as step:
-        model, batches, name = inputs.open_model(arguments, texts, step)
+        opened = inputs.open_model(arguments, step)
 
         from fewkeys.integrations.transformers import capture
 
         step(0, 1, "exact attention of every layer")
         with staging(out) as staged:
-            captured = capture(model, batches, staged)
+            captured = capture(opened.model, opened.batches, staged)
+            (staged / inputs.TOKENS).write_text(json.dumps(opened.tokens), encoding="utf-8")
             out.parent.mkdir(parents=True, exist_ok=True)
             if out.exists():
                 out.rmdir()
             os.rename(staged, out)
+    facts = {"model": opened.name, "directory": str(out), "layers": captured.layers, "sequences": captured.sequences}
     if arguments.json:
-        import json
-
-        facts = {"model": name, "directory": str(out), "layers": captured.layers, "sequences": captured.sequences}
         print(json.dumps(facts, indent=1))
     else:
-        print(f"Stored {captured.layers} layers, {captured.sequences} sequences of {name} in {out}")
+        print(f"Stored {captured.layers} layers, {captured.sequences} sequences of {opened.name} in {out}")

@@ -5,12 +5,20 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import check_folder, publish
-from fewkeys.cli.options import add_impl, budgets, share, whole
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_impl, add_model, add_size, add_text, budgets, share
 from fewkeys.cli.progress import progress
+
+if TYPE_CHECKING:
+    from fewkeys.captures.capture import Capture
+    from fewkeys.model_plan import ModelPlan
+    from fewkeys.plan import Plan
+
+RESULTS, SAMPLE = "results.json", "sample.safetensors"
+"""What `fewkeys report` reads."""
 
 
 def add_to(commands: Any) -> None:
@@ -19,46 +27,47 @@ def add_to(commands: Any) -> None:
         "compare",
         help="judge approximations of attention on a model and a text",
         description="Judge approximations of attention on a model and a text: error of the attention output, effect on "
-        "the whole model, time against exact attention. Prints a table; --out also writes results.json and pareto.png.",
+        "the whole model (unless it is a capture), time against exact attention. Prints a table; --out also writes "
+        f"{RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png; fewkeys report makes a page of them.",
     )
-    inputs.add_model(parser)
-    inputs.add_text(parser)
+    add_model(parser, capture=True)
+    add_text(parser)
+    add_size(parser)
     parser.add_argument(
         "--slots", type=budgets, default=[16, 32, 64, 128], metavar="N,N,...",
         help="slots per query: keys and stand-ins that a query may pay (default 16,32,64,128)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.json and pareto.png")
+    parser.add_argument(
+        "--plan", action="append", type=Path, default=[], metavar="DIR",
+        help="folder with a plan of your own, of save_pretrained or fewkeys tune, as one more row; repeat it for more",
+    )  # fmt: skip
     parser.add_argument("--eps", type=share, default=0.05, help="weights at or above it count in recall (default 0.05)")
-    parser.add_argument("--seed", type=whole, default=0, help="seed of random plans (default 0)")
     add_impl(parser)
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    add_common(parser, "folder for the results", required=False)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Compare, print, and write what --out asks for."""
-    files = inputs.text_files(arguments)
-    texts = inputs.read_texts(files)
-    if arguments.out is not None:
-        check_folder(arguments.out)
-        inputs.need("matplotlib", "report")
-    if not arguments.json:
-        inputs.need("rich", "report")
+    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
+    own = {folder.name: _plan(folder) for folder in arguments.plan}
+    if len(own) < len(arguments.plan):
+        raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:
-        model, batches, name = inputs.open_model(arguments, texts, step)
+        opened = None if arguments.capture else inputs.open_model(arguments, step)
 
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
-        from fewkeys.judge.standard import standard_plans
+        from fewkeys.judge.sample import take
 
-        step(0, 1, "exact attention of every layer")
-        captured = capture(model, batches)
-        plans = {
-            slots: standard_plans(
-                slots, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length
-            )
-            for slots in arguments.slots
-        }
+        if opened is None:
+            captured, tokens = inputs.open_capture(arguments)
+            text, model, batches, name = [], None, None, captured.model_name
+        else:
+            step(0, 1, "exact attention of every layer")
+            captured, tokens = capture(opened.model, opened.batches), opened.tokens
+            text, model, batches, name = opened.files, opened.model, opened.batches, opened.name
+        plans = _rows(captured, arguments.slots, own)
         report = compare(
             captured,
             plans,
@@ -69,16 +78,42 @@ def run(arguments: argparse.Namespace) -> None:
             seed=arguments.seed,
             progress=step,
         )
-    report = replace(report, model=name).with_settings(text=[path.name for path in files])
-    if arguments.out is not None:
-        from fewkeys.report.figure import save_figure
-
-        publish(arguments.out, {"results.json": report.save, "pareto.png": lambda path: save_figure(report, path)})
-    if arguments.json:
-        print(report.to_json(), end="")
-    else:
-        from fewkeys.report.table import print_table
-
-        print_table(report)
+        sample = None
         if arguments.out is not None:
-            print(f"\nWritten: {arguments.out / 'results.json'} and {arguments.out / 'pareto.png'}")
+            step(0, 0, "a closer look at a few queries")
+            first = arguments.slots[0]  # of rows that are the same at every budget
+            rows = [plans[None if r.name in own else r.budget or first][r.name] for r in report.rows]
+            sample = take(captured, rows, tokens=tokens, seed=arguments.seed)
+    report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
+    from fewkeys.report import print_table, save_figure
+
+    files = {RESULTS: report.save, "pareto.png": lambda path: save_figure(report, path)}
+    if sample is not None:
+        files[SAMPLE] = sample.save
+    deliver(arguments, files, report.to_json(), lambda: print_table(report))
+
+
+def _rows(captured: Capture, slots: list[int], own: dict[str, Plan | ModelPlan]) -> dict[int | None, dict[str, Any]]:
+    """The standard rows at every budget, and the user's."""
+    from fewkeys.judge.standard import standard_plans
+
+    length = max(call.key.shape[2] for call in captured.calls(0))
+    rows: dict[int | None, dict[str, Any]] = {}
+    for count in slots:
+        plans = standard_plans(count, is_causal=captured.is_causal, head_dim=captured.head_dim, length=length)
+        rows[count] = dict(plans)
+    if taken := own.keys() & rows[slots[0]].keys():
+        raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
+    return rows | ({None: own} if own else {})
+
+
+def _plan(folder: Path) -> Plan | ModelPlan:
+    """The plan, or the plans for every head, that a folder holds."""
+    from fewkeys import model_plan
+    from fewkeys.plan import Plan
+
+    kind = model_plan.ModelPlan if (folder / model_plan.FILE).is_file() else Plan
+    try:
+        return kind.from_pretrained(folder)
+    except ValueError as error:
+        raise ValueError(str(error).replace("directory:", "--plan:", 1)) from None

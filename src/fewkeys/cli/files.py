@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import tempfile
@@ -49,3 +50,17 @@ def publish(out: Path, files: Mapping[str, Callable[[Path], None]]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         for name in files:
             os.replace(staged / name, out / name)
+
+
+def deliver(
+    arguments: argparse.Namespace, files: Mapping[str, Callable[[Path], None]], text: str, show: Callable[[], None]
+) -> None:
+    """Write the files to `--out`, if it is named; print `text` under `--json`, else what `show` prints."""
+    if arguments.out is not None:
+        publish(arguments.out, files)
+    if arguments.json:
+        print(text, end="")
+        return
+    show()
+    if arguments.out is not None:
+        print(f"\nWritten: {', '.join(files)} in {arguments.out}")

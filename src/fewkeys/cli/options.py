@@ -1,14 +1,52 @@
-"""Numbers as command-line options."""
+"""Options that several commands share, and numbers as command-line options."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 from fewkeys.core.impl import Impl
 
 MOST_THREADS = max(256, os.cpu_count() or 1)
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture: bool = False) -> None:
+    """Options that name the model, or what was captured from one."""
+    which = parser.add_mutually_exclusive_group(required=required)
+    which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
+    which.add_argument(
+        "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
+    )
+    if capture:
+        which.add_argument("--capture", type=Path, metavar="DIR", help="what fewkeys capture stored, without a model")
+
+
+def add_text(parser: argparse.ArgumentParser) -> None:
+    """The option that names the text."""
+    parser.add_argument(
+        "--text", action="append", type=Path, metavar="FILE",
+        help="UTF-8 text, also as .gz, or - for what is piped in; repeat it to join files (with --demo not needed)",
+    )  # fmt: skip
+
+
+def add_size(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
+    """How much of the text is read."""
+    parser.add_argument(
+        "--sequences", type=positive, default=sequences, metavar="N", help=f"sequences to read (default {sequences})"
+    )
+    parser.add_argument("--length", type=positive, default=512, metavar="N", help="tokens per sequence (default 512)")
+
+
+def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
+    """What every command that computes takes: the folder for its results, a seed, threads, JSON in place of a table."""
+    if out is not None:
+        parser.add_argument("--out", type=Path, required=required, metavar="DIR", help=out)
+    if seed:
+        parser.add_argument("--seed", type=whole, default=0, help="seed of everything random (default 0)")
+    parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def add_impl(parser: argparse.ArgumentParser) -> None:
@@ -21,24 +59,21 @@ def add_impl(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    return _number(text, 1)
+    return _whole(text, 1)
 
 
 def whole(text: str) -> int:
     """A whole number of at least 0."""
-    return _number(text, 0)
+    return _whole(text, 0)
 
 
 def threads(text: str) -> int:
     """A number of processor threads: at most `MOST_THREADS`; systems end a process that asks for very many."""
-    return _number(text, 1, MOST_THREADS)
+    return _whole(text, 1, MOST_THREADS)
 
 
-def _number(text: str, least: int, most: int | None = None) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
+def _whole(text: str, least: int, most: int | None = None) -> int:
+    value: int = _number(int, text, least - 1)
     if value < least or (most is not None and value > most):
         wanted = f">= {least}" if most is None else f"from {least} to {most}"
         raise argparse.ArgumentTypeError(f"expected a whole number {wanted}, got {text!r}")
@@ -47,10 +82,7 @@ def _number(text: str, least: int, most: int | None = None) -> int:
 
 def share(text: str) -> float:
     """A number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value: float = _number(float, text, 0.0)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"expected a number in (0, 1], got {text!r}")
     return value
@@ -58,30 +90,32 @@ def share(text: str) -> float:
 
 def above_zero(text: str) -> float:
     """A finite number above 0."""
-    return _real(text, 0)
+    return _above(text, 0)
 
 
 def above_one(text: str) -> float:
     """A finite number above 1."""
-    return _real(text, 1)
+    return _above(text, 1)
 
 
-def _real(text: str, above: int) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not above < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number > {above}, got {text!r}")
+def _above(text: str, least: int) -> float:
+    value: float = _number(float, text, least)
+    if not least < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number > {least}, got {text!r}")
     return value
 
 
 def budgets(text: str) -> list[int]:
     """Whole numbers of at least 1, with commas, sorted."""
-    try:
-        values = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        values = []
-    if not values or values[0] < 1:
+    values = sorted({_number(int, part, 0) for part in text.split(",")})
+    if values[0] < 1:
         raise argparse.ArgumentTypeError(f"expected whole numbers >= 1 with commas, such as 16,32,64, got {text!r}")
     return values
+
+
+def _number(kind: Any, text: str, otherwise: Any) -> Any:
+    """The number, or a value that is refused."""
+    try:
+        return kind(text)
+    except ValueError:
+        return otherwise

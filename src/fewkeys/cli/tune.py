@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import check_folder, publish
-from fewkeys.cli.options import positive, share, whole
+from fewkeys.cli.files import deliver
+from fewkeys.cli.options import add_common, add_model, add_size, add_text, positive, share
 from fewkeys.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -31,10 +30,11 @@ def add_to(commands: Any) -> None:
         description="Choose the split of the slots, and their number, for every head of a model, so that the output of "
         "its layers changes least. Part of the text is held out: the table printed shows the tuned plan there, beside "
         "fewkeys.budget, the controls and the oracle. Writes model_plan.json (fewkeys.ModelPlan.from_pretrained), "
-        "results.json and tuned.png. An interrupted run goes on where it stopped.",
+        "tuned.json and tuned.png. An interrupted run goes on where it stopped.",
     )
-    inputs.add_model(parser)
-    inputs.add_text(parser, sequences=12)
+    add_model(parser)
+    add_text(parser)
+    add_size(parser, sequences=12)
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--slots", type=positive, metavar="N", help="slots per query, mean over all heads (default 64)")
     goal.add_argument(
@@ -43,23 +43,17 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--held-out", type=share, default=0.25, metavar="SHARE", help="share of the sequences held out (default 0.25)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument("--seed", type=whole, default=0, help="seed of random plans (default 0)")
-    parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
+    add_common(parser, "folder for the results")
     parser.set_defaults(run=run, left="finished layers are kept, the same command goes on from there")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Tune on one part of the text, compare on the other, print, and write the plan and the report."""
-    files = inputs.text_files(arguments)
-    texts = inputs.read_texts(files)
-    check_folder(arguments.out)
-    inputs.need("matplotlib", "report")
-    if not arguments.json:
-        inputs.need("rich", "report")
+    inputs.prepare(arguments, "matplotlib")
     with progress() as step:
-        model, batches, name = inputs.open_model(arguments, texts, step)
-        seen, held_out = _split(batches, arguments.held_out)
+        opened = inputs.open_model(arguments, step)
+        model = opened.model
+        seen, held_out = _split(opened.batches, arguments.held_out)
 
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
@@ -72,33 +66,28 @@ def run(arguments: argparse.Namespace) -> None:
         plan = tune(
             captured, arguments.slots, max_error=arguments.max_error, directory=work, progress=step, seed=arguments.seed
         )
-        plan = replace(plan, record={**plan.record, "model": name})
+        plan = replace(plan, record={**plan.record, "model": opened.name})
         paid = max(1, round(plan.record["slots"]))
         rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
         shown: dict[str, Plan | ModelPlan] = {"tuned": plan, **{label: rows[label] for label in SHOWN}}
         unseen = capture(model, held_out)
         report = compare(unseen, {paid: shown}, model=model, batches=held_out, seed=arguments.seed, progress=step)
-    report = replace(report, model=name).with_settings(text=[path.name for path in files], held_out=True)
+    report = replace(report, model=opened.name).with_settings(text=opened.files, held_out=True)
+    from fewkeys.report import print_table
     from fewkeys.report.tuned import save_tuned
 
-    publish(
-        arguments.out,
-        {
-            "model_plan.json": lambda path: plan.save_pretrained(path.parent),
-            "results.json": report.save,
-            "tuned.png": lambda path: save_tuned(plan, report, path),
-        },
-    )
-    shutil.rmtree(work, ignore_errors=True)
-    if arguments.json:
-        print(report.to_json(), end="")
-        return
-    from fewkeys.report.table import print_table
+    def show() -> None:
+        print_table(report)
+        tuned, common = report.row("tuned", paid), report.row("fewkeys budget", paid)
+        print(f"\nHeld-out error: tuned {tuned.error:.3f}, fewkeys.budget({paid}) {common.error:.3f}.")
 
-    print_table(report)
-    tuned, common = report.row("tuned", paid), report.row("fewkeys budget", paid)
-    print(f"\nHeld-out error: tuned {tuned.error:.3f}, fewkeys.budget({paid}) {common.error:.3f}.")
-    print(f"Written: {arguments.out / 'model_plan.json'}, results.json and tuned.png")
+    files = {
+        "model_plan.json": lambda path: plan.save_pretrained(path.parent),
+        "tuned.json": report.save,
+        "tuned.png": lambda path: save_tuned(plan, report, path),
+    }
+    deliver(arguments, files, report.to_json(), show)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 SHOWN = (

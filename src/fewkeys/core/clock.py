@@ -20,3 +20,8 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
     start = now(device)
     work()
     return now(device) - start
+
+
+def in_words(milliseconds: float) -> str:
+    """Two figures, plainly: "0.012 ms", "1.5 ms", "100 ms", "12,000 ms"."""
+    return f"{float(f'{milliseconds:.2g}'):,.12g} ms"

@@ -1,8 +1,8 @@
 """How scores become weights.
 
-`A_ij = f(s_ij) / sum_l f(s_il)` with f = exp (`Softmax`), `|x|^p` (`Power`), `elu(x) + 1` (`Elu`), `max(0, x)^p`
-(`Relu`). `Entmax` is not of this form: it subtracts a threshold found from the whole row, so there is no sum that a
-stand-in could join.
+`A_ij = f(s_ij) / sum_l f(s_il)` with f = exp (`Softmax`), `exp(c tanh(x / c))` (`Softcap`), `|x|^p` (`Power`),
+`elu(x) + 1` (`Elu`), `max(0, x)^p` (`Relu`). `Entmax` is not of this form: it subtracts a threshold found from the
+whole row, so there is no sum that a stand-in could join.
 
 Every class has `kernel(parts)`: the scores of one row, split over several tensors (kept keys, stand-ins), become
 unnormalised weights. Hidden entries carry -inf and get weight zero. The result is defined up to one positive factor
@@ -93,6 +93,22 @@ class _Elementwise(Weights):
 
     def split_kernel(self, parts: Sequence[Tensor], rows: Sequence[Tensor], count: int) -> list[Tensor]:
         return self.kernel(parts)
+
+
+@dataclass(frozen=True)
+class Softcap(_Elementwise):
+    """`f(x) = exp(cap tanh(x / cap))`: softmax of scores that are held within +- cap (Gemma 2, arXiv 2408.00118).
+
+    cap < 80, so that sums of f stay finite in float32.
+    """
+
+    cap: float = 50.0
+
+    def __post_init__(self) -> None:
+        check_real("cap", self.cap, above=0.0, below=80.0)
+
+    def f(self, scores: Tensor) -> Tensor:
+        return (self.cap * (scores / self.cap).tanh()).exp()
 
 
 @dataclass(frozen=True)

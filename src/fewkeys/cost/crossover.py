@@ -1,42 +1,51 @@
-"""Which of a plan and exact attention is the faster here: straight lines, measured once for this machine and kept.
+"""Which of a plan and exact attention is the faster here: straight lines, measured on this machine and kept.
 
 Exact attention takes `a + b` times the pairs of queries and keys; a plan takes `c + d` times the keys to prepare and
-`e + f` times the queries to attend. Each line goes through two short runs on random inputs, made when `impl="auto"`
-first asks about a plan: some tenths of a second, once for every plan, device, dtype, head size and number of threads of
-a machine and version (`fewkeys.cost.kept`). Which is faster is a function of the numbers that are kept, so that the
-same call goes the same way in every process. The plan is taken where its line is clearly below. Where nothing can be
-kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
+`e + f` times the queries to attend, by compiled kernels and by operations of torch. Each line goes through two short
+runs on random inputs, made when `impl="auto"` first asks about a plan: some tenths of a second, once a month for every
+plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`). All of them take
+turns, so that what disturbs one disturbs the others, and of each the fastest counts; there are more turns as long as
+they bring faster ones, and where that does not end, or more work takes less time, the lines are measured again soon.
+Which is faster is a function of the numbers that are kept, so that the same call goes the same way in every process.
+The plan is taken where its line is clearly below, and torch's operations where they are clearly faster than the
+kernels. Where nothing can be kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache, partial
 
 import torch
 
 from fewkeys.core.clock import clock
+from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import learned_parts
 from fewkeys.core.validation import check_inputs
-from fewkeys.core.weights import Weights
-from fewkeys.cost.kept import kept
+from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
+from fewkeys.native.tensors import DTYPES
 from fewkeys.plan import Plan
 
 ADVANTAGE = 0.85
-"""The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact."""
+"""The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact.
+So are torch's operations, of the kernels' time."""
 SHIPPED = 0.3
 """Where nothing is measured, the plan is taken where it has at most this share of exact attention's operations: a
 cautious one, since plans do theirs in smaller pieces."""
 EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
-HEADS, TURNS = 2, 3
-MOST_TURNS, PATIENCE = 20, 30.0
-"""Short calls, which any disturbance decides, are repeated: for so many milliseconds, but no more often than that."""
+HEADS = 2
+FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
+"""Turns end once so many of them in a row brought no time down by more than `CALM`."""
+CALM = 0.03
+ENOUGH = 2000.0
+"""Milliseconds after which they end in any case, but for the fewest."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +76,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Expected:
-    """Milliseconds that exact attention and the plan are expected to take."""
+    """Milliseconds that exact attention and the plan are expected to take; the plan by torch alone in `steps`, where
+    there are kernels.
+    """
 
     exact: float
     plan: float
+    steps: float | None = None
 
     @property
     def exact_is_faster(self) -> bool:
-        return self.plan > ADVANTAGE * self.exact
+        return min(self.plan, self.steps or self.plan) > ADVANTAGE * self.exact
+
+    @property
+    def kernels_lose(self) -> bool:
+        return self.steps is not None and self.steps < ADVANTAGE * self.plan
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
@@ -87,64 +103,75 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     return own > SHIPPED * exact_ones if found is None else found.exact_is_faster
 
 
+def by_the_faster(inputs: Inputs, plan: Plan) -> Inputs:
+    """The inputs, for torch's operations where `impl="auto"` would take kernels that are slower. Reads no data."""
+    if inputs.impl != "auto" or not plan.exact_if_faster:
+        return inputs
+    found = expected(inputs, plan)
+    return replace(inputs, impl="torch") if found is not None and found.kernels_lose else inputs
+
+
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
-    """The time that both would take on inputs of this size, by this machine's lines; None where none can be kept."""
+    """The time that each would take on inputs of this size, by this machine's lines; None where none can be kept."""
     x = inputs
     # Learned plans are of all heads of a layer; of others some heads tell as much.
     heads = x.kv_heads if any(learned_parts(plan)) else min(HEADS, x.kv_heads)
+    compiled = x.query.device.type == "cpu" and x.query.dtype in DTYPES
     setting = Setting(
         *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, heads, x.gqa_ratio),
-        *(torch.get_num_threads(), identity()),
+        *(torch.get_num_threads(), identity() if compiled else "none"),
     )
     lines = _lines(setting, plan)
     if lines is None:
         return None
-    exact_line, prepare, attend = lines
-    rows = x.batch * x.query_heads * x.queries
+    exact_line, *plan_lines = lines
+    rows, keys = x.batch * x.query_heads * x.queries, x.batch * x.kv_heads * x.keys
     seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
-    return Expected(exact_line.at(rows * seen), prepare.at(x.batch * x.kv_heads * x.keys) + attend.at(rows))
+    plans = [prepare.at(keys) + attend.at(rows) for prepare, attend in zip(*[iter(plan_lines)] * 2, strict=True)]
+    return Expected(exact_line.at(rows * seen), *plans)
 
 
 @lru_cache(256)
-def _lines(setting: Setting, plan: Plan) -> tuple[Line, Line, Line] | None:
-    """Those of exact attention, of preparing and of attending, as they are kept."""
-    told = asdict(setting)
+def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
+    """Those of exact attention, and of preparing and attending by all ways that a plan can take, as they are kept."""
+    told = asdict(setting) | {"plan": plan.to_dict()}
     if setting.device.startswith("cuda"):
         told["device"] = torch.cuda.get_device_name(setting.device)
-    weights = str(plan.weights)
-    exact_line = kept(told | {"exact": weights}, lambda: (astuple(_exact_line(setting, plan.weights)),))
-    if exact_line is None:
-        return None
-    found = kept(told | {"plan": plan.to_dict()}, lambda: tuple(astuple(line) for line in _plan_lines(setting, plan)))
-    return None if found is None else (Line(*exact_line[0]), Line(*found[0]), Line(*found[1]))
+    found = kept(told, lambda: _measured(setting, plan))
+    return None if found is None else tuple(Line(*row) for row in found)
 
 
-def _exact_line(setting: Setting, weights: Weights) -> Line:
-    points = []
-    for length in EXACT_LENGTHS:
-        x = _inputs(setting, length)
-        pairs = x.query_heads * length**2 * (0.5 if x.is_causal else 1.0)
-        points.append((pairs, _best(partial(exact.attend, x, weights), x.query.device)))
-    return _through(points)
+def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
+    """The lines, and whether they can be relied on."""
+    points = _points(setting, plan)
+    times, calm = _fastest([call for _, call in points], torch.device(setting.device))
+    told = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
+    pairs = list(zip(told[::2], told[1::2], strict=True))
+    return tuple(astuple(_through(pair)) for pair in pairs), calm and all(few[1] < many[1] for few, many in pairs)
 
 
-def _plan_lines(setting: Setting, plan: Plan) -> tuple[Line, Line]:
-    prepare, attend = [], []
+def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], object]]]:
+    """Units of work and a call that does them: two points of each line."""
+    found: list[tuple[float, Callable[[], object]]] = []
     keep = plan.keep
     if keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
-    for length in PLAN_LENGTHS:
+    for length in EXACT_LENGTHS:
         x = _inputs(setting, length)
+        pairs = x.query_heads * length**2 * (0.5 if x.is_causal else 1.0)
+        found.append((pairs, partial(exact.attend, x, plan.weights)))
+    impls: tuple[Impl, ...] = ("auto",) if setting.kernels == "none" else ("auto", "torch")
+    for impl in impls:
+        sizes = [replace(_inputs(setting, length), impl=impl) for length in PLAN_LENGTHS]
 
-        def ready(x: Inputs = x) -> Problem:
+        def ready(x: Inputs) -> Problem:
             own = x.branch()  # which remembers nothing yet
             graph = keep.select(own)
             return Problem(own, graph, plan.rest.prepare(own, graph, plan.weights), plan.weights)
 
-        answer = partial(dispatch.attend, ready())
-        prepare.append((float(x.kv_heads * length), _best(ready, x.query.device)))
-        attend.append((float(x.query_heads * length), _best(answer, x.query.device)))
-    return _through(prepare), _through(attend)
+        found += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
+        found += [(float(x.query_heads * x.keys), partial(dispatch.attend, ready(x))) for x in sizes]
+    return found
 
 
 def _inputs(setting: Setting, length: int) -> Inputs:
@@ -158,7 +185,7 @@ def _inputs(setting: Setting, length: int) -> Inputs:
     return check_inputs(query, key, value, is_causal=s.is_causal)
 
 
-def _through(points: list[tuple[float, float]]) -> Line:
+def _through(points: Sequence[tuple[float, float]]) -> Line:
     """The line through two points, with nothing negative.
 
     Work that took no longer though there was more of it was disturbed: then it is taken as proportional.
@@ -171,9 +198,16 @@ def _through(points: list[tuple[float, float]]) -> Line:
 
 
 @torch.no_grad()
-def _best(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of the fastest of some calls, after one that does not count."""
-    times: list[float] = []
-    while len(times) <= TURNS or (sum(times[1:]) < PATIENCE and len(times) <= MOST_TURNS):
-        times.append(clock(call, device))
-    return min(times[1:])
+def _fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[list[float], bool]:
+    """Milliseconds of the fastest of each call's turns, after one that does not count; whether they came to an end."""
+    for call in calls:
+        call()
+    best, calm, spent = [math.inf] * len(calls), 0, 0.0
+    for turn in range(MOST_TURNS):
+        times = [clock(call, device) for call in calls]
+        better = any(time < (1 - CALM) * before for time, before in zip(times, best, strict=True))
+        best = [min(pair) for pair in zip(times, best, strict=True)]
+        calm, spent = 0 if better else calm + 1, spent + sum(times)
+        if calm >= CALM_TURNS or (spent > ENOUGH and turn + 1 >= FEWEST_TURNS):
+            break
+    return best, calm >= CALM_TURNS

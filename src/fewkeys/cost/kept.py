@@ -1,4 +1,7 @@
-"""Numbers measured on this machine, kept in the cache folder, so that every process and every call reads the same."""
+"""Numbers measured on this machine, kept in the cache folder, so that every process and every call reads the same.
+
+They are measured again once they are old: machines change, and what was measured while others used one is of no worth.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,17 +20,20 @@ import torch
 
 from fewkeys.core.files import cache_folder, write_whole
 from fewkeys.core.version import VERSION
-from fewkeys.native.build import processor
+from fewkeys.native.sets import processor
 
 FOLDER = "measured"
 Numbers = tuple[tuple[float, ...], ...]
+LASTS = {True: 30 * 86400, False: 3600}
+"""Seconds after which numbers are old: those that can be relied on, and others."""
 
 
-def kept(what: Mapping[str, Any], measure: Callable[[], Numbers]) -> Numbers | None:
+def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -> Numbers | None:
     """The numbers kept under `what` (JSON values) for this machine and version; measured where there are none yet.
 
-    Where several processes measure at once, the first to write wins and the others read what it wrote. A file that is
-    damaged, or of something else, is measured anew. None, and nothing is measured, where nothing can be written.
+    `measure` also tells whether they can be relied on; others are kept for an hour, to be measured again. Where several
+    processes measure at once, the first to write wins and the others read what it wrote. A file that is damaged, old,
+    or of something else, is measured anew. None, and nothing is measured, where nothing can be written.
     """
     told = json.loads(json.dumps({**_machine(), **what}))
     name = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24]
@@ -37,7 +44,9 @@ def kept(what: Mapping[str, Any], measure: Callable[[], Numbers]) -> Numbers | N
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path.parent, os.W_OK):
                 return None
-            _write_first(path, told, json.dumps({"of": told, "numbers": measure()}, indent=1) + "\n")
+            numbers, sound = measure()
+            text = json.dumps({"of": told, "numbers": numbers, "sound": sound, "at": time.time()}, indent=1)
+            _write_first(path, told, text + "\n")
             found = _read(path, told)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
@@ -45,10 +54,10 @@ def kept(what: Mapping[str, Any], measure: Callable[[], Numbers]) -> Numbers | N
 
 
 def _read(path: Path, told: Mapping[str, Any]) -> Numbers | None:
-    """The numbers of a file that says it is of the same; None for all others."""
+    """The numbers of a file that says it is of the same, and is not old; None for all others."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["of"] != told:
+        if data["of"] != told or not 0 <= time.time() - data["at"] < LASTS[data["sound"]]:
             return None
         found = tuple(tuple(float(number) for number in row) for row in data["numbers"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -57,7 +66,7 @@ def _read(path: Path, told: Mapping[str, Any]) -> Numbers | None:
 
 
 def _write_first(path: Path, told: Mapping[str, Any], text: str) -> None:
-    """Write the file, whole, unless there is a sound one by now: others may have read it already."""
+    """Write the file, whole, unless there is a good one by now: others may have read it already."""
     draft = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     write_whole(draft, text)
     try:

@@ -14,21 +14,22 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.integrations import interface
+from fewkeys.integrations.patterns import SLIDING
 from fewkeys.plan import Plan
 from fewkeys.select import Window
-from fewkeys.streaming import Stream
+from fewkeys.streaming.by_head import HeadStreams
 from fewkeys.streaming.whole import Whole
 from fewkeys.tree.leaves import Held, LeafType
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-SLIDING = ("sliding_attention", "hybrid_sliding")
+LayerPlan = Plan | Sequence[Plan]
 
 
 def cache(
     model: PreTrainedModel,
-    plan: Plan | Sequence[Plan],
+    plan: Plan | Sequence[LayerPlan],
     *,
     leaves: LeafType | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -37,9 +38,10 @@ def cache(
 
     Args:
         model: a decoder-only transformers model. As long as the cache lives (or until `close()`), the model's
-            attention runs through fewkeys: calls with this cache by the plan, all others exactly.
-        plan: for every layer, or one for each: what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`;
-            see `fewkeys.stream`. Layers whose own attention is a sliding window keep exactly that window.
+            attention runs through fewkeys: calls with this cache by the plan, all others as they would without it.
+        plan: for every layer, or one for each, or one for each of its key heads (the `ModelPlan` of `fewkeys.tune`):
+            what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`; see `fewkeys.stream`. Layers whose
+            own attention is a sliding window keep exactly that window; a sequence may leave them out.
         leaves, folder: how layers of a `KeyTree` hold their keys and values, as in `fewkeys.stream`: "bfloat16" or
             "int8", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike numbers of tokens,
             so `load` what was saved.
@@ -47,14 +49,15 @@ def cache(
     Returns:
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
         left-padded batches, grouped queries, chunks, several turns, beam search (reordering) and repeated or selected
-        sequences. `crop` can take back the newest tokens, up to the last block, and says so where it cannot. `memory()`
+        sequences, assisted and prompt-lookup decoding. `crop` can take back the newest 24 tokens, and more back to the
+        beginning of a block, and says so where it cannot. `memory()`
         are its bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` let a conversation go on later.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a
         cache of their own, or a plan that no stream can run.
     """
-    interface.need_transformers()
+    model = interface.unwrapped(model)
     from fewkeys.integrations.stream_cache import StreamCache
 
     if not all(getattr(module, "is_causal", True) for module in interface.attention_modules(model)):
@@ -63,28 +66,39 @@ def cache(
         )
     config = model.config.get_text_config(decoder=True)
     plans, how = _layers(config, plan), Held(leaves, None if folder is None else os.fspath(folder))
-    if how != Held() and not any(map(Whole.suits, plans)):
+    if how != Held() and not any(Whole.suits(one) for own in plans for one in own):
         raise ValueError(f"leaves, folder: expected None without a layer of KeyTree, got {leaves}, {folder}")
     return StreamCache(model, plans, how)
 
 
-def _layers(config: Any, plan: Plan | Sequence[Plan]) -> list[Plan]:
-    """The plan of every layer."""
+def _layers(config: Any, plan: Plan | Sequence[LayerPlan]) -> list[tuple[Plan, ...]]:
+    """The plans of every layer: one for all of its key heads, or one for each."""
     count = config.num_hidden_layers
-    plans = [plan] * count if isinstance(plan, Plan) else list(plan)
-    if len(plans) != count:
-        raise ValueError(f"plan: expected one plan, or one for each of {count} layers, got {len(plans)}")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_sharing_modes", None) is not None:
         raise ValueError("model: expected a decoder-only model whose layers have keys of their own")
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
+            "no stream can read; use fewkeys.apply and the model's own cache"
+        )
     kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
     if kinds is None:
         kinds = ["full_attention" if window is None else SLIDING[0]] * count
-    for layer, kind in enumerate(kinds):
-        if kind in SLIDING and window is not None:
-            plans[layer] = Plan(Window(window))
-        elif kind != "full_attention":
-            raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
-    for one in plans:
-        Stream(one)
+    whole = [layer for layer, kind in enumerate(kinds) if kind not in SLIDING or window is None]
+    for layer in whole:
+        if kinds[layer] not in ("full_attention", *SLIDING):
+            raise ValueError(
+                f"model: expected layers of full or sliding attention, got {kinds[layer]!r} in layer {layer}"
+            )
+    given: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
+    if len(given) not in (count, len(whole)):
+        also = "" if len(whole) == count else f", or of the {len(whole)} that see every key"
+        raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(given)}")
+    own = dict(zip(range(count) if len(given) == count else whole, given, strict=True))
+    plans = []
+    for layer in range(count):
+        one = own[layer] if layer in whole else Plan(Window(window))
+        plans.append((one,) if isinstance(one, Plan) else tuple(one))
+        HeadStreams(plans[-1])
     return plans

@@ -27,7 +27,7 @@ from fewkeys.plan import Plan
 
 Progress = Callable[[int, int, str], None]
 AnyPlan = Plan | ModelPlan
-Plans = Mapping[str, AnyPlan] | Mapping[int, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
+Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
 """What a report says of a capture in the capture's own words."""
@@ -216,7 +216,7 @@ def _row(entry: Entry, capture: Capture) -> Row:
         cosine=None if effect is None else effect.cosine,
         cosine_min=None if effect is None else effect.cosine_min,
         token_cosine=None if effect is None else effect.token_cosine,
-        ms=median(entry.ms),
+        ms=median(entry.exact_ms if entry.plan == Plan() else entry.ms),  # exact attention is as fast as it is
         exact_ms=median(entry.exact_ms),
         per_layer={
             "error": error.mean(1).tolist(),

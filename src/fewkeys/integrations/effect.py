@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from fewkeys.core.impl import Impl
+from fewkeys.integrations.interface import unwrapped
 from fewkeys.integrations.transformers import apply
 from fewkeys.judge.result import Effect
 from fewkeys.model_plan import ModelPlan
@@ -34,6 +35,7 @@ def effects(
     `impl` is that of `fewkeys.apply`, `generator(i)` gives plan i its randomness, `done(sequences)` is told after each
     pass.
     """
+    model = unwrapped(model)
     pooled: list[list[Tensor]] = [[] for _ in plans]
     tokens = torch.zeros(len(plans), dtype=torch.float64)
     count = 0

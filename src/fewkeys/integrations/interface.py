@@ -2,15 +2,17 @@
 
 transformers asks two registries by one name: the attention function, and the function that builds its mask. Both are
 registered here, once, on first use; a model switched to the name without a mask function would silently lose its
-padding. Our mask function builds nothing of size n x n. It checks that the model wants plain causal or plain
-bidirectional attention and passes on which keys are real:
+padding. Our mask function builds nothing of size n x n. It checks that the model wants causal or bidirectional
+attention, within a window or not, and passes on which keys are real:
 
     None            every key is real; the attention module says whether it is causal
     (B, Nk)         real keys of a causal call
     (B, 1, 1, Nk)   real keys of a call in which every query sees them all
 
-Who answers is a stack per attention module, so that nested `apply` calls and captures undo in any order. Modules are
-weak keys and nothing that is kept refers to a model: a model that is dropped takes its entries with it.
+True and False, or, where the layer sees a window only, its size at real keys and 0 at others.
+
+Who answers stands in the attention modules (`door`); where nobody does, the model's own attention is answered exactly.
+Nothing that is kept refers to a model: a model that is dropped takes its entries with it.
 """
 
 from __future__ import annotations
@@ -19,101 +21,117 @@ import inspect
 import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fewkeys.attention import attention
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.integrations import streams
-from fewkeys.integrations.quiet import quiet
+from fewkeys.core.precision import lowered
+from fewkeys.integrations import streams, switch
+from fewkeys.integrations.door import Answer, Application, door, go, stand
+from fewkeys.integrations.patterns import check_honoured, pattern_of, span
+from fewkeys.integrations.switch import NAME
+from fewkeys.integrations.terms import check_sink, in_terms, plain, with_sink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PreTrainedConfig
 
-NAME = "fewkeys"
-
-_INERT = {
-    "cache_position",
-    "encoder_attention_mask",
-    "encoder_hidden_states",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "past_key_values",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "token_type_ids",
-    "use_cache",
+_BIASED = ", and its scores have a bias for every distance, which no plan knows"
+_MIXED = ", and its scores depend on contents and distances together, which no plan knows"
+_SPARSE = ", and it is sparse by a rule of its own"
+OUTSIDE = {
+    **dict.fromkeys(("mpnet", "bloom", "mpt", "falcon"), _BIASED),
+    **dict.fromkeys(("deberta", "deberta-v2", "xlnet"), _MIXED),
+    **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus"), _SPARSE),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
 }
-"""Arguments that models hand down to their attention and that do not change its answer."""
+"""Why models of some types cannot ask the interface."""
 
 
-class Answer(Protocol):
-    """Answers one attention call of the `layer`-th attention module: (B, Hq, Nq, Dv)."""
+class Attachment:
+    """What `attach` did to a model, to be undone."""
 
-    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor: ...
+    def __init__(self, model: PreTrainedModel, application: Application | None) -> None:
+        self._application = application
+        self._modules = [weakref.ref(module) for module in attention_modules(model)]
+        configs = switch.configs_of(model)
+        self._release = weakref.finalize(model, switch.release, configs)
+        self._release.atexit = False
+        switch.hold(configs)
+        try:
+            switch.switch(model)
+        except BaseException:
+            self._release()
+            raise
+        self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
+        for layer, module in enumerate(self._alive()):
+            if application is not None:
+                stand(layer, module, application)
+
+    def enter(self) -> None:
+        """From now on, answer in the present context alone."""
+        if self._application is not None:
+            self._application.enter()
+
+    def detach(self) -> None:
+        """Undo everything; a second time does nothing."""
+        if self._application is not None:
+            self._application.leave()
+        if self._release.alive:
+            for module in self._alive():
+                if self._application is not None:
+                    go(module, self._application)
+            self._hook.remove()
+            self._release()
+
+    def _alive(self) -> list[nn.Module]:
+        return [module for module in (reference() for reference in self._modules) if module is not None]
 
 
-_answers: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, Answer]]] = weakref.WeakKeyDictionary()
-_switched: dict[int, tuple[PreTrainedConfig, str | None, int]] = {}
-"""By id of a configuration: itself, its own attention implementation, how many attachments hold it switched."""
-
-
-def attach(model: PreTrainedModel, answer: Answer) -> Callable[[], None]:
-    """Let `answer` answer every attention call of `model` from now on; the returned function undoes it, once.
+def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
+    """Let `answer` answer every attention call of `model` from now on, or, if None, whoever answers already.
 
     Raises `TypeError` for what is not a transformers model and `ValueError` for one whose attention cannot be
     replaced; the model is then as it was.
     """
-    modules = attention_modules(model)
-    _register()
-    configs = _configs(model)
-    release = weakref.finalize(model, _release, configs)
-    release.atexit = False
-    _hold(configs)
-    try:
-        _switch(model)
-    except BaseException:
-        release()
-        raise
-    hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
-    for layer, module in enumerate(modules):
-        _answers.setdefault(module, []).append((layer, answer))
-    alive = [weakref.ref(module) for module in modules]
+    attention_modules(model)
+    register()
+    return Attachment(model, None if answer is None else Application(answer))
 
-    def detach() -> None:
-        if not release.alive:
-            return
-        for layer, reference in enumerate(alive):
-            module = reference()
-            if module is not None:
-                _answers[module].remove((layer, answer))
-        hook.remove()
-        release()
 
-    return detach
+def unwrapped(model: object) -> PreTrainedModel:
+    """The transformers model: `model` itself, or the one inside it.
+
+    A SentenceTransformer, a model of peft, a compiled or distributed one hold one each. `TypeError` for others.
+    """
+    need_transformers()
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return model
+    inside = [] if not isinstance(model, nn.Module) else [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    parts = {id(part) for found in inside for part in found.modules() if part is not found}
+    outermost = [found for found in inside if id(found) not in parts]
+    if len(outermost) != 1:
+        raise TypeError(
+            f"model: expected a transformers PreTrainedModel, or a module around one, got {type(model).__name__} with "
+            f"{len(outermost)} inside; pass the transformers model itself"
+        )
+    return outermost[0]
 
 
 def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
-    need_transformers()
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; "
-            "pass the transformers model inside it"
-        )
+    model = unwrapped(model)
     modules = [module for module in model.modules() if _asks_interface(type(module))]
     if not modules:
+        why = OUTSIDE.get(model.config.model_type, "")
         raise ValueError(
             f"model: {type(model).__name__} does not use transformers' attention interface, so its attention cannot "
-            "be replaced; use an architecture that does (BERT, RoBERTa, Llama, Qwen, GPT-2, ...)"
+            f"be replaced{why}; use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
         )
     return modules
 
@@ -135,7 +153,8 @@ def _asks_interface(kind: type) -> bool:
     return False
 
 
-def _register() -> None:
+def register() -> None:
+    """Let transformers find us by name; a process that a model was sent to does so on its arrival."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -143,56 +162,43 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, _key_mask)
 
 
-# --- the configurations that name the implementation --------------------------------------------------------------
+def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
+    """The call as the model's own SDPA implementation answers it: the same function, mask and bits.
+
+    What that does not know, caps and sinks, is answered exactly by `fewkeys.attention`.
+    """
+    mask = None
+    if not plain(inputs):
+        own = with_sink(inputs)
+        return attention(own.query, own.key, own.value, plan=in_terms(inputs, None), **own.options())
+    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
+    if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and queries != keys):
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=inputs.key.device)
+        if inputs.is_causal:
+            mask = mask.tril(inputs.query_offset)
+        if inputs.window is not None:
+            before, after = span(inputs.window, inputs.is_causal)
+            mask = mask.triu(inputs.query_offset - before).tril(inputs.query_offset + after)
+        mask = mask.expand(inputs.query.shape[0], 1, queries, keys)
+        if inputs.key_mask is not None:
+            mask = mask & inputs.key_mask[:, None, None, :]
+    out, _ = _sdpa(module, inputs.query, inputs.key, inputs.value, mask, inputs.scale, inputs.is_causal)
+    return out.transpose(1, 2)
 
 
-def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Every configuration in `model` that names an attention implementation, outer before inner, each once."""
-    from transformers import PreTrainedModel
+def _sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    is_causal: bool | None,
+    softcap: float | None = None,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    found: dict[int, PreTrainedConfig] = {}
-
-    def add(config: PreTrainedConfig) -> None:
-        found.setdefault(id(config), config)
-        for name in config.sub_configs:
-            inner = getattr(config, name, None)
-            if inner is not None:
-                add(inner)
-
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            add(module.config)
-    return list(found.values())
-
-
-def _hold(configs: list[PreTrainedConfig]) -> None:
-    for config in configs:
-        _, own, count = _switched.get(id(config), (config, config._attn_implementation, 0))
-        _switched[id(config)] = (config, own, count + 1)
-
-
-def _release(configs: list[PreTrainedConfig]) -> None:
-    for config in configs:
-        _, own, count = _switched.pop(id(config))
-        if count > 1:
-            _switched[id(config)] = (config, own, count - 1)
-        else:
-            config._attn_implementation = {"": own}  # this configuration alone, not those inside it
-
-
-def _switch(model: PreTrainedModel) -> None:
-    from transformers import PreTrainedModel
-
-    for module in model.modules():  # the outermost first; some parts hold a configuration of their own
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
-            with quiet():
-                module.set_attn_implementation(NAME)
-            stayed = module.config._attn_implementation
-            if stayed != NAME:
-                raise ValueError(
-                    f"model: {type(module).__name__} does not let its attention implementation be set (it stayed "
-                    f"{stayed!r}), so its attention cannot be replaced"
-                )
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, softcap=softcap)
 
 
 # --- what transformers calls --------------------------------------------------------------------------------------
@@ -216,42 +222,34 @@ def _key_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    config: PreTrainedConfig | None = None,
+    device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """The real keys, in the forms the head of this file lists. Raises `ValueError` for any pattern beside padding.
-
-    transformers allows the skip of a mask exactly where the pattern is plain, so its own flags tell packed sequences,
-    prefix-bidirectional blocks and other overlays.
-    """
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
-    bidirectional = allow_is_bidirectional_skip
-    if not bidirectional and int(q_offset) + q_length != kv_offset + kv_length:
+    """The real keys, in the forms the head of this file lists. Raises `ValueError` for any pattern beside padding."""
+    pattern = pattern_of(mask_function, local_size, kv_offset + kv_length, config, allow_is_bidirectional_skip)
+    causal, window = pattern.causal, pattern.window
+    if causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(
             f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
             f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
         )
-    if local_size is not None and kv_length > local_size and not isinstance(kv_length, streams.Length):
-        raise ValueError(
-            f"sliding_window: this model lets a query see {local_size} keys, got {kv_length}; windows of the model "
-            f"are not honoured, use sequences of at most {local_size} tokens"
-        )
-    plain = mask_function in (bidirectional_mask_function, causal_mask_function) or local_size is not None
-    if not plain or not (bidirectional or allow_is_causal_skip):
-        raise ValueError(
-            "attention_mask: expected plain causal or bidirectional attention with padding, got another pattern "
-            "(packed sequences, blocks, or a compiled cache); give each sequence its own row and pad by attention_mask"
-        )
     if attention_mask is None:
-        return None
-    real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    if real.shape[1] < kv_length:
-        real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
-    if bool(real.all()):
-        return None
-    return real[:, None, None, :] if bidirectional else real
+        if pattern.plain:
+            return None
+        real = torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
+    else:
+        real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        if real.shape[1] < kv_length:
+            real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
+        if pattern.plain and bool(real.all()):
+            return None
+    found = real if window is None else real.int() * window
+    found = found if causal else found[:, None, None, :]
+    if config is not None:
+        switch.watch(config, found)
+    return found
 
 
 def _attention_forward(
@@ -266,60 +264,58 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
-    stack = _answers.get(module)
-    if not stack:
-        raise ValueError(
-            f"model: the attention of this {type(module).__name__} was never replaced, though its configuration says "
-            "so; a copy of a model, or a model that shares its configuration, needs its own fewkeys.apply"
-        )
-    _refuse(module, key, dropout, kwargs)
+    check_honoured(module, dropout, kwargs)
+    own = door(module)
+    found = None if own is None else own.innermost()
+    foreign = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1
+    if found is None and foreign and kwargs.get("s_aux") is None:
+        # A call that began before the switch, in a thread that has nothing to do with it.
+        return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    real, causal = _read_mask(attention_mask, query, key, causal)
+    real, window, causal = _read_mask(module, attention_mask, (query.shape[0], key.shape[2]), causal)
+    if window is None and (told := kwargs.get("sliding_window")) is not None:
+        window = told if causal else 2 * told - 1
     if causal and key.shape[2] < query.shape[2]:
         raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
+    waiting = streams.take(key)
     inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
+        query=lowered(query),
+        key=lowered(key),
+        value=lowered(value),
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         is_causal=causal,
         key_mask=real,
         query_offset=key.shape[2] - query.shape[2] if causal else 0,
+        window=window,
+        softcap=kwargs.get("softcap"),
+        sink=None if (sink := kwargs.get("s_aux")) is None else check_sink(sink, query.shape[1]),
     )
-    layer, answer = stack[-1]
-    return answer(layer, module, inputs).transpose(1, 2).contiguous(), None
+    if waiting is not None:
+        output = waiting.attend(inputs)
+    else:
+        output = exact(module, inputs) if found is None else found[1](found[0], module, inputs)
+    return output.transpose(1, 2).contiguous(), None
 
 
-def _read_mask(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> tuple[Tensor | None, bool]:
-    """The real keys (B, Nk) or None, and whether the call is causal."""
+def _read_mask(
+    module: nn.Module, mask: Tensor | None, shape: tuple[int, int], causal: bool
+) -> tuple[Tensor | None, int | None, bool]:
+    """The real keys (B, Nk) or None, the size of the window or None, and whether the call is causal."""
     if mask is None:
-        return None, causal
-    batch, keys = query.shape[0], key.shape[2]
-    if mask.dtype == torch.bool and mask.shape == (batch, keys):
-        return mask, True
-    if mask.dtype == torch.bool and mask.shape == (batch, 1, 1, keys):
-        return mask[:, 0, 0, :], False
-    raise ValueError(
-        f"attention_mask: expected padding of shape {(batch, keys)}, got {mask.dtype} of shape {tuple(mask.shape)}; "
-        "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
-    )
-
-
-def _refuse(module: nn.Module, key: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` for each wish of the model that is not honoured."""
-    if dropout:
+        return None, None, causal
+    if mask.is_floating_point():
         raise ValueError(
-            f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
+            f"attention_mask: {type(module).__name__} adds numbers of its own to the scores, {tuple(mask.shape)}, such "
+            "as a bias for the distance in an image, and no plan can know them; use a model without (ViT, DINOv2)"
         )
-    window = kwargs.pop("sliding_window", None)
-    if window is not None and key.shape[2] > window and not streams.waits(key):
+    if mask.dtype not in (torch.bool, torch.int32) or mask.shape not in (shape, (shape[0], 1, 1, shape[1])):
         raise ValueError(
-            f"sliding_window: this model lets a query see {window} keys, got {key.shape[2]}; windows of the model are "
-            f"not honoured, use sequences of at most {window} tokens"
+            f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
+            "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
         )
-    for name, given in kwargs.items():
-        if name not in _INERT and given is not None and given is not False:
-            raise ValueError(
-                f"{name}: {type(module).__name__} hands this to its attention, and it is not honoured here; "
-                "use a model or a call without it"
-            )
+    causal = mask.ndim == 2
+    rows = mask if causal else mask[:, 0, 0, :]
+    if mask.dtype == torch.bool:
+        return rows, None, causal
+    real = rows > 0
+    return None if bool(real.all()) else real, int(rows.max()) or None, causal

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.guard.fallback import QUERIES
-from fewkeys.integrations.interface import attention_modules
+from fewkeys.integrations.interface import attention_modules, unwrapped
 from fewkeys.integrations.transformers import Batch, Plans, check_readable, exact_passes, plans_per_layer
 from fewkeys.judge.spot_check import CallCheck, SpotCheck, check_call, check_options, check_tensors, overall
 from fewkeys.plan import Plan
@@ -97,18 +97,24 @@ def _check_model(
     generator: torch.Generator | None = None,
 ) -> SpotCheck:
     check_options(queries, confidence)
+    model = unwrapped(model)
     check_readable(model)
-    plans = plans_per_layer(plan, len(attention_modules(model)))
+    plans = plans_per_layer(plan, attention_modules(model))
     checks: list[list[CallCheck]] = [[] for _ in plans]
     # One source for all calls: samples that repeat each other would not be independent.
     source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 
     def hear(layer: int, call: AttentionInputs, output: Tensor) -> None:
-        checks[layer] += check_call(call.checked(generator), plans[layer], queries, source)
+        own = plans[layer]
+        if own is not None and call.window is None:
+            checks[layer] += check_call(call.checked(generator), own, queries, source)
 
     count = 0
     for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, hear):
         count += 1
     if count == 0:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
-    return overall(checks, confidence)
+    found = [layer for layer in checks if layer]
+    if not found:
+        raise ValueError("model: expected layers that see every key, got windows alone, which every plan keeps")
+    return overall(found, confidence)

@@ -9,43 +9,52 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.weights import Softmax
-from fewkeys.execute import exact
 from fewkeys.integrations import interface, streams
 from fewkeys.integrations.streams import Length
+from fewkeys.integrations.switch import NAME
+from fewkeys.integrations.terms import plain
 from fewkeys.plan import Plan
-from fewkeys.streaming import Stream, files
-from fewkeys.streaming.whole import Whole
+from fewkeys.streaming import files
+from fewkeys.streaming.by_head import HeadStreams
 from fewkeys.tree.leaves import Held
 
 
 class StreamLayer(CacheLayerMixin):
-    """One layer of a `StreamCache`: its stream, made when the first tokens are attended from."""
+    """One layer of a `StreamCache`: the streams of its key heads."""
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, plan: Plan, how: Held) -> None:
+    def __init__(self, plans: Sequence[Plan], how: Held, config: PreTrainedConfig, before: StreamLayer | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plan, self.how = plan, how if Whole.suits(plan) else Held()
-        self.stream: Stream | None = None
+        self.plans = plans
+        self.streams = HeadStreams(plans, how)
         self.expected: tuple[Tensor, Tensor] | None = None
+        self.closed = False
+        self._config, self._before = weakref.ref(config), before
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated before the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values alone, which wait for their attention call; the rest is in the stream."""
-        if self.expected is not None:
+        config = self._config()
+        if self.closed or config is None or config._attn_implementation != NAME:
+            raise ValueError(
+                "past_key_values: expected a cache that is open, of a model whose attention runs through fewkeys, got "
+                "one that was closed, or whose model had its attention implementation set since; make another"
+            )
+        if self.expected is not None or (self._before is not None and self._before.expected is not None):
             raise ValueError(
                 "past_key_values: the attention of this model did not ask fewkeys for the last tokens; use the cache "
-                "with the model it was made for, and make another after changing the attention implementation"
+                "with the model it was made for"
             )
         self.expected = (key_states, value_states)
         streams.wait(key_states, self)
@@ -54,10 +63,13 @@ class StreamLayer(CacheLayerMixin):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Take in the expected tokens and answer their queries."""
         self.expected = None
-        if self.stream is None:
-            self.stream = Stream(self.plan, scale=inputs.scale, leaves=self.how.dtype, folder=self.how.folder)
-        self.stream.append(inputs.key, inputs.value, inputs.key_mask)
-        return self.stream.attend(inputs.query)
+        if not plain(inputs):
+            raise ValueError(
+                "model: its attention has capped scores or learned sinks, which no stream knows; use fewkeys.apply and "
+                "the model's own cache"
+            )
+        self.streams.append(inputs.key, inputs.value, inputs.key_mask, inputs.scale)
+        return self.streams.attend(inputs.query)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
@@ -65,7 +77,7 @@ class StreamLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """All tokens seen, whatever is left of them."""
-        return 0 if self.stream is None else self.stream.length
+        return self.streams.length
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -75,7 +87,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.stream = self.expected = None
+        self.streams, self.expected = HeadStreams(self.plans, self.streams.how), None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
@@ -83,20 +95,18 @@ class StreamLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences."""
-        if self.stream is not None:
-            self.stream.select(indices)
+        self.streams.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        if self.stream is not None and self.stream.batch is not None:
-            self.stream.select(torch.arange(self.stream.batch).repeat_interleave(repeats))
+        if self.streams.batch is not None:
+            self.streams.select(torch.arange(self.streams.batch).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        if self.stream is not None:
-            self.stream.crop(self.stream.length + tokens_to_remove)
+        self.streams.crop(self.streams.length + tokens_to_remove)
 
     def offload(self) -> None:
         """Streams stay where they are."""
@@ -108,23 +118,29 @@ class StreamLayer(CacheLayerMixin):
 class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
-    def __init__(self, model: PreTrainedModel, plans: Sequence[Plan], how: Held) -> None:
-        self._how, self._own = how, [StreamLayer(plan, how) for plan in plans]
+    def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]], how: Held) -> None:
+        self._how = how
+        modules: list[Any] = [*interface.attention_modules(model)]
+        self._own: list[StreamLayer] = []
+        for own, module in zip(plans, modules, strict=True):
+            self._own.append(StreamLayer(own, how, module.config, self._own[-1] if self._own else None))
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
-        self._attached = weakref.finalize(self, interface.attach(model, _answer))
+        self._attached = weakref.finalize(self, interface.attach(model, None).detach)
 
     def close(self) -> None:
         """Give the model its own attention back; the cache is of no more use."""
+        for own in self._own:
+            own.closed = True
         self._attached()
 
     def memory(self) -> int:
         """Bytes of memory held by all layers; files are not counted."""
-        return sum(own.stream.memory() for own in self._own if own.stream is not None)
+        return sum(own.streams.memory() for own in self._own)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything held to one safetensors file, whole or not at all."""
-        files.write_all(path, [None if own.stream is None else own.stream.contents() for own in self._own])
+        files.write_all(path, [part for own in self._own for part in own.streams.contents()])
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from what `save` wrote under the same plans; `ValueError` for another or a damaged file, which changes
@@ -132,21 +148,20 @@ class StreamCache(Cache):
         """
         model = self._model()
         device = "cpu" if model is None else model.device
+        counts = [len(own.streams.streams) for own in self._own]
         try:
             held = files.read_all(path)
-            if len(held) != len(self._own):
-                raise ValueError(f"expected the {len(self._own)} layers of this cache with their plans, got others")
-            pairs = [*zip(held, self._own, strict=True)]
-            streams = [None if one is None else Stream.of(*one, device, own.how.folder) for one, own in pairs]
-            if any(
-                one is not None and (one.plan != own.plan or one.leaves != own.how.dtype)
-                for one, own in zip(streams, self._own, strict=True)
-            ):
-                raise ValueError(f"expected the {len(self._own)} layers of this cache with their plans, got others")
+            if len(held) != sum(counts):
+                raise ValueError(f"expected {sum(counts)} streams, got {len(held)}")
+            parts = [held[sum(counts[:layer]) :][:count] for layer, count in enumerate(counts)]
+            found = [own.streams.restored(part, device) for own, part in zip(self._own, parts, strict=True)]
         except files.FAULTS as error:
-            raise ValueError(f"path: expected a file that a cache's save wrote, got {path} ({error})") from None
-        for own, one in zip(self._own, streams, strict=True):
-            own.stream, own.expected = one, None
+            raise ValueError(
+                f"path: expected a file that a cache's save wrote, of the {len(counts)} layers of this cache with "
+                f"their plans, got {path} ({error})"
+            ) from None
+        for own, held_now in zip(self._own, found, strict=True):
+            own.streams, own.expected = held_now, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()
@@ -154,14 +169,7 @@ class StreamCache(Cache):
             raise ValueError(
                 "past_key_values: expected a cache whose model is still there, got one whose model is gone"
             )
-        found = StreamCache(model, [own.plan for own in self._own], self._how)
+        found = StreamCache(model, [own.plans for own in self._own], self._how)
         for new, own in zip(found._own, self._own, strict=True):
-            new.stream = copy.deepcopy(own.stream, memo)
+            new.streams = copy.deepcopy(own.streams, memo)
         return found
-
-
-def _answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    waiting = streams.take(inputs.key)
-    if waiting is not None:
-        return waiting.attend(inputs)
-    return exact.attend(inputs.checked(), Softmax())

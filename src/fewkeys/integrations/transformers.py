@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from fewkeys.attention import attention
 from fewkeys.captures.capture import AttentionInputs, Capture, CaptureWriter
 from fewkeys.core.impl import Impl, check_impl
-from fewkeys.core.weights import Weights
+from fewkeys.core.weights import Softcap, Weights
 from fewkeys.flow import always
 from fewkeys.guard.fallback import Fallbacks, Guard
-from fewkeys.integrations.interface import attach, attention_modules
+from fewkeys.integrations.interface import attach, attention_modules, exact, unwrapped
 from fewkeys.integrations.loading import load_model
+from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
+from fewkeys.integrations.terms import in_terms, with_sink
 from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ Part = Literal["encoder", "decoder", "cross"]
 
 
 def apply(
-    model: PreTrainedModel,
+    model: nn.Module,
     plan: Plans,
     *,
     impl: Impl = "auto",
@@ -52,36 +54,65 @@ def apply(
             approximate = model(**inputs)
         exact = model(**inputs)                     # bit for bit as before
 
-    plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of a layer's plan
-    there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator: as in
-    `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models, grouped
-    queries, left and right padding (2-D attention_mask), prefill and decoding with `DynamicCache` (query i of Lq stands
-    at key Lk - Lq + i). The plan sees the keys of one call: a causal plan that selects among them selects anew at each
-    decoded token.
+    model: a transformers model, or a module around one: a SentenceTransformer, a model of peft, a compiled or a
+    distributed one. plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of
+    a layer's plan there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator:
+    as in `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models,
+    parts of a model (`model.encoder`), grouped queries, left and right padding (2-D attention_mask), prefill and
+    decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees the keys of one call: a causal
+    plan that selects among them selects anew at each decoded token.
+
+    Layers whose own attention is a sliding window keep exactly that window, whatever the plan and the length; a
+    sequence of plans may leave them out. Soft caps of scores (Gemma 2) and learned sinks (gpt-oss) are part of the
+    answer: the first as weights `Softcap(cap)`, under which stand-ins of trees mean nothing (use
+    `budget(slots, is_causal=True, memory="constant")`), the second as one more key that every query keeps.
+
+    For whom: entered by `with`, for the present context alone (`contextvars`: this thread, this task of asyncio); other
+    threads go on with what they have, exact attention if they have nothing. Without `with`, for every thread, and for
+    copies of the model, also in other processes. docs/serving.md has examples.
 
     max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly, and
     `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
-    honoured: attention dropout, sliding windows shorter than the sequence, softcap, attention sinks, position bias,
-    packed sequences, prepared 4-D masks, static caches, `output_attentions`; and for a plan that refuses causal
-    attention in a causal model.
+    honoured: attention dropout, position bias, chunks of the model's own, packed sequences,
+    prepared 4-D masks, static caches, `output_attentions`; and for a plan that refuses causal attention in a causal
+    model. docs/families.md lists model families.
 
     Raises `TypeError` for a `model` or `plan` of another kind, `ValueError` for a model whose attention does not go
     through transformers' interface and for plans that do not match its layers.
     """
-    modules = len(attention_modules(model))
-    plans = [always(own) for own in plans_per_layer(plan, modules)]
+    model = unwrapped(model)
+    plans = tuple(None if own is None else always(own) for own in plans_per_layer(plan, attention_modules(model)))
     guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
     check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
+    return Applied(model, _ByPlan(plans, impl, generator, guards or ()))
 
-    def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        guard, rows = None if guards is None else guards[layer], (inputs.query, inputs.key, inputs.value)
-        return attention(*rows, plan=plans[layer], max_error=guard, **inputs.options(generator, impl))
 
-    return Applied(model, answer, guards or ())
+@dataclass(frozen=True, eq=False)
+class _ByPlan:
+    """The answer of a plan for each layer; a layer with a window of its own keeps that window."""
+
+    plans: tuple[LayerPlan | None, ...]
+    impl: Impl
+    generator: torch.Generator | None
+    guards: tuple[Guard, ...]
+
+    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        plan = self.plans[layer]
+        if plan is None and inputs.window is None:
+            raise ValueError(
+                f"plan: expected layer {layer} to attend within a window of its own, got a call without; give a plan "
+                "for every layer"
+            )
+        own = with_sink(inputs)
+        guard = self.guards[layer] if self.guards and inputs.window is None else None
+        plans = in_terms(inputs, plan)
+        return attention(
+            own.query, own.key, own.value, plan=plans, max_error=guard, **own.options(self.generator, self.impl)
+        )
 
 
 class Applied:
@@ -90,14 +121,14 @@ class Applied:
     Dropping this object changes nothing: the plan stays in force for as long as the model lives.
     """
 
-    def __init__(self, model: PreTrainedModel, answer: Any, guards: tuple[Guard, ...] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, answer: _ByPlan) -> None:
         self.model = model
-        self._guards = guards
-        self._detach = attach(model, answer)
+        self._guards = answer.guards
+        self._attachment = attach(model, answer)
 
     def restore(self) -> None:
         """Give the model back the attention it had, unless another `apply` is still in force on it."""
-        self._detach()
+        self._attachment.detach()
 
     @property
     def fallbacks(self) -> tuple[Fallbacks, ...]:
@@ -105,6 +136,7 @@ class Applied:
         return tuple(guard.fallbacks for guard in self._guards)
 
     def __enter__(self) -> Self:
+        self._attachment.enter()
         return self
 
     def __exit__(
@@ -114,7 +146,7 @@ class Applied:
 
 
 def capture(
-    model: PreTrainedModel,
+    model: nn.Module,
     batches: Iterable[Batch],
     directory: str | os.PathLike[str] | None = None,
     *,
@@ -125,22 +157,24 @@ def capture(
     output projections.
 
     batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...);
-    padding by the 2-D attention_mask is kept as `key_mask`. Models that see: pixel_values of shape (B, C, H, W), or
-    mappings with them. directory: a new or empty folder; None: a temporary one
-    that goes with the returned object. The model runs its base part once per batch without gradients, with its exact
-    attention (SDPA), even inside `apply`; afterwards it is as it was. Memory: the model's own on one batch. Disk:
-    layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers.
+    padding by the 2-D attention_mask is kept as `key_mask`. Models that see or hear: pixel_values of shape
+    (B, C, H, W), input_features of shape (B, features, frames), or mappings with them. directory: a new or empty
+    folder; None: a temporary one that goes with the returned object. The model runs its base part once per batch
+    without gradients, with its exact attention (SDPA), even inside `apply`; afterwards it is as it was. Memory: the
+    model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. Layers whose own attention is a
+    window are left out: every plan leaves them as they are.
 
     weights: what the model's own attention is made of, where it was trained with another kernel than softmax:
     `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
 
-    part: of an encoder-decoder, whose batches also hold `decoder_input_ids`: "encoder", "decoder" (the self-attention
-    of its decoder) or "cross"; what is captured has the layers of this part alone. Padding by `decoder_attention_mask`
-    marks the queries of cross-attention.
+    part: of an encoder-decoder: "encoder", which runs alone, "decoder" (the self-attention of its decoder) or "cross",
+    for which batches also hold `decoder_input_ids`; what is captured has the layers of this part alone. Padding by
+    `decoder_attention_mask` marks the queries of cross-attention.
 
     Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
     for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
     """
+    model = unwrapped(model)
     check_readable(model, part)
     if isinstance(batches, Tensor | Mapping):
         raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
@@ -159,6 +193,8 @@ def capture(
             yield batch
 
     def hear(layer: int, inputs: AttentionInputs, output: Tensor) -> None:
+        if inputs.window is not None:
+            return
         if part is not None:
             inside = any(modules[layer] is module for module in encoder)
             if part != ("encoder" if inside else "decoder" if inputs.is_causal else "cross"):
@@ -172,7 +208,12 @@ def capture(
 
     try:
         with projections:
-            for _ in exact_passes(model, noted(), hear, weights):
+            for _ in exact_passes(model, noted(), hear, weights, part):
+                if not own:
+                    raise ValueError(
+                        f"model: every layer of {type(model).__name__} attends within a window of its own, which every "
+                        "plan keeps, so there is nothing to capture; use a model with layers that see every key"
+                    )
                 writer.end_batch()
         writer.write_projections(projections.found)
         return writer.finish()
@@ -203,30 +244,45 @@ def exact_passes(
     batches: Iterable[Batch],
     hear: Callable[[int, AttentionInputs, Tensor], None],
     weights: Weights | None = None,
+    part: Part | None = None,
 ) -> Iterator[None]:
     """Run the base model on each batch, with exact attention and without gradients; yield after each.
 
     `hear(layer, inputs, output)` is told of every attention call. `weights`: the model's own kernel, where it is not
-    softmax. Afterwards the model is as it was.
+    softmax. `part`: "encoder" runs the encoder alone. Afterwards the model is as it was.
     """
+    runs = model.get_encoder() if part == "encoder" else model.base_model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        output = _exact(module, inputs) if weights is None else _exact_by(weights, inputs)
+        if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
+            raise ValueError(
+                f"model: {type(module).__name__} has "
+                + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
+                + ", which is judged by no capture"
+                + ("" if inputs.softcap is None else f", unless weights=fewkeys.Softcap({inputs.softcap})")
+                + "; fewkeys.apply knows it: compare the outputs of the model"
+            )
+        output = exact(module, inputs) if weights is None else _exact_by(weights, inputs)
         hear(layer, inputs, output)
         return output
 
     for index, batch in enumerate(batches):
-        detach = attach(model, answer)
+        attachment = attach(model, answer)
+        attachment.enter()
         try:
             with torch.no_grad():
-                model.base_model(**_arguments(model, batch, index))
+                runs(**_arguments(model, runs, batch, index))
         finally:
-            detach()
+            attachment.detach()
         yield
 
 
-def plans_per_layer(plan: object, layers: int) -> list[LayerPlan]:
-    """The plan of each layer, or `TypeError`/`ValueError` where there is not one for each."""
+def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
+    """The plan of each layer, or `TypeError`/`ValueError` where there is not one for each.
+
+    One for each layer without a window of its own does too: the others have None then.
+    """
+    layers = len(modules)
     if isinstance(plan, Plan):
         return [plan] * layers
     if isinstance(plan, Mapping):
@@ -237,17 +293,22 @@ def plans_per_layer(plan: object, layers: int) -> list[LayerPlan]:
         plans = list(plan)
     else:
         raise TypeError(f"plan: expected a Plan, or one per layer, got {type(plan).__name__}")
-    if len(plans) != layers:
-        raise ValueError(f"plan: expected one plan for each of {layers} attention layers, got {len(plans)}")
     for layer, item in enumerate(plans):
         for one in (item,) if isinstance(item, Plan) or not isinstance(item, Sequence) else item:
             if not isinstance(one, Plan):
                 raise TypeError(f"plan: expected a Plan for layer {layer}, got {type(one).__name__}")
-    return plans
+    whole = [layer for layer, module in enumerate(modules) if layer_window(module) is None]
+    if len(plans) not in (layers, len(whole)):
+        also = "" if len(whole) == layers else f", or of the {len(whole)} that see every key"
+        raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plans)}")
+    if len(plans) == layers:
+        return plans
+    own = dict(zip(whole, plans, strict=True))
+    return [own.get(layer) for layer in range(layers)]
 
 
-def _arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, Any]:
-    """The keyword arguments of the base model for one batch, on the model's device."""
+def _arguments(model: PreTrainedModel, runs: nn.Module, batch: object, index: int) -> dict[str, Any]:
+    """The keyword arguments for one batch of the part of the model that runs, on the model's device."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}
@@ -255,23 +316,32 @@ def _arguments(model: PreTrainedModel, batch: object, index: int) -> dict[str, A
         raise TypeError(
             f"batches: expected {name} or a mapping with {name} in batch {index}, got {type(batch).__name__}"
         )
-    if name == "pixel_values":
-        _check_pixels(batch.get(name), index)
+    if name == "input_ids":
+        _check_ids(model, batch.get(name), index)
     else:
-        _check_ids(model, batch.get("input_ids"), index)
+        _check_numbers(name, batch.get(name), index)
     given = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
     given.pop("labels", None)
-    if "use_cache" in inspect.signature(model.base_model.forward).parameters:
+    if runs is not model.base_model:
+        given = {name: item for name, item in given.items() if not name.startswith("decoder_")}
+    if "use_cache" in inspect.signature(runs.forward).parameters:
         given["use_cache"] = False
     return given
 
 
-def _check_pixels(pixels: object, index: int) -> None:
-    if not isinstance(pixels, Tensor) or pixels.ndim != 4 or not pixels.is_floating_point() or not pixels.numel():
-        raise ValueError(
-            "batches: expected floating pixel_values of shape (images, channels, height, width) in batch "
-            f"{index}, got {_came(pixels)}"
-        )
+_SHAPES = {
+    "pixel_values": "images, channels, height, width",
+    "input_features": "sounds, features, frames",
+    "input_values": "sounds, samples",
+}
+
+
+def _check_numbers(name: str, given: object, index: int) -> None:
+    """Check images and sounds."""
+    axes = _SHAPES.get(name, "any number of dimensions")
+    ranks = (axes.count(",") + 1,) if name in _SHAPES else range(1, 9)
+    if not isinstance(given, Tensor) or given.ndim not in ranks or not given.is_floating_point() or not given.numel():
+        raise ValueError(f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {_came(given)}")
 
 
 def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
@@ -300,22 +370,3 @@ def _exact_by(weights: Weights, inputs: AttentionInputs) -> Tensor:
     output = attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options())
     # The layout in which it goes on, so that this very memory can be found again at the output projection.
     return output.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-    """The call as the model's own SDPA implementation answers it: the same function, mask and bits."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    mask = None
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    if inputs.key_mask is not None or (inputs.is_causal and queries != keys):
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=inputs.key.device)
-        if inputs.is_causal:
-            mask = mask.tril(inputs.query_offset)
-        mask = mask.expand(inputs.query.shape[0], 1, queries, keys)
-        if inputs.key_mask is not None:
-            mask = mask & inputs.key_mask[:, None, None, :]
-    out, _ = sdpa_attention_forward(
-        module, inputs.query, inputs.key, inputs.value, mask, scaling=inputs.scale, is_causal=inputs.is_causal
-    )
-    return out.transpose(1, 2)

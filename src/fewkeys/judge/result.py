@@ -126,6 +126,16 @@ class Report:
     rows: list[Row]
     skipped: list[Skipped]
 
+    def __str__(self) -> str:
+        from fewkeys.judge.short import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from fewkeys.judge.short import as_html
+
+        return as_html(self)
+
     def row(self, name: str, budget: int | None = None) -> Row:
         """The row of that name and budget (budget None: the only row of that name)."""
         found = [r for r in self.rows if r.name == name and (budget is None or r.budget == budget)]

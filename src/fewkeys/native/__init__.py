@@ -6,7 +6,7 @@ machine and version), and loaded with ctypes. What they do has no gradient of it
 results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
-from fewkeys.native.build import counters, missing
+from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.cohorts import best, halve, tilt
 from fewkeys.native.keys import assign, label_sums, lloyd, represent, statistics, sums_and_products, survey, totals
 from fewkeys.native.tensors import readable, suits
@@ -16,6 +16,7 @@ __all__ = [
     "best",
     "counters",
     "halve",
+    "instruction_set",
     "label_sums",
     "lloyd",
     "missing",

@@ -1,9 +1,14 @@
-"""Compiles the kernels with the machine's C++ compiler, and keeps them for the next process."""
+"""Finds the compiled kernels and runs them.
+
+A wheel has brought a library for every instruction set (`LIBRARIES`). Where there is none of the set wanted, the
+machine's C++ compiler makes it, once, and it is kept for the next process.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -11,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -20,30 +25,11 @@ from signal import SIGINT, default_int_handler, getsignal
 import torch
 
 from fewkeys.core.files import cache_folder, is_own, spare_folder
+from fewkeys.native import sets
+from fewkeys.native.sets import InstructionSet
 
-SOURCES = (
-    *(
-        "kernels.cpp",
-        "problems.h",
-        "counters.h",
-        "team.h",
-        "lanes.h",
-        "products.h",
-        "tile.h",
-        "columns.h",
-        "matrix.h",
-        "back.h",
-    ),
-    *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
-    *("split.h", "rows.h", "leaves.h", "forest.h", "descender.h", "descend.h", "descend_back.h", "cohorts.h"),
-    "stand_ins.h",
-)
-FLAGS = (
-    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden"),
-    "-march=native",
-    # Compilers stop at half of the widest vectors of their own accord, and for some processors split every wide move.
-    *(("-mtune=generic", "-mprefer-vector-width=512") if platform.machine() in ("x86_64", "AMD64") else ()),
-)
+LIBRARIES = Path(__file__).parent / "libraries"
+"""Where a wheel has put its libraries."""
 COMPILERS = ("g++", "clang++", "c++")
 SWITCH, COUNT, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_COUNT", "CXX"
 DIGEST = hashlib.sha256().digest_size
@@ -55,19 +41,40 @@ _WHY = {_OUT_OF_MEMORY: "there is no memory for its buffers", _INTERRUPTED: "it 
 _LOADING = threading.RLock()
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
+_LOG = logging.getLogger("fewkeys")
 
 
 def missing() -> str | None:
-    """Why there are no compiled kernels, None where there are; compiles them if they never were."""
-    if os.environ.get(SWITCH, "1") == "0":
+    """Why there are no compiled kernels, None where there are; compiles them if they never were.
+
+    Raises `ValueError` where `FEWKEYS_ISA` names no instruction set of this machine, and `RuntimeError` where there are
+    no kernels of the one it names.
+    """
+    if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 turns them off"
-    found = _load(_counting())
+    wanted = sets.chosen()
+    if wanted is None:
+        names = ", ".join(map(str, sets.SETS))
+        return f"there are kernels for {names}, none of which this processor ({platform.machine()}) has"
+    found = _load(wanted, _counting())
+    if isinstance(found, str) and os.environ.get(sets.FORCED):
+        raise RuntimeError(f"{sets.FORCED}={wanted}: expected kernels of this set, got none ({found})")
     return found if isinstance(found, str) else None
 
 
+def instruction_set() -> str | None:
+    """The name of the instruction set that the kernels use, None where there are no kernels."""
+    return None if missing() is not None else str(sets.chosen())
+
+
 def identity() -> str:
-    """What tells these kernels from those of other versions, compilers and processors; "none" where there are none."""
-    return "none" if missing() is not None else Path(str(_library()._name)).stem
+    """What tells these kernels from all others; "none" where there are none."""
+    return "none" if missing() is not None else f"{sets.chosen()}-{_digest(_library())}"
+
+
+@lru_cache
+def _digest(library: ctypes.CDLL) -> str:
+    return hashlib.sha256(Path(str(library._name)).read_bytes()).hexdigest()[:16]
 
 
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
@@ -109,10 +116,11 @@ def _counting() -> bool:
 
 
 def _library() -> ctypes.CDLL:
-    found = _load(_counting())
-    if isinstance(found, str):
-        raise RuntimeError(f"compiled kernels: expected a C++ compiler, got none that works: {found}")
-    return found
+    if (reason := missing()) is None and (wanted := sets.chosen()) is not None:
+        found = _load(wanted, _counting())
+        if isinstance(found, ctypes.CDLL):
+            return found
+    raise RuntimeError(f"compiled kernels: expected a library or a C++ compiler, got none that works: {reason}")
 
 
 @lru_cache
@@ -131,26 +139,45 @@ def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
 
 
 @lru_cache
-def _load(counting: bool) -> ctypes.CDLL | str:
+def _load(wanted: InstructionSet, counting: bool) -> ctypes.CDLL | str:
     with _LOADING:
-        return _found(counting)
+        shipped = LIBRARIES / f"{wanted}.so"
+        if os.environ.get(SWITCH) != "jit" and not counting and shipped.is_file():
+            return _opened(shipped, wanted)
+        return _made(wanted, counting)
 
 
-def _found(counting: bool) -> ctypes.CDLL | str:
+def _opened(path: Path, wanted: InstructionSet) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.fewkeys_set.restype = ctypes.c_char_p
+    if (found := library.fewkeys_set().decode()) != wanted.name:
+        raise RuntimeError(f"compiled kernels: expected those of {wanted} in {path}, got those of {found}")
+    library.fewkeys_lend(_threads())
+    return library
+
+
+def _threads() -> ctypes.c_void_p | None:
+    """The entry of the OpenMP that torch runs on, wherever it comes from; None: kernels start threads themselves."""
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        return None
+
+
+def _made(wanted: InstructionSet, counting: bool) -> ctypes.CDLL | str:
     compiler = _compiler()
     if compiler is None:
-        return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; set {COMPILER} to one"
-    here = Path(__file__).parent
+        return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; set {COMPILER} to one, or install a wheel"
     try:
-        name = f"kernels-{_fingerprint(compiler, here, counting)}.so"
+        name = f"kernels-{_fingerprint(compiler, wanted, counting)}.so"
         kept = next((path for folder in _folders() if _whole(path := folder / name)), None)
         if kept is not None:
-            return ctypes.CDLL(str(kept))
+            return _opened(kept, wanted)
         path = _place(name)
         with _alone(path):
             if not _whole(path):  # by now another process may have compiled it
-                _compile(compiler, here, path, counting)
-            return ctypes.CDLL(str(path))
+                _compile(compiler, wanted, path, counting)
+            return _opened(path, wanted)
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         return f"{shlex.join(compiler)} failed: {told.strip().splitlines()[0] if told.strip() else error}"
@@ -175,25 +202,17 @@ def _compiler() -> list[str] | None:
 
 
 def _flags(counting: bool) -> tuple[str, ...]:
-    return (*FLAGS, "-DFEWKEYS_COUNT") if counting else FLAGS
+    return ("-DFEWKEYS_COUNT",) if counting else ()
 
 
-def _fingerprint(compiler: list[str], here: Path, counting: bool) -> str:
-    """Everything that decides what comes out: sources, flags, compiler, processor."""
+def _fingerprint(compiler: list[str], wanted: InstructionSet, counting: bool) -> str:
+    """Everything that decides what comes out: sources, compiler, flags."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
-    told = [version.stdout, *compiler, *_flags(counting), platform.machine(), processor(), torch.__version__]
+    told = [version.stdout, *sets.command(compiler, wanted, "", *_flags(counting))]
     digest = hashlib.sha256("\0".join(told).encode())
-    for source in SOURCES:
-        digest.update((here / source).read_bytes())
+    for source in sets.SOURCES:
+        digest.update((sets.HERE / source).read_bytes())
     return digest.hexdigest()[:16]
-
-
-def processor() -> str:
-    """What tells processors of different instructions apart; they may share a home folder."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    told = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-    return "\n".join(told[:2]) or platform.processor()
 
 
 def _folders() -> list[Path]:
@@ -237,24 +256,15 @@ def _alone(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _has_threads(compiler: list[str], threads: Sequence[str]) -> bool:
-    """Whether the compiler knows OpenMP: told by a file of one line, so that nothing else can be the reason."""
-    with tempfile.TemporaryDirectory(prefix="fewkeys-") as folder:
-        source = Path(folder) / "threads.cpp"
-        source.write_text("#include <omp.h>\nint number() { return omp_get_max_threads(); }\n")
-        command = [*compiler, "-shared", "-fPIC", "-fopenmp", str(source), "-o", f"{source}.so", *threads]
-        return subprocess.run(command, capture_output=True, timeout=PATIENCE).returncode == 0  # noqa: S603
-
-
-def _compile(compiler: list[str], here: Path, path: Path, counting: bool) -> None:
-    """Written whole or not at all; a compiler that is stopped leaves nothing, no library without threads either."""
-    # The threads are those of torch: with a second library of threads, both would fight for the cores.
-    threads = [str(file) for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))]
-    extra = ["-fopenmp", *threads] if _has_threads(compiler, threads) else []
+def _compile(compiler: list[str], wanted: InstructionSet, path: Path, counting: bool) -> None:
+    """Written whole or not at all; a compiler that is stopped leaves nothing."""
+    _LOG.warning(
+        "compiling the kernels for %s with %s, once: 10 to 60 seconds; kept in %s", wanted, compiler[0], path.parent
+    )
     handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        command = [*compiler, *_flags(counting), str(here / SOURCES[0]), "-o", part, *extra]
+        command = sets.command(compiler, wanted, part, *_flags(counting))
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603
         library = Path(part).read_bytes()
         Path(part).chmod(0o755)  # readable by others, who may share the folder

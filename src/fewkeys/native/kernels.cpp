@@ -56,6 +56,24 @@ FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, i
 // The caller wants to know of an interrupt during its next kernel: INTERRUPTED.
 FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
+// The instruction set that this library needs, as `sets.py` names it.
+FEWKEYS_EXPORT const char *fewkeys_set() {
+#if defined(FEWKEYS_MATRIX)
+  return "amx";
+#elif defined(__AVX512F__)
+  return "v4";
+#elif defined(__AVX2__)
+  return "v3";
+#elif defined(__ARM_NEON)
+  return "neon";
+#else
+  return "v2";
+#endif
+}
+
+// The threads that kernels are to run on.
+FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }
+
 // What ctypes must agree on; -1 for what is no struct here.
 FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
 #define SIZE_OF(type) \

@@ -17,10 +17,13 @@ namespace fewkeys {
 constexpr int LANES = 16, ROWS = 12, ABREAST = 4;
 #elif defined(__AVX__)
 constexpr int LANES = 8, ROWS = 6, ABREAST = 2;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, ROWS = 12, ABREAST = 4;
 #else
 constexpr int LANES = 4, ROWS = 6, ABREAST = 2;
 #endif
-// ROWS x 2 sums fill the registers, but for the two vectors and the number that are multiplied.
+// ROWS x 2 sums fill the registers (32 of AVX-512 and NEON, else 16), but for the two vectors and the number that are
+// multiplied; so do SOME x ABREAST.
 constexpr int TILE = 32, WIDE = TILE / LANES;
 // Rows of values are filled up to a multiple of this; the widest vector divides it.
 constexpr int FILL = 16;
@@ -93,7 +96,7 @@ static inline ivec count_up() {
 }
 // x where first <= lane <= last, else other.
 static inline vec within(ivec lane, int first, int last, vec x, vec other) {
-  return (lane >= first) & (lane <= last) ? x : other;
+  return ((lane >= first) & (lane <= last)) ? x : other;
 }
 
 // e^x for x <= 0 to 2e-7, zero below -80: beside the largest weight of a row, one, that is nothing. NaN stays NaN. The

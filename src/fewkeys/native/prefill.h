@@ -106,14 +106,15 @@ static void prefill(const Blocks &p, int threads) {
   for (int64_t head = 0; head < p.batch * (p.heads / p.gqa_ratio); head++) heads.emplace_back(p, head);
   std::atomic<size_t> next{0};
   Team team;
-#pragma omp parallel num_threads(team_size(threads))
-  team.run([&] {
-    BlockAttention<Products> block(p);
-    for (size_t head; (head = next++) < heads.size();) heads[head].scan(block);
-    // Who has no head left helps the others, and rests where there is nothing to do: the core may have other threads.
-    for (auto &head : heads)
-      while (!head.empty())
-        if (!head.help(block)) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  on_threads(team_size(threads), [&] {
+    team.run([&] {
+      BlockAttention<Products> block(p);
+      for (size_t head; (head = next++) < heads.size();) heads[head].scan(block);
+      // Who has no head left helps the others, and rests where there is nothing to do: the core may have other threads.
+      for (auto &head : heads)
+        while (!head.empty())
+          if (!head.help(block)) std::this_thread::sleep_for(std::chrono::microseconds(20));
+    });
   });
   team.settle();
 }

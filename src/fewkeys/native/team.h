@@ -6,7 +6,9 @@
 #include <csignal>
 #include <cstdint>
 #include <new>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace fewkeys {
 
@@ -16,6 +18,25 @@ enum Outcome : int { DONE, OUT_OF_MEMORY, INTERRUPTED, FAILED };
 struct Stopped {};
 
 constexpr int MOST_THREADS = 256;
+
+// Torch's own threads, by the entry that every OpenMP for C has: with threads of its own beside them, both would fight
+// for the cores. `build.py` finds it in the library that torch has loaded, and none is linked here.
+typedef void (*OpenMp)(void (*)(void *), void *, unsigned, unsigned);
+inline OpenMp open_mp = nullptr;
+
+// Runs `work` on `count` threads, one of them the caller's; on fewer where there are no more. It must not throw.
+template <class Work>
+static void on_threads(int count, Work work) {
+  if (count == 1) return work();
+  if (open_mp) return open_mp([](void *told) { (*(Work *)told)(); }, &work, count, 0);
+  std::vector<std::thread> others;
+  try {
+    for (int i = 1; i < count; i++) others.emplace_back(work);
+  } catch (...) {
+  }
+  work();
+  for (std::thread &other : others) other.join();
+}
 
 // The interrupt of one call, if its caller wants to know of it: our handler stands before the one that was there, which
 // is told as well, for as long as the call lasts. One thread of a process is the main one, so there is one at a time.
@@ -105,14 +126,15 @@ static void in_parallel(int threads, int64_t pieces, Make make, Run run, int64_t
   std::atomic<int64_t> next{0};
   // No more threads than portions: waking one that finds nothing to do costs more than a small call.
   const int size = team_size(std::min<int64_t>(threads, (pieces + some - 1) / some));
-#pragma omp parallel num_threads(size)
-  team.run([&] {
-    auto worker = make();
-    for (int64_t first; (first = next.fetch_add(some)) < pieces;)
-      for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
-        Team::check();
-        run(worker, piece);
-      }
+  on_threads(size, [&] {
+    team.run([&] {
+      auto worker = make();
+      for (int64_t first; (first = next.fetch_add(some)) < pieces;)
+        for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
+          Team::check();
+          run(worker, piece);
+        }
+    });
   });
   team.settle();
 }

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from fewkeys.bench.timing import Timing, growth
-from fewkeys.report.figure import OTHERS
+from fewkeys.report.console import Column, console, print_columns
+from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
+
+DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
+"""Columns that narrower terminals leave to the JSON, in this order."""
 
 
 def print_timings(rows: Sequence[Timing]) -> None:
     """Print one line per plan and length. Needs rich (`pip install fewkeys[report]`)."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    for column in ("tokens", "heads", "plan", "ms", "exact / plan", "prepare", "peak MB", "floor ms", "error", "auto"):
-        table.add_column(column, justify="left" if column in ("plan", "auto") else "right")
-    for row in rows:
-        prepare = None if row.select_ms is None or row.prepare_ms is None else row.select_ms + row.prepare_ms
-        whole = None if prepare is None or row.attend_ms is None else prepare + row.attend_ms
-        table.add_row(
-            f"{row.length:,}",
-            str(row.heads),
-            row.name,
-            f"{row.ms:.2f}",
-            f"{row.ratio:.2f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})",
-            "" if prepare is None or not whole else f"{prepare / whole:.0%}",
-            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
-            f"{row.floor_ms:.2f}",
-            "" if row.error is None else f"{row.error:.3f}",
-            row.auto,
-        )
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=116)
-    console.print(table)
+    screen = console()
+    cells = [_cells(row) for row in rows]
+    left = ("plan", "auto")
+    print_columns(screen, [
+        Column(name, [cell[name] for cell in cells], "left" if name in left else "right", DROP.get(name, 0))
+        for name in cells[0]
+    ])  # fmt: skip
     for name in dict.fromkeys(row.name for row in rows):
         exponent = growth(rows, name)
         if exponent is not None:
-            console.print(f"{name}: time grows with the power {exponent:.2f} of the length", markup=False)
-    console.print(
+            screen.print(f"{name}: time grows with the power {exponent:.2f} of the length", markup=False)
+    screen.print(
         "ms: median. exact / plan: median and quartiles of the ratios, turn by turn. prepare: share of selecting keys "
         "and making stand-ins. floor: the plan's arithmetic and bytes at the machine's measured rates.",
         style="dim",
@@ -49,57 +37,113 @@ def print_timings(rows: Sequence[Timing]) -> None:
     )
 
 
+def _cells(row: Timing) -> dict[str, str]:
+    prepare = None if row.select_ms is None or row.prepare_ms is None else row.select_ms + row.prepare_ms
+    whole = None if prepare is None or row.attend_ms is None else prepare + row.attend_ms
+    return {
+        "tokens": f"{row.length:,}",
+        "heads": str(row.heads),
+        "plan": row.name,
+        "ms": f"{row.ms:,.2f}",
+        "exact / plan": f"{row.ratio:.2f}",
+        "quartiles": f"{row.ratio_low:.2f}-{row.ratio_high:.2f}",
+        "prepare": "" if prepare is None or not whole else f"{prepare / whole:.0%}",
+        "peak MB": "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
+        "floor ms": f"{row.floor_ms:,.2f}",
+        "error": "" if row.error is None else f"{row.error:.3f}",
+        "auto": row.auto,
+    }
+
+
+def headline(settings: Mapping[str, Any], heads: int) -> str:
+    """What was timed, by the settings that bench.json holds."""
+    ways = (", causal" if settings["causal"] else "") + (", forward and backward" if settings["backward"] else "")
+    return f"{heads} heads, {settings['dtype']}{ways}"
+
+
 def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Milliseconds per head against tokens, both logarithmic; dotted: the floors. PNG, needs matplotlib."""
-    figure, axes = _axes(f"Time of attention, {title}")
-    for number, name in enumerate(dict.fromkeys(row.name for row in rows)):
-        own = sorted((row for row in rows if row.name == name), key=lambda row: row.length)
+    """Milliseconds per head against tokens, both logarithmic; dotted: the floors; upright: where a plan overtakes exact
+    attention. PNG, needs matplotlib.
+    """
+    figure, (axes,) = sheet("Time of attention", f"{title}; dotted: what the machine could do at best", names=1.5)
+    lines = {name: _of(rows, name) for name in dict.fromkeys(row.name for row in rows)}
+    looks = {name: _look(name, number) for number, name in enumerate(lines)}
+    for name, own in lines.items():
         lengths = [row.length for row in own]
-        color = "black" if name == "exact" else OTHERS[number % len(OTHERS)]
-        axes.plot(lengths, [row.ms / row.heads for row in own], "o-", markersize=4, color=color, label=name)
-        axes.plot(lengths, [row.floor_ms / row.heads for row in own], ":", linewidth=1, color=color)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sorted({row.length for row in rows}), [f"{n:,}" for n in sorted({row.length for row in rows})])
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("ms per head (dotted: floor)")
-    axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, format="png", dpi=150)
+        draw(axes, lengths, [row.ms / row.heads for row in own], looks[name])
+        axes.plot(lengths, [row.floor_ms / row.heads for row in own], ":", linewidth=1, color=looks[name].color)
+        where = crossover(rows, name)
+        if where is not None:
+            axes.axvline(where, color=looks[name].color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            axes.annotate(
+                f" as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", (where, 0.98),
+                xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5, color=looks[name].color, ha="right",
+                va="top",
+            )  # fmt: skip
+    say(axes, "tokens", "ms per head")
+    lengths = sorted({row.length for row in rows})
+    logarithmic(axes, "x", lengths, lengths)
+    logarithmic(axes, "y", [time / row.heads for row in rows for time in (row.ms, row.floor_ms) if time > 0])
+    name_lines(axes, {name: (own[-1].length, own[-1].ms / own[-1].heads) for name, own in lines.items()}, looks)
+    save(figure, path)
+
+
+def crossover(rows: Sequence[Timing], name: str) -> float | None:
+    """The length from which the plan is faster than exact attention, along straight lines between logarithms; None
+    where it is faster, or slower, at every length.
+    """
+    own = _of(rows, name)
+    for first, second in pairwise(own):
+        if name != "exact" and first.ratio < 1 <= second.ratio:
+            share = -math.log(first.ratio) / math.log(second.ratio / first.ratio)
+            return float(first.length * (second.length / first.length) ** share)
+    return None
 
 
 def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
     """Mean relative output error against milliseconds at the greatest length. PNG, needs matplotlib.
 
-    Plans called "name:slots" are one curve per name. Exact attention is a vertical line: its error is zero.
+    Plans called "name:slots" are one curve per name, with the slots at its points. Exact attention is a vertical line:
+    its error is zero.
     """
     length = max(row.length for row in rows)
-    figure, axes = _axes(f"Error against time at {length:,} tokens, {title}")
+    figure, (axes,) = sheet(
+        f"Error against time at {length:,} tokens", f"{title}; numbers are slots per query", names=1.5
+    )
     last = [row for row in rows if row.length == length and row.error is not None]
-    methods = dict.fromkeys(row.name.partition(":")[0] for row in last if row.name != "exact")
-    for number, method in enumerate(methods):
-        own = sorted((row for row in last if row.name.partition(":")[0] == method), key=lambda row: row.ms)
-        wide = 3.0 if method == "budget" else 1.4
-        color = "#009e73" if method == "budget" else OTHERS[number % len(OTHERS)]
-        points = [row.ms for row in own], [row.error for row in own]
-        axes.plot(*points, "o-", linewidth=wide, markersize=5, color=color, label=method)
+    lines: dict[str, list[Timing]] = {}
+    for row in sorted(last, key=lambda row: row.ms):
+        if row.name != "exact":
+            lines.setdefault(row.name.partition(":")[0], []).append(row)
+    looks = {name: _look(name, number) for number, name in enumerate(lines)}
+    for name, own in lines.items():
+        draw(axes, [row.ms for row in own], [row.error or 0.0 for row in own], looks[name])
+        for row in own:
+            axes.annotate(
+                row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(6, 4), textcoords="offset points",
+                fontsize=8, color=looks[name].color, zorder=5,
+            )  # fmt: skip
     exact = next(row for row in rows if row.length == length and row.name == "exact")
-    axes.axvline(exact.ms, color="black", linestyle="--", label="exact attention (error 0)")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("ms")
-    axes.set_ylabel("mean relative output error")
-    axes.legend(frameon=False, fontsize="small")
-    figure.savefig(path, format="png", dpi=150)
+    axes.axvline(exact.ms, color="#000000", linewidth=1.4, linestyle=(0, (5, 2)))
+    axes.annotate(
+        "exact attention: error 0 ", (exact.ms, 0.98), xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5,
+        ha="right", va="top",
+    )  # fmt: skip
+    say(axes, "ms", "mean relative output error")
+    logarithmic(axes, "x", [exact.ms, *(row.ms for own in lines.values() for row in own)])
+    logarithmic(axes, "y", [row.error or 1.0 for own in lines.values() for row in own] or [1.0])
+    ends = {name: (own[-1].ms, own[-1].error or 0.0) for name, own in lines.items()}
+    name_lines(axes, ends, looks)
+    save(figure, path)
 
 
-def _axes(title: str) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _of(rows: Sequence[Timing], name: str) -> list[Timing]:
+    return sorted((row for row in rows if row.name == name), key=lambda row: row.length)
 
-    figure = Figure(figsize=(8, 5.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.set_title(title, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    return figure, axes
+
+def _look(name: str, number: int) -> Look:
+    """As in `fewkeys.report.figure`: the recommended plan is green and broad, what it is measured against black."""
+    method = name.partition(":")[0]
+    if method == "exact":
+        return Look("#000000", "-", 1.8, "D")
+    return Look("#009e73", "-", 3.4) if method == "budget" else Look(OTHERS[number % len(OTHERS)])

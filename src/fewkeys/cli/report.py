@@ -1,0 +1,47 @@
+"""`fewkeys report`: show the results of a comparison, as a table or as a page for the browser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fewkeys.cli.compare import RESULTS
+from fewkeys.cli.files import publish
+from fewkeys.cli.inputs import need
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "report",
+        help="show the results of a comparison, as a table or a page",
+        description=f"Show the results of fewkeys compare: the table again, or with --html a page that needs no "
+        "network: error against slots and against time, every row, every head, and what a few queries of the text see. "
+        f"That last part is read from the file beside {RESULTS} that fewkeys compare wrote with it.",
+    )
+    parser.add_argument("results", type=Path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to this file")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table, or write the page and name it."""
+    need("rich" if arguments.html is None else "plotly")
+    path: Path = arguments.results / RESULTS if arguments.results.is_dir() else arguments.results
+    if not path.is_file():
+        raise ValueError(f"RESULTS: expected a file that fewkeys compare --out wrote, got no such file: {path}")
+    from fewkeys.judge.result import Report
+    from fewkeys.judge.sample import Sample
+    from fewkeys.report import print_table
+    from fewkeys.report.page import save_page
+
+    report = Report.load(path)
+    if arguments.html is None:
+        print_table(report)
+        return
+    beside = report.settings.get("sample")
+    sample = Sample.load(path.parent / beside) if beside and (path.parent / beside).is_file() else None
+    page: Path = arguments.html
+    publish(page.parent, {page.name: lambda file: save_page(report, file, sample)})
+    print(f"Open {page.resolve().as_uri()}")

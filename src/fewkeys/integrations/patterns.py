@@ -1,0 +1,138 @@
+"""What a model asks of its attention beside queries, keys and values: what is honoured, and what is refused.
+
+Honoured: causal and bidirectional attention, padding, and windows that a layer has of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
+
+SLIDING = ("sliding_attention", "hybrid_sliding")
+"""What configurations call layers that see a window."""
+
+_INERT = {
+    "cache_position",
+    "encoder_attention_mask",
+    "encoder_hidden_states",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "s_aux",
+    "sliding_window",
+    "softcap",
+    "token_type_ids",
+    "use_cache",
+}
+"""Arguments that models hand down to their attention and that do not change its answer, or are read elsewhere."""
+
+
+class Pattern(NamedTuple):
+    """Which keys a query sees, beside padding.
+
+    `window`: how many keys around the query (causal: up to it), as `fewkeys.Window` counts them; None: all. `plain`:
+    the attention module knows as much without a mask.
+    """
+
+    causal: bool
+    window: int | None
+    plain: bool
+
+
+def pattern_of(
+    function: Callable[..., Any] | None,
+    local_size: int | None,
+    reach: int,
+    config: PreTrainedConfig | None,
+    is_whole: bool,
+) -> Pattern:
+    """The pattern of a mask function of transformers, told by what it is made of; `ValueError` for all others.
+
+    reach: keys up to the last one. is_whole: of a bidirectional pattern, whether nothing will be added to the mask.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if function is causal_mask_function:
+        return Pattern(True, None, True)
+    if function is bidirectional_mask_function and is_whole:
+        return Pattern(False, None, True)
+    name, parts = _made_of(function)
+    if local_size is not None and name == "and_masks":
+        if parts[0] == "sliding_window_overlay":
+            return Pattern(True, local_size, False)
+        if parts[0] == "sliding_window_bidirectional_overlay":
+            return Pattern(False, 2 * local_size + 1, False)
+        if parts[0] == "chunked_overlay":
+            if reach <= local_size:
+                return Pattern(True, None, True)
+            raise ValueError(
+                f"attention_chunk_size: this model cuts its sequences into chunks of {local_size} tokens, which is not "
+                f"honoured, got {reach} tokens; use sequences of at most {local_size}"
+            )
+    if name == "or_masks" and parts[1] != "blockwise_overlay" and getattr(config, "use_bidirectional_attention", False):
+        return Pattern(False, None if local_size is None else 2 * local_size - 1, False)
+    raise ValueError(
+        "attention_mask: expected causal or bidirectional attention with padding, or a window, got another pattern "
+        "(packed sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
+        "attention_mask"
+    )
+
+
+def _made_of(function: Callable[..., Any] | None) -> tuple[str, list[str]]:
+    """The names of what made a combined mask function, and of what made its parts."""
+    if not inspect.isfunction(function):
+        return "", []
+    inner = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+    return _maker(function), [_maker(part) for part in inner]
+
+
+def _maker(function: Callable[..., Any]) -> str:
+    return str(function.__qualname__).partition(".")[0]
+
+
+def span(window: int, causal: bool) -> tuple[int, int]:
+    """How many keys before and after its own place a query sees in a window."""
+    return (window - 1, 0) if causal else (window // 2, (window - 1) // 2)
+
+
+def layer_window(module: nn.Module) -> int | None:
+    """The window of an attention module's own, as its configuration counts it; None: it sees every key."""
+    if "sliding_window" in vars(module):
+        found = vars(module)["sliding_window"]
+    else:
+        config: Any = getattr(module, "config", None)
+        kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+        own = kinds is None or layer is None or kinds[layer] in SLIDING
+        found = getattr(config, "sliding_window", None) if own else None
+    return found if isinstance(found, int) else None
+
+
+def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` for each wish of the model that is not honoured."""
+    if dropout:
+        raise ValueError(
+            f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(
+            f"position_bias: {type(module).__name__} adds a bias for every distance to its scores, which no plan "
+            "knows; use a model with rotary or absolute positions"
+        )
+    for name, given in kwargs.items():
+        if name not in _INERT and given is not None and given is not False:
+            raise ValueError(
+                f"{name}: {type(module).__name__} hands this to its attention, and it is not honoured here; "
+                "use a model or a call without it"
+            )

@@ -1,0 +1,68 @@
+"""What some models add to their scores, said in terms that every plan knows: caps, learned sinks, windows.
+
+A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps: with
+one more dimension, in which query head h holds its sink s_h, the sink key 1 / scale and all other keys 0, its score is
+s_h and those of the others are what they were; its value is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.weights import Softcap, Softmax
+from fewkeys.plan import Plan
+from fewkeys.select import KeyTree, Sinks, Window
+
+
+def with_sink(inputs: AttentionInputs) -> AttentionInputs:
+    """The same call, its learned sink become a key."""
+    if inputs.sink is None:
+        return inputs
+    query, key = inputs.query, pad(inputs.key, (0, 1, 1, 0))
+    own = inputs.sink.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    unit = torch.zeros_like(key)
+    unit[:, :, 0, -1] = 1 / inputs.scale
+    mask = None if inputs.key_mask is None else pad(inputs.key_mask, (1, 0), value=True)
+    offset = inputs.query_offset + 1 if inputs.is_causal else 0
+    query, value = torch.cat([query, own], -1), pad(inputs.value, (0, 0, 1, 0))
+    return replace(inputs, query=query, key=key + unit, value=value, key_mask=mask, query_offset=offset, sink=None)
+
+
+def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
+    """The plan, or the plans of the key heads, for `with_sink(inputs)`; None: exact attention.
+
+    A window of the layer's own takes the plan's place.
+    """
+    if inputs.window is not None:
+        plan = Plan(Window(inputs.window))
+    if plan is None or isinstance(plan, Plan):
+        return _own(inputs, plan or Plan())
+    return tuple(_own(inputs, one) for one in plan)
+
+
+def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
+    if inputs.softcap is not None:
+        if not isinstance(plan.weights, Softmax):
+            raise ValueError(f"plan: expected Softmax() weights for a model that caps its scores, got {plan.weights}")
+        plan = Plan(plan.keep, plan.rest, Softcap(inputs.softcap))
+    if inputs.sink is None or plan.keep is None or isinstance(plan.keep, KeyTree):  # a tree keeps the first keys
+        return plan
+    return replace(plan, keep=plan.keep | Sinks(1))
+
+
+def plain(inputs: AttentionInputs) -> bool:
+    """Whether the call is softmax attention over its keys and nothing else."""
+    return inputs.softcap is None and inputs.sink is None
+
+
+def check_sink(sink: Tensor, heads: int) -> Tensor:
+    """The sinks (Hq,) as a model hands them down."""
+    if sink.numel() != heads:
+        raise ValueError(f"s_aux: expected one number for each of {heads} query heads, got shape {tuple(sink.shape)}")
+    return sink.reshape(-1)

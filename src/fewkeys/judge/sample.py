@@ -1,0 +1,188 @@
+"""A few queries of one sequence, looked at closely: what each row of a comparison keeps, and what stands in.
+
+For people who want to see what a figure is made of (`fewkeys report`); no figure of a `Report` is computed from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.core import tensor_files
+from fewkeys.core.extent import tamed
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.metrics import relative_error
+from fewkeys.execute import dispatch
+from fewkeys.execute.problem import Problem
+from fewkeys.flow import by_plan, prepare, run
+from fewkeys.judge.exact import blocks, exact
+from fewkeys.model_plan import ModelPlan
+from fewkeys.past.scan import States
+from fewkeys.plan import Plan
+from fewkeys.rest.base import BlockStandIns, StandIns
+
+QUERIES = 8
+"""Queries looked at, fewer where the file would be larger than `MOST`."""
+MOST = 16 * 2**20
+"""Bytes of all that is kept, before it is packed."""
+UNIT = 32767
+"""Weights are whole multiples of 1 / UNIT."""
+KIND = "sample"
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Q queries of the first sequence, in every layer and query head (L, H), for every row of a report, in its order.
+
+    Attributes:
+        tokens: of the sequence, as its tokenizer writes them; empty where they are not known.
+        queries: the positions of the queries.
+        tensors: "exact" (L, H, Q, N), the weights of exact attention; and for row r "r.kept" (L, H, Q, N / 8), a bit
+            for each key, the lowest first; "r.error" (L, H, Q); where the row has stand-ins, "r.weight" (L, H, Q, C),
+            and where each speaks for keys of its own, "r.label" (L, H, N), the stand-in of each key, -1 for none.
+            Weights are int16, in units of 1 / `UNIT`.
+    """
+
+    tokens: tuple[str, ...]
+    queries: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as one safetensors file, whole or not at all."""
+        facts = {"tokens": list(self.tokens), "queries": list(self.queries)}
+        tensor_files.write(path, KIND, facts, self.tensors)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Sample:
+        """Read what `save` wrote. Raises `ValueError` for a file that is damaged or something else."""
+        facts, tensors = tensor_files.read(path, KIND)
+        return cls(tuple(facts["tokens"]), tuple(facts["queries"]), tensors)
+
+
+def take(
+    capture: Capture, plans: Sequence[Plan | ModelPlan], *, tokens: Sequence[str] = (), seed: int = 0
+) -> Sample | None:
+    """Look at the first sequence of a capture under each of `plans`; None where even one query would be too much.
+
+    Cost: one sequence's share of `fewkeys.compare`.
+    """
+    first = next(capture.calls(0)).rows(slice(0, 1))
+    length = first.key.shape[2] if first.key_mask is None else int(first.key_mask.sum())
+    each = capture.layers * capture.query_heads * length * (2 + len(plans) / 8)
+    count = min(QUERIES, int(MOST // each), length)
+    if not count:
+        return None
+    picks = tuple((2 * i + 1) * length // (2 * count) for i in range(count))
+    found: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for layer in range(capture.layers):
+            call = next(capture.calls(layer)).rows(slice(0, 1))
+            for name, tensor in _layer(call, plans, layer, torch.tensor(picks), seed).items():
+                found.setdefault(name, []).append(tensor)
+    shown = tuple(tokens) if len(tokens) == length else ()
+    stacked = {name: _join(name, [part.unsqueeze(0) for part in parts]) for name, parts in found.items()}
+    return Sample(shown, picks, {name: tensor for name, tensor in stacked.items() if tensor.shape[-1]})
+
+
+def _layer(
+    call: AttentionInputs, plans: Sequence[Plan | ModelPlan], layer: int, picks: Tensor, seed: int
+) -> dict[str, Tensor]:
+    """The tensors of one layer."""
+    found: dict[str, list[Tensor]] = {}
+    for block in blocks(call):
+        truth = exact(block, 1.0)
+        found.setdefault("exact", []).append(_units(truth.weights[0][:, picks]))
+        group = block.query.shape[1] // block.key.shape[1]
+        some = slice(block.heads.start // group, block.heads.stop // group)
+        for number, plan in enumerate(plans):
+            own = [plan] * block.key.shape[1] if isinstance(plan, Plan) else plan[layer][some]
+            inputs = block.checked(torch.Generator(block.query.device).manual_seed(seed))
+            parts, order = [], []
+            for one, index, part in by_plan(inputs, [each.always() for each in own]):
+                order.append((index[:, None] * group + torch.arange(group)).flatten())
+                parts.append(_look(part, one, truth.output[:, order[-1]], picks, seed))
+            back = torch.cat(order).argsort()
+            for name in parts[0]:
+                held = _join(name, [part[name] for part in parts])
+                found.setdefault(f"{number}.{name}", []).append(held[back])
+    return {name: _join(name, held) for name, held in found.items()}
+
+
+def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dict[str, Tensor]:
+    """What the query heads of `x` do with the queries `picks`, under one plan; `truth` (1, H, N, Dv)."""
+    error = relative_error(run(x, plan).float(), truth)[0][:, picks]
+    nothing = {"weight": error.new_zeros((*error.shape, 0)), "label": error.new_zeros((len(error), 0)).short()}
+    if plan.keep is None:
+        return {"kept": torch.full((*error.shape, -(-x.keys // 8)), 255, dtype=torch.uint8), "error": error, **nothing}
+    if x.generator is not None:
+        x.generator.manual_seed(seed)
+    x = tamed(x)[0] if x.wild else x
+    x = x.from_start() if plan.rest.needs_causal and x.offset else x
+    picks = picks + x.filler
+    problem = prepare(x, plan)
+    kept = problem.graph.to_mask()[0][:, picks]
+    return {"kept": _packed(kept), "error": error, **(nothing | _stand_ins(problem, kept, picks))}
+
+
+def _stand_ins(problem: Problem, kept: Tensor, picks: Tensor) -> dict[str, Tensor]:
+    """The weights (H, Q, C) of the stand-ins, and whom each speaks for where that is the same for all queries."""
+    x, stand_ins = problem.inputs, problem.stand_ins
+    if stand_ins is None:
+        return {}
+    if isinstance(stand_ins, StandIns) and stand_ins.mass is None:
+        # Their weights are the output where stand-in c has the value e_c, and keys have none.
+        unit = torch.eye(stand_ins.count).expand(*stand_ins.key.shape[:2], -1, -1)
+        alone = replace(stand_ins, value=unit, left=None, right=None, factor=None, bounds=None)
+        value = unit.new_zeros((*x.value.shape[:3], stand_ins.count))
+        weight = dispatch.attend(replace(problem, inputs=_valued(x, value), stand_ins=alone))[0][:, picks]
+        label = stand_ins.label.masked_fill(stand_ins.share <= 0, -1).short()
+        return {"weight": _units(weight), "label": label[0].repeat_interleave(x.gqa_ratio, 0)}
+    # All together: what is left beside the keys that are kept, which alone have a value, e_i where query i keeps them.
+    left = []
+    for inner in range(x.gqa_ratio):
+        marks = kept.unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner].mT.float().unsqueeze(0).contiguous()
+        told = dispatch.attend(replace(problem, inputs=_valued(x, marks), stand_ins=_worthless(stand_ins, marks)))
+        share = told[0].unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner][:, picks]
+        left.append(1 - share.diagonal(dim1=-2, dim2=-1))
+    return {"weight": _units(torch.stack(left, 1).flatten(0, 1).unsqueeze(-1))}
+
+
+def _valued(x: Inputs, value: Tensor) -> Inputs:
+    """The same problem with other values, for the executor that takes everything from its definition."""
+    return replace(x, value=value, impl="reference", _memory={})
+
+
+def _worthless(stand_ins: Any, marks: Tensor) -> Any:
+    """The same stand-ins with values of zero. Nodes of trees take theirs from the keys, which they find marked zero."""
+    if isinstance(stand_ins, StandIns):
+        value = marks.new_zeros((*stand_ins.key.shape[:3], marks.shape[-1]))
+        return replace(stand_ins, value=value, left=None, right=None, factor=None, bounds=None)
+    if isinstance(stand_ins, BlockStandIns):
+        states = stand_ins.states
+        rows = pad(stand_ins.key, (0, marks.shape[-1]))
+        return replace(stand_ins, means=States(rows, states.excess, states.size))
+    return stand_ins
+
+
+def _units(weights: Tensor) -> Tensor:
+    return (weights.clamp(0, 1) * UNIT).round().short()
+
+
+def _packed(flags: Tensor) -> Tensor:
+    """Bool (..., N) as bytes (..., N / 8), rounded up: bit j % 8 of byte j // 8."""
+    bits = pad(flags, (0, -flags.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    packed: Tensor = (bits.to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return packed
+
+
+def _join(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """Heads after heads, the last dimension filled up: with stand-ins of no weight, or labels of nobody."""
+    widest, filler = max(part.shape[-1] for part in parts), -1 if name.endswith("label") else 0
+    return torch.cat([pad(part, (0, widest - part.shape[-1]), value=filler) for part in parts])

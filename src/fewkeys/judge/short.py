@@ -1,0 +1,62 @@
+"""A report in a few lines, for `print(report)` and for notebooks; `fewkeys.report` shows all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from fewkeys.core.clock import in_words
+from fewkeys.judge.pareto import front
+from fewkeys.judge.result import Report, Row
+
+HEAD = ("plan", "asked", "slots", "error", "p90", "cosine", "time", "speed")
+ALL = 16
+"""A report of at most so many rows shows each of them."""
+
+
+def as_text(report: Report) -> str:
+    """The rows that matter as aligned text, one line each."""
+    rows = [HEAD, *map(_cells, _chosen(report))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([*lines, *_rest(report)])
+
+
+def as_html(report: Report) -> str:
+    """The same rows as a table for notebooks."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+    body = "".join(
+        f'<tr><th style="text-align:left">{escape(cells[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
+        + "</tr>"
+        for cells in map(_cells, _chosen(report))
+    )
+    rest = "".join(f"<p>{escape(line)}</p>" for line in _rest(report))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
+
+
+def _chosen(report: Report) -> Sequence[Row]:
+    """All rows, or of many: exact attention, the oracles, and what no method beats."""
+    if len(report.rows) <= ALL:
+        return report.rows
+    best = front(report.rows)
+    return [row for row in report.rows if row.kind != "method" or row in best]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.name,
+        "" if row.budget is None else str(row.budget),
+        f"{row.slots:.1f}",
+        f"{row.error:.3f}",
+        f"{row.error_p90:.3f}",
+        "" if row.cosine is None else f"{row.cosine:.4f}",
+        in_words(row.ms),
+        f"{row.exact_ms / row.ms:.2f}",
+    )
+
+
+def _rest(report: Report) -> list[str]:
+    left = len(report.rows) - len(_chosen(report))
+    told = [f"and {left} rows that another one beats: fewkeys.report.print_table(report)"] if left else []
+    return told + [f"left out: {item.name}: {item.reason}" for item in report.skipped]

@@ -1,0 +1,123 @@
+"""Instruction sets: which there are, which this machine can run, and how a library of each is compiled.
+
+There is one library per set, all of the same source, so that no instruction reaches a processor that lacks it. What
+builds a wheel reads this file alone: it imports nothing but Python's own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+FORCED = "FEWKEYS_ISA"
+"""The environment variable that names the set to take instead of the highest."""
+HERE = Path(__file__).parent
+SOURCES = (
+    *(
+        "kernels.cpp",
+        "problems.h",
+        "counters.h",
+        "team.h",
+        "lanes.h",
+        "products.h",
+        "tile.h",
+        "columns.h",
+        "matrix.h",
+        "back.h",
+    ),
+    *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
+    *("split.h", "rows.h", "leaves.h", "forest.h", "descender.h", "descend.h", "descend_back.h", "cohorts.h"),
+    "stand_ins.h",
+)
+FLAGS = (
+    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    *("-shared", "-fPIC", "-fvisibility=hidden", "-pthread"),
+)
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What a library may use, and what the processor's flags must name for it.
+
+    The operating system's consent is among them: Linux names no flag whose registers it does not save. Its further
+    consent to AMX is asked for by the kernels themselves (`matrix.h`).
+    """
+
+    name: str
+    machine: str
+    flags: frozenset[str]
+    options: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+_AMX = _V4 | {"avx512_bf16", "amx_bf16", "amx_tile"}
+# Compilers stop at half of the widest vectors of their own accord, and for some processors split every wide move.
+_WIDE = ("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512")
+
+SETS = (
+    InstructionSet("v2", "x86_64", _V2, ("-march=x86-64-v2", "-mtune=generic")),
+    InstructionSet("v3", "x86_64", _V3, ("-march=x86-64-v3", "-mtune=generic")),
+    InstructionSet("v4", "x86_64", _V4, _WIDE),
+    InstructionSet("amx", "x86_64", _AMX, (*_WIDE, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    InstructionSet("neon", "aarch64", frozenset(), ()),  # every such processor has it
+)
+"""From the lowest to the highest, for every kind of machine."""
+
+
+def of_machine(machine: str = "") -> tuple[InstructionSet, ...]:
+    """The sets of a kind of machine, of this one where none is named."""
+    machine = machine or platform.machine()
+    kind = {"AMD64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+    return tuple(one for one in SETS if one.machine == kind)
+
+
+def possible() -> tuple[InstructionSet, ...]:
+    """The sets that this machine can run; only the lowest is known to run where the system does not tell flags."""
+    flags, found = _flags(), of_machine()
+    return found[:1] if flags is None else tuple(one for one in found if one.flags <= flags)
+
+
+def chosen() -> InstructionSet | None:
+    """The set to run: the one that `FEWKEYS_ISA` names, else the highest; None where there is none for this machine.
+
+    Raises `ValueError` where `FEWKEYS_ISA` names another than the possible ones.
+    """
+    found, name = possible(), os.environ.get(FORCED)
+    if not name:
+        return found[-1] if found else None
+    for one in found:
+        if one.name == name:
+            return one
+    reason = "which this processor lacks" if name in map(str, SETS) else "which is no instruction set"
+    raise ValueError(f"{FORCED}: expected one of {', '.join(map(str, found)) or 'none'}, got {name!r}, {reason}")
+
+
+def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
+    """What compiles a library of a set."""
+    return [*compiler, *FLAGS, *of.options, *more, str(HERE / SOURCES[0]), "-o", into]
+
+
+def processor() -> str:
+    """What tells processors of different instructions apart."""
+    return "\n".join(_cpuinfo("flags", "Features", "model name")[:2]) or platform.processor()
+
+
+@lru_cache
+def _flags() -> frozenset[str] | None:
+    told = _cpuinfo("flags")
+    return frozenset(told[0].partition(":")[2].split()) if told else None
+
+
+def _cpuinfo(*names: str) -> list[str]:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return [line for line in lines if line.startswith(names)]

@@ -1,0 +1,140 @@
+"""Layers with a window of their own keep exactly that window; the others take the plan."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    Cohere2Config,
+    Cohere2Model,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    ModernBertConfig,
+    ModernBertModel,
+    Olmo3Config,
+    Olmo3Model,
+    Qwen2Config,
+    Qwen2Model,
+    Qwen2MoeConfig,
+    Qwen2MoeModel,
+)
+
+import fewkeys as fk
+from tiny_models import GROUPED, close, far, padded, run, tokens
+
+EXACT = fk.Plan()
+FEW = fk.Plan(fk.Sinks(1))
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+DECODER = GROUPED | {"pad_token_id": 0}
+MIXED = DECODER | {"sliding_window": 4, "layer_types": KINDS}
+MAKERS = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**DECODER, sliding_window=4)).model,
+    "qwen2": lambda: Qwen2Model(Qwen2Config(**MIXED, use_sliding_window=True)),
+    "qwen2-moe": lambda: Qwen2MoeModel(
+        Qwen2MoeConfig(
+            **MIXED, use_sliding_window=True, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        )
+    ),
+    "gemma3": lambda: Gemma3TextModel(Gemma3TextConfig(**MIXED, head_dim=8)),
+    "embedding-gemma": lambda: Gemma3TextModel(
+        Gemma3TextConfig(**MIXED | {"sliding_window": 6}, head_dim=8, use_bidirectional_attention=True)
+    ),
+    "olmo3": lambda: Olmo3Model(Olmo3Config(**MIXED)),
+    "cohere2": lambda: Cohere2Model(Cohere2Config(**MIXED)),
+    "modernbert": lambda: ModernBertModel(
+        ModernBertConfig(
+            vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
+            local_attention=6, layer_types=KINDS, pad_token_id=0, initializer_range=0.3,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=MAKERS)
+def model(request):
+    torch.manual_seed(7)
+    return MAKERS[request.param]().eval()
+
+
+def windows(model):
+    return [kind == "sliding_attention" for kind in KINDS] if hasattr(model.config, "layer_types") else [True] * 3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_exact_plan_is_the_model_itself(model, side):
+    inputs = {name: rows for name, rows in padded(side).items() if name != "position_ids"}
+    before = run(model, **inputs)
+    with fk.apply(model, EXACT):
+        close(run(model, **inputs), before, inputs["attention_mask"])
+        assert far(run(model, **inputs, output_hidden_states=False), run(model, input_ids=tokens(seed=9)))
+
+
+def test_windows_keep_what_they_are_and_others_take_the_plan(model):
+    """Two layers see four keys: their plan would leave one."""
+    inputs, every = {"input_ids": tokens()}, windows(model)
+    states = states_of(model, inputs)
+    with fk.apply(model, FEW):
+        found = states_of(model, inputs)
+    first = every.index(False) if False in every else 3
+    for before, after in zip(states[: first + 1], found[: first + 1], strict=True):
+        close(after, before)
+    assert first == 3 or far(found[first + 1], states[first + 1])
+
+
+@torch.no_grad()
+def states_of(model, inputs):
+    return model(**inputs, output_hidden_states=True).hidden_states
+
+
+def test_capture_compare_tune_and_spot_check_see_the_other_layers(model):
+    if all(windows(model)):
+        with pytest.raises(ValueError, match="attends within a window of its own"):
+            fk.capture(model, [tokens()])
+        with pytest.raises(ValueError, match="got windows alone"):
+            fk.spot_check(model, tokens(), fk.Plan(fk.Window(3)))
+        return
+    capture = fk.capture(model, [tokens()])
+    assert capture.layers == 1
+    plan = fk.ModelPlan(((FEW,) * capture.kv_heads,))
+    report = fk.compare(capture, {"few": plan, "exact": EXACT}, model=model, batches=[tokens()])
+    assert report.rows[0].error > 0.1 > 1e-4 > report.rows[1].error
+    assert report.rows[0].token_cosine < 0.999 < report.rows[1].token_cosine
+    with fk.apply(model, FEW):
+        want = run(model, input_ids=tokens())
+    with fk.apply(model, plan):
+        assert torch.equal(run(model, input_ids=tokens()), want)
+    assert len(fk.spot_check(model, tokens(), FEW).per_layer) == 1
+    with pytest.raises(ValueError, match="each of 3 attention layers, or of the 1 that see every key, got 2"):
+        fk.apply(model, [FEW] * 2)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3"])
+def test_decoding_with_a_cache(name):
+    """Whose sliding layers hold the latest keys alone."""
+    torch.manual_seed(7)
+    model, ids = MAKERS[name]().eval(), tokens(2, 15)
+    with fk.apply(model, fk.Plan(fk.Sinks(1) | fk.Window(5))), torch.no_grad():
+        whole, cache, parts = model(ids)[0], None, []
+        for start, stop in ((0, 9), (9, 13), (13, 14), (14, 15)):
+            out = model(ids[:, start:stop], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out[0])
+    close(torch.cat(parts, 1), whole)
+
+
+def test_chunks_are_refused():
+    torch.manual_seed(7)
+    sizes = {"head_dim": 8, "intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 8}
+    kinds = {"no_rope_layers": [1, 1, 0], "layer_types": ["chunked_attention"] * 2 + ["full_attention"]}
+    model = Llama4ForCausalLM(Llama4TextConfig(**GROUPED, **sizes, **kinds, pad_token_id=0)).eval()
+    before = run(model, input_ids=tokens(length=8))
+    with fk.apply(model, EXACT):
+        close(run(model, input_ids=tokens(length=8)), before)
+        with pytest.raises(ValueError, match="attention_chunk_size: this model cuts its sequences into chunks of 8"):
+            run(model, input_ids=tokens(length=9))
