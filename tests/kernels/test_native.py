@@ -187,9 +187,9 @@ def test_other_weights_and_curved_scores_go_another_way(name, taken):
 
 
 class Trap:
-    """A library all of whose kernels fail, counting or not."""
+    """A library all of whose kernels fail, of any instruction set, counting or not."""
 
-    def __init__(self, counting):
+    def __init__(self, wanted, counting):
         self._name = "trap"
 
     def __getattr__(self, name):
