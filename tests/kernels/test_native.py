@@ -1,5 +1,6 @@
 """Law 2 for the compiled kernels: they equal the reference and the torch path, or are not taken."""
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -186,7 +187,7 @@ def test_other_weights_and_curved_scores_go_another_way(name, taken):
         fk.attention(*tensors, plan=PLANS[name], impl="native")
 
 
-class Trap:
+class Trap(ctypes.CDLL):
     """A library all of whose kernels fail, of any instruction set, counting or not."""
 
     def __init__(self, wanted, counting):
