@@ -263,3 +263,9 @@ def test_the_command_exists():
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["fewkeys"]
     module, _, name = script.partition(":")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_what_waits_is_no_module_beside_it():
+    """A module that is imported first would take the place of the function of its name."""
+    modules = {path.stem for path in Path(fewkeys.__file__).parent.iterdir()}
+    assert not {name for name, place in fewkeys._LATER.items() if place} & modules

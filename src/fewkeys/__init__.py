@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fewkeys import oracle as oracle
     from fewkeys.captures.capture import Capture as Capture
     from fewkeys.core.weights import *  # noqa: F403
-    from fewkeys.explain import Explanation as Explanation
-    from fewkeys.explain import explain as explain
+    from fewkeys.explanation import Explanation as Explanation
+    from fewkeys.explanation import explain as explain
     from fewkeys.guard.fallback import Fallbacks as Fallbacks
     from fewkeys.guard.fallback import Guard as Guard
     from fewkeys.heavy import HeavyEntries as HeavyEntries
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 _NOW = ("Graph", "Groups", "Plan", "attention", "budget", "leverage_scores", "metrics", "universal_set")
 _LATER = {
     "Capture": "captures.capture",
-    "Explanation": "explain",
-    "explain": "explain",
+    "Explanation": "explanation",
+    "explain": "explanation",
     "Fallbacks": "guard.fallback",
     "Guard": "guard.fallback",
     "HeavyEntries": "heavy",
