@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -39,7 +38,7 @@ class CompileKernels(BuildHookInterface):
             return
         if machine and not sets.of_machine(machine):
             raise ValueError(f"{WHEEL}: expected x86_64 or aarch64, got {machine!r}")
-        compiler = _zig(machine) if machine else _compiler()
+        compiler = _zig(machine) if machine else sets.compiler()
         if compiler is None:
             self.app.display_warning("no C++ compiler: the wheel has no compiled kernels, and torch does their work")
             return
@@ -81,13 +80,6 @@ def _sets(root: Path) -> ModuleType:
 
 def _zig(machine: str) -> list[str]:
     return [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.{GLIBC}"]
-
-
-def _compiler() -> list[str] | None:
-    if chosen := os.environ.get("CXX"):
-        return shlex.split(chosen)
-    found = next((path for path in map(shutil.which, ("g++", "clang++", "c++")) if path), None)
-    return None if found is None else [found]
 
 
 def _platform(machine: str) -> str:

@@ -12,7 +12,7 @@ from fewkeys.native import build, sets
 
 # Where an instruction set is asked for by name, its kernels must be there.
 needs_compiler = pytest.mark.skipif(
-    os.environ.get(build.SWITCH) == "0" or not (any(map(shutil.which, build.COMPILERS)) or os.environ.get(sets.FORCED)),
+    os.environ.get(build.SWITCH) == "0" or not (any(map(shutil.which, sets.COMPILERS)) or os.environ.get(sets.FORCED)),
     reason="no C++ compiler",
 )
 CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2}}

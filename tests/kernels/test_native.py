@@ -190,7 +190,7 @@ def test_other_weights_and_curved_scores_go_another_way(name, taken):
 class Trap(ctypes.CDLL):
     """A library all of whose kernels fail, of any instruction set, counting or not."""
 
-    def __init__(self, wanted, counting):
+    def __init__(self, *environment):
         self._name = "trap"
 
     def __getattr__(self, name):

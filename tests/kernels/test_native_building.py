@@ -21,7 +21,7 @@ pytestmark = needs_compiler
 
 def compiler(path, lines):
     """A compiler that does as `lines` of shell say before it compiles, quickly."""
-    chosen = next(path for path in map(shutil.which, build.COMPILERS) if path)
+    chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
     path.write_text(f'#!/bin/sh\n{lines}\nexec {chosen} "$@" -O0\n')
     path.chmod(0o755)
     return str(path)
@@ -40,7 +40,7 @@ def fresh(monkeypatch, tmp_path):
 def wheel(tmp_path_factory):
     """The folder of a wheel's libraries, with that of the highest set."""
     folder, wanted = tmp_path_factory.mktemp("libraries"), sets.chosen()
-    chosen = next(path for path in map(shutil.which, build.COMPILERS) if path)
+    chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
     subprocess.run(sets.command([chosen], wanted, str(folder / f"{wanted}.so"), "-O0"), check=True)
     return folder
 

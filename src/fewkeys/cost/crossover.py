@@ -113,7 +113,10 @@ def by_the_faster(inputs: Inputs, plan: Plan) -> Inputs:
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
     """The time that each would take on inputs of this size, by this machine's lines; None where none can be kept."""
-    x = inputs
+    return inputs.remember(("expected", plan), lambda: _expected(inputs, plan))
+
+
+def _expected(x: Inputs, plan: Plan) -> Expected | None:
     # Learned plans are of all heads of a layer; of others some heads tell as much.
     heads = x.kv_heads if any(learned_parts(plan)) else min(HEADS, x.kv_heads)
     compiled = x.query.device.type == "cpu" and x.query.dtype in DTYPES

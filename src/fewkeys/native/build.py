@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -30,8 +29,7 @@ from fewkeys.native.sets import InstructionSet
 
 LIBRARIES = Path(__file__).parent / "libraries"
 """Where a wheel has put its libraries."""
-COMPILERS = ("g++", "clang++", "c++")
-SWITCH, COUNT, COMPILER = "FEWKEYS_NATIVE", "FEWKEYS_COUNT", "CXX"
+SWITCH, COUNT = "FEWKEYS_NATIVE", "FEWKEYS_COUNT"
 DIGEST = hashlib.sha256().digest_size
 """Bytes that follow a library: its SHA-256."""
 _DONE, _OUT_OF_MEMORY, _INTERRUPTED = range(3)
@@ -50,26 +48,20 @@ def missing() -> str | None:
     Raises `ValueError` where `FEWKEYS_ISA` names no instruction set of this machine, and `RuntimeError` where there are
     no kernels of the one it names.
     """
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0 turns them off"
-    wanted = sets.chosen()
-    if wanted is None:
-        names = ", ".join(map(str, sets.SETS))
-        return f"there are kernels for {names}, none of which this processor ({platform.machine()}) has"
-    found = _load(wanted, _counting())
-    if isinstance(found, str) and os.environ.get(sets.FORCED):
-        raise RuntimeError(f"{sets.FORCED}={wanted}: expected kernels of this set, got none ({found})")
+    found = _found()
     return found if isinstance(found, str) else None
 
 
 def instruction_set() -> str | None:
     """The name of the instruction set that the kernels use, None where there are no kernels."""
-    return None if missing() is not None else str(sets.chosen())
+    found = _found()
+    return None if isinstance(found, str) else found.fewkeys_set().decode()
 
 
 def identity() -> str:
     """What tells these kernels from all others; "none" where there are none."""
-    return "none" if missing() is not None else f"{sets.chosen()}-{_digest(_library())}"
+    found = _found()
+    return "none" if isinstance(found, str) else f"{instruction_set()}-{_digest(found)}"
 
 
 @lru_cache
@@ -116,11 +108,15 @@ def _counting() -> bool:
 
 
 def _library() -> ctypes.CDLL:
-    if (reason := missing()) is None and (wanted := sets.chosen()) is not None:
-        found = _load(wanted, _counting())
-        if isinstance(found, ctypes.CDLL):
-            return found
-    raise RuntimeError(f"compiled kernels: expected a library or a C++ compiler, got none that works: {reason}")
+    found = _found()
+    if isinstance(found, str):
+        raise RuntimeError(f"compiled kernels: expected a library or a C++ compiler, got none that works: {found}")
+    return found
+
+
+def _found() -> ctypes.CDLL | str:
+    """The library that the environment asks for, or why there is none; every kernel asks, so it must be quick."""
+    return _load(os.environ.get(SWITCH), os.environ.get(sets.FORCED), _counting())
 
 
 @lru_cache
@@ -139,12 +135,20 @@ def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
 
 
 @lru_cache
-def _load(wanted: InstructionSet, counting: bool) -> ctypes.CDLL | str:
+def _load(switch: str | None, forced: str | None, counting: bool) -> ctypes.CDLL | str:
+    if switch == "0":
+        return f"{SWITCH}=0 turns them off"
+    wanted = sets.chosen()
+    if wanted is None:
+        names = ", ".join(map(str, sets.SETS))
+        return f"there are kernels for {names}, none of which this processor ({platform.machine()}) has"
     with _LOADING:
         shipped = LIBRARIES / f"{wanted}.so"
-        if os.environ.get(SWITCH) != "jit" and not counting and shipped.is_file():
-            return _opened(shipped, wanted)
-        return _made(wanted, counting)
+        taken = switch != "jit" and not counting and shipped.is_file()
+        found = _opened(shipped, wanted) if taken else _made(wanted, counting)
+    if isinstance(found, str) and forced:
+        raise RuntimeError(f"{sets.FORCED}={wanted}: expected kernels of this set, got none ({found})")
+    return found
 
 
 def _opened(path: Path, wanted: InstructionSet) -> ctypes.CDLL:
@@ -165,9 +169,10 @@ def _threads() -> ctypes.c_void_p | None:
 
 
 def _made(wanted: InstructionSet, counting: bool) -> ctypes.CDLL | str:
-    compiler = _compiler()
+    compiler = sets.compiler()
     if compiler is None:
-        return f"no C++ compiler ({', '.join(COMPILERS)}) is installed; set {COMPILER} to one, or install a wheel"
+        looked_for = ", ".join(sets.COMPILERS)
+        return f"no C++ compiler ({looked_for}) is installed; set {sets.COMPILER} to one, or install a wheel"
     try:
         name = f"kernels-{_fingerprint(compiler, wanted, counting)}.so"
         kept = next((path for folder in _folders() if _whole(path := folder / name)), None)
@@ -191,14 +196,6 @@ def _whole(path: Path) -> bool:
         return False
     library, digest = (held := path.read_bytes())[:-DIGEST], held[-DIGEST:]
     return hashlib.sha256(library).digest() == digest
-
-
-def _compiler() -> list[str] | None:
-    chosen = os.environ.get(COMPILER)
-    if chosen:
-        return shlex.split(chosen)
-    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    return None if found is None else [found]
 
 
 def _flags(counting: bool) -> tuple[str, ...]:

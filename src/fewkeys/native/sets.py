@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +17,8 @@ from pathlib import Path
 
 FORCED = "FEWKEYS_ISA"
 """The environment variable that names the set to take instead of the highest."""
+COMPILER, COMPILERS = "CXX", ("g++", "clang++", "c++")
+"""The environment variable that names a compiler, and what is looked for where it does not."""
 HERE = Path(__file__).parent
 SOURCES = (
     *(
@@ -99,6 +103,14 @@ def chosen() -> InstructionSet | None:
             return one
     reason = "which this processor lacks" if name in map(str, SETS) else "which is no instruction set"
     raise ValueError(f"{FORCED}: expected one of {', '.join(map(str, found)) or 'none'}, got {name!r}, {reason}")
+
+
+def compiler() -> list[str] | None:
+    """The command of this machine's C++ compiler, None where there is none."""
+    if named := os.environ.get(COMPILER):
+        return shlex.split(named)
+    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    return None if found is None else [found]
 
 
 def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
