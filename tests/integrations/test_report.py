@@ -14,7 +14,8 @@ from rich.console import Console
 
 from fewkeys.core.clock import in_words
 from fewkeys.judge.pareto import best, front, oracle
-from fewkeys.judge.result import SCHEMA, Report, Row, Skipped
+from fewkeys.judge.result import SCHEMA, Report
+from fewkeys.judge.row import Row, Skipped
 from fewkeys.report import print_table, save_figure
 from fewkeys.report.figure import LOOKS
 from fewkeys.report.style import spread
@@ -153,10 +154,10 @@ def test_the_front_has_the_rows_that_no_other_beats():
 
 def test_the_best_method_keeps_to_its_budget():
     given = report()
-    assert best(given, 16).name == "fewkeys budget"  # "moments" has less error but pays 33 slots
-    assert oracle(given, 16).name == "top-k per query (oracle)"
-    assert best(given, 32) is None
-    assert oracle(given, 32) is None
+    assert best(given.rows, 16).name == "fewkeys budget"  # "moments" has less error but pays 33 slots
+    assert oracle(given.rows, 16).name == "top-k per query (oracle)"
+    assert best(given.rows, 32) is None
+    assert oracle(given.rows, 32) is None
 
 
 def test_the_table_shows_every_row_number_and_reason():

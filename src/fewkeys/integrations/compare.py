@@ -20,7 +20,8 @@ from fewkeys.core.impl import Impl, check_impl
 from fewkeys.integrations.effect import Batch, effects
 from fewkeys.judge.exact import blocks, exact
 from fewkeys.judge.layer import Entry, judge_block, time_block
-from fewkeys.judge.result import Report, Row, Skipped, plain
+from fewkeys.judge.result import Report, plain
+from fewkeys.judge.row import Row, Skipped
 from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan

@@ -8,7 +8,6 @@ entered it alone (`contextvars`: a thread, or a task of asyncio); every other an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -58,7 +57,7 @@ Standing = tuple[tuple[int, Application], ...]
 class Door:
     """The applications that stand in one attention module, each with the number of its layer, the innermost last.
 
-    A copy, in this process or another, has the one that answers where it is copied, for good.
+    A copy, in this process or another, has the one that answers where it is copied, for good (`interface`).
     """
 
     def __init__(self, standing: Standing = ()) -> None:
@@ -81,17 +80,6 @@ class Door:
                 )
             return own[0][0], own[0][1].answer
         return None
-
-    def __reduce__(self) -> tuple[Callable[..., Door], tuple[tuple[int, Answer] | None]]:
-        return _arrived, (self.innermost(),)
-
-
-def _arrived(found: tuple[int, Answer] | None) -> Door:
-    """A door that came with a copy of its module, perhaps into a process that knows no fewkeys yet."""
-    from fewkeys.integrations.interface import register
-
-    register()
-    return Door() if found is None else Door(((found[0], Application(found[1])),))
 
 
 def door(module: nn.Module) -> Door | None:

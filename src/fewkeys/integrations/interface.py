@@ -17,6 +17,7 @@ Nothing that is kept refers to a model: a model that is dropped takes its entrie
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import weakref
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from fewkeys.attention import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import lowered
 from fewkeys.integrations import streams, switch
-from fewkeys.integrations.door import Answer, Application, door, go, stand
+from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
 from fewkeys.integrations.patterns import check_honoured, pattern_of, span
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import check_sink, in_terms, plain, with_sink
@@ -160,6 +161,15 @@ def register() -> None:
 
     AttentionInterface.register(NAME, _attention_forward)
     AttentionMaskInterface.register(NAME, _key_mask)
+
+
+def _arrived(found: tuple[int, Answer] | None) -> Door:
+    """A door that came with a copy of its module, perhaps into a process that knows no fewkeys yet."""
+    register()
+    return Door() if found is None else Door(((found[0], Application(found[1])),))
+
+
+copyreg.pickle(Door, lambda own: (_arrived, (own.innermost(),)))
 
 
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:

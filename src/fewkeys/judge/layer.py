@@ -17,7 +17,7 @@ from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
 from fewkeys.flow import by_plan, run
 from fewkeys.judge.exact import Block, Exact, held
-from fewkeys.judge.result import Effect
+from fewkeys.judge.row import Effect
 from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fewkeys.judge.result import Report, Row
+from fewkeys.judge.row import Row
 
 
 def front(rows: Iterable[Row]) -> list[Row]:
@@ -26,14 +26,14 @@ def methods(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.kind == "method"]
 
 
-def best(report: Report, budget: int | None) -> Row | None:
+def best(rows: Iterable[Row], budget: int | None) -> Row | None:
     """The method with the least error among those that asked for `budget` slots and used no more; None if none did."""
     limit = float("inf") if budget is None else budget + 1e-6
-    fair = [row for row in methods(report.rows) if row.budget == budget and row.slots <= limit]
+    fair = [row for row in methods(rows) if row.budget == budget and row.slots <= limit]
     return min(fair, key=lambda row: row.error, default=None)
 
 
-def oracle(report: Report, budget: int | None) -> Row | None:
+def oracle(rows: Iterable[Row], budget: int | None) -> Row | None:
     """The oracle with the least error at `budget`: what choosing keys perfectly would give. None if there is none."""
-    bounds = [row for row in report.rows if row.kind == "oracle" and row.budget == budget]
+    bounds = [row for row in rows if row.kind == "oracle" and row.budget == budget]
     return min(bounds, key=lambda row: row.error, default=None)

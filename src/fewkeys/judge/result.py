@@ -8,85 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fewkeys.core.files import write_whole
 from fewkeys.core.records import build, parse, seal, unseal
+from fewkeys.judge.row import Row, Skipped
+from fewkeys.judge.short import as_html, as_text
 
 SCHEMA = "fewkeys.report/1"
-
-
-@dataclass(frozen=True)
-class Effect:
-    """Cosines between the exact and the approximated model.
-
-    `cosine` compares mean-pooled last hidden states: the mean over sequences, `cosine_min` the worst sequence.
-    `token_cosine` compares the states of single tokens: the mean over all valid tokens.
-    """
-
-    cosine: float
-    cosine_min: float
-    token_cosine: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One plan at one budget, judged over every layer, head and valid query.
-
-    The relative error of a query is `||approximate - exact|| / ||exact||` of its attention output in one head.
-
-    Attributes:
-        name: what the row is called; together with `budget` it is unique in a report.
-        budget: slots that were asked for; None when the plan was not made for a budget (exact attention).
-        kind: "exact" (every key kept), "oracle" (choosing the keys takes every score, so nothing is saved: a bound, not
-            a method) or "method".
-        plan: the plan in words; `config` is the same plan as `Plan.to_dict()` gives it.
-        slots: mean slots used per query: kept keys plus the price of the stand-ins.
-        error: mean relative error over queries, heads and layers; `error_p50` and `error_p90` are quantiles of the
-            same population (to within 0.1 percent, from a histogram).
-        worst_head: [layer, head] with the largest mean error, which is `worst_head_error`.
-        mass: mean share of the exact attention weight of a query that lies on its kept keys.
-        recall: share of exact attention weights >= `settings["eps"]` whose key is kept; None if there are none.
-        cosine: mean over sequences of the cosine between the mean-pooled last hidden states of the exact model and of
-            the model with this plan in every layer; `cosine_min` is the worst sequence. `token_cosine` is the mean
-            over tokens of the cosine between their last hidden states. All None if no model was given.
-        ms: median milliseconds of one attention call (one layer, shape in `settings["timed_shape"]`).
-        exact_ms: the same for exact attention (`scaled_dot_product_attention`), measured in turns with the plan.
-        per_layer: lists of length `layers` under "error", "mass", "recall" and "slots".
-        per_head: lists of `layers` lists of `query_heads` numbers under "error", "mass" and "recall".
-    """
-
-    name: str
-    budget: int | None
-    kind: str
-    plan: str
-    config: dict[str, Any]
-    slots: float
-    error: float
-    error_p50: float
-    error_p90: float
-    worst_head: list[int]
-    worst_head_error: float
-    mass: float
-    recall: float | None
-    cosine: float | None
-    cosine_min: float | None
-    token_cosine: float | None
-    ms: float
-    exact_ms: float
-    per_layer: dict[str, list[float | None]] = field(repr=False)
-    per_head: dict[str, list[list[float | None]]] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A plan that could not be judged on this model, and why (for instance stand-ins that cannot be causal)."""
-
-    name: str
-    budget: int | None
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -127,14 +58,10 @@ class Report:
     skipped: list[Skipped]
 
     def __str__(self) -> str:
-        from fewkeys.judge.short import as_text
-
-        return as_text(self)
+        return as_text(self.rows, self.skipped)
 
     def _repr_html_(self) -> str:
-        from fewkeys.judge.short import as_html
-
-        return as_html(self)
+        return as_html(self.rows, self.skipped)
 
     def row(self, name: str, budget: int | None = None) -> Row:
         """The row of that name and budget (budget None: the only row of that name)."""

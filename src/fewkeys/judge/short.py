@@ -7,40 +7,40 @@ from html import escape
 
 from fewkeys.core.clock import in_words
 from fewkeys.judge.pareto import front
-from fewkeys.judge.result import Report, Row
+from fewkeys.judge.row import Row, Skipped
 
 HEAD = ("plan", "asked", "slots", "error", "p90", "cosine", "time", "speed")
 ALL = 16
 """A report of at most so many rows shows each of them."""
 
 
-def as_text(report: Report) -> str:
+def as_text(rows: Sequence[Row], skipped: Sequence[Skipped]) -> str:
     """The rows that matter as aligned text, one line each."""
-    rows = [HEAD, *map(_cells, _chosen(report))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    return "\n".join([*lines, *_rest(report)])
+    table = [HEAD, *map(_cells, _chosen(rows))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
+    return "\n".join([*lines, *_rest(rows, skipped)])
 
 
-def as_html(report: Report) -> str:
+def as_html(rows: Sequence[Row], skipped: Sequence[Skipped]) -> str:
     """The same rows as a table for notebooks."""
     head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
     body = "".join(
         f'<tr><th style="text-align:left">{escape(cells[0])}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
         + "</tr>"
-        for cells in map(_cells, _chosen(report))
+        for cells in map(_cells, _chosen(rows))
     )
-    rest = "".join(f"<p>{escape(line)}</p>" for line in _rest(report))
+    rest = "".join(f"<p>{escape(line)}</p>" for line in _rest(rows, skipped))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
 
 
-def _chosen(report: Report) -> Sequence[Row]:
+def _chosen(rows: Sequence[Row]) -> Sequence[Row]:
     """All rows, or of many: exact attention, the oracles, and what no method beats."""
-    if len(report.rows) <= ALL:
-        return report.rows
-    best = front(report.rows)
-    return [row for row in report.rows if row.kind != "method" or row in best]
+    if len(rows) <= ALL:
+        return rows
+    best = front(rows)
+    return [row for row in rows if row.kind != "method" or row in best]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _rest(report: Report) -> list[str]:
-    left = len(report.rows) - len(_chosen(report))
+def _rest(rows: Sequence[Row], skipped: Sequence[Skipped]) -> list[str]:
+    left = len(rows) - len(_chosen(rows))
     told = [f"and {left} rows that another one beats: fewkeys.report.print_table(report)"] if left else []
-    return told + [f"left out: {item.name}: {item.reason}" for item in report.skipped]
+    return told + [f"left out: {item.name}: {item.reason}" for item in skipped]

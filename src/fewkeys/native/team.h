@@ -120,15 +120,15 @@ class Team {
 static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_THREADS); }
 
 // All pieces, each by one thread, in rising order; every thread makes a worker for those that it takes, `some` at once.
-template <class Make, class Run>
-static void in_parallel(int threads, int64_t pieces, Make make, Run run, int64_t some = 1) {
+template <class NewWorker, class Run>
+static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run run, int64_t some = 1) {
   Team team;
   std::atomic<int64_t> next{0};
   // No more threads than portions: waking one that finds nothing to do costs more than a small call.
   const int size = team_size(std::min<int64_t>(threads, (pieces + some - 1) / some));
   on_threads(size, [&] {
     team.run([&] {
-      auto worker = make();
+      auto worker = new_worker();
       for (int64_t first; (first = next.fetch_add(some)) < pieces;)
         for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
           Team::check();

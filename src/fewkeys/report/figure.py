@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from fewkeys.judge.result import Report, Row
+from fewkeys.judge.result import Report
+from fewkeys.judge.row import Row
 from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
 from fewkeys.report.table import title
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fewkeys.judge.pareto import best, front, oracle
-from fewkeys.judge.result import Report, Row
+from fewkeys.judge.result import Report
+from fewkeys.judge.row import Row
 from fewkeys.report.console import Column, console, print_columns
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         if row.budget is not None and (not number or rows[number - 1].budget != row.budget):
             sections[number] = f"{row.budget} slots"
         names.append(f"  {row.name}{' *' if (row.name, row.budget) in stars else ''}")
-        plain = "bold green" if row is best(report, row.budget) else ""
+        plain = "bold green" if row is best(report.rows, row.budget) else ""
         styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, plain))
     cells = [_cells(row) for row in rows]
     columns = [Column(name, [cell[name] for cell in cells], drop=DROP.get(name, 0)) for name in cells[0]]
@@ -80,7 +81,7 @@ def advice(report: Report) -> list[str]:
     """For each budget the method with the least error, against the best oracle and exact attention."""
     lines = []
     for budget in report.settings["budgets"] or [None]:
-        row, bound = best(report, budget), oracle(report, budget)
+        row, bound = best(report.rows, budget), oracle(report.rows, budget)
         where = "Best" if budget is None else f"Best within {budget} slots"
         if row is None:
             lines.append(f"{where}: no method stayed within the budget.")

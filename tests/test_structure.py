@@ -1,0 +1,48 @@
+"""Which module imports which: no circles, and arrows that point down the table of rooms in CONTRIBUTING.md."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = {
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "src").rglob("*.py")
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of ours that a file names anywhere: at its head, within functions, for type checkers alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: expected whole names"
+            named = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in {name if name in FILES else node.module for name in named} if name in FILES)
+
+
+ARROWS = {name: set(imported(path)) - {name} for name, path in FILES.items()}
+
+
+def room(module: str) -> str:
+    """The folder of a module, or the file that lies beside the folders."""
+    found = module.split(".")[1]
+    return f"{found}/" if (ROOT / "src" / "fewkeys" / found).is_dir() else f"{found}.py"
+
+
+def test_no_module_imports_itself_through_others():
+    TopologicalSorter(ARROWS).prepare()
+
+
+def test_rooms_import_only_what_lies_below_them():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("| room | holds |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`([\w./]+)`", line.split("|")[1]) for line in text.splitlines() if "`" in line]
+    height = {name: -row for row, names in enumerate(rows) for name in names}
+    own = {name for name in FILES if name not in {"fewkeys", "fewkeys.__main__"}}
+    assert {room(name) for name in own} == set(height)
+    arrows = {(room(a), room(b)) for a in own for b in ARROWS[a] & own if room(a) != room(b)}
+    assert not {(a, b) for a, b in arrows if height[a] < height[b]}
+    TopologicalSorter({a: {b for start, b in arrows if start == a} for a in height}).prepare()
