@@ -46,3 +46,10 @@ def test_rooms_import_only_what_lies_below_them():
     arrows = {(room(a), room(b)) for a in own for b in ARROWS[a] & own if room(a) != room(b)}
     assert not {(a, b) for a, b in arrows if height[a] < height[b]}
     TopologicalSorter({a: {b for start, b in arrows if start == a} for a in height}).prepare()
+
+
+def test_files_are_written_in_one_place():
+    """By `core.files.write_whole`: whole or not at all. Compilers write for themselves."""
+    writes = re.compile(r"\.write_(text|bytes)\(|open\([^()]*\"[wax]b?\"")
+    found = {path.name for path in FILES.values() if writes.search(path.read_text())}
+    assert found == {"files.py", "build.py"}

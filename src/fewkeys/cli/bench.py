@@ -9,6 +9,7 @@ from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver
 from fewkeys.cli.options import add_common, add_impl, add_model, add_text, budgets, positive
 from fewkeys.cli.progress import Step, progress
+from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
@@ -99,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
     what = headline(result["settings"], arguments.heads)
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     files: dict[str, Any] = {
-        "bench.json": lambda path: path.write_text(text, encoding="utf-8"),
+        "bench.json": lambda path: write_whole(path, text),
         "time.png": lambda path: save_time(rows, path, title=what),
     }
     if real:

@@ -12,6 +12,7 @@ from fewkeys.cli import inputs
 from fewkeys.cli.files import staging
 from fewkeys.cli.options import add_common, add_model, add_size, add_text
 from fewkeys.cli.progress import progress
+from fewkeys.core.files import write_whole
 
 
 def add_to(commands: Any) -> None:
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         step(0, 1, "exact attention of every layer")
         with staging(out) as staged:
             captured = capture(opened.model, opened.batches, staged)
-            (staged / inputs.TOKENS).write_text(json.dumps(opened.tokens), encoding="utf-8")
+            write_whole(staged / inputs.TOKENS, json.dumps(opened.tokens))
             out.parent.mkdir(parents=True, exist_ok=True)
             if out.exists():
                 out.rmdir()

@@ -14,6 +14,7 @@ from fewkeys.cli import inputs
 from fewkeys.cli.files import staging
 from fewkeys.cli.options import above_one, above_zero, add_common, add_model, add_size, add_text, positive, share
 from fewkeys.cli.progress import Step, progress
+from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from fewkeys.captures.capture import Capture
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
     with staging(arguments.out) as staged:
         finder.save_pretrained(staged)
-        (staged / "fit.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_whole(staged / "fit.json", json.dumps(report, indent=1) + "\n")
         arguments.out.mkdir(parents=True, exist_ok=True)
         # The description goes last: it names the tensors.
         for path in sorted(staged.iterdir(), key=lambda path: path.name == "sparsefinder.json"):

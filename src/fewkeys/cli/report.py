@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fewkeys.cli.compare import RESULTS
-from fewkeys.cli.files import publish
 from fewkeys.cli.inputs import need
 
 
@@ -43,5 +42,6 @@ def run(arguments: argparse.Namespace) -> None:
     beside = report.settings.get("sample")
     sample = Sample.load(path.parent / beside) if beside and (path.parent / beside).is_file() else None
     page: Path = arguments.html
-    publish(page.parent, {page.name: lambda file: save_page(report, file, sample)})
+    page.parent.mkdir(parents=True, exist_ok=True)
+    save_page(report, page, sample)
     print(f"Open {page.resolve().as_uri()}")

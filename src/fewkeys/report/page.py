@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fewkeys.core.files import write_whole
 from fewkeys.judge.pareto import front
 from fewkeys.judge.result import Report
 from fewkeys.judge.sample import UNIT, Sample
@@ -59,7 +60,7 @@ def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | Non
         "charts": _asset("charts.js"),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
-    Path(path).write_text(page, encoding="utf-8")
+    write_whole(path, page)
 
 
 def _check(report: Report, sample: Sample) -> None:

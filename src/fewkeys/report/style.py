@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,8 +139,10 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write it as PNG, the same bytes for the same picture."""
-    figure.savefig(path, format="png", metadata={"Software": None})
+    """Write it as PNG, the same bytes for the same picture, whole or not at all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", metadata={"Software": None})
+    write_whole(path, drawn.getvalue())
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
