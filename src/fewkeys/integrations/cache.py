@@ -1,4 +1,4 @@
-"""A cache for `model.generate` that keeps what a causal plan keeps: constant memory per layer, whatever the length.
+"""A cache for `model.generate` that keeps what a causal plan keeps: memory of a fixed size, or every key in a tree.
 
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
@@ -50,8 +50,8 @@ def cache(
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
         left-padded batches, grouped queries, chunks, several turns, beam search (reordering) and repeated or selected
         sequences, assisted and prompt-lookup decoding. `crop` can take back the newest 24 tokens, and more back to the
-        beginning of a block, and says so where it cannot. `memory()`
-        are its bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` let a conversation go on later.
+        beginning of a block, and says so where it cannot. `memory()` are its
+        bytes, `copy.deepcopy` forks it, `save(path)` and `load(path)` let a conversation go on later.
 
     Raises:
         TypeError, ValueError: a model whose attention cannot be replaced, whose layers are not all attention with a

@@ -177,10 +177,10 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
 
     What that does not know, caps and sinks, is answered exactly by `fewkeys.attention`.
     """
-    mask = None
     if not plain(inputs):
         own = with_sink(inputs)
         return attention(own.query, own.key, own.value, plan=in_terms(inputs, None), **own.options())
+    mask = None
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and queries != keys):
         mask = torch.ones(queries, keys, dtype=torch.bool, device=inputs.key.device)

@@ -31,11 +31,6 @@ def wait(key: Tensor, who: Waiting) -> None:
     _waiting[id(key)] = who
 
 
-def waits(key: Tensor) -> bool:
-    """Whether somebody answers the call whose keys are `key`."""
-    return id(key) in _waiting
-
-
 def take(key: Tensor) -> Waiting | None:
     """Who answers the call whose keys are `key`, once."""
     return _waiting.pop(id(key), None)

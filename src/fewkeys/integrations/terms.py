@@ -26,12 +26,11 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
         return inputs
     query, key = inputs.query, pad(inputs.key, (0, 1, 1, 0))
     own = inputs.sink.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-    unit = torch.zeros_like(key)
-    unit[:, :, 0, -1] = 1 / inputs.scale
+    key[:, :, 0, -1] = 1 / inputs.scale
     mask = None if inputs.key_mask is None else pad(inputs.key_mask, (1, 0), value=True)
     offset = inputs.query_offset + 1 if inputs.is_causal else 0
     query, value = torch.cat([query, own], -1), pad(inputs.value, (0, 0, 1, 0))
-    return replace(inputs, query=query, key=key + unit, value=value, key_mask=mask, query_offset=offset, sink=None)
+    return replace(inputs, query=query, key=key, value=value, key_mask=mask, query_offset=offset, sink=None)
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
