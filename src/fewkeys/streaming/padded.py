@@ -119,12 +119,13 @@ class Padded:
         `OSError` where there is no room for them, and then none of them has been taken.
         """
         if not self._groups:
-            every = torch.arange(key.shape[0], device=key.device)
-            self._groups = [Group(every, (), self._empty.begin(key, value))]
+            rows = torch.arange(key.shape[0], device=key.device)
+            self._groups = [Group(rows, (), self._empty.begin(key, value))]
         first, plain = self.length, bool(real.all())
         if not plain:
             self._groups = [part for group in self._groups for part in group.by_padding(real)]
-        some = [real[group.rows[0]].nonzero().squeeze(-1) for group in self._groups]
+        every = torch.arange(key.shape[2], device=key.device)
+        some = [every if plain else every[real[group.rows[0]]] for group in self._groups]
         for group, inside in zip(self._groups, some, strict=True):
             group.memory.make_room(len(inside))
         self.length += key.shape[2]

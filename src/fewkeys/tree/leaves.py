@@ -160,8 +160,8 @@ class Leaves:
         return 0 if self._file is not None else self.held.numel()
 
     def written(self) -> Tensor:
-        """All rows, (H, count, width)."""
-        return self.held.transpose(0, 1).flatten(1, 2)[:, : self.count].clone()
+        """All rows, (H, count, width), in memory that they may share."""
+        return self.held[: -(-self.count // CHUNK)].transpose(0, 1).flatten(1, 2)[:, : self.count]
 
     @staticmethod
     def of(how: Held, form: Form, written: Tensor) -> Leaves:
