@@ -14,7 +14,7 @@ from fewkeys.core.validation import Options, check_inputs
 from fewkeys.cost.crossover import by_the_faster, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
-from fewkeys.flow import prepare
+from fewkeys.flow import from_first, prepare
 from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
 from fewkeys.tree.descent import Descent
@@ -78,8 +78,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     found = _way(x, plan)
     if found.runs == "exact":
         return found
-    if plan.rest.needs_causal and x.offset:
-        x = x.from_start()
+    x = from_first(x, plan)
     faster = by_the_faster(x, plan)
     problem = prepare(faster, plan)
     executor, uncompiled = dispatch.choose(problem)

@@ -56,11 +56,16 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
         return run(tame, plan, guard) * unit
     if inputs.valid is not None and plan.keep is not None and not plan.keep.by_real_place and has_gaps(inputs):
         return without_gaps(inputs, inputs.valid, lambda own: run(own, plan, guard))
-    if plan.rest.needs_causal and inputs.offset:
-        # Stand-ins of the past are made block by block from the first token on.
-        return run(inputs.from_start(), plan, guard)[:, :, inputs.offset :]
+    whole = from_first(inputs, plan)
+    if whole is not inputs:
+        return run(whole, plan, guard)[:, :, inputs.offset :]
     output = dispatch.attend(prepare(by_the_faster(inputs, plan), plan))
     return output if guard is None else guard.correct(inputs, plan.weights, output)
+
+
+def from_first(inputs: Inputs, plan: Plan) -> Inputs:
+    """The problem from the first token on, if that is where the plan's stand-ins begin: block by block."""
+    return inputs.from_start() if plan.rest.needs_causal and inputs.offset else inputs
 
 
 def prepare(inputs: Inputs, plan: Plan) -> Problem:

@@ -34,7 +34,7 @@ def bits(found, row, length):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_queries_get_what_compare_measures(causal):
-    capture = captured(batches=1, size=1, causal=causal, length=256 if causal else 40)
+    capture = captured(batches=1, size=1, causal=causal, length=128 if causal else 40)
     plans = {"exact": fk.Plan(), "window": fk.Plan(fk.Window(5)), **CAUSAL} if causal else PLANS
     report = compare(capture, {name: plan for name, plan in plans.items() if name != "sample"})
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def test_weights_of_stand_ins_are_the_same_one_by_one_and_together():
     """Two ways to the same number: stand-ins that speak for labelled keys, and all that kept keys leave."""
     call = next(captured(size=1).calls(0))
     problem = prepare(call.checked(), fk.Plan(fk.Leverage(7), fk.ClusterMeans(5, rank=2)))
-    picks = torch.tensor([0, 11, 39])
+    picks = [0, 11, 39]
     kept = problem.graph.to_mask()[0][:, picks]
     each = module._stand_ins(problem, kept, picks)
     labels = each["label"]

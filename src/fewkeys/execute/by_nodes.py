@@ -45,7 +45,7 @@ def _columns(x: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int
     """
     own = walk.sequences
     query, key, value = own.queries(x), own.rows(x.key), own.rows(x.value)
-    shown = _shown(x, walk, enough)
+    shown = _shown(x, walk, enough, start, stop)
     logits, means = [query.new_zeros((*query.shape[:2], stop - start, 0))], [value[:, None, :0]]
     for size in walk.nodes:
         count = walk.nodes[size].key.shape[1]
@@ -55,24 +55,24 @@ def _columns(x: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int
         asked = query[:, :, start:stop]
         spread = asked.square() @ variance.mT.unsqueeze(1)
         logit = asked @ mean.mT.unsqueeze(1) + math.log(size) + (CURVE * spread).clamp_max(HIGHEST)
-        logits.append(logit.masked_fill(~shown[size][:, :, start:stop], -torch.inf))
+        logits.append(logit.masked_fill(~shown[size], -torch.inf))
         means.append(take(value, members).mean(2).unsqueeze(1))
     return torch.cat(logits, -1), torch.cat(means, 2).expand(-1, query.shape[1], -1, -1)
 
 
 @torch.no_grad()
-def _shown(x: Inputs, walk: Walk, enough: Enough | None) -> dict[int, Tensor]:
-    """By the size of nodes, which of them stand in for each query: bool (H, gqa_ratio, Nq, C)."""
+def _shown(x: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int) -> dict[int, Tensor]:
+    """By the size of nodes, which of them stand in for each of these queries: bool (H, gqa_ratio, stop - start, C)."""
     query = walk.sequences.queries(x)
     shape = query.shape[:3]
     found = {
         size: torch.zeros((*shape, table.key.shape[1]), dtype=torch.bool, device=query.device)
         for size, table in walk.nodes.items()
     }
-    for part in findings(x, walk, enough, 0, x.queries):
+    for part in findings(x, walk, enough, start, stop):
         for closed in part.closed:
             rows, stands = (one.unflatten(1, (shape[1], -1)) for one in (closed.rows, closed.logit > -torch.inf))
             hits = torch.zeros_like(found[closed.size][part.heads, :, part.span], dtype=torch.int32)
             hits.scatter_add_(3, rows, stands.to(torch.int32))
             found[closed.size][part.heads, :, part.span] |= hits > 0
-    return found
+    return {size: shown[:, :, start:stop] for size, shown in found.items()}

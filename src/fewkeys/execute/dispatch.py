@@ -49,6 +49,14 @@ def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
     return [attend(one) for one in problems]
 
 
+def attend_some(problem: Problem, queries: Sequence[int]) -> Tensor:
+    """The outputs (B, Hq, Q, Dv) of Q queries, by the reference; where they belong to cohorts, beside all others."""
+    each = by_cohort.plain(problem)
+    if each is problem:
+        return reference.attend_some(problem, queries)
+    return by_cohort.restored(problem, reference.attend(each))[:, :, queries]
+
+
 def choose(problem: Problem) -> tuple[str, str | None]:
     """The name of the executor, and why it is not the compiled kernels where `"auto"` could not take them."""
     problem = by_cohort.plain(problem)

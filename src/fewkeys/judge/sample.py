@@ -21,7 +21,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
-from fewkeys.flow import by_plan, prepare, run
+from fewkeys.flow import by_plan, from_first, prepare, run
 from fewkeys.judge.exact import blocks, exact
 from fewkeys.model_plan import ModelPlan
 from fewkeys.past.scan import States
@@ -124,14 +124,13 @@ def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dic
     if x.generator is not None:
         x.generator.manual_seed(seed)
     x = tamed(x)[0] if x.wild else x
-    x = x.from_start() if plan.rest.needs_causal and x.offset else x
-    picks = picks + x.filler
-    problem = prepare(x, plan)
-    kept = problem.graph.to_mask()[0][:, picks]
-    return {"kept": _packed(kept), "error": error, **(nothing | _stand_ins(problem, kept, picks))}
+    problem = prepare(from_first(x, plan), plan)
+    places = [place + problem.inputs.filler for place in picks.tolist()]
+    kept = torch.cat([problem.graph.mask(place, place + 1)[0] for place in places], 1)
+    return {"kept": _packed(kept), "error": error, **(nothing | _stand_ins(problem, kept, places))}
 
 
-def _stand_ins(problem: Problem, kept: Tensor, picks: Tensor) -> dict[str, Tensor]:
+def _stand_ins(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[str, Tensor]:
     """The weights (H, Q, C) of the stand-ins, and whom each speaks for where that is the same for all queries."""
     x, stand_ins = problem.inputs, problem.stand_ins
     if stand_ins is None:
@@ -141,22 +140,22 @@ def _stand_ins(problem: Problem, kept: Tensor, picks: Tensor) -> dict[str, Tenso
         unit = torch.eye(stand_ins.count).expand(*stand_ins.key.shape[:2], -1, -1)
         alone = replace(stand_ins, value=unit, left=None, right=None, factor=None, bounds=None)
         value = unit.new_zeros((*x.value.shape[:3], stand_ins.count))
-        weight = dispatch.attend(replace(problem, inputs=_valued(x, value), stand_ins=alone))[0][:, picks]
+        weight = dispatch.attend_some(replace(problem, inputs=_valued(x, value), stand_ins=alone), places)[0]
         label = stand_ins.label.masked_fill(stand_ins.share <= 0, -1).short()
         return {"weight": _units(weight), "label": label[0].repeat_interleave(x.gqa_ratio, 0)}
     # All together: what is left beside the keys that are kept, which alone have a value, e_i where query i keeps them.
     left = []
     for inner in range(x.gqa_ratio):
         marks = kept.unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner].mT.float().unsqueeze(0).contiguous()
-        told = dispatch.attend(replace(problem, inputs=_valued(x, marks), stand_ins=_worthless(stand_ins, marks)))
-        share = told[0].unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner][:, picks]
+        marked = replace(problem, inputs=_valued(x, marks), stand_ins=_worthless(stand_ins, marks))
+        share = dispatch.attend_some(marked, places)[0].unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner]
         left.append(1 - share.diagonal(dim1=-2, dim2=-1))
     return {"weight": _units(torch.stack(left, 1).flatten(0, 1).unsqueeze(-1))}
 
 
 def _valued(x: Inputs, value: Tensor) -> Inputs:
-    """The same problem with other values, for the executor that takes everything from its definition."""
-    return replace(x, value=value, impl="reference", _memory={})
+    """The same problem with other values."""
+    return replace(x, value=value, _memory={})
 
 
 def _worthless(stand_ins: Any, marks: Tensor) -> Any:
