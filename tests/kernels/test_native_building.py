@@ -19,23 +19,6 @@ from native_cases import MEANS, needs_compiler
 pytestmark = needs_compiler
 
 
-def compiler(path, lines):
-    """A compiler that does as `lines` of shell say before it compiles, quickly."""
-    chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
-    path.write_text(f'#!/bin/sh\n{lines}\nexec {chosen} "$@" -O0\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", compiler(tmp_path / "quick", ""))
-    build._load.cache_clear()
-    yield
-    build._load.cache_clear()
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The folder of a wheel's libraries, with that of the highest set."""
@@ -43,6 +26,31 @@ def wheel(tmp_path_factory):
     chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
     subprocess.run(sets.command([chosen], wanted, str(folder / f"{wanted}.so"), "-O0"), check=True)
     return folder
+
+
+@pytest.fixture
+def compiler(wheel, tmp_path):
+    """Makes compilers that do as `lines` of shell say before they compile; what comes out was compiled before."""
+    (library,) = wheel.iterdir()
+    chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
+    copies = f'while [ "$1" != -o ]; do shift; done; exec cp {library} "$2"'
+
+    def made(name, lines):
+        path = tmp_path / name
+        path.write_text(f'#!/bin/sh\n{lines}\ncase "$*" in *kernels.cpp*) {copies};; esac\nexec {chosen} "$@"\n')
+        path.chmod(0o755)
+        return str(path)
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path, compiler):
+    monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", compiler("quick", ""))
+    build._load.cache_clear()
+    yield
+    build._load.cache_clear()
 
 
 def test_kernels_are_compiled_once(tmp_path, monkeypatch, caplog):
@@ -158,9 +166,9 @@ def test_no_compiler(monkeypatch):
     assert "no C++ compiler" in native.missing()
 
 
-def test_a_compiler_that_fails(monkeypatch, tmp_path):
+def test_a_compiler_that_fails(monkeypatch, tmp_path, compiler):
     for name, lines in (("broken", "exit 1"), ("liar", "[ $1 = --version ] && exit 0; echo 'cannot' >&2; exit 1")):
-        monkeypatch.setenv("CXX", compiler(tmp_path / name, lines))
+        monkeypatch.setenv("CXX", compiler(name, lines))
         build._load.cache_clear()
         assert "failed" in native.missing()
     assert "cannot" in native.missing()
@@ -220,10 +228,10 @@ def test_a_folder_that_cannot_be_written_compiles_once_for_all_processes(tmp_pat
     assert build._folders() == [build.cache_folder()]
 
 
-def test_processes_and_threads_compile_once(tmp_path):
+def test_processes_and_threads_compile_once(tmp_path, compiler):
     """A compiler that counts its calls."""
     calls = tmp_path / "calls"
-    count = compiler(tmp_path / "count", f'case "$*" in *kernels.cpp*) echo 1 >> {calls};; esac')
+    count = compiler("count", f'case "$*" in *kernels.cpp*) echo 1 >> {calls};; esac')
     code = "import threading\nfrom fewkeys import native\n"
     code += "every = [threading.Thread(target=native.missing) for _ in range(4)]\n"
     code += "[one.start() for one in every], [one.join() for one in every]\nassert native.missing() is None"
@@ -233,8 +241,8 @@ def test_processes_and_threads_compile_once(tmp_path):
     assert calls.read_text().split() == ["1"]
 
 
-def test_a_compiler_that_was_killed_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", compiler(tmp_path / "killed", 'case "$*" in *kernels.cpp*) kill -9 $$;; esac'))
+def test_a_compiler_that_was_killed_leaves_nothing(tmp_path, monkeypatch, compiler):
+    monkeypatch.setenv("CXX", compiler("killed", 'case "$*" in *kernels.cpp*) kill -9 $$;; esac'))
     assert "failed" in native.missing()
     assert not list((tmp_path / "cache").glob("*.so"))
 

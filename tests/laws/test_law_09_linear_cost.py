@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fewkeys as fk
-from cases import CASES, CAUSAL_PLANS, PLANS
+from cases import CASES, CAUSAL_PLANS, PLANS, RUNNING_PLANS
 from executors import Way, ways
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.work import Work
@@ -29,6 +29,8 @@ BOTH = [(n, False) for n in LINEAR] + [
     (n, True) for n, p in CAUSAL_PLANS.items() if not p.keep.is_oracle and not CASES[n].grows
 ]
 SIZES = (1024, 4096)
+SHORT = (256, 1024)
+"""For plans whose means torch moves on block by block, a hundred operations for each."""
 LIMIT = 4.6
 """How much more a four times longer sequence may take: what is paid once makes it less, filled up blocks a little
 more, and what begins after s tokens (4096 - s) / (1024 - s): where s = 134, the tokens that a plan keeps, 4.45."""
@@ -58,20 +60,21 @@ def native_cost(plan, tokens, is_causal, dtype=torch.float32, gradient=False):
     return build.counters() | {"largest": around.numel, "touched": around.touched}
 
 
-def assert_linear(small, large, seen):
+def assert_linear(small, large, seen, longest=SIZES[1]):
     """Nothing grows faster than the sequence, and what must be `seen` is there: else 0 would be compared with 0."""
     for name in seen:
         assert small[name] > 0, f"{name}: nothing was counted"
     for name in small:
         assert large[name] <= LIMIT * small[name], f"{name}: grew {large[name] / max(1, small[name]):.1f} times"
-    assert large["largest"] < SIZES[1] ** 2 / 8
+    assert large["largest"] < longest**2 / 8
 
 
 @pytest.mark.parametrize(("name", "is_causal"), BOTH, ids=[f"{n}{', causal' * c}" for n, c in BOTH])
 def test_memory_and_operations_are_linear(name, is_causal):
-    small, large = (torch_cost(CASES[name].part, tokens, is_causal) for tokens in SIZES)
+    sizes = SHORT if name in RUNNING_PLANS and not CASES[name].draws else SIZES
+    small, large = (torch_cost(CASES[name].part, tokens, is_causal) for tokens in sizes)
     # A window alone multiplies, too, unless it is weighed element by element.
-    assert_linear(small, large, ["touched", "largest"])
+    assert_linear(small, large, ["touched", "largest"], sizes[1])
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +164,7 @@ EVERY_KEY = {
 
 @needs_compiler
 def test_a_quadratic_kernel_is_seen(counting, tmp_path):
-    """The same kernels but for `EVERY_KEY`, in a copy that is compiled without much optimisation, to be quick."""
+    """The same kernels but for `EVERY_KEY`, in a copy that is compiled without optimisation, to be quick."""
     plan, sizes = fk.Plan(fk.Window(9)), (512, 2048)
     sound = [native_cost(plan, tokens, False) for tokens in sizes]
     expected = fk.attention(*inputs(512), plan=plan, impl="native")
@@ -174,7 +177,7 @@ def test_a_quadratic_kernel_is_seen(counting, tmp_path):
     (tmp_path / "near.h").write_text(re.sub(r"(?<=rows\) const \{\n)", "    (void)first, (void)rows;\n", text))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sets, "HERE", tmp_path)
-        patch.setattr(sets, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in sets.FLAGS))
+        patch.setattr(sets, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in sets.FLAGS))
         patch.setenv("FEWKEYS_CACHE", str(tmp_path / "cache"))
         build._load.cache_clear()
         try:

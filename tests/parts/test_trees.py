@@ -325,10 +325,10 @@ def cost(n):
 
 def test_memory_and_operations_grow_little_faster_than_the_length():
     """Four times the tokens: a tree more on every token's way, and a level more in it."""
-    small, large = cost(2048), cost(8192)
-    assert large[0] <= 4.2 * small[0] * 13 / 11
-    assert large[1] <= 4.2 * small[1] * (13 / 11) ** 2
-    assert large[0] < 8192 * 8192 / 8
+    small, large = cost(1024), cost(4096)
+    assert large[0] <= 4.2 * small[0] * 12 / 10
+    assert large[1] <= 4.2 * small[1] * (12 / 10) ** 2
+    assert large[0] < 4096 * 4096 / 8
 
 
 @pytest.mark.parametrize(
