@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,14 @@ from typing import Any
 import torch
 
 from fewkeys.integrations.quiet import quiet
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """A command's options, with those that name a decoder."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a Hugging Face decoder")
+    parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
+    return parser
 
 
 def load(folder: str, gguf: str | None) -> tuple[Any, Any]:

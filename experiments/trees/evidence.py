@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that 
 
 from experiments.trees import heads
 from experiments.trees.decoder import load, read_text
+from experiments.trees.decoder import options as decoder_options
 from experiments.trees.likelihood import Stretch
 from experiments.trees.methods import EXACT, METHODS, replaced
 from experiments.trees.report import save_figure, table
@@ -41,9 +42,7 @@ Cell = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face decoder")
-    parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
+    parser = decoder_options(__doc__)
     parser.add_argument("--text", action="append", required=True, help="NAME=FILE, plain or .gz; repeatable")
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md and figure.png")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)

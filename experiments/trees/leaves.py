@@ -10,13 +10,18 @@ perplexity over that of exact attention, and the mean over tokens of KL(exact ||
 
 from __future__ import annotations
 
-import argparse
+import sys
 from fractions import Fraction
 from pathlib import Path
 
 import torch
-from experiments.trees.decoder import load, read_text
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
+
+from experiments.trees.decoder import load, read_text
+from experiments.trees.decoder import options as decoder_options
+from experiments.trees.likelihood import Stretch
 
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
@@ -27,18 +32,15 @@ WAYS = (None, "bfloat16", "int8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face decoder")
-    parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
+    parser = decoder_options(__doc__)
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--place", type=Fraction, default=Fraction(0))
     parser.add_argument("--slots", type=int, default=256)
     options = parser.parse_args()
     model, tokenizer = load(options.model, options.gguf)
-    text, length = read_text(options.text), options.length
-    begin = int(len(text) * options.place)
-    tokens = tokenizer(text[begin : begin + 8 * length], return_tensors="pt").input_ids[:, :length]
+    length = options.length
+    tokens = Stretch(model, tokenizer, read_text(options.text), options.place, length).tokens
     plan, half = fk.budget(options.slots, is_causal=True).always(), length // 2
     told = tokens[0, half + 1 :, None]
 

@@ -9,12 +9,17 @@ the plan says is, by its estimate or, certified, at least. Means over layers, he
 
 from __future__ import annotations
 
-import argparse
-import gzip
+import sys
+from fractions import Fraction
 from pathlib import Path
 
 import torch
-from decoder import load
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
+
+from experiments.trees.decoder import load, read_text
+from experiments.trees.decoder import options as decoder_options
+from experiments.trees.likelihood import Stretch
 
 import fewkeys as fk
 from fewkeys.core.metrics import relative_error
@@ -27,18 +32,14 @@ MASS = (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face decoder")
-    parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
+    parser = decoder_options(__doc__)
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21])
     options = parser.parse_args()
     model, tokenizer = load(options.model, options.gguf)
-    raw = options.text.read_bytes()
-    text = (gzip.decompress(raw) if options.text.suffix == ".gz" else raw).decode()
-    tokens = tokenizer(text[: 8 * options.length], return_tensors="pt").input_ids[:, : options.length]
-    capture = fk.capture(model, [{"input_ids": tokens}])
+    stretch = Stretch(model, tokenizer, read_text(options.text), Fraction(0), options.length)
+    capture = fk.capture(model, [{"input_ids": stretch.tokens}])
     plans = [fk.KeyTree(slots) for slots in FIXED] + [fk.KeyTree(256, mass) for mass in MASS]
     plans += [fk.KeyTree(256, 0.5, certified=True)]
     print("plan: slots, error, mass kept, mass told", flush=True)

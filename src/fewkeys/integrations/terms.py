@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.weights import Softcap, Softmax
 from fewkeys.plan import Plan
-from fewkeys.select import KeyTree, Sinks, Window
+from fewkeys.select import Sinks, Window
 
 
 def with_sink(inputs: AttentionInputs) -> AttentionInputs:
@@ -50,9 +50,10 @@ def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
         if not isinstance(plan.weights, Softmax):
             raise ValueError(f"plan: expected Softmax() weights for a model that caps its scores, got {plan.weights}")
         plan = Plan(plan.keep, plan.rest, Softcap(inputs.softcap))
-    if inputs.sink is None or plan.keep is None or isinstance(plan.keep, KeyTree):  # a tree keeps the first keys
+    if inputs.sink is None or plan.keep is None:
         return plan
-    return replace(plan, keep=plan.keep | Sinks(1))
+    held = plan.keep.remembered
+    return plan if held is not None and held.first else replace(plan, keep=plan.keep | Sinks(1))
 
 
 def plain(inputs: AttentionInputs) -> bool:

@@ -18,7 +18,6 @@ from fewkeys.core.work import PER_SCORE, Work, per_score
 from fewkeys.rest.base import REACH, Rest, StandIns, bounds_around, unkept
 from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
-from fewkeys.select.outliers import Outliers
 from fewkeys.sketch.backend import COMPILED
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
 from fewkeys.sketch.gram import SUBSPACE_STEPS, cosines, top_subspace
@@ -100,8 +99,7 @@ class ClusterMeans(Rest):
         return replace(self, count=count)
 
     def check_beside(self, keep: Selector) -> None:
-        own = keep.cohorts if isinstance(keep, Outliers) else 1
-        if own != self.cohorts:
+        if keep.cohort_lists != self.cohorts:
             raise ValueError(
                 f"keep: ClusterMeans(cohorts={self.cohorts}) needs rules for the same cohorts, "
                 f"{'Outliers(cohorts=...) alone' if self.cohorts > 1 else 'cohorts=1'}, got {keep}"

@@ -13,7 +13,6 @@ from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work, per_score
 from fewkeys.rest.base import NodeStandIns, Rest
 from fewkeys.select.base import Selector
-from fewkeys.select.key_tree import KeyTree
 from fewkeys.tree.descent import Descent
 from fewkeys.tree.forest import summarise
 
@@ -47,12 +46,12 @@ class TreeMeans(Rest):
 
     def work(self, inputs: Inputs, keep: Selector) -> Work:
         # About a third of a query's slots are nodes that stay closed: a weight and a product with the value each.
-        slots = sum(part.slots for part in keep.parts if isinstance(part, KeyTree))
+        slots = sum(held.tree for part in keep.parts if (held := part.remembered) is not None)
         ratio = (2 * inputs.value_dim + 20) / per_score(inputs)
         return Work(slots / 3 * ratio, 2.0 * (inputs.head_dim + inputs.value_dim))
 
     def check_beside(self, keep: Selector) -> None:
-        if not isinstance(keep, KeyTree):
+        if keep.remembered is None or not keep.remembered.tree:
             raise ValueError(f"keep: TreeMeans stands for the closed nodes of KeyTree(slots) alone, got {keep}")
 
     def check(self, weights: Weights) -> None:

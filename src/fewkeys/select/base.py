@@ -17,6 +17,7 @@ from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_count, check_inputs
 from fewkeys.core.work import Work
 from fewkeys.select.causal import OnlineScore
+from fewkeys.tree.enough import Enough
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Remembered:
         first: the number of first real keys.
         best: the best keys so far.
         tree: slots of a descent of a tree over all keys, which are held for it; 0: none.
+        enough: when such a descent stops before its slots are spent; None: never.
     """
 
     latest: int = 0
@@ -54,6 +56,7 @@ class Remembered:
     first: int = 0
     best: Best | None = None
     tree: int = 0
+    enough: Enough | None = None
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ class Selector(Listed, ABC):
         """Whether every visible key is kept whatever the data, so that the plan is exact attention."""
 
     @property
-    def alone(self) -> bool:
-        """Whether no other rule may stand beside it."""
-        return False
+    def cohort_lists(self) -> int:
+        """How many cohorts of queries have lists of their own, beside which no other rule may stand; 1: all share."""
+        return 1
 
     @property
     def causal(self) -> bool:
@@ -168,7 +171,7 @@ class Union(Selector, listed=False):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if part.alone:
+            if part.cohort_lists > 1:
                 raise ValueError(f"keep: {part} stands alone, got another rule beside it; use cohorts=1 there")
 
     @property

@@ -87,6 +87,24 @@ class Grouping(Listed, ABC):
         """Whether every query finds every key whatever the data."""
         return False
 
+    @property
+    def is_oracle(self) -> bool:
+        """Whether it compares every query with every key."""
+        return False
+
+    @property
+    def learns(self) -> tuple[type, ...]:
+        """The classes that `fitted` may have."""
+        return (type(None),)
+
+    def suits(self, fitted: Fitted) -> str | None:
+        """What is expected of `fitted`, which is of such a class, where it was fitted for another size; else None."""
+        return None
+
+    def causal(self, fitted: Fitted) -> bool:
+        """Whether a query finds the same keys whatever comes later."""
+        return True
+
 
 @dataclass(frozen=True)
 class Distance(Grouping):
@@ -121,6 +139,10 @@ class Distance(Grouping):
 
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
         return float(inputs.keys), 2.0 * rank * inputs.queries
+
+    @property
+    def is_oracle(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -158,6 +180,17 @@ class Buckets(Grouping):
     @property
     def joins_all(self) -> bool:
         return self.beta == 1
+
+    @property
+    def learns(self) -> tuple[type, ...]:
+        return (Edges, type(None)) if self.kind == "equal_size" else (type(None),)
+
+    def suits(self, fitted: Fitted) -> str | None:
+        wrong = isinstance(fitted, Edges) and fitted.query.shape[2] != self.beta - 1
+        return f"edges (query heads, r, {self.beta - 1})" if wrong else None
+
+    def causal(self, fitted: Fitted) -> bool:
+        return self.kind != "equal_size" or fitted is not None
 
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
         density = 1 - (1 - 1 / self.beta) ** rank
@@ -204,6 +237,14 @@ class Clusters(Grouping):
     def joins_all(self) -> bool:
         return self.top == self.count
 
+    @property
+    def learns(self) -> tuple[type, ...]:
+        return (Centroids,)
+
+    def suits(self, fitted: Fitted) -> str | None:
+        wrong = isinstance(fitted, Centroids) and fitted.count != self.count * self.rounds
+        return f"count x rounds centroids for {self}" if wrong else None
+
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
         density = min(1.0, self.rounds * self.top**2 / self.count)
         return inputs.keys * density, 4.0 * rank * self.count * self.rounds
@@ -244,6 +285,14 @@ class ClusterPairs(Grouping):
         ids = lists.gather(2, own.unsqueeze(-1).expand(-1, -1, -1, lists.shape[-1]))
         groups = Groups(_real(ids, inputs.valid_queries), _real(theirs.unsqueeze(-1), inputs.valid), self.count)
         return Graph(inputs, groups=groups)
+
+    @property
+    def learns(self) -> tuple[type, ...]:
+        return (Joined,)
+
+    def suits(self, fitted: Fitted) -> str | None:
+        wrong = isinstance(fitted, Joined) and fitted.query.shape[1] != self.count
+        return f"{self.count} clusters of queries and of keys" if wrong else None
 
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
         density = float(fitted.pairs.double().mean()) if isinstance(fitted, Joined) else 1.0

@@ -59,7 +59,7 @@ class KeyTree(Selector):
 
     @property
     def remembered(self) -> Remembered:
-        return Remembered(tree=self.slots)
+        return Remembered(first=SINKS, tree=self.slots, enough=self.enough)
 
     def covers(self, inputs: Inputs) -> bool:
         return not self._levels(inputs)

@@ -44,8 +44,8 @@ class Outliers(Counted):
         check_cohorts("Outliers", self.cohorts)
 
     @property
-    def alone(self) -> bool:
-        return self.cohorts > 1
+    def cohort_lists(self) -> int:
+        return self.cohorts
 
     @property
     def causal(self) -> bool:

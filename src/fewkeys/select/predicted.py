@@ -8,7 +8,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
 from fewkeys.select.base import Selector
-from fewkeys.select.groupings import Buckets, ClusterPairs, Clusters, Distance, Edges, Fitted, Grouping, Joined
+from fewkeys.select.groupings import Edges, Fitted, Grouping, Joined
 from fewkeys.select.projection import Centroids, Projection, check_space, projected
 
 
@@ -40,42 +40,14 @@ class Predicted(Selector):
                 f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(self.grouping).__name__}"
             )
         check_space(self.project, self.fitted if isinstance(self.fitted, Centroids) else None)
-        wanted = self._wanted
-        if not isinstance(self.fitted, wanted):
+        learns = self.grouping.learns
+        if not isinstance(self.fitted, learns):
             raise TypeError(
-                f"fitted: expected {wanted[0].__name__} for {self.grouping}, got {type(self.fitted).__name__}; use "
+                f"fitted: expected {learns[0].__name__} for {self.grouping}, got {type(self.fitted).__name__}; use "
                 "Sparsefinder.selector"
             )
-        many = self.grouping.count * self.grouping.rounds if isinstance(self.grouping, Clusters) else 0
-        if isinstance(self.fitted, Centroids) and self.fitted.count != many:
-            raise ValueError(f"fitted: expected count x rounds centroids for {self.grouping}, got {self.fitted}")
-        if isinstance(self.fitted, Edges):
-            self._check_edges(self.fitted)
-        if isinstance(self.fitted, Joined):
-            self._check_joined(self.fitted)
-
-    @property
-    def _wanted(self) -> tuple[type, ...]:
-        """The classes that `fitted` may have."""
-        if isinstance(self.grouping, Clusters):
-            return (Centroids,)
-        if isinstance(self.grouping, ClusterPairs):
-            return (Joined,)
-        return (Edges, type(None)) if self._sorts else (type(None),)
-
-    def _check_edges(self, edges: Edges) -> None:
-        beta = self.grouping.beta if isinstance(self.grouping, Buckets) else 0
-        if edges.query.shape[2] != beta - 1:
-            raise ValueError(f"fitted: expected edges (query heads, r, {beta - 1}), got {edges}")
-
-    def _check_joined(self, joined: Joined) -> None:
-        count = self.grouping.count if isinstance(self.grouping, ClusterPairs) else 0
-        if joined.query.shape[1] != count:
-            raise ValueError(f"fitted: expected {count} clusters of queries and of keys, got {joined}")
-
-    @property
-    def _sorts(self) -> bool:
-        return isinstance(self.grouping, Buckets) and self.grouping.kind == "equal_size"
+        if (expected := self.grouping.suits(self.fitted)) is not None:
+            raise ValueError(f"fitted: expected {expected}, got {self.fitted}")
 
     def select(self, inputs: Inputs) -> Graph:
         query, key = projected(inputs, self.project)
@@ -94,11 +66,11 @@ class Predicted(Selector):
 
     @property
     def is_oracle(self) -> bool:  # type: ignore[override]
-        return isinstance(self.grouping, Distance)
+        return self.grouping.is_oracle
 
     @property
     def causal(self) -> bool:
-        return not self._sorts or self.fitted is not None
+        return self.grouping.causal(self.fitted)
 
     def work(self, inputs: Inputs) -> Work:
         rank = inputs.head_dim if self.project is None else self.project.rank

@@ -12,7 +12,6 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
-from fewkeys.select import KeyTree
 from fewkeys.streaming.restored import check_whole
 from fewkeys.tree.descent import Descent, Walk
 from fewkeys.tree.growing import UNDO, Growing
@@ -29,8 +28,7 @@ class Whole:
         held = [part.remembered for part in plan.parts]
         if len(held) != 1 or held[0] is None or not held[0].tree:
             raise ValueError(f"plan: a stream keeps KeyTree alone, without rules beside it, got {plan.keep}")
-        self.plan, self.how, self.slots = plan, how, held[0].tree
-        self.enough = next((part.enough for part in plan.parts if isinstance(part, KeyTree)), None)
+        self.plan, self.how, self.slots, self.enough = plan, how, held[0].tree, held[0].enough
         if self.enough is not None and self.enough.certified:
             raise ValueError("plan: a stream holds no radii of nodes, which certified=True needs; give mass alone")
 

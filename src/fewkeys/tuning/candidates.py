@@ -81,7 +81,7 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
             found.append(Candidate(replace(plan, keep=keep), candidate.slots))
-    if plan.rest.clusters > SINKS + 1 and not any(part.alone for part in plan.parts):
+    if plan.rest.clusters > SINKS + 1 and not any(part.cohort_lists > 1 for part in plan.parts):
         fewer = plan.rest.clusters - SINKS
         keep = united([Sinks(SINKS), *(part.clustered(fewer) for part in plan.parts)])
         found.append(Candidate(replace(plan, keep=keep, rest=plan.rest.clustered(fewer)), candidate.slots))
