@@ -79,6 +79,20 @@ def test_a_library_that_is_damaged_is_compiled_again(tmp_path):
     assert build._whole(file)
 
 
+def test_the_same_sources_elsewhere_are_not_compiled_again(tmp_path, monkeypatch):
+    """As in another environment, or a copy of the package."""
+    assert native.missing() is None
+    build._load.cache_clear()
+    monkeypatch.setattr(sets, "HERE", shutil.copytree(sets.HERE, tmp_path / "copy"))
+    monkeypatch.setattr(build, "_compile", None)
+    assert native.missing() is None
+    with (tmp_path / "copy" / sets.SOURCES[-1]).open("a") as source:
+        source.write("// another one")
+    build._load.cache_clear()
+    with pytest.raises(TypeError):
+        native.missing()
+
+
 def test_every_source_decides_what_is_kept():
     """A file that is left out would be compiled, but not again once it changes."""
     assert sorted(sets.SOURCES) == sorted(file.name for file in sets.HERE.iterdir() if file.suffix in (".cpp", ".h"))

@@ -203,9 +203,9 @@ def _flags(counting: bool) -> tuple[str, ...]:
 
 
 def _fingerprint(compiler: list[str], wanted: InstructionSet, counting: bool) -> str:
-    """Everything that decides what comes out: sources, compiler, flags."""
+    """Everything that decides what comes out: sources, wherever they lie, compiler, flags."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
-    told = [version.stdout, *sets.command(compiler, wanted, "", *_flags(counting))]
+    told = [version.stdout, *compiler, *sets.FLAGS, *wanted.options, *_flags(counting)]
     digest = hashlib.sha256("\0".join(told).encode())
     for source in sets.SOURCES:
         digest.update((sets.HERE / source).read_bytes())
