@@ -65,6 +65,12 @@ def test_outliers_are_the_keys_of_largest_score(lengths):
     assert torch.equal(mask, chosen.repeat_interleave(3, 1).unsqueeze(2).expand_as(mask))
 
 
+def test_lists_for_cohorts_have_no_alternatives():
+    """Nothing else stands beside means for cohorts."""
+    assert fk.Outliers(4, 6).alternatives == (fk.Leverage(4, centre=True), fk.KeyNorm(4))
+    assert fk.Outliers(4, 6, cohorts=2).alternatives == ()
+
+
 @given(
     keep=st.sampled_from([fk.Window(7), fk.Window(30), fk.RecentBlocks(8), fk.RecentBlocks(4, 3), fk.Sinks(9)]),
     queries=st.integers(1, 20),
