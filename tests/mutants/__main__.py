@@ -31,7 +31,7 @@ from mutants.changes import changed, changes
 from mutants.table import EQUIVALENT, ROOMS, TABLED
 
 HERE, PACKAGE = Path(__file__).parents[1], Path(fewkeys.__file__).parent
-PATIENCE = 60
+PATIENCE = 120
 """Seconds after which a change counts as noticed: the tests would not end."""
 
 

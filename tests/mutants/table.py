@@ -91,7 +91,10 @@ ROOMS = {
         },
         {
             **dict.fromkeys(("groupings", "memberships", "predicted", "projection", "rows"), PREDICTED),
-            "block_clusters": ("parts/test_groups.py", *PREDICTED),
+            "block_clusters": tuple(
+                f"parts/test_baselines.py::test_{one}"
+                for one in ("block_clusters", "sequences_stand_alone", "refusals")
+            ),
             "key_tree": ("parts/test_trees.py",),
         },
     ),
@@ -158,6 +161,8 @@ EQUIVALENT = {
     "core/weights.py Softmax.kernel: any((part.requires_grad": "whether scores are written over: memory alone",
     "core/weights.py Softmax.kernel: 0.0 -> 1.0": "what a row of which nothing is seen is shifted by: it stays hidden",
     "core/weights.py Softmax.split_kernel: any((part.requires_grad": "whether scores are written over: memory alone",
+    "past/native.py Steps.unsupported: 0 -> 1": "which of two tensors of one dtype and device an error describes",
+    "past/gradient.py _Scanned.forward: 1 -> 2": "an excess that claims a gradient, which nothing passes on",
     "execute/exact.py attend: x.keys - 1 ->": "a mask that hides nothing, or none: time alone",
     "execute/torch/by_block.py attend: graph.columns.blocks > 1": "one list by blocks, or at once: time alone",
     "core/graph.py _join_columns: a.blocks > b.blocks": "lists of equal blocks are refined into themselves",
