@@ -151,21 +151,28 @@ def judge(room, given):
 
 def judge_again(room, found):
     """What was missed in another run: after a test was mended, or the code."""
-    there = {
-        told(file, change).rpartition(" (")[0]: (file, change) for file in files_of(room) for change in every(file)
-    }
-    for name in [name.rpartition(" (")[0] for name in found["missed"]]:
-        found["missed"] = [other for other in found["missed"] if not other.startswith(name)]
-        found["tried"] -= 1
-        if name in there:
-            count(found, room, *there[name])
-        yield found
+    places = [(file, change) for file in files_of(room) for change in every(file)]
+    there = {told(*place).rpartition(" (")[0]: place for place in places}
+    before, found["missed"] = found["missed"], []
+    for number, line in enumerate(before):
+        name, reason = line.rpartition(" (")[0], explained(line)
+        if reason is not None:
+            found["equivalent"].append(f"{line}: {reason}")
+        else:
+            found["tried"] -= 1
+            if name in there:  # else the code is gone
+                count(found, room, *there[name])
+        yield found | {"missed": found["missed"] + before[number + 1 :]}
+
+
+def explained(name):
+    return next((why for start, why in EQUIVALENT.items() if name.startswith(start)), None)
 
 
 def count(found, room, file, change, *, loud=False):
     """Judge a change, and add it to what was found."""
     verdict, name = judged(room, file, change, loud=loud), told(file, change)
-    reason = next((why for start, why in EQUIVALENT.items() if name.startswith(start)), None)
+    reason = explained(name)
     found["tried"] += 1
     found["noticed"] += verdict == "noticed"
     if verdict == "missed":
@@ -186,7 +193,8 @@ def main():
     given.out = given.out and given.out.resolve()
     os.chdir(HERE)
     results = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
-    for room in given.rooms.split(","):
+    rooms = given.rooms.split(",")
+    for room in [room for room in rooms if room in results] if given.again else rooms:
         with contextlib.redirect_stdout(io.StringIO()):
             pytest.main(["-n0", "--co", "-p", "no:cacheprovider", *every_test(room)])  # imports them
         for found in judge_again(room, results[room]) if given.again else judge(room, given):
