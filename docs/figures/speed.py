@@ -82,6 +82,19 @@ def _campaign() -> str:
     return table(["part", "promise", "tried", "failed"], rows)
 
 
+def _mutants() -> str:
+    rows = [
+        [
+            room,
+            *(f"{n:,}" for n in (own["possible"], own["tried"], own["noticed"])),
+            len(own["equivalent"]),
+            len(own["missed"]),
+        ]
+        for room, own in read("tests/mutants/results.json").items()
+    ]
+    return table(["room", "possible", "tried", "noticed", "nothing to notice", "missed"], rows)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "bench.lengths": _lengths,
     "bench.forms": _forms,
@@ -93,4 +106,5 @@ FIGURES: dict[str, Callable[[], str]] = {
     "sharded.measured": lambda: _sharded("sharded.json", "rows"),
     "sharded.modelled": lambda: _sharded("sharded_model.json", "predictions"),
     "campaign": _campaign,
+    "mutants": _mutants,
 }

@@ -1,7 +1,9 @@
 """The parts of the campaign: each tries one thing with one seed, and says in a line what went wrong, or nothing."""
 
+import copy
 import json
 import math
+import multiprocessing
 import os
 import random
 import resource
@@ -17,6 +19,7 @@ import torch
 
 import fewkeys as fk
 from cases import PLANS, RUNNING_PLANS
+from distributed_faults import CALLS, LOST, OTHERS, meet, wrong
 from fewkeys.core.records import parse
 from parts.test_loaders import WRITTEN, damaged
 
@@ -72,7 +75,7 @@ def streams(seed):
     stream = fk.stream(plan)
     query, key, value = (torch.zeros(batch, heads, 0, dim, dtype=torch.float64) for heads in (4, 2, 2))
     for _ in range(draw.randint(2, 8)):
-        action = draw.choice(["append", "append", "attend", "crop", "select", "save"])
+        action = draw.choice(["append", "append", "attend", "crop", "select", "save", "copy", "merge"])
         if action in ("append", "attend"):
             count = draw.choice([1, 1, 7, 32, 90])
             new = [torch.randn(batch, heads, count, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
@@ -93,6 +96,20 @@ def streams(seed):
             index = torch.tensor([draw.randrange(batch) for _ in range(batch)])
             stream.select(index)
             query, key, value = (x[index] for x in (query, key, value))
+        elif action == "copy":
+            stream = copy.deepcopy(stream)
+        elif action == "merge" and key.shape[2]:
+            # Where nothing is summarised the merged stream is the whole one, or the merge is refused.
+            other = fk.stream(plan)
+            new = [torch.randn(batch, heads, 20, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
+            other.append(new[1], new[2])
+            if not isinstance(plan.rest, fk.Drop) or any(isinstance(part, fk.Leverage) for part in plan.keep.parts):
+                continue
+            try:
+                stream.merge(other)
+            except ValueError:
+                continue
+            query, key, value = (torch.cat(pair, 2) for pair in zip((query, key, value), new, strict=True))
         elif action == "save":
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "stream")
@@ -233,14 +250,41 @@ class Soak:
         draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
         causal = draw.random() < 0.5
         plan = fk.budget(draw.choice([16, 32, 64]), is_causal=causal)
-        q, k, v = (torch.randn(1, 2, draw.choice([100, 500]), 16, generator=g) for _ in range(3))
-        if q.shape == k.shape == v.shape:
-            fk.attention(q, k, v, plan=plan.always(), is_causal=causal)
+        tokens = draw.choice([100, 500])
+        q, k, v = (torch.randn(1, 2, tokens, 16, generator=g) for _ in range(3))
+        fk.attention(q, k, v, plan=plan.always(), is_causal=causal)
         self.done += 1
         pages = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         if self.done == 200:
             self.first = pages
         return f"{(pages - self.first) >> 20} MB more than after 200" if pages > self.first + (64 << 20) else None
+
+
+class Ranks:
+    """One of two or three ranks is killed, stopped, late, gone, or calls something else: every other ends with an error
+    that names it.
+    """
+
+    def __init__(self):
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["distributed_faults"])
+
+    def __call__(self, seed):
+        draw = random.Random(seed)
+        fault, world = draw.choice([*LOST, *OTHERS]), draw.choice([2, 3])
+        call, victim = "lists" if fault in OTHERS else draw.choice(sorted(CALLS)), draw.randrange(world)
+        with tempfile.TemporaryDirectory() as name:
+            told = (world, Path(name), fault, call, victim, seed)
+            ranks = [self.context.Process(target=meet, args=(rank, *told)) for rank in range(world)]
+            for rank in ranks:
+                rank.start()
+            for number, rank in enumerate(ranks):
+                if number != victim or fault in OTHERS:
+                    rank.join(60)
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+            return wrong(Path(name), world, fault, call, victim)
 
 
 PARTS = {
@@ -250,6 +294,7 @@ PARTS = {
     "kills": lambda: kills,
     "crowds": lambda: crowds,
     "full disks": lambda: full_disks,
+    "ranks": Ranks,
     "soak": Soak,
 }
 """What makes each part."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -174,6 +175,17 @@ def test_a_name_the_hub_does_not_know(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unknown)
     refused("nobody-here/no-model-0", "no hub model is called 'nobody-here/no-model-0'")
+
+
+def test_a_folder_asks_no_network(llama, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("something asks the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert type(load_model(str(llama))[0]).__name__ == "LlamaForCausalLM"
+    with pytest.raises(AssertionError, match="network"):
+        socket.create_connection(("localhost", 1))
 
 
 def test_what_the_cache_holds_needs_no_hub(tmp_path, llama):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import SHAPES
+from cases import SHAPES, places
 
 Q, K, V = SHAPES["plain"].draw(dtype=torch.float32)
 
@@ -70,6 +70,10 @@ CALLS = {
     "slots: expected an integer, got bool": lambda: fk.budget(True),
     "alpha: expected a finite number": lambda: fk.Entmax(1.0),
     "p: expected a finite number": lambda: fk.Power(0),
+    "cap: expected a finite number in \\(0.0, 80.0\\), got 80": lambda: fk.Softcap(80.0),
+    "cap: expected a finite number in \\(0.0, 80.0\\), got 0": lambda: fk.Softcap(0),
+    "KeyTree certified: expected a bool, got int": lambda: fk.KeyTree(64, 0.9, certified=1),
+    "BlockClusters window: expected an odd number": lambda: fk.BlockClusters(4, 2, places(), window=2),
     "p: expected a finite number in \\(0.0, inf\\), got -1": lambda: fk.Relu(-1),
     "eps: expected a finite number": lambda: fk.universal_set(K, 0.0),
     "key: expected finite numbers, got": lambda: fk.leverage_scores(spoiled(K, float("nan"))),

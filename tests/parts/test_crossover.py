@@ -85,7 +85,7 @@ def folder(monkeypatch, tmp_path):
 
 def as_another_process(inputs, plan=PLAN):
     crossover._lines.cache_clear()
-    return expected(inputs, plan)
+    return expected(replace(inputs, _memory={}), plan)
 
 
 def test_every_setting_is_measured_once(monkeypatch, folder):

@@ -1,12 +1,23 @@
 """What torch is told to take where nothing is said decides nothing here: every tensor says what it is."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
 import fewkeys as fk
+from captures import captured
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
+from fewkeys.judge.sample import take
+from fewkeys.streaming.by_head import HeadStreams
 
 ALL = {**PLANS, **RUNNING_PLANS}
+
+
+@pytest.fixture(scope="module")
+def capture():
+    return captured(layers=1, size=1, heads=2)
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch"])
@@ -34,3 +45,76 @@ def test_default_device_and_dtype_change_nothing(name, impl):
     for one, other in zip(found, want, strict=True):
         if other is not None:
             assert torch.equal(one, other)
+
+
+SHORT = SHAPES["plain"].draw(dtype=torch.float32)
+LONG = CAUSAL_SHAPES["causal"].draw(dtype=torch.float32)
+
+
+def a_stream(plan):
+    """Appended to, saved, loaded, chosen from and cropped."""
+
+    def run():
+        q, k, v = LONG
+        stream = fk.stream(plan)
+        stream.append(k, v)
+        with tempfile.TemporaryDirectory() as folder:
+            stream.save(Path(folder) / "stream")
+            stream = fk.Stream.load(Path(folder) / "stream")
+        stream.select(torch.tensor([1, 0], device="cpu"))
+        stream.crop(149)
+        stream.append(k[:, :, :3], v[:, :, :3])
+        return stream.attend(q[:, :, :3])
+
+    return run
+
+
+def heads_of_two_plans():
+    _, k, v = LONG
+    streams = HeadStreams([fk.Plan(fk.Window(9) | fk.Sinks(2)), fk.Plan(fk.Window(5) | fk.Sinks(2))])
+    streams.append(k, v, None, 0.3)
+    return streams.attend(k)
+
+
+def a_table(capture):
+    row = fk.compare(capture, [fk.budget(24)]).rows[0]
+    return [row.error, row.slots, row.mass, row.error_p90, row.per_head]
+
+
+def learned(capture):
+    return list(fk.Sparsefinder.fit(capture, epochs=1, sample=32).tensors.values())
+
+
+WITHOUT_CAPTURE = {
+    "stream": a_stream(fk.budget(32, is_causal=True)),
+    "stream of fixed size": a_stream(fk.budget(32, is_causal=True, memory="constant")),
+    "heads of two plans": heads_of_two_plans,
+    "oracle": lambda: fk.oracle.value_aware((SHORT[0] @ SHORT[1].mT).softmax(-1)[0, :, :4], SHORT[2][0], 5),
+    "recall": lambda: fk.metrics.recall(SHORT[0] > 0, SHORT[1] > 0),
+    "lengths in a list": lambda: fk.attention(*SHORT, plan=fk.budget(24).always(), lengths=[70, 9]),
+    "spot check": lambda: str(fk.spot_check(*SHORT, plan=fk.budget(24))),
+}
+WITH_CAPTURE = {
+    "compare": a_table,
+    "tune": lambda capture: str(fk.tune(capture, slots=24).layers),
+    "fit": learned,
+    "sample": lambda capture: list(take(capture, [fk.budget(24)]).tensors.values()),
+}
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_CAPTURE, *WITH_CAPTURE])
+def test_nor_do_they_change_anything_else(name, capture):
+    call = WITHOUT_CAPTURE.get(name) or (lambda: WITH_CAPTURE[name](capture))
+    want = call()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            found = call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (found, want)), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        else:
+            assert one == other

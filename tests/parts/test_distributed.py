@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fewkeys.distributed as fkd
+from distributed_faults import OTHERS, meet, wrong
 from distributed_worker import CHECKS, TIMEOUT, lose_a_rank, run_checks
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,22 @@ def test_a_lost_rank_is_an_error_within_the_timeout(world, how, moment, launch, 
         if moment == "forward":
             # The operation ended with the wait. In the background it would keep the process from its end.
             assert waited(second, rank, world, ".*") < TIMEOUT / 2
+
+
+FAULTS = [(fault, "lists", 1) for fault in OTHERS] + [
+    ("killed", "lists", 2),
+    ("stopped", "past", 0),
+    ("late", "set", 2),
+]
+
+
+@pytest.mark.parametrize(("fault", "call", "victim"), FAULTS)
+def test_a_rank_that_is_lost_or_does_something_else_is_named(fault, call, victim, launch, tmp_path):
+    ranks = launch(meet, 3, tmp_path, fault, call, victim, 9)  # killed in the middle of a call
+    for rank, process in enumerate(ranks):
+        if rank != victim or fault in OTHERS:
+            process.join(30)
+    assert wrong(tmp_path, 3, fault, call, victim) is None
 
 
 def waited(message, rank, world, named="rank 0"):

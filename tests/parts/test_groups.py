@@ -154,10 +154,16 @@ def test_edges_are_the_pairs_that_share_a_group(case):
 @pytest.mark.parametrize(
     ("query", "key", "count", "error", "words"),
     [
-        (torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1).long(), 2, TypeError, "query: expected int64"),
+        (
+            torch.zeros(1, 1, 3, 1),
+            torch.zeros(1, 1, 3, 1).long(),
+            2,
+            TypeError,
+            r"query: expected int64 ids, got torch\.float32",
+        ),
         (torch.zeros(1, 3, 1).long(), torch.zeros(1, 1, 3, 1).long(), 2, ValueError, "query: expected shape"),
         (torch.zeros(1, 1, 3, 1).long(), torch.full((1, 1, 3, 1), 2), 2, ValueError, "key: expected ids in 0 .. 1"),
-        (torch.full((1, 1, 3, 1), -2), torch.zeros(1, 1, 3, 1).long(), 2, ValueError, "query: expected ids in"),
+        (torch.arange(-2, 1).view(1, 1, 3, 1), torch.zeros(1, 1, 3, 1).long(), 2, ValueError, "query: expected ids in"),
         (torch.zeros(1, 2, 3, 1).long(), torch.zeros(1, 1, 3, 1).long(), 2, ValueError, "key: expected the batch"),
         (torch.zeros(1, 1, 3, 1).long(), torch.zeros(1, 1, 3, 1).long(), 0, ValueError, "count: expected at least 1"),
     ],
@@ -165,6 +171,13 @@ def test_edges_are_the_pairs_that_share_a_group(case):
 def test_malformed_groups_are_refused(query, key, count, error, words):
     with pytest.raises(error, match=words):
         fk.Groups(query, key, count)
+
+
+def test_tokens_without_groups_have_no_edge():
+    x = check_inputs(*(torch.zeros(1, 1, 3, 2) for _ in range(3)))
+    none = torch.zeros(1, 1, 3, 0, dtype=torch.int64)
+    assert not Graph(x, groups=fk.Groups(none, none, 2)).to_mask().any()
+    assert (Graph(x, groups=fk.Groups(none, none, 2)) | Graph(x, full=True)).to_mask().all()
 
 
 @pytest.mark.parametrize("part", ["query", "key"])

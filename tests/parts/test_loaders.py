@@ -229,6 +229,7 @@ CRAFTED_TREE = {
     "order twice": changed("0.order", lambda x: x[:, :1].expand_as(x)),
     "order before": changed("0.order", lambda x: -x),
     "narrow order": changed("0.order", lambda x: x[:, :16]),
+    "flat order": changed("0.order", torch.flatten),
     "narrow sums": changed("0.past.square", lambda x: x[..., :2]),
     "sums in float32": changed("0.past.total", torch.Tensor.float),
     "negative sums": changed("0.past.square", lambda x: x - 10**6),

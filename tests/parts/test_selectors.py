@@ -9,7 +9,7 @@ import fewkeys as fk
 from cases import CAUSAL_SHAPES, KEEPS, SHAPES
 from fewkeys.core.graph import visible
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.clusters import key_statistics
+from fewkeys.sketch.clusters import clusters, key_statistics
 
 ALL = {**SHAPES, **CAUSAL_SHAPES}
 
@@ -51,6 +51,39 @@ def test_shared_keys_are_those_of_largest_score(shape):
                 expected = score.topk(keep.count).indices.sort().values.tolist()
                 assert (mask[b, h] == mask[b, h, :1]).all()
                 assert mask[b, h, 0].nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("lengths", [None, (70, 33)])
+def test_outliers_are_the_keys_of_largest_score(lengths):
+    """g_j / 2 + log |x_j - centre of its cluster|."""
+    x = check_inputs(*SHAPES["grouped"].draw(), lengths=lengths and torch.tensor(lengths))
+    score = key_statistics(x).importance / 2 + clusters(x, 6).distance.log() / 2
+    if lengths:
+        score = score.masked_fill(~x.valid[:, None], -torch.inf)
+    chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(7).indices, True)
+    mask = fk.Outliers(7, 6).select(x).to_mask()
+    assert torch.equal(mask, chosen.repeat_interleave(3, 1).unsqueeze(2).expand_as(mask))
+
+
+def test_lists_for_cohorts_have_no_alternatives():
+    """Nothing else stands beside means for cohorts."""
+    assert fk.Outliers(4, 6).alternatives == (fk.Leverage(4, centre=True), fk.KeyNorm(4))
+    assert fk.Outliers(4, 6, cohorts=2).alternatives == ()
+
+
+@given(
+    keep=st.sampled_from([fk.Window(7), fk.Window(30), fk.RecentBlocks(8), fk.RecentBlocks(4, 3), fk.Sinks(9)]),
+    queries=st.integers(1, 20),
+    keys=st.integers(1, 30),
+    offset=st.integers(0, 30),
+    causal=st.booleans(),
+)
+def test_who_covers_all_keeps_all(keep, queries, keys, offset, causal):
+    x = (torch.zeros(1, 1, count, 2) for count in (queries, keys, keys))
+    inputs = check_inputs(*x, is_causal=causal, query_offset=offset)
+    if keep.covers(inputs):
+        mask = keep.select(inputs).to_mask()
+        assert torch.equal(mask, visible(inputs, 0, queries).expand_as(mask))
 
 
 def test_top_k_and_best_columns_hold_the_most_mass():
@@ -109,8 +142,13 @@ def test_graphs_are_consistent(keep, shape):
     scored = 0 if graph.descent is None else graph.descent.scored(0, shape.queries)
     assert graph.slots() == pytest.approx((mask.sum(-1) + scored)[rows].double().mean().item())
     assert graph.sparsity() == pytest.approx(1 - mask.sum(-1)[rows].sum().item() / seen.sum(-1)[rows].sum().item())
-    united = (keep | fk.Window(3) | fk.Sinks(2)).select(inputs).to_mask()
-    assert torch.equal(united, mask | fk.Window(3).select(inputs).to_mask() | fk.Sinks(2).select(inputs).to_mask())
+    half = shape.queries // 2
+    assert torch.equal(graph.mask(half, shape.queries), mask[:, :, half:])
+    assert torch.equal(graph.mask(0, half), mask[:, :, :half])
+    for other in (fk.Window(3) | fk.Sinks(2), fk.TopK(2), fk.RecentBlocks(32, 1)):
+        beside = other.select(inputs).to_mask()
+        for united in (keep | other, other | keep):
+            assert torch.equal(united.select(inputs).to_mask(), mask | beside)
 
 
 @pytest.mark.parametrize("keep", [fk.KeyNorm(5), fk.Leverage(5), fk.RandomKeys(5)], ids=str)

@@ -146,3 +146,15 @@ def test_top_subspace_finds_leading_eigenvectors(rank):
     torch.testing.assert_close(found.mT @ found, torch.eye(rank, dtype=torch.float64).expand(2, -1, -1))
     held = (found.mT @ matrix @ found).diagonal(dim1=-2, dim2=-1).sum(-1)
     assert (held > 0.9999 * sum(10.0**-i for i in range(rank))).all()
+
+
+@pytest.mark.parametrize("kept", [1, 2, 60])
+@pytest.mark.parametrize("count", [4, 7, 23])
+def test_a_sampled_key_is_of_the_share_it_speaks_for(kept, count):
+    """Also where shares are of two sizes, and where there are more of them than keys."""
+    inputs = check_inputs(*SHAPES["plain"].draw())
+    found = fk.UniformSample(count).prepare(inputs, fk.Sinks(kept).select(inputs), fk.Softmax())
+    own = (inputs.key.unsqueeze(3) == found.key.unsqueeze(2)).all(-1).int().argmax(2)
+    shares = torch.arange(count)[: min(count, 70 - kept)]
+    assert torch.equal(found.label.gather(-1, own)[..., shares], shares.expand(2, 2, -1))
+    assert (own[..., shares] >= kept).all()

@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fewkeys as fk
 from cases import WEIGHTS
+from fewkeys.core import entmax as entmax_module
 from fewkeys.core.entmax import entmax
 
 entmax_package = pytest.importorskip("entmax")
@@ -40,6 +42,30 @@ def test_hidden_entries_have_no_weight_and_no_gradient(weights):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("scale", [1, 300])
+def test_a_row_in_parts_is_the_row(weights, scale):
+    """Whichever part holds the largest score; with a row of which one part sees nothing."""
+    scores = scale * torch.randn(4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    scores[3, :5] = -torch.inf
+    for row in (scores, scores.flip(-1)):
+        parts = torch.cat(weights.kernel([part.clone() for part in row.split([5, 1, 3], -1)]), -1)
+        torch.testing.assert_close(parts / parts.sum(-1, keepdim=True), weights.normalised(row))
+
+
+def test_powers_below_one_are_allowed():
+    scores = torch.tensor([[0.25, 4.0]])
+    for weights in (fk.Power(0.5), fk.Relu(0.5)):
+        torch.testing.assert_close(weights.normalised(scores), torch.tensor([[0.2, 0.8]]))
+
+
+def test_their_gradient_at_nothing_is_none():
+    """x^p rises infinitely fast at 0, where a weight is zero as it is below."""
+    scores = torch.tensor([[-1.0, 0.0, 4.0]], requires_grad=True)
+    (grad,) = torch.autograd.grad(fk.Relu(0.5).kernel([scores])[0].sum(), scores)
+    torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0, 0.25]]))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_scores_are_left_as_they_are(weights):
     scores = torch.linspace(-3, 4, 12, dtype=torch.float64).reshape(3, 4)
     before = scores.clone()
@@ -62,6 +88,15 @@ def test_close_alphas_have_close_weights(seed, n):
     scores = 2 * torch.randn(3, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     for alpha in (1.5, 2.0):
         torch.testing.assert_close(entmax(scores, alpha), entmax(scores, alpha + 1e-10), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0])
+def test_newton_takes_few_steps(alpha, monkeypatch):
+    """As many as the module says, for 2,000 entries."""
+    scores = torch.randn(5, 2000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = entmax(scores, alpha)
+    monkeypatch.setattr(entmax_module, "NEWTON_STEPS", 14)
+    torch.testing.assert_close(entmax(scores, alpha), want, rtol=1e-9, atol=1e-12)
 
 
 def test_entmax_is_the_argmax_it_claims_to_be():

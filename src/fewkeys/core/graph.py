@@ -114,9 +114,8 @@ class Graph:
             seen |= (key >= position - left) & (key <= position + right)
         if self.columns is not None:
             columns = self.columns
-            lists = torch.zeros((x.batch, x.kv_heads, columns.blocks, x.keys), dtype=torch.bool, device=device)
             # Fillings may repeat a used key: count hits instead of writing flags, so that order does not matter.
-            hits = torch.zeros(lists.shape, dtype=torch.int32, device=device)
+            hits = torch.zeros((x.batch, x.kv_heads, columns.blocks, x.keys), dtype=torch.int32, device=device)
             lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
             if columns.place is None:
                 seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)

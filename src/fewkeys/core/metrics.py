@@ -20,7 +20,7 @@ def recall(predicted: Tensor, gold: Tensor) -> Tensor:
     _check_masks(predicted, gold)
     total = gold.sum((-2, -1))
     found = (gold & predicted).sum((-2, -1))
-    return torch.where(total > 0, found / total.clamp_min(1), torch.ones_like(total, dtype=torch.float32))
+    return torch.where(total > 0, found.float() / total.clamp_min(1), torch.ones_like(total, dtype=torch.float32))
 
 
 def sparsity(mask: Tensor) -> Tensor:

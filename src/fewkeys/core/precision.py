@@ -33,3 +33,15 @@ def full_precision() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+@contextmanager
+def plain_defaults() -> Iterator[None]:
+    """Tensors made inside are of float32 and on the CPU where nothing else is said; a decorator, too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)

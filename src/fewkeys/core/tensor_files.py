@@ -86,7 +86,8 @@ def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor
 def loaded(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file; every fault is a `ValueError`."""
     try:
-        found: dict[str, Tensor] = load(data)
+        with torch.device("cpu"):
+            found: dict[str, Tensor] = load(data)
     except FAULTS as error:
         raise ValueError(f"damaged: {error}") from None
     return found
@@ -95,7 +96,7 @@ def loaded(data: bytes) -> dict[str, Tensor]:
 def mapped(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped, not read: pages come in when they are touched."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with torch.device("cpu"), safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except FAULTS as error:
         raise ValueError(f"damaged: {error}") from None

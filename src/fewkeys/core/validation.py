@@ -163,7 +163,7 @@ def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | Non
     if lengths is None:
         return None
     if not isinstance(lengths, Tensor):
-        lengths = torch.as_tensor(lengths)
+        lengths = torch.as_tensor(lengths, device="cpu")
     if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(f"lengths: expected {batch} integers, one per sequence, got {_describe(lengths)}")
     if int(lengths.min()) < 0 or int(lengths.max()) > keys:

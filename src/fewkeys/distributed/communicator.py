@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # torch may be built without them
 TIMEOUT = 60.0
 """Seconds that a rank waits for the others, unless told otherwise."""
 
+GRACE = 1.0
+"""Seconds that a rank in which a collective failed waits for the others to say that it failed there too."""
+
 RECORD = 512
 """Records are sent in multiples of so many bytes."""
 
@@ -175,19 +178,28 @@ class Communicator:
             _store().set(f"{self._name}/{self.rank}", str(_begun[self._name]))
 
     def _missing(self) -> str:
-        """Which ranks have not come to this collective, as far as the group's store knows."""
-        late = []
+        """Which ranks have not come to this collective, or came and do not say that it failed, as the store knows."""
+        failed, end = f"{self._name}/failed", time.monotonic() + GRACE
         try:
-            store = _store()
-            for rank in range(self.size):
-                key = f"{self._name}/{rank}"
-                if not store.check([key]) or int(store.get(key)) < _begun[self._name]:
-                    late.append(str(rank))
+            _store().set(f"{failed}/{self.rank}", str(_begun[self._name]))
+            late = self._behind(self._name)
+            while not late and (silent := self._behind(failed)) and time.monotonic() < end:
+                time.sleep(GRACE / 20)
         except Exception:  # whatever a store raises: it lives in a process that is gone
             return "rank 0, which keeps what the ranks know of each other, or another rank,"
-        if not late:
+        lost = late or silent
+        if not lost:
             return "a rank that had come to it"
-        return f"rank {late[0]}" if len(late) == 1 else f"one of the ranks {', '.join(late)}"
+        return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {', '.join(lost)}"
+
+    def _behind(self, name: str) -> list[str]:
+        """The ranks whose count under this name is not up to this rank's collectives."""
+        store, keys = _store(), [f"{name}/{rank}" for rank in range(self.size)]
+        return [
+            str(rank)
+            for rank, key in enumerate(keys)
+            if not store.check([key]) or int(store.get(key)) < _begun[self._name]
+        ]
 
 
 def communicator(group: ProcessGroup | Communicator | None) -> Communicator:

@@ -37,7 +37,7 @@ def effects(
     """
     model = unwrapped(model)
     pooled: list[list[Tensor]] = [[] for _ in plans]
-    tokens = torch.zeros(len(plans), dtype=torch.float64)
+    tokens = torch.zeros(len(plans), dtype=torch.float64, device="cpu")
     count = 0
     generators = [generator(i) for i in range(len(plans))]
     for batch in batches:

@@ -100,7 +100,7 @@ class StreamLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
         if self.streams.batch is not None:
-            self.streams.select(torch.arange(self.streams.batch).repeat_interleave(repeats))
+            self.streams.select(torch.arange(self.streams.batch, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""

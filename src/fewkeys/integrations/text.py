@@ -41,7 +41,7 @@ def batches(
             f"got {len(tokens)}; give more text or choose a smaller length"
         )
     rows = [[*before, *tokens[i * inside : (i + 1) * inside], *after] for i in range(min(count, sequences))]
-    ids = torch.tensor(rows, dtype=torch.long)
+    ids = torch.tensor(rows, dtype=torch.long, device="cpu")
     return list(ids.split(max(1, BATCH_TOKENS // length)))
 
 

@@ -110,8 +110,9 @@ def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int,
 
 def _exact_attention(block: Block) -> Tensor:
     if block.is_causal and block.query_offset:  # the fused kernel aligns queries with the first keys only
-        rows = torch.arange(block.query.shape[2])[:, None] + block.query_offset
-        mask = (torch.arange(block.key.shape[2]) <= rows).to(block.query.device)
+        device = block.query.device
+        rows = torch.arange(block.query.shape[2], device=device)[:, None] + block.query_offset
+        mask = torch.arange(block.key.shape[2], device=device) <= rows
         return scaled_dot_product_attention(
             block.query, block.key, block.value, attn_mask=mask, scale=block.scale, enable_gqa=True
         )

@@ -19,6 +19,7 @@ from fewkeys.core import tensor_files
 from fewkeys.core.extent import tamed
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
+from fewkeys.core.precision import plain_defaults
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import by_plan, from_first, prepare, run
@@ -66,6 +67,7 @@ class Sample:
         return cls(tuple(facts["tokens"]), tuple(facts["queries"]), tensors)
 
 
+@plain_defaults()
 def take(
     capture: Capture, plans: Sequence[Plan | ModelPlan], *, tokens: Sequence[str] = (), seed: int = 0
 ) -> Sample | None:

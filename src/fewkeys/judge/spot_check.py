@@ -91,8 +91,8 @@ def check_call(
 ) -> list[CallCheck]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
     if isinstance(plan, Plan):
-        return [_check_part(inputs, plan, torch.arange(inputs.query_heads), queries, generator)]
-    inner = torch.arange(inputs.gqa_ratio)
+        return [_check_part(inputs, plan, torch.arange(inputs.query_heads, device="cpu"), queries, generator)]
+    inner = torch.arange(inputs.gqa_ratio, device="cpu")
     return [
         _check_part(part, own, (heads.cpu().unsqueeze(-1) * inputs.gqa_ratio + inner).flatten(), queries, generator)
         for own, heads, part in by_plan(inputs, plan)
@@ -109,8 +109,8 @@ def _check_part(
         output = run(inputs, plan)
         if answers_exactly(inputs, plan):
             count = real_queries(inputs).sum(-1)
-            zero = torch.zeros(shape, dtype=torch.float64)
-            known = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, torch.ones(1)))
+            zero = torch.zeros(shape, dtype=torch.float64, device="cpu")
+            known = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, zero.new_ones(1)))
             return CallCheck(known, where, 0, int(count.sum()) * inputs.query_heads)
         sample = draw(inputs, uniform((*shape, queries), generator, inputs.query.device))
         errors = sampled_errors(inputs, plan.weights, output, sample)
@@ -123,7 +123,7 @@ def summary(checks: Sequence[CallCheck], confidence: float) -> SpotCheck:
     """The result over all calls of one layer (or one call)."""
     error, low, high = pool([check.estimates for check in checks], confidence)
     heads = 1 + max(int(check.heads.max()) for check in checks)
-    total, weight = torch.zeros(2, heads, dtype=torch.float64)
+    total, weight = torch.zeros(2, heads, dtype=torch.float64, device="cpu")
     for check in checks:
         total.index_add_(0, check.heads, check.estimates.count * check.estimates.mean)
         weight.index_add_(0, check.heads, check.estimates.count)

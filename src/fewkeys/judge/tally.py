@@ -20,7 +20,7 @@ class Tally:
 
     def __init__(self, layers: int, heads: int) -> None:
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
+            return torch.zeros(shape, dtype=torch.float64, device="cpu")
 
         self.queries, self.errors, self.masses = zeros(layers, heads), zeros(layers, heads), zeros(layers, heads)
         self.heavy, self.found, self.slots = zeros(layers, heads), zeros(layers, heads), zeros(layers, heads)

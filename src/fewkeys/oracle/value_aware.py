@@ -162,7 +162,11 @@ def _heads(weights: Tensor, values: Tensor, result: Tensor) -> Iterator[tuple[tu
     """Every head: its place, its values in the coordinates of their own plane (N, rho) float64, its part of result."""
     lead = weights.shape[:-2]
     values = values.detach().expand(*lead, *values.shape[-2:])
-    places = torch.cartesian_prod(*(torch.arange(n) for n in lead)).view(-1, len(lead)).tolist() if lead else [[]]
+    places = (
+        torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in lead)).view(-1, len(lead)).tolist()
+        if lead
+        else [[]]
+    )
     for place in places:
         head = tuple(place)
         yield head, plane_coordinates(values[head].double()), result[head]

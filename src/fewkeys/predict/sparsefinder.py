@@ -14,6 +14,7 @@ from torch import Tensor
 from fewkeys.captures.capture import Capture
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.learned import read_tensors, write_tensors
+from fewkeys.core.precision import plain_defaults
 from fewkeys.core.records import build
 from fewkeys.core.tensor_files import fingerprint
 from fewkeys.core.validation import check_count
@@ -77,6 +78,7 @@ class Sparsefinder:
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
+    @plain_defaults()
     def fit(
         cls,
         capture: Capture,
@@ -156,6 +158,7 @@ class Sparsefinder:
         return cls(shape_of(capture), settings, tensors, {"layers": losses})
 
     @classmethod
+    @plain_defaults()
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
         """The same groupings without projection, on queries and keys as they are: the control that learns no space.
 

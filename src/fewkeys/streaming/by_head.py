@@ -33,7 +33,7 @@ class HeadStreams:
             groups.setdefault(plan, []).append(head)
         self.how = how
         self.streams = [self._stream(plan) for plan in groups]
-        self._of = [torch.tensor(heads) for heads in groups.values()]
+        self._of = [torch.tensor(heads, device="cpu") for heads in groups.values()]
 
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None, scale: float) -> None:
         """As `Stream.append`."""

@@ -138,12 +138,10 @@ def _check_growing(tensors: Mapping[str, Tensor], count: int, own: Counts, slots
         "past.total": Form((both, 1, dim), exact),
         "past.square": Form((both, dim, dim), exact),
     }
-    trees = {tree: tensors["order"][:, tree[0] : sum(tree)] for tree in cover(sealed, block) if "order" in tensors}
-    for name in tensors:
-        if name.startswith("spare."):
-            start, size = _tree(name, block, most)
-            forms[name], trees[start, size] = Form((both, size), torch.int64), tensors[name]
-    check(tensors, forms)
+    spare = {name: _tree(name, block, most) for name in tensors if name.startswith("spare.")}
+    check(tensors, forms | {name: Form((both, size), torch.int64) for name, (_, size) in spare.items()})
+    trees = {tree: tensors["order"][:, tree[0] : sum(tree)] for tree in cover(sealed, block)}
+    trees |= {tree: tensors[name] for name, tree in spare.items()}
     _check_squares(tensors["past.square"])
     if not all(bool(part.isfinite().all()) for part in form.read(tensors["leaves"])):
         raise ValueError("expected finite numbers in the leaves, got others")

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from fewkeys.captures.capture import Capture
 from fewkeys.core import tensor_files
-from fewkeys.core.precision import full_precision
+from fewkeys.core.precision import full_precision, plain_defaults
 from fewkeys.core.tensor_files import Form
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.model_plan import ModelPlan
@@ -33,6 +33,7 @@ ERROR_SLOTS = 64
 
 
 @full_precision()
+@plain_defaults()
 def tune(
     capture: Capture,
     slots: int | None = None,
