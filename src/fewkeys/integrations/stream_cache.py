@@ -123,7 +123,8 @@ class StreamCache(Cache):
         modules: list[Any] = [*interface.attention_modules(model)]
         self._own: list[StreamLayer] = []
         for own, module in zip(plans, modules, strict=True):
-            self._own.append(StreamLayer(own, how, module.config, self._own[-1] if self._own else None))
+            config = getattr(module, "config", model.config)
+            self._own.append(StreamLayer(own, how, config, self._own[-1] if self._own else None))
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
         self._attached = weakref.finalize(self, interface.attach(model, None).detach)

@@ -1,8 +1,13 @@
-"""What some models add to their scores, said in terms that every plan knows: caps, learned sinks, windows.
+"""What some models add to their scores, said in terms that every plan knows: caps, learned sinks, windows, biases.
 
 A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps: with
 one more dimension, in which query head h holds its sink s_h, the sink key 1 / scale and all other keys 0, its score is
 s_h and those of the others are what they were; its value is zero.
+
+A bias of every key is one more dimension, too: queries hold 1 there, and key j its bias / scale. So is ALiBi, causal
+attention whose score at distance i - j has -m_h (i - j) added: softmax sees m_h j alone. Kept keys are exact. A
+stand-in has the bias of the (weighted) mean place of its keys, and what stand-ins know of their keys' spread (tilts,
+radii, first order), they know of places, too.
 """
 
 from __future__ import annotations
@@ -32,6 +37,23 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
     offset = inputs.query_offset + 1 if inputs.is_causal else 0
     query, value = torch.cat([query, own], -1), pad(inputs.value, (0, 0, 1, 0))
     return replace(inputs, query=query, key=key + unit, value=value, key_mask=mask, query_offset=offset, sink=None)
+
+
+def with_key_bias(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, *, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a call whose key j has `bias` (B or 1, Hq, Nk) added to its scores.
+
+    centred: biases are taken relative to the last key's, so that scores of near keys lose no digits to their place;
+    not where keys of other calls join these. Query heads that share keys get keys of their own.
+    """
+    if centred:
+        bias = bias - bias[..., -1:]
+    ratio = query.shape[1] // key.shape[1]
+    if ratio > 1:
+        key, value = (rows.repeat_interleave(ratio, 1) for rows in (key, value))
+    column = (bias / scale).to(key.dtype).expand(*key.shape[:3]).unsqueeze(-1)
+    return pad(query, (0, 1), value=1.0), torch.cat([key, column], -1), value
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
