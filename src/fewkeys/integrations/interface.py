@@ -36,7 +36,7 @@ from fewkeys.integrations.door import Answer, Application, door, go, stand
 from fewkeys.integrations.families import ALWAYS_MASKED, family_of
 from fewkeys.integrations.patterns import check_honoured, pattern_of, span
 from fewkeys.integrations.switch import NAME
-from fewkeys.integrations.terms import check_sink, in_terms, plain, with_key_bias, with_sink
+from fewkeys.integrations.terms import check_sink, distance_bias, in_terms, plain, with_key_bias, with_sink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +172,7 @@ def register() -> None:
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     """The call as the model's own SDPA implementation answers it: the same function, mask and bits.
 
-    What that does not know, caps and sinks, is answered exactly by `fewkeys.attention`.
+    What that does not know, caps, sinks and biases of distances, is answered exactly by `fewkeys.attention`.
     """
     mask = None
     if not plain(inputs):
@@ -270,17 +270,18 @@ def _attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     key_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out.
 
-    key_bias: of families that are restated alone.
+    key_bias: of families that are restated alone. position_bias: (B or 1, Hq, Nq, Nk), of distances.
     """
     check_honoured(module, dropout, kwargs)
     own = door(module)
     found = None if own is None else own.innermost()
     foreign = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1
-    if found is None and foreign and kwargs.get("s_aux") is None:
+    if found is None and foreign and kwargs.get("s_aux") is None and position_bias is None:
         # A call that began before the switch, in a thread that has nothing to do with it.
         return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -289,6 +290,7 @@ def _attention_forward(
         window = told if causal else 2 * told - 1
     if causal and key.shape[2] < query.shape[2]:
         raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
+    offset, bias = key.shape[2] - query.shape[2] if causal else 0, position_bias
     waiting, scale = streams.take(key), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if key_bias is not None:
         query, key, value = with_key_bias(query, key, value, key_bias, scale, centred=waiting is None)
@@ -299,10 +301,11 @@ def _attention_forward(
         scale=scale,
         is_causal=causal,
         key_mask=real,
-        query_offset=key.shape[2] - query.shape[2] if causal else 0,
+        query_offset=offset,
         window=window,
         softcap=kwargs.get("softcap"),
         sink=None if (sink := kwargs.get("s_aux")) is None else check_sink(sink, query.shape[1]),
+        distance_bias=None if bias is None else distance_bias(bias, offset),
     )
     if waiting is not None:
         output = waiting.attend(inputs)

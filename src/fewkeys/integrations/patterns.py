@@ -133,11 +133,6 @@ def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) ->
         raise ValueError(
             f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
         )
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"position_bias: {type(module).__name__} adds a bias for every distance to its scores, which no plan "
-            "knows; use a model with rotary or absolute positions"
-        )
     for name, given in kwargs.items():
         if name not in _INERT and given is not None and given is not False:
             raise ValueError(

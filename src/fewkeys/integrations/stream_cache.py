@@ -65,8 +65,8 @@ class StreamLayer(CacheLayerMixin):
         self.expected = None
         if not plain(inputs):
             raise ValueError(
-                "model: its attention has capped scores or learned sinks, which no stream knows; use fewkeys.apply and "
-                "the model's own cache"
+                "model: its attention has capped scores, learned sinks or a bias of distances, which no stream knows; "
+                "use fewkeys.apply and the model's own cache"
             )
         self.streams.append(inputs.key, inputs.value, inputs.key_mask, inputs.scale)
         return self.streams.attend(inputs.query)

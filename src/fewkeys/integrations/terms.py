@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.distances import DistanceBias
 from fewkeys.core.weights import Softcap, Softmax
 from fewkeys.plan import Plan
 from fewkeys.select import KeyTree, Sinks, Window
@@ -56,6 +57,40 @@ def with_key_bias(
     return pad(query, (0, 1), value=1.0), torch.cat([key, column], -1), value
 
 
+def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
+    """The table (Hq, 2 R + 1) of a bias (B or 1, Hq, Nq, Nk) of a call whose first query stands at `offset`.
+
+    None where it is zero, as T5's cross-attention has it; `ValueError` where it does not depend on distances alone.
+    Without gradients the table ends where the bias is constant. What is found stays with the tensor, which all layers
+    of a model share.
+    """
+    known = vars(bias).get(_TABLE)
+    if known is not None and known[0] == offset and not bias.requires_grad:
+        found: Tensor = known[1]
+        return found
+    if not bool(bias.any()) and not bias.requires_grad:
+        return None
+    even = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
+    queries, keys = bias.shape[2:]
+    if not even or not 0 <= offset <= max(0, keys - 1):
+        raise ValueError(
+            "position_bias: expected a bias that depends on the distance alone, the same for all sequences, got "
+            f"another of shape {tuple(bias.shape)}, which no plan can know"
+        )
+    own = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # of distances from the last query to the last key
+    low, high = offset + queries - 1, keys - 1 - offset
+    table = DistanceBias(pad(own, (max(0, high - low), max(0, low - high)), mode="replicate"))
+    if not bias.requires_grad:
+        differs = (table.table != table.table[:, :1]).any(0), (table.table != table.table[:, -1:]).any(0)
+        ends = [int(part.int().argmax()) for part in (differs[0], differs[1].flip(0))]
+        table = table.reaching(0, max(0, table.reach - min(ends) + 1) if min(ends) else table.reach)
+        vars(bias)[_TABLE] = offset, table.table
+    return table.table
+
+
+_TABLE = "_fewkeys_table"
+
+
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
     """The plan, or the plans of the key heads, for `with_sink(inputs)`; None: exact attention.
 
@@ -79,8 +114,8 @@ def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
 
 
 def plain(inputs: AttentionInputs) -> bool:
-    """Whether the call is softmax attention over its keys and nothing else."""
-    return inputs.softcap is None and inputs.sink is None
+    """Whether the call is softmax attention over its keys and nothing else, within a window or not."""
+    return inputs.softcap is None and inputs.sink is None and inputs.distance_bias is None
 
 
 def check_sink(sink: Tensor, heads: int) -> Tensor:
