@@ -86,6 +86,7 @@ def test_a_cache_that_keeps_all_writes_the_same(name):
     model, given = seeded(ALIBI[name]), padded("left", (7, 11))
     how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     given = {part: given[part] for part in ("input_ids", "attention_mask")}
+    model.config.use_cache = model.generation_config.use_cache = True
     before = model.generate(**given, **how)
     every = fk.Plan(fk.RecentBlocks(64, 2), fk.RunningMeans(1))
     assert torch.equal(model.generate(**given, **how, past_key_values=fk.cache(model, every)), before)
@@ -97,6 +98,14 @@ def test_a_cache_asks_for_the_mask_that_tells_places():
     model(tokens(1), past_key_values=cache)
     with pytest.raises(ValueError, match=r"^attention_mask: expected one over all tokens so far"):
         model(tokens(1), past_key_values=cache)
+
+
+def test_a_cache_is_not_given_all_tokens_again():
+    """As generation without a cache of its own would do."""
+    model = seeded(ALIBI["mpt"])
+    cache = fk.cache(model, fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(2)))
+    with pytest.raises(ValueError, match=r"^attention_mask: expected one over all 23 tokens .*, got 12"):
+        model.generate(tokens(1), past_key_values=cache, use_cache=False, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("length", [64, 4096])
@@ -230,7 +239,16 @@ def test_what_is_not_known_is_refused():
     deberta = DebertaV2Model(DebertaV2Config(**SMALL, relative_attention=True, pos_att_type=["c2p", "p2c"]))
     with pytest.raises(ValueError, match="its scores depend on contents and distances together"):
         fk.apply(deberta, FEW)
-    model = seeded(ALL["mpnet"]).train()
+    model = seeded(ALL["mpnet"])
+    own = model.encoder.layer[1].attention.attn
+    own.forward = hooked = own.forward
+    with pytest.raises(ValueError, match=r"^model: expected MPNetSelfAttention.forward to be that of its class"):
+        fk.apply(model, FEW)
+    assert standing(model) == 0
+    assert own.forward == hooked
+    assert model.config._attn_implementation == "eager"
+    del own.forward
+    model.train()
     with fk.apply(model, FEW), pytest.raises(ValueError, match=r"^dropout: expected 0, got 0.1"):
         model(tokens())
     applied, long = fk.apply(model.eval(), fk.budget(20, cohorts=4)), tokens(1, 36)

@@ -15,7 +15,7 @@ class Download(TypedDict, total=False):
 
     revision: str | None
     token: str | bool | None
-    cache_dir: str | os.PathLike[str] | None
+    cache_dir: str | Path | None
     force_download: bool
     local_files_only: bool
 

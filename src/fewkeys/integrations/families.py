@@ -60,15 +60,20 @@ def family_of(module: nn.Module) -> Family | None:
 def restate(module: nn.Module) -> None:
     """Let a module ask the interface from now on; nothing where it does already."""
     family = family_of(module)
-    if family is not None:
-        vars(module).setdefault(family.method, Restated(module, family))
+    if family is None:
+        return
+    if not isinstance(vars(module).setdefault(family.method, Restated(module, family)), Restated):
+        raise ValueError(
+            f"model: expected {type(module).__name__}.{family.method} to be that of its class, got one of the module's "
+            "own, as hooks of accelerate are; apply the plan first, or remove the hooks"
+        )
 
 
 def give_back(module: nn.Module) -> None:
     """The end of `restate`."""
     family = family_of(module)
-    if family is not None:
-        vars(module).pop(family.method, None)
+    if family is not None and isinstance(vars(module).get(family.method), Restated):
+        del vars(module)[family.method]
 
 
 def _ask(
