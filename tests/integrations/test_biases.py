@@ -100,14 +100,6 @@ def test_a_cache_asks_for_the_mask_that_tells_places():
         model(tokens(1), past_key_values=cache)
 
 
-def test_a_cache_is_not_given_all_tokens_again():
-    """As generation without a cache of its own would do."""
-    model = seeded(ALIBI["mpt"])
-    cache = fk.cache(model, fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(2)))
-    with pytest.raises(ValueError, match=r"^attention_mask: expected one over all 23 tokens .*, got 12"):
-        model.generate(tokens(1), past_key_values=cache, use_cache=False, max_new_tokens=2)
-
-
 @pytest.mark.parametrize("length", [64, 4096])
 def test_alibi_costs_no_digits_however_long(length):
     """Against the definition in float64, and with few keys against the error without a bias."""

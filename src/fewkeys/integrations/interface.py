@@ -249,11 +249,6 @@ def _key_mask(
         real = torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
     else:
         real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-        if real.shape[1] < kv_length and isinstance(kv_length, streams.Length):
-            raise ValueError(
-                f"attention_mask: expected one over all {kv_offset + kv_length} tokens of the cache and this call, got "
-                f"{attention_mask.shape[1]}; pass new tokens alone, as model.generate does with use_cache=True"
-            )
         if real.shape[1] < kv_length:
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if whole and bool(real.all()):
