@@ -8,6 +8,7 @@ from docs.figures.sources import read, table
 Row = dict[str, Any]
 DEMO = "docs/results/demo.json"
 OURS = "fewkeys budget"
+NEIGHBOURS = "experiments/embeddings/results/minilm.json"
 
 
 def _demo_rows(slots: int) -> list[Row]:
@@ -109,8 +110,38 @@ def _causal_encoder() -> str:
     return table(["at 96 slots", "512 tokens", "8,192 tokens (16 texts in a row)"], rows)
 
 
+def _neighbours() -> str:
+    found = read(NEIGHBOURS)
+    from experiments.embeddings.run import LINES
+
+    rows = []
+    order = [*LINES, "exact"]
+    for row in sorted(found["rows"], key=lambda row: (-row["texts"], order.index(row["line"]), row["slots"])):
+        if row["line"] != "exact":
+            share = " to ".join(f"{100 * row[end]:.0f}" for end in ("low", "high"))
+            same = f"{100 * row['agreement']:.1f} % ({share})"
+            rows.append([LINES[row["line"]], row["slots"], row["texts"], same, f"{row['cosine']:.4f}"])
+    return table(["plan", "slots", "texts", "same nearest neighbour", "cosine to exact"], rows)
+
+
+def _slots_needed() -> str:
+    """The fewest slots tried whose agreement is at least 95 and 99 %, on equally many texts."""
+    found = read(NEIGHBOURS)
+    told = []
+    for goal in (95, 99):
+        for line, name in (("budget", "`budget(slots)`"), ("cohorts", "`budget(slots, cohorts=32)`")):
+            own = [row for row in found["rows"] if row["line"] == line and row["texts"] == found["few"]]
+            enough = [row["slots"] for row in own if row["agreement"] >= goal / 100]
+            most = max(row["slots"] for row in own)
+            needs = f"needs {min(enough)} slots for {goal} %" if enough else f"is below {goal} % with {most} slots"
+            told.append(f"{name} {needs}")
+    return f"Of the slots tried, on {found['few']} texts, " + "; ".join(told) + "."
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
+    "neighbours": _neighbours,
+    "neighbours.slots": _slots_needed,
     "demo.budget": _demo_error(OURS),
     "demo.oracle": _demo_error("top-k per query (oracle)"),
     "stand-ins": _stand_ins,

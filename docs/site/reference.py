@@ -9,7 +9,10 @@ import fewkeys as fk
 PAGES = {
     "attention": ("Attention and plans", ["attention", "budget", "Plan", "ModelPlan", "Graph", "Groups"]),
     "cost": ("What a call does", ["explain", "Explanation"]),
-    "models": ("Models", ["apply", "cache", "WarmStart", "capture", "Capture", "compare", "Report", "tune"]),
+    "models": (
+        "Models",
+        ["apply", "cache", "pipeline", "WarmStart", "capture", "Capture", "compare", "Report", "tune"],
+    ),
     "quality": ("Quality control", ["spot_check", "SpotCheck", "Guard", "Fallbacks"]),
     "streams": ("Streams", ["stream", "Stream"]),
     "levattention": (

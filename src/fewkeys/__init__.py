@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fewkeys.heavy import heavy_entries as heavy_entries
     from fewkeys.integrations.cache import cache as cache
     from fewkeys.integrations.compare import compare as compare
+    from fewkeys.integrations.pipeline import pipeline as pipeline
     from fewkeys.integrations.spot_check import spot_check as spot_check
     from fewkeys.integrations.transformers import apply as apply
     from fewkeys.integrations.transformers import capture as capture
@@ -73,6 +74,7 @@ _LATER = {
     "heavy_entries": "heavy",
     "cache": "integrations.cache",
     "compare": "integrations.compare",
+    "pipeline": "integrations.pipeline",
     "spot_check": "integrations.spot_check",
     "apply": "integrations.transformers",
     "capture": "integrations.transformers",

@@ -34,6 +34,7 @@ def attention(
     generator: torch.Generator | None = None,
     impl: Impl = "auto",
     max_error: float | Guard | None = None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """Attention with few keys.
 
@@ -69,6 +70,11 @@ def attention(
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
             queries computed exactly, is above this; `fewkeys.Guard` says what that costs and means. A `Guard` in place
             of the number counts how often it happens.
+        distance_bias: (Hq, 2 R + 1), added to the scores: `distance_bias[h, clamp(j - i, -R, R) + R]` for key j and a
+            query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; a
+            stand-in has `log(mean of exp(bias))` over the keys that it speaks for, weighted as they are in it
+            (`fewkeys.core.distances`). Keys are chosen without it. For plans of windows and shared lists with nothing
+            or `ClusterMeans` beside them; not with `max_error`, nor by "native" and "triton". Gradients flow.
 
     Returns:
         (B, Hq, Nq, Dv) in the input's dtype. A query that sees no key gives zeros.
@@ -83,7 +89,7 @@ def attention(
     """
     chosen = _plan(plan, keep, rest, weights)
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
-    options |= {"query_offset": query_offset, "generator": generator, "impl": impl}
+    options |= {"query_offset": query_offset, "generator": generator, "impl": impl, "distance_bias": distance_bias}
     if torch.compiler.is_compiling():
         import fewkeys.operator as operator  # loads torch's compiler
 

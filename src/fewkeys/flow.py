@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.extent import tamed
-from fewkeys.core.gaps import has_gaps, without_gaps
+from fewkeys.core.gaps import has_gaps, is_torn, without_gaps
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
@@ -33,6 +33,8 @@ def answer(
     inputs = check_inputs(query, key, value, **options)
     if max_error is None:
         return run(inputs, plan)
+    if inputs.bias is not None:
+        raise ValueError("max_error: expected None with distance_bias, got a limit; judge the plan beforehand")
     guard = max_error if isinstance(max_error, Guard) else Guard(max_error)
     guard.count_call()
     return run(inputs, plan, guard)
@@ -55,6 +57,8 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
         tame, unit = tamed(inputs)
         return run(tame, plan, guard) * unit
     if inputs.valid is not None and plan.keep is not None and not plan.keep.by_real_place and has_gaps(inputs):
+        if inputs.bias is not None and is_torn(inputs.valid):
+            raise ValueError("key_mask: expected real keys side by side with distance_bias, got padding among them")
         return without_gaps(inputs, inputs.valid, lambda own: run(own, plan, guard))
     whole = from_first(inputs, plan)
     if whole is not inputs:
@@ -74,7 +78,10 @@ def prepare(inputs: Inputs, plan: Plan) -> Problem:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
     with torch.no_grad():
         graph = plan.keep.select(inputs)
-    return Problem(inputs, graph, plan.rest.prepare(inputs, graph, plan.weights), plan.weights)
+    problem = Problem(inputs, graph, plan.rest.prepare(inputs, graph, plan.weights), plan.weights)
+    if inputs.bias is not None and (reason := problem.unbiased) is not None:
+        raise ValueError(f"distance_bias: {reason}; use Window, Sinks or Outliers with ClusterMeans, as budget does")
+    return problem
 
 
 def answers_exactly(inputs: Inputs, plan: Plan) -> bool:
@@ -99,6 +106,8 @@ def always(plan: Plan | Sequence[Plan]) -> Plan | Sequence[Plan]:
 
 def by_plan(inputs: Inputs, plans: Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
     """The distinct plans of the key heads, each with its heads (H,) and the problem of these heads alone."""
+    if len(plans) == 1:
+        plans = [*plans] * inputs.kv_heads
     if len(plans) != inputs.kv_heads:
         raise ValueError(f"plan: expected one plan for each of {inputs.kv_heads} key heads, got {len(plans)}")
     heads: dict[Plan, list[int]] = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
+from fewkeys.core import hub
 from fewkeys.core.files import read_json, write_json
-from fewkeys.core.learned import Learned, load_learned, save_learned
+from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, save_learned
 from fewkeys.core.records import build
 from fewkeys.plan import Plan
 from fewkeys.select import PARTS
@@ -25,9 +26,10 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
     heads of a layer that share a plan run together, so few distinct plans run faster than many.
 
     Args:
-        layers: for each attention layer, one plan for each key head.
+        layers: for each attention layer, one plan for each key head, or one for all of them.
         record: what is known of it, as JSON values: `fewkeys.tune` notes what it was asked, on which model, and the
-            errors and slots it found.
+            errors and slots it found. "weights", the norm of every attention layer's weights, tells the model again:
+            `fewkeys.apply` warns where they are others.
     """
 
     layers: tuple[tuple[Plan, ...], ...]
@@ -42,6 +44,14 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
             for plan in plans:
                 if not isinstance(plan, Plan):
                     raise TypeError(f"layers: expected a Plan in layer {layer}, got {type(plan).__name__}")
+
+    @classmethod
+    def of(cls, plans: Mapping[int, Plan | Sequence[Plan]]) -> ModelPlan:
+        """The plans of a dictionary by layer, 0 .. L - 1: one for the layer, or one for each key head."""
+        if set(plans) != set(range(len(plans))):
+            raise ValueError(f"plans: expected every layer from 0 on, got {sorted(plans)}; name those in between")
+        given = (plans[layer] for layer in range(len(plans)))
+        return cls(tuple((own,) if isinstance(own, Plan) else tuple(own) for own in given))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -88,9 +98,32 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         save_learned(directory, self.layers)
         write_json(directory, FILE, data)
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        branch: str | None = None,
+        commit_message: str = "Push a plan by fewkeys",
+        create_pr: bool = False,
+    ) -> str:
+        """Save to a repository of the hub, "owner/name", made if missing; the address of the commit.
+
+        Arguments as those of `huggingface_hub.ModelHubMixin.push_to_hub`.
+        """
+        how = {"private": private, "token": token, "branch": branch, "create_pr": create_pr}
+        card = hub.card("ModelPlan", str(self), self.record.get("model"))
+        return hub.push(self.save_pretrained, repo_id, card, commit_message=commit_message, **how)
+
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
-        """The plans saved in `directory`. Raises `ValueError` for files that are missing or damaged."""
+    def from_pretrained(cls, directory: str | os.PathLike[str], **how: Unpack[hub.Download]) -> ModelPlan:
+        """The plans saved in `directory`, or in a repository of the hub, "owner/name"; `how` as
+        `huggingface_hub.snapshot_download` takes it: revision, token, cache_dir, force_download, local_files_only.
+
+        Raises `ValueError` for files that are missing or damaged.
+        """
+        directory = hub.folder(directory, [FILE, LEARNED_FILES], how)
         data = read_json(directory, FILE)
         return cls.from_dict(data, load_learned(directory, data, PARTS))
 

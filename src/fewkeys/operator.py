@@ -47,7 +47,7 @@ def compiled(
 ) -> Tensor:
     """What `fewkeys.attention` does where it is compiled: the operator, or else a break of the graph."""
     output: Tensor
-    if options["generator"] is None and max_error is None and holds(plan):
+    if all(own is None for own in (options["generator"], options["distance_bias"], max_error)) and holds(plan):
         o, name = options, name_of(plan)
         rest = (o["is_causal"], o["scale"], o["query_offset"], o["impl"])
         output = attend(query, key, value, o["lengths"], o["key_mask"], name, *rest)

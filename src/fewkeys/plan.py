@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
+from fewkeys.core import hub
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
+from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, pack, save_learned, unpack
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
@@ -122,9 +123,32 @@ class Plan:
         save_learned(directory, self)
         write_json(directory, FILE, data)
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        branch: str | None = None,
+        commit_message: str = "Push a plan by fewkeys",
+        create_pr: bool = False,
+    ) -> str:
+        """Save to a repository of the hub, "owner/name", made if missing; the address of the commit.
+
+        Arguments as those of `huggingface_hub.ModelHubMixin.push_to_hub`.
+        """
+        how = {"private": private, "token": token, "branch": branch, "create_pr": create_pr}
+        card = hub.card("Plan", str(self))
+        return hub.push(self.save_pretrained, repo_id, card, commit_message=commit_message, **how)
+
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
-        """The plan saved in `directory`. Raises `ValueError` for files that are missing or damaged."""
+    def from_pretrained(cls, directory: str | os.PathLike[str], **how: Unpack[hub.Download]) -> Plan:
+        """The plan saved in `directory`, or in a repository of the hub, "owner/name"; `how` as
+        `huggingface_hub.snapshot_download` takes it: revision, token, cache_dir, force_download, local_files_only.
+
+        Raises `ValueError` for files that are missing or damaged.
+        """
+        directory = hub.folder(directory, [FILE, LEARNED_FILES], how)
         data = read_json(directory, FILE)
         return cls.from_dict(data, load_learned(directory, data, PARTS))
 

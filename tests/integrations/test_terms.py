@@ -92,7 +92,7 @@ def test_what_captures_and_caches_do_not_know_is_refused():
         model = make()
         with pytest.raises(ValueError, match=said):
             fk.capture(model, [tokens()])
-        with pytest.raises(ValueError, match="capped scores or learned sinks"):
+        with pytest.raises(ValueError, match="capped scores, learned sinks or a bias of distances"):
             model(tokens(), past_key_values=fk.cache(model, FEW))
         with pytest.raises(ValueError, match="TreeMeans is defined for Softmax"):
             fk.apply(gemma(), fk.budget(64, is_causal=True)).model(tokens())

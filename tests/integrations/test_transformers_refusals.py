@@ -12,8 +12,6 @@ from transformers import (
     MistralConfig,
     MistralModel,
     StaticCache,
-    T5Config,
-    T5Model,
     XLNetConfig,
     XLNetModel,
 )
@@ -83,9 +81,6 @@ def test_dropout_is_refused():
 
 
 def test_architectures_that_are_refused():
-    t5 = T5Model(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)).eval()
-    with apply(t5, EXACT), pytest.raises(ValueError, match="position_bias"):
-        run(t5, input_ids=tokens(), decoder_input_ids=tokens())
     old = XLNetModel(XLNetConfig(vocab_size=60, d_model=32, n_layer=1, n_head=4, d_inner=32)).eval()
     with pytest.raises(ValueError, match="XLNetModel does not use transformers' attention interface"):
         apply(old, EXACT)

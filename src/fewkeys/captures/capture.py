@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ class AttentionInputs:
 
     What the model asks beyond that, if anything, and no capture holds: `window`: a query sees no more than what
     `Window(window)` keeps; `softcap`: scores become weights by `Softcap(softcap)`; `sink` (Hq,): one more score for
-    every query of a head, whose value is zero.
+    every query of a head, whose value is zero; `distance_bias` (Hq, 2 R + 1): as `fewkeys.attention` has it.
     """
 
     query: Tensor
@@ -58,11 +58,13 @@ class AttentionInputs:
     window: int | None = None
     softcap: float | None = None
     sink: Tensor | None = None
+    distance_bias: Tensor | None = None
 
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
         """What `fewkeys.attention` is told of the call beside its tensors."""
         found: Options = {"is_causal": self.is_causal, "scale": self.scale, "key_mask": self.key_mask}
-        return found | {"query_offset": self.query_offset, "generator": generator, "impl": impl}
+        more: Options = {"query_offset": self.query_offset, "generator": generator, "impl": impl}
+        return found | more | {"distance_bias": self.distance_bias}
 
     def checked(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Inputs:
         """The problem that the call poses."""
@@ -97,6 +99,8 @@ class Capture:
     sequences: int
     tokens: int
     dtype: str
+    weights: tuple[float, ...] = field(default=(), repr=False)
+    """A number for every layer's weights in the model, by which it is known again; none where nobody told them."""
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The fingerprint of each file of tensors by its name, checked when it is first read."""
     _guard: object = field(default=None, repr=False)
@@ -295,8 +299,8 @@ class CaptureWriter:
         self._files[path.name] = fingerprint(path.name, held)
         save_file(held, path)
 
-    def finish(self) -> Capture:
-        """Write `capture.json` and return the capture."""
+    def finish(self, weights: Sequence[float] = ()) -> Capture:
+        """Write `capture.json` and return the capture. `weights`: of the capture."""
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")
         record = _Record(
@@ -308,6 +312,7 @@ class CaptureWriter:
             batches=self._batches,
             sequences=self._sequences,
             tokens=self._tokens,
+            weights=tuple(weights),
             files=self._files,
         )
         self._written.append(self.directory / INDEX)
@@ -349,6 +354,7 @@ class _Record:
     tokens: int
     dtype: str
     files: dict[str, str]
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "batches", "sequences", "tokens"):

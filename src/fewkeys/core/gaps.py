@@ -23,6 +23,11 @@ def has_gaps(inputs: Inputs) -> bool:
     return inputs.is_causal and valid is not None and bool((valid[:, 1:] & ~valid[:, :-1]).any())
 
 
+def is_torn(valid: Tensor) -> bool:
+    """Whether a sequence (B, Nk) has padding between real keys: without it, distances are others."""
+    return bool(((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any())
+
+
 def without_gaps(inputs: Inputs, valid: Tensor, answer: Callable[[Inputs], Tensor]) -> Tensor:
     """What `answer` gives, (B, Hq, Nq, Dv), for the same problem without its padding; zero for queries of padding.
 

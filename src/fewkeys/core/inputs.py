@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fewkeys.core.distances import DistanceBias
 from fewkeys.core.impl import Impl
 from fewkeys.core.totals import WHOLE, Totals
 
@@ -41,7 +42,7 @@ class Inputs:
     Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
     `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more. `impl`
     says which code may read all this: kernels of statistics and executors ask here. `wild`: entries or scores are so
-    large that statistics need other units first (`fewkeys.core.extent`).
+    large that statistics need other units first (`fewkeys.core.extent`). `bias`: what distances add to the scores.
     """
 
     query: Tensor
@@ -56,6 +57,7 @@ class Inputs:
     shard: Shard | None = None
     impl: Impl = "auto"
     wild: bool = False
+    bias: DistanceBias | None = None
     _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -114,7 +116,8 @@ class Inputs:
     def heads(self, index: Tensor) -> Inputs:
         """The same problem for the key heads `index` (H,) and the query heads that read them, in that order."""
         query = self.grouped_query()[:, index].flatten(1, 2)
-        return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], _memory={})
+        bias = None if self.bias is None else self.bias.heads(index, self.gqa_ratio)
+        return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], bias=bias, _memory={})
 
     def from_start(self) -> Inputs:
         """The same problem with the places of all earlier tokens filled, so that the first query is at position 0."""

@@ -48,6 +48,10 @@ class Learned(Listed, listed=False):
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
 
+LEARNED_FILES = "learned-*.safetensors"
+"""All that `file_name` gives."""
+
+
 def file_name(mark: str) -> str:
     """The name of the file that holds the tensors of this fingerprint."""
     return f"learned-{mark}.safetensors"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fewkeys.core.distances import DistanceBias
 from fewkeys.core.extent import is_wild
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.inputs import Inputs
@@ -104,6 +105,7 @@ class Options(TypedDict, total=False):
     query_offset: int
     generator: torch.Generator | None
     impl: Impl
+    distance_bias: Tensor | None
 
 
 def check_inputs(
@@ -118,6 +120,7 @@ def check_inputs(
     query_offset: int = 0,
     generator: torch.Generator | None = None,
     impl: Impl = "auto",
+    distance_bias: Tensor | None = None,
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it."""
     q, k, v = (lowered(check_tensor(name, given)) for name, given in (("query", query), ("key", key), ("value", value)))
@@ -146,7 +149,23 @@ def check_inputs(
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
     top_query, top_key, top_value = check_finite(query=q, key=k, value=v)
     wild = is_wild(top_query, top_key, top_value, factor, q.shape[-1], working(q[:0]).dtype)
-    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl, wild=wild)
+    bias = _check_bias(distance_bias, q)
+    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl, wild=wild, bias=bias)
+
+
+def _check_bias(table: object, query: Tensor) -> DistanceBias | None:
+    if table is None:
+        return None
+    heads = query.shape[1]
+    right = isinstance(table, Tensor) and table.ndim == 2 and table.shape[0] == heads and table.shape[1] % 2
+    if not isinstance(table, Tensor) or not right or not table.is_floating_point():
+        raise ValueError(
+            f"distance_bias: expected a floating tensor ({heads}, 2 R + 1), one row for each query head, of the "
+            f"distances -R .. R, got {_describe(table)}"
+        )
+    if not bool(table.isfinite().all()):
+        raise ValueError("distance_bias: expected finite numbers, got some that are not; hide keys by key_mask")
+    return DistanceBias(table.to(device=query.device, dtype=working(query[:0]).dtype))
 
 
 def _check_valid(lengths: object, key_mask: object, key: Tensor) -> Tensor | None:

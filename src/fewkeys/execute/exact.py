@@ -23,6 +23,11 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
         return reference.attend_exact(x, weights)
     if not isinstance(weights, Softmax):
         return reference.attend_in_pieces(Problem(x, Graph(x, full=True), None, weights))
+    if x.bias is not None:
+        seen = visible(x, 0, x.queries)
+        empty = ~seen.any(-1, keepdim=True)
+        bias = x.bias.of(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)
+        return _sdpa(x, bias.masked_fill(~(seen | empty), -torch.inf), False).masked_fill(empty, 0.0)
     if x.is_causal and x.offset == 0 and x.valid is None:
         return _sdpa(x, None, True)
     # With an offset of all keys or more, causality hides nothing.
@@ -39,7 +44,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     if mask is not None:
         mask = mask.expand(-1, -1, x.queries, -1)
     query, scale = x.query, x.scale
-    if scale <= 0:
+    if scale <= 0 and x.bias is None:
         # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     output: Tensor = scaled_dot_product_attention(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.weights import Weights
+from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
 
 
@@ -27,3 +27,15 @@ class Problem:
         """Whether blocks of queries have lists or means of their own."""
         columns = self.graph.columns
         return isinstance(self.stand_ins, BlockStandIns) or (columns is not None and columns.blocks > 1)
+
+    @property
+    def unbiased(self) -> str | None:
+        """Why such a problem has no answer with a bias of distances; None where it has."""
+        graph, columns = self.graph, self.graph.columns
+        if graph.groups is not None or graph.descent is not None or (columns is not None and columns.place is not None):
+            return "expected a plan whose queries keep a window and lists, got groups, cohorts or a tree"
+        if self.stand_ins is None:
+            return None
+        if not isinstance(self.stand_ins, StandIns) or (columns is not None and columns.blocks > 1):
+            return "expected stand-ins that serve all queries, got some by blocks"
+        return None if isinstance(self.weights, Softmax) else f"expected Softmax() with stand-ins, got {self.weights}"

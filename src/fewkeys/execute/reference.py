@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fewkeys.core.distances import logarithm
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -53,8 +54,12 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         return working(tensor).repeat_interleave(inputs.gqa_ratio, 1)
 
     query = working(inputs.query[:, :, start:stop]) * inputs.scale
-    kept = graph.mask(start, stop)
-    scores = (query @ per_query_head(inputs.key).mT).masked_fill(~kept, -torch.inf)
+    kept, scores = graph.mask(start, stop), query @ per_query_head(inputs.key).mT
+    bias = None
+    if inputs.bias is not None:
+        bias = inputs.bias.of(start + inputs.offset, stop + inputs.offset, inputs.keys)
+        scores = scores + bias
+    scores = scores.masked_fill(~kept, -torch.inf)
     value = per_query_head(inputs.value)
     if stand_ins is None:
         (weight,) = weights.kernel([scores])
@@ -72,7 +77,11 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         extra = extra + per_query_head(stand_ins.bias).unsqueeze(-2)
     if stand_ins.curvature is not None:
         extra = extra + 0.5 * ((query @ per_query_head(stand_ins.curvature)) * query).sum(-1, keepdim=True)
-    if stand_ins.mass is None:
+    if inputs.bias is not None and bias is not None:
+        largest = inputs.bias.largest[:, None, None]
+        mass = ((~kept) * (bias - largest).exp()) @ per_query_head(stand_ins.member)
+        extra, multiplicity = extra + largest + logarithm(mass), (mass > 0).to(mass.dtype)
+    elif stand_ins.mass is None:
         multiplicity = (~kept).to(query.dtype) @ per_query_head(stand_ins.member)
     else:
         multiplicity = per_query_head(stand_ins.mass).unsqueeze(-2)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.integrations import interface
-from fewkeys.integrations.patterns import SLIDING
+from fewkeys.integrations.patterns import SLIDING, layer_kinds
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming.by_head import HeadStreams
@@ -60,7 +60,7 @@ def cache(
     model = interface.unwrapped(model)
     from fewkeys.integrations.stream_cache import StreamCache
 
-    if not all(getattr(module, "is_causal", True) for module in interface.attention_modules(model)):
+    if not all(interface.is_causal(module) for module in interface.attention_modules(model)):
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
@@ -81,8 +81,7 @@ def _layers(config: Any, plan: Plan | Sequence[LayerPlan]) -> list[tuple[Plan, .
             f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
             "no stream can read; use fewkeys.apply and the model's own cache"
         )
-    kinds = getattr(config, "layer_types", None)
-    window: Any = getattr(config, "sliding_window", None)
+    kinds, window = layer_kinds(config)
     if kinds is None:
         kinds = ["full_attention" if window is None else SLIDING[0]] * count
     whole = [layer for layer, kind in enumerate(kinds) if kind not in SLIDING or window is None]

@@ -11,6 +11,8 @@ attention, within a window or not, and passes on which keys are real:
 
 True and False, or, where the layer sees a window only, its size at real keys and 0 at others.
 
+Modules that do not ask by themselves are made to where it is known how (`families`).
+
 Who answers stands in the attention modules (`door`); where nobody does, the model's own attention is answered exactly.
 Nothing that is kept refers to a model: a model that is dropped takes its entries with it.
 """
@@ -32,19 +34,18 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import lowered
 from fewkeys.integrations import streams, switch
 from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
+from fewkeys.integrations.families import ALWAYS_MASKED, family_of
 from fewkeys.integrations.patterns import check_honoured, pattern_of, span
 from fewkeys.integrations.switch import NAME
-from fewkeys.integrations.terms import check_sink, in_terms, plain, with_sink
+from fewkeys.integrations.terms import check_sink, distance_bias, in_terms, plain, with_key_bias, with_sink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PreTrainedConfig
 
-_BIASED = ", and its scores have a bias for every distance, which no plan knows"
 _MIXED = ", and its scores depend on contents and distances together, which no plan knows"
 _SPARSE = ", and it is sparse by a rule of its own"
 OUTSIDE = {
-    **dict.fromkeys(("mpnet", "bloom", "mpt", "falcon"), _BIASED),
     **dict.fromkeys(("deberta", "deberta-v2", "xlnet"), _MIXED),
     **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus"), _SPARSE),
     **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
@@ -61,7 +62,7 @@ class Attachment:
         configs = switch.configs_of(model)
         self._release = weakref.finalize(model, switch.release, configs)
         self._release.atexit = False
-        switch.hold(configs)
+        switch.hold(configs, self._alive())
         try:
             switch.switch(model)
         except BaseException:
@@ -127,7 +128,7 @@ def unwrapped(model: object) -> PreTrainedModel:
 def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
     model = unwrapped(model)
-    modules = [module for module in model.modules() if _asks_interface(type(module))]
+    modules = [module for module in model.modules() if family_of(module) or _asks_interface(type(module))]
     if not modules:
         why = OUTSIDE.get(model.config.model_type, "")
         raise ValueError(
@@ -135,6 +136,12 @@ def attention_modules(model: object) -> list[nn.Module]:
             f"be replaced{why}; use an architecture that does (BERT, RoBERTa, ModernBERT, Llama, Qwen, GPT-2, ...)"
         )
     return modules
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether the queries of an attention module see no future."""
+    family = family_of(module)
+    return bool(getattr(module, "is_causal", True)) if family is None else family.is_causal
 
 
 def need_transformers() -> None:
@@ -175,7 +182,7 @@ copyreg.pickle(Door, lambda own: (_arrived, (own.innermost(),)))
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     """The call as the model's own SDPA implementation answers it: the same function, mask and bits.
 
-    What that does not know, caps and sinks, is answered exactly by `fewkeys.attention`.
+    What that does not know, caps, sinks and biases of distances, is answered exactly by `fewkeys.attention`.
     """
     if not plain(inputs):
         own = with_sink(inputs)
@@ -245,15 +252,16 @@ def _key_mask(
             f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
             f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
         )
+    whole = pattern.plain and getattr(config, "model_type", None) not in ALWAYS_MASKED
     if attention_mask is None:
-        if pattern.plain:
+        if whole:
             return None
         real = torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
     else:
         real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         if real.shape[1] < kv_length:
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
-        if pattern.plain and bool(real.all()):
+        if whole and bool(real.all()):
             return None
     found = real if window is None else real.int() * window
     found = found if causal else found[:, None, None, :]
@@ -271,14 +279,19 @@ def _attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    key_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
+    """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out.
+
+    key_bias: of families that are restated alone. position_bias: (B or 1, Hq, Nq, Nk), of distances.
+    """
     check_honoured(module, dropout, kwargs)
     own = door(module)
     found = None if own is None else own.innermost()
     foreign = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1
-    if found is None and foreign and kwargs.get("s_aux") is None:
+    if found is None and foreign and kwargs.get("s_aux") is None and position_bias is None:
         # A call that began before the switch, in a thread that has nothing to do with it.
         return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -287,18 +300,22 @@ def _attention_forward(
         window = told if causal else 2 * told - 1
     if causal and key.shape[2] < query.shape[2]:
         raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
-    waiting = streams.take(key)
+    offset, bias = key.shape[2] - query.shape[2] if causal else 0, position_bias
+    waiting, scale = streams.take(key), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if key_bias is not None:
+        query, key, value = with_key_bias(query, key, value, key_bias, scale, centred=waiting is None)
     inputs = AttentionInputs(
         query=lowered(query),
         key=lowered(key),
         value=lowered(value),
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        scale=scale,
         is_causal=causal,
         key_mask=real,
-        query_offset=key.shape[2] - query.shape[2] if causal else 0,
+        query_offset=offset,
         window=window,
         softcap=kwargs.get("softcap"),
         sink=None if (sink := kwargs.get("s_aux")) is None else check_sink(sink, query.shape[1]),
+        distance_bias=None if bias is None else distance_bias(bias, offset),
     )
     if waiting is not None:
         output = waiting.attend(inputs)

@@ -6,7 +6,7 @@ Honoured: causal and bidirectional attention, padding, and windows that a layer 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -112,11 +112,19 @@ def layer_window(module: nn.Module) -> int | None:
     if "sliding_window" in vars(module):
         found = vars(module)["sliding_window"]
     else:
-        config: Any = getattr(module, "config", None)
-        kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-        own = kinds is None or layer is None or kinds[layer] in SLIDING
-        found = getattr(config, "sliding_window", None) if own else None
+        (kinds, found), own = layer_kinds(getattr(module, "config", None)), vars(module)
+        layer = own.get("layer_idx", own.get("layer_id"))
+        if kinds is not None and layer is not None and kinds[layer] not in SLIDING:
+            found = None
     return found if isinstance(found, int) else None
+
+
+def layer_kinds(config: Any) -> tuple[Sequence[str] | None, Any]:
+    """By layer, the kind of attention, None where all are of one; and the window of those that have one, if any."""
+    named = getattr(config, "attention_layers", None)
+    if named is not None:  # GPT-Neo's words
+        return [SLIDING[0] if kind == "local" else "full_attention" for kind in named], config.window_size
+    return getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
 
 
 def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -124,11 +132,6 @@ def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) ->
     if dropout:
         raise ValueError(
             f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
-        )
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"position_bias: {type(module).__name__} adds a bias for every distance to its scores, which no plan "
-            "knows; use a model with rotary or absolute positions"
         )
     for name, given in kwargs.items():
         if name not in _INERT and given is not None and given is not False:

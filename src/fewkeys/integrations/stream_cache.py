@@ -65,8 +65,8 @@ class StreamLayer(CacheLayerMixin):
         self.expected = None
         if not plain(inputs):
             raise ValueError(
-                "model: its attention has capped scores or learned sinks, which no stream knows; use fewkeys.apply and "
-                "the model's own cache"
+                "model: its attention has capped scores, learned sinks or a bias of distances, which no stream knows; "
+                "use fewkeys.apply and the model's own cache"
             )
         self.streams.append(inputs.key, inputs.value, inputs.key_mask, inputs.scale)
         return self.streams.attend(inputs.query)
@@ -123,7 +123,8 @@ class StreamCache(Cache):
         modules: list[Any] = [*interface.attention_modules(model)]
         self._own: list[StreamLayer] = []
         for own, module in zip(plans, modules, strict=True):
-            self._own.append(StreamLayer(own, how, module.config, self._own[-1] if self._own else None))
+            config = getattr(module, "config", model.config)
+            self._own.append(StreamLayer(own, how, config, self._own[-1] if self._own else None))
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
         self._attached = weakref.finalize(self, interface.attach(model, None).detach)

@@ -1,4 +1,5 @@
-"""The configurations that name a model's attention implementation: switched to ours while somebody needs it.
+"""The configurations that name a model's attention implementation: switched to ours while somebody needs it, with the
+modules below them that ask for attention only when told to (`families`).
 
 A configuration goes back to its own implementation when nobody holds it any more, and no call of another thread is
 under way whose mask is ours: it would hand the mask to an implementation that cannot read it.
@@ -13,16 +14,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fewkeys.integrations.door import LOCK
+from fewkeys.integrations.families import NAME, family_of, give_back, restate
 from fewkeys.integrations.quiet import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PreTrainedConfig
-
-NAME = "fewkeys"
 
 
 @dataclass
@@ -33,11 +33,14 @@ class Held:
     own: str | None
     holders: int = 0
     masks: Counter[int] = field(default_factory=Counter)
+    modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     def let_go(self, waiting: bool) -> None:
         """Give the configuration its own implementation back, if nobody needs ours."""
         if not self.holders and not waiting and held.pop(id(self.config), None) is not None:
             self.config._attn_implementation = {"": self.own}  # this configuration alone, not those inside it
+            for module in self.modules:
+                give_back(module)
 
     def gone(self, thread: int) -> None:
         """A mask that served this thread is gone."""
@@ -69,11 +72,14 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-def hold(configs: list[PreTrainedConfig]) -> None:
-    """Keep these configurations switched until they are released as often."""
+def hold(configs: list[PreTrainedConfig], modules: list[nn.Module]) -> None:
+    """Keep these configurations switched, the outermost first, and attention modules of theirs, until they are
+    released as often.
+    """
     with LOCK:
         for config in configs:
             held.setdefault(id(config), Held(config, config._attn_implementation)).holders += 1
+        held[id(configs[0])].modules.update(modules)
 
 
 def release(configs: list[PreTrainedConfig]) -> None:
@@ -92,6 +98,12 @@ def switch(model: PreTrainedModel) -> None:
 
     for module in model.modules():  # the outermost first; some parts hold a configuration of their own
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
+            own = [part for part in module.modules() if family_of(part)]
+            for part in own:
+                restate(part)
+            if own:  # which transformers itself does not switch
+                module.config._attn_implementation = {"": NAME}
+                continue
             with quiet():
                 module.set_attn_implementation(NAME)
             stayed = module.config._attn_implementation

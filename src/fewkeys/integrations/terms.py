@@ -1,8 +1,13 @@
-"""What some models add to their scores, said in terms that every plan knows: caps, learned sinks, windows.
+"""What some models add to their scores, said in terms that every plan knows: caps, learned sinks, windows, biases.
 
 A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps: with
 one more dimension, in which query head h holds its sink s_h, the sink key 1 / scale and all other keys 0, its score is
 s_h and those of the others are what they were; its value is zero.
+
+A bias of every key is one more dimension, too: queries hold 1 there, and key j its bias / scale. So is ALiBi, causal
+attention whose score at distance i - j has -m_h (i - j) added: softmax sees m_h j alone. Kept keys are exact. A
+stand-in has the bias of the (weighted) mean place of its keys, and what stand-ins know of their keys' spread (tilts,
+radii, first order), they know of places, too.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.distances import DistanceBias
 from fewkeys.core.weights import Softcap, Softmax
 from fewkeys.plan import Plan
 from fewkeys.select import Sinks, Window
@@ -31,6 +37,57 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
     offset = inputs.query_offset + 1 if inputs.is_causal else 0
     query, value = torch.cat([query, own], -1), pad(inputs.value, (0, 0, 1, 0))
     return replace(inputs, query=query, key=key, value=value, key_mask=mask, query_offset=offset, sink=None)
+
+
+def with_key_bias(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, *, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a call whose key j has `bias` (B or 1, Hq, Nk) added to its scores.
+
+    centred: biases are taken relative to the last key's, so that scores of near keys lose no digits to their place;
+    not where keys of other calls join these. Query heads that share keys get keys of their own.
+    """
+    if centred:
+        bias = bias - bias[..., -1:]
+    ratio = query.shape[1] // key.shape[1]
+    if ratio > 1:
+        key, value = (rows.repeat_interleave(ratio, 1) for rows in (key, value))
+    column = (bias / scale).to(key.dtype).expand(*key.shape[:3]).unsqueeze(-1)
+    return pad(query, (0, 1), value=1.0), torch.cat([key, column], -1), value
+
+
+def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
+    """The table (Hq, 2 R + 1) of a bias (B or 1, Hq, Nq, Nk) of a call whose first query stands at `offset`.
+
+    None where it is zero, as T5's cross-attention has it; `ValueError` where it does not depend on distances alone.
+    Without gradients the table ends where the bias is constant. What is found stays with the tensor, which all layers
+    of a model share.
+    """
+    known = vars(bias).get(_TABLE)
+    if known is not None and known[0] == offset and not bias.requires_grad:
+        found: Tensor = known[1]
+        return found
+    if not bool(bias.any()) and not bias.requires_grad:
+        return None
+    even = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
+    queries, keys = bias.shape[2:]
+    if not even or not 0 <= offset <= max(0, keys - 1):
+        raise ValueError(
+            "position_bias: expected a bias that depends on the distance alone, the same for all sequences, got "
+            f"another of shape {tuple(bias.shape)}, which no plan can know"
+        )
+    own = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # of distances from the last query to the last key
+    low, high = offset + queries - 1, keys - 1 - offset
+    table = DistanceBias(pad(own, (max(0, high - low), max(0, low - high)), mode="replicate"))
+    if not bias.requires_grad:
+        differs = (table.table != table.table[:, :1]).any(0), (table.table != table.table[:, -1:]).any(0)
+        ends = [int(part.int().argmax()) for part in (differs[0], differs[1].flip(0))]
+        table = table.reaching(0, max(0, table.reach - min(ends) + 1) if min(ends) else table.reach)
+        vars(bias)[_TABLE] = offset, table.table
+    return table.table
+
+
+_TABLE = "_fewkeys_table"
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
@@ -57,8 +114,8 @@ def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
 
 
 def plain(inputs: AttentionInputs) -> bool:
-    """Whether the call is softmax attention over its keys and nothing else."""
-    return inputs.softcap is None and inputs.sink is None
+    """Whether the call is softmax attention over its keys and nothing else, within a window or not."""
+    return inputs.softcap is None and inputs.sink is None and inputs.distance_bias is None
 
 
 def check_sink(sink: Tensor, heads: int) -> Tensor:

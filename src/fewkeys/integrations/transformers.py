@@ -23,10 +23,12 @@ from fewkeys.core.weights import Softcap, Weights
 from fewkeys.flow import always
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.interface import attach, attention_modules, exact, unwrapped
+from fewkeys.integrations.known import check_known, weights_of
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
 from fewkeys.integrations.terms import in_terms, with_sink
+from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
@@ -65,7 +67,9 @@ def apply(
     Layers whose own attention is a sliding window keep exactly that window, whatever the plan and the length; a
     sequence of plans may leave them out. Soft caps of scores (Gemma 2) and learned sinks (gpt-oss) are part of the
     answer: the first as weights `Softcap(cap)`, under which stand-ins of trees mean nothing (use
-    `budget(slots, is_causal=True, memory="constant")`), the second as one more key that every query keeps.
+    `budget(slots, is_causal=True, memory="constant")`), the second as one more key that every query keeps. So are
+    biases of the distance: ALiBi (BLOOM, MPT, Falcon) under every plan, as one more dimension; T5's and MPNet's as
+    `distance_bias` of `fewkeys.attention`, under its plans.
 
     For whom: entered by `with`, for the present context alone (`contextvars`: this thread, this task of asyncio); other
     threads go on with what they have, exact attention if they have nothing. Without `with`, for every thread, and for
@@ -75,15 +79,18 @@ def apply(
     `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
-    honoured: attention dropout, position bias, chunks of the model's own, packed sequences,
-    prepared 4-D masks, static caches, `output_attentions`; and for a plan that refuses causal attention in a causal
-    model. docs/families.md lists model families.
+    honoured: attention dropout, chunks of the model's own, packed sequences, prepared 4-D masks, static caches,
+    `output_attentions`; and for a plan that refuses causal attention in a causal model. docs/families.md lists model
+    families.
 
     Raises `TypeError` for a `model` or `plan` of another kind, `ValueError` for a model whose attention does not go
     through transformers' interface and for plans that do not match its layers.
     """
     model = unwrapped(model)
-    plans = tuple(None if own is None else always(own) for own in plans_per_layer(plan, attention_modules(model)))
+    modules = attention_modules(model)
+    plans = tuple(None if own is None else always(own) for own in plans_per_layer(plan, modules))
+    if isinstance(plan, ModelPlan):
+        check_known(plan, [module for module, own in zip(modules, plans, strict=True) if own is not None])
     guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
     check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -216,7 +223,7 @@ def capture(
                     )
                 writer.end_batch()
         writer.write_projections(projections.found)
-        return writer.finish()
+        return writer.finish(weights_of([modules[layer] for layer in own]))
     except BaseException:
         writer.abort()
         raise
@@ -254,6 +261,11 @@ def exact_passes(
     runs = model.get_encoder() if part == "encoder" else model.base_model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if inputs.distance_bias is not None:
+            raise ValueError(
+                f"model: {type(module).__name__} has a bias for every distance, which is judged by no capture; "
+                "fewkeys.apply knows it: compare the outputs of the model"
+            )
         if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
             raise ValueError(
                 f"model: {type(module).__name__} has "

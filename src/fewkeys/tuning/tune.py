@@ -116,6 +116,7 @@ def tune(
     paid = sum(candidate.slots for row in chosen for candidate in row) / (capture.layers * capture.kv_heads)
     record = {
         "model": capture.model_name,
+        "weights": list(capture.weights),
         "tokens": capture.tokens,
         "asked": {"slots": slots, "max_error": max_error} if max_error is not None else {"slots": asked},
         "seed": seed,

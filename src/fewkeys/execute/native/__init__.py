@@ -19,6 +19,8 @@ __all__ = ["attend", "attend_each", "unsupported"]
 def unsupported(problem: Problem) -> str | None:
     """Why `attend` cannot answer, to follow "impl='native':"; None where it can. Reads no data."""
     x = problem.inputs
+    if x.bias is not None:
+        return "expected no distance_bias, got one"
     if (reason := _form(problem)) is not None:
         return reason
     if any(rows.dtype not in DTYPES for rows in (x.query, x.key, x.value)):

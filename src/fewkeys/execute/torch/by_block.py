@@ -21,6 +21,7 @@ from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_descent, grouped
+from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, BlockMeans, Chunk, KeySource, Lists, Means, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
 
@@ -46,6 +47,7 @@ def attend(problem: Problem) -> Tensor:
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
         return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
     sources, means = _sources(problem, size)
+    distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
     query = x.grouped_query().flatten(0, 1)
     width, limit = sum(source.width for source in sources) * x.gqa_ratio, CHUNK
     if graph.groups is not None:
@@ -61,7 +63,7 @@ def attend(problem: Problem) -> Tensor:
             stop = min(start + span, x.queries)
             chunk = _chunk(x, query, part, start, stop, size)
             if keys is None:
-                attended = _attend_chunk(chunk, sources, means, weights)
+                attended = _attend_chunk(chunk, sources, means, weights, distances)
             else:
                 attended = grouped.attend_chunk(keys, chunk, sources, means, weights)
             attended = chunk.by_query(attended)[:, :, : stop - start]
@@ -112,11 +114,23 @@ def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: 
     return Chunk(heads, start, blocks, size, x.gqa_ratio, x.offset, rows)
 
 
-def _attend_chunk(chunk: Chunk, sources: list[Source], means: Means | BlockMeans | None, weights: Weights) -> Tensor:
+def _attend_chunk(
+    chunk: Chunk,
+    sources: list[Source],
+    means: Means | BlockMeans | None,
+    weights: Weights,
+    distances: Distances | None,
+) -> Tensor:
     """The output of a chunk's queries, (H, M, Dv)."""
     parts = [source.scores(chunk) for source in sources]
     multiplicity = None
-    if means is not None:
+    if distances is not None:
+        for number, source in enumerate(sources):
+            if isinstance(source, KeySource):
+                parts[number] = parts[number] + distances.of(source.place(chunk), chunk)
+            elif isinstance(source, Means):
+                parts[number] = parts[number] + distances.of_stand_ins(source.member, chunk)
+    elif means is not None:
         multiplicity = means.multiplicity(chunk)
         if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
             # A stand-in that speaks for nobody must not decide the row's largest score. A mean cannot: it is an average

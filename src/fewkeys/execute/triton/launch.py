@@ -25,6 +25,8 @@ LARGEST_RANK = 64
 def unsupported(problem: Problem) -> str | None:
     """Why `attend` cannot answer, to follow "impl='triton':"; None where it can."""
     x, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
+    if x.bias is not None:
+        return "expected no distance_bias, got one"
     if graph.groups is not None:
         if (reason := launch_grouped.unsupported(problem)) is not None:
             return reason

@@ -1,0 +1,1 @@
+"""Whether texts keep their nearest neighbours when they are embedded with few keys."""

@@ -1,0 +1,183 @@
+"""Do texts keep their nearest neighbour when they are embedded with few keys?
+
+    python -m experiments.embeddings.run --text wikitext.txt.gz --work DIR
+
+all-MiniLM-L6-v2 embeds texts of 512 tokens, cut from one text one after another: exactly, by plans and by controls.
+The agreement is the share of texts whose nearest neighbour among the others, by cosine, is the one under exact
+attention; both the text and the others are embedded by the plan. 64 slots are judged on `--texts` texts, all else on
+the first `--few` of them. `--work` keeps finished embeddings, so that a run that was stopped goes on.
+Writes experiments/embeddings/results/minilm.json and minilm.png; `--draw` draws what is committed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import fewkeys as fk
+from fewkeys.bench.machine import machine, versions
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.demo import model_folder
+from fewkeys.integrations.interface import attach
+from fewkeys.integrations.text import batches
+from fewkeys.integrations.transformers import load_model
+from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
+
+RESULTS = Path(__file__).parent / "results"
+LENGTH = 512
+LINES = {"budget": "budget", "cohorts": "budget, 32 cohorts", "top": "oracle: each query's top keys",
+         "norm": "control: keys of largest norm", "random": "control: random keys"}  # fmt: skip
+
+LOOKS = {"budget": Look("#c1272d"), "cohorts": Look("#1f4e9c"), "top": Look("#333333", marker="D")}
+
+
+class Top:
+    """The oracle: every query's own `count` keys of the highest score, found by scoring all of them."""
+
+    def __init__(self, model: Any, count: int) -> None:
+        self.model, self.count = model, count
+
+    def __enter__(self) -> None:
+        def answer(layer: int, module: nn.Module, x: AttentionInputs) -> Tensor:
+            scores = x.query @ x.key.mT * x.scale
+            least = scores.topk(self.count, -1).values[..., -1:]
+            return scores.masked_fill(scores < least, -torch.inf).softmax(-1) @ x.value
+
+        self.attachment = attach(self.model, answer)
+
+    def __exit__(self, *_: object) -> None:
+        self.attachment.detach()
+
+
+def ways(model: Any) -> dict[tuple[str, int], Callable[[], AbstractContextManager[object]]]:
+    """By line and slots, how the model is changed while it embeds."""
+
+    def planned(plan: fk.Plan) -> Callable[[], AbstractContextManager[object]]:
+        return lambda: fk.apply(model, plan)
+
+    found: dict[tuple[str, int], Callable[[], AbstractContextManager[object]]] = {("exact", LENGTH): nullcontext}
+    found[("budget", 64)] = planned(fk.budget(64).always())
+    found[("cohorts", 64)] = planned(fk.budget(64, cohorts=32).always())
+    found[("random", 64)] = planned(fk.Plan(fk.RandomKeys(64)))
+    found[("norm", 64)] = planned(fk.Plan(fk.KeyNorm(64)))
+    found[("top", 64)] = lambda: Top(model, 64)
+    for slots in (32, 128, 256, 192):
+        found[("budget", slots)] = planned(fk.budget(slots).always())
+    found[("cohorts", 128)] = planned(fk.budget(128, cohorts=32).always())
+    return found
+
+
+@torch.no_grad()
+def embedded(model: Any, ids: Tensor) -> Tensor:
+    """Unit embeddings (texts, D): the mean of the last hidden states, as the model's own pooling makes it."""
+    return normalize(torch.cat([model(part).last_hidden_state.mean(1) for part in ids.split(8)]), dim=-1)
+
+
+def kept(folder: Path, name: str, ids: Tensor, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+    """The embeddings and the seconds that they took, in pieces of 50 texts that are kept in files."""
+    rows, seconds = [], 0.0
+    for number, part in enumerate(ids.split(50)):
+        path = folder / f"{name}-{number}.safetensors"
+        if not path.exists():
+            start = perf_counter()
+            found = make(part)
+            took = torch.tensor(perf_counter() - start)
+            save_file({"rows": found.contiguous(), "seconds": took}, path)
+        held = load_file(path)
+        rows.append(held["rows"])
+        seconds += float(held["seconds"])
+    return torch.cat(rows), seconds
+
+
+def neighbours(rows: Tensor) -> Tensor:
+    """The nearest other text of every text."""
+    return (rows @ rows.T).fill_diagonal_(-torch.inf).argmax(-1)
+
+
+def judged(rows: Tensor, exact: Tensor) -> dict[str, Any]:
+    """The agreement, a 95 % interval of it (Wilson), and the mean cosine of texts to themselves."""
+    same, count = int((neighbours(rows) == neighbours(exact)).sum()), len(rows)
+    share, z = same / count, 1.96
+    middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
+    cosine = float((rows * exact).sum(-1).mean())
+    return {"texts": count, "same": same, "agreement": share, "low": low, "high": high, "cosine": cosine}
+
+
+def figure(data: dict[str, Any], path: Path) -> None:
+    """The agreement against slots, all on as many texts."""
+    title, subtitle = "Nearest neighbours kept, all-MiniLM-L6-v2", f"{data['few']} texts of {LENGTH} tokens"
+    page, (axes,) = sheet(title, f"{subtitle}, all embedded by the plan; bars are 95 % intervals")
+    looks = {name: LOOKS.get(name, Look("#999999", marker="s")) for name in LINES}
+    ends, every = {}, sorted({row["slots"] for row in data["rows"] if row["line"] != "exact"})
+    for name, label in LINES.items():
+        rows = [row for row in data["rows"] if row["line"] == name and row["texts"] == data["few"]]
+        if not rows:
+            continue
+        rows.sort(key=lambda row: int(row["slots"]))
+        x, y = [row["slots"] for row in rows], [100 * row["agreement"] for row in rows]
+        draw(axes, x, y, looks[name])
+        for row in rows:
+            axes.plot([row["slots"]] * 2, [100 * row["low"], 100 * row["high"]], color=looks[name].color, linewidth=1)
+        ends[label] = (x[-1], y[-1])
+    logarithmic(axes, "x", every, every)
+    say(axes, "slots per query", "texts with the same nearest neighbour, %")
+    name_lines(axes, ends, {label: looks[name] for name, label in LINES.items()})
+    save(page, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--texts", type=int, default=500)
+    parser.add_argument("--few", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--draw", action="store_true", help="only draw what is committed")
+    options = parser.parse_args()
+    target = options.out / "minilm.json"
+    if not options.draw:
+        if options.text is None or options.work is None:
+            parser.error("--text and --work are needed, or --draw")
+        options.work.mkdir(parents=True, exist_ok=True)
+        for found in run(options):
+            target.write_text(json.dumps(found, indent=1) + "\n")
+    figure(json.loads(target.read_text()), options.out / "minilm.png")
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What the file holds, after each row."""
+    read = options.text.read_bytes()
+    model, tokenizer = load_model(model_folder())
+    text = (gzip.decompress(read) if options.text.suffix == ".gz" else read).decode()
+    ids = torch.cat(batches([text], tokenizer, sequences=options.texts, length=LENGTH))
+    if len(ids) < options.texts:
+        raise SystemExit(f"--text: expected {options.texts} texts of {LENGTH} tokens, got {len(ids)}")
+    exact, rows = torch.empty(0), []
+    for (line, slots), changed in ways(model).items():
+        large = line == "exact" or (slots == 64 and line in ("budget", "cohorts"))
+        with changed():
+            own = ids if large else ids[: options.few]
+            found, seconds = kept(options.work, f"{line}-{slots}", own, lambda part: embedded(model, part))
+        exact = found if line == "exact" else exact
+        each = {"line": line, "slots": slots, "seconds_per_text": seconds / len(found)}
+        rows += [each | judged(found[:count], exact[:count]) for count in sorted({options.few, len(found)})]
+        print({name: round(value, 4) if isinstance(value, float) else value for name, value in rows[-1].items()})
+        made = {"machine": machine(), "versions": versions(with_transformers=True)}
+        yield {"few": options.few, "length": LENGTH, "rows": rows, **made}
+
+
+if __name__ == "__main__":
+    main()

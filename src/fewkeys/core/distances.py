@@ -1,0 +1,51 @@
+"""A bias of the scores that depends on the distance alone: a table, by head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceBias:
+    """What is added to the score of a query at place i and key j: `table[h, clamp(j - i, -R, R) + R]`.
+
+    table (Hq, 2 R + 1), in working precision. A stand-in, which speaks for keys at many distances, has the logarithm of
+    the mean of exp(bias) over the keys that it speaks for as the query sees them, weighted as they are in it: if scores
+    and distances were independent inside a cluster, its mass would be exact.
+    """
+
+    table: Tensor
+
+    @property
+    def reach(self) -> int:
+        """R: beyond it the bias is constant, on either side."""
+        return self.table.shape[1] // 2
+
+    @property
+    def largest(self) -> Tensor:
+        """(Hq,), a constant."""
+        return self.table.detach().amax(-1)
+
+    def heads(self, index: Tensor, ratio: int) -> DistanceBias:
+        """That of the key heads `index`, of which `ratio` query heads read each."""
+        return DistanceBias(self.table.unflatten(0, (-1, ratio))[index].flatten(0, 1))
+
+    def reaching(self, least: int, most: int) -> DistanceBias:
+        """The same of a reach of at least `least`, and at most `most`, which no distance exceeds."""
+        reach = min(max(self.reach, least), most)
+        index = torch.arange(-reach, reach + 1, device=self.table.device).clamp(-self.reach, self.reach)
+        return self if reach == self.reach else DistanceBias(self.table[:, index + self.reach])
+
+    def of(self, first: int, stop: int, keys: int) -> Tensor:
+        """(Hq, queries, keys): of queries at places first .. stop - 1. As large as their scores."""
+        device = self.table.device
+        distance = torch.arange(keys, device=device) - torch.arange(first, stop, device=device)[:, None]
+        return self.table[:, distance.clamp(-self.reach, self.reach) + self.reach]
+
+
+def logarithm(mass: Tensor) -> Tensor:
+    """log(mass), -inf and without a gradient where there is none."""
+    return mass.clamp_min(torch.finfo(mass.dtype).tiny).log().masked_fill(mass <= 0, -torch.inf)

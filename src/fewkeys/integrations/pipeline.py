@@ -1,0 +1,86 @@
+"""Questions about a long context, which is read once: every answer goes on from a fork of one cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fewkeys.integrations.cache import LayerPlan, cache
+from fewkeys.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MARK = "\N{NUL}"
+"""Where the question goes in a chat."""
+
+
+class Pipeline:
+    """Made by `fewkeys.pipeline`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> None:
+        self.model, self.tokenizer, self.plan, self.held = model, tokenizer, plan, held
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        context: str,
+        *,
+        question: str | None = None,
+        questions: Sequence[str] | None = None,
+        answer_prefix: str = "",
+        max_new_tokens: int = 50,
+        **how: Any,
+    ) -> dict[str, Any]:
+        """{"answer": text} of `question`, or {"answers": list of texts} of `questions`, none of which sees another.
+
+        answer_prefix: what every answer begins with. how: for `model.generate`; answers are greedy otherwise. Cost: the
+        context once, by the plan, and for each question its own tokens and those of its answer.
+        """
+        if (question is None) == (questions is None):
+            raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
+        before, after = self._parts(context)
+        read = self._ids(before, True)
+        memory: Any = cache(self.model, self.plan, **self.held)
+        try:
+            self.model(read, past_key_values=memory, attention_mask=torch.ones_like(read), logits_to_keep=1)
+            answers = []
+            for asked in [question] if questions is None else questions:
+                ids = torch.cat([read, self._ids(f"{asked}{after}{answer_prefix}", False)], 1)
+                given = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
+                given |= {"max_new_tokens": max_new_tokens, "do_sample": False, **how}
+                written: Any = self.model.generate(ids, **given)
+                answers.append(str(self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)))
+        finally:
+            memory.close()
+        return {"answer": answers[0]} if questions is None else {"answers": answers}
+
+    def _parts(self, context: str) -> tuple[str, str]:
+        """What stands before and after the question."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            return context, "\n"
+        said = [{"role": "user", "content": f"{context}{_MARK}"}]
+        text = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        before, _, after = str(text).partition(_MARK)
+        return before, after
+
+    def _ids(self, text: str, is_first: bool) -> torch.Tensor:
+        """(1, N); special tokens before the first text, unless the chat has them."""
+        special = is_first and getattr(self.tokenizer, "chat_template", None) is None
+        ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
+        return ids.to(self.model.device)
+
+
+def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> Pipeline:
+    """Questions about long contexts, in the manner of kvpress's pipeline.
+
+        ask = fk.pipeline(model, tokenizer, fk.budget(256, is_causal=True))
+        ask(context, questions=["Who wrote it?", "When?"])["answers"]
+
+    model, plan and `held` (`leaves`, `folder`) as in `fewkeys.cache`, whose errors it raises. Chat models are asked by
+    their template, others by context, question and a new line.
+    """
+    return Pipeline(model, tokenizer, plan, **held)

@@ -1,0 +1,248 @@
+"""Biases of the distance: ALiBi as one more dimension, T5's and MPNet's as `distance_bias`; and modules that ask for
+attention only as long as they are told to.
+"""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DebertaV2Config,
+    DebertaV2Model,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MPNetConfig,
+    MPNetModel,
+    MptConfig,
+    MptForCausalLM,
+    T5Config,
+    T5EncoderModel,
+)
+
+import fewkeys as fk
+from fewkeys.integrations.families import Restated
+from fewkeys.integrations.terms import distance_bias, with_key_bias
+from tiny_models import SIZES, close, far, padded, run, tokens
+
+EXACT, WINDOW = fk.Plan(), fk.Plan(fk.Window(99))
+FEW = fk.budget(8)
+SMALL = SIZES | {"num_hidden_layers": 2, "initializer_range": 0.3}
+
+
+def seeded(make):
+    torch.manual_seed(3)
+    return make().eval()
+
+
+def t5():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+    return T5EncoderModel(T5Config(**sizes, dropout_rate=0.0, initializer_factor=3.0))
+
+
+def falcon(**more):
+    return FalconForCausalLM(FalconConfig(**SMALL, alibi=True, **more))
+
+
+ALIBI = {
+    "bloom": lambda: BloomForCausalLM(
+        BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+    ),
+    "mpt": lambda: MptForCausalLM(
+        MptConfig(vocab_size=60, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=0.3)
+    ),
+    "falcon": lambda: falcon(multi_query=False),
+    "falcon, one key head": lambda: falcon(multi_query=True),
+}
+BUCKETS = {"mpnet": lambda: MPNetModel(MPNetConfig(**SMALL, max_position_embeddings=40)), "t5": t5}
+ALL = ALIBI | BUCKETS
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_keeping_every_key_is_the_model_itself(name, side):
+    model, inputs = seeded(ALL[name]), padded(side)
+    inputs.pop("position_ids", None)
+    before, real = run(model, **inputs), inputs.get("attention_mask")
+    for plan in (EXACT, WINDOW):
+        with fk.apply(model, plan):
+            close(run(model, **inputs), before, real)
+    with fk.apply(model, fk.Plan(fk.Window(2))):
+        assert far(run(model, **inputs), before)
+    assert torch.equal(run(model, **inputs), before)
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_a_cache_that_keeps_all_writes_the_same(name):
+    """Streams hold keys with their places; rows of a batch count theirs from their first real token."""
+    model, given = seeded(ALIBI[name]), padded("left", (7, 11))
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    given = {part: given[part] for part in ("input_ids", "attention_mask")}
+    model.config.use_cache = model.generation_config.use_cache = True
+    before = model.generate(**given, **how)
+    every = fk.Plan(fk.RecentBlocks(64, 2), fk.RunningMeans(1))
+    assert torch.equal(model.generate(**given, **how, past_key_values=fk.cache(model, every)), before)
+
+
+def test_a_cache_asks_for_the_mask_that_tells_places():
+    model = seeded(ALIBI["bloom"])
+    cache = fk.cache(model, fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(2)))
+    model(tokens(1), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"^attention_mask: expected one over all tokens so far"):
+        model(tokens(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("length", [64, 4096])
+def test_alibi_costs_no_digits_however_long(length):
+    """Against the definition in float64, and with few keys against the error without a bias."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, length, 16, generator=draw).unbind(0)
+    slope, scale = torch.tensor([0.5, 2**-8]).view(1, 2, 1), 0.25
+    bias, asked = slope * torch.arange(length), slice(length - 32, length)
+    scores = query[:, :, asked].double() @ key.double().mT * scale + bias.double().unsqueeze(2)
+    scores = scores.masked_fill(~torch.ones(32, length).tril(length - 32).bool(), -torch.inf)
+    want = (scores.softmax(-1) @ value.double()).float()
+    own = with_key_bias(query, key, value, bias, scale, centred=True)
+    how = {"is_causal": True, "scale": scale}
+    for plan in (EXACT, fk.Plan(fk.Window(length))):
+        found = fk.attention(*own, plan=plan, **how)[:, :, asked]
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=2e-6)
+    if length > 64:
+        plans = [fk.budget(64, is_causal=True), fk.budget(64, is_causal=True, memory="constant")]
+        for plan in (plan.always() for plan in plans):
+            few = fk.attention(*own, plan=plan, **how)[:, :, asked]
+            plain, exact = (fk.attention(query, key, value, plan=one, **how)[:, :, asked] for one in (plan, EXACT))
+            assert (few - want).norm() / want.norm() < (plain - exact).norm() / exact.norm()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gradients(name):
+    """Also of the embeddings of distances."""
+    model, found = seeded(ALL[name]), []
+    for plan in (None, WINDOW):
+        applied = None if plan is None else fk.apply(model, plan)
+        model.zero_grad()
+        out = model(input_ids=tokens())[0]
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
+        found.append({path: part.grad.clone() for path, part in model.named_parameters() if part.grad is not None})
+        if applied is not None:
+            applied.restore()
+    assert found[0].keys() == found[1].keys()
+    for path, grad in found[0].items():
+        assert (grad - found[1][path]).norm() <= 1e-3 * grad.norm() + 1e-4, path
+    table = [grad for path, grad in found[1].items() if "relative_attention_bias" in path]
+    assert len(table) == (name in BUCKETS)
+    assert all(grad.norm() > 0 for grad in table)
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_alibi_is_captured_and_compared_like_any_other(name):
+    model = seeded(ALIBI[name])
+    capture = fk.capture(model, [tokens()])
+    plans = {"few": fk.Plan(fk.Window(2)), "exact": EXACT}
+    report = fk.compare(capture, plans, model=model, batches=[tokens()])
+    assert capture.head_dim == 9
+    assert report.rows[0].error > 0.05 > 1e-4 > report.rows[1].error
+
+
+def test_local_layers_of_gpt_neo_keep_their_window():
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_heads": 4, "num_layers": 2}
+    kinds = {"attention_types": [[["global", "local"], 1]], "window_size": 4}
+    model = seeded(lambda: GPTNeoForCausalLM(GPTNeoConfig(**sizes, **kinds)))
+    before = run(model, input_ids=tokens())
+    with fk.apply(model, [WINDOW]):
+        close(run(model, input_ids=tokens()), before)
+    assert fk.capture(model, [tokens()]).layers == 1
+
+
+# --- modules that are told to ask ----------------------------------------------------------------------------------
+
+
+def standing(model):
+    return sum(isinstance(part, Restated) for module in model.modules() for part in vars(module).values())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_the_plan_and_the_model_gets_its_own_back(copied):
+    model = seeded(ALL["mpnet"])
+    before = run(model, input_ids=tokens())
+    with fk.apply(model, FEW), fk.apply(model, fk.Plan(fk.Window(2))):
+        few, other = run(model, input_ids=tokens()), copied(model)
+        assert standing(model) == 2
+        assert far(few, before)
+    assert standing(model) == 0
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(run(model, input_ids=tokens()), before)
+    assert torch.equal(run(other, input_ids=tokens()), few)
+    ours = {id(module) for module in model.modules()}
+    held = [part for module in other.modules() for part in vars(module).values() if isinstance(part, Restated)]
+    assert len(held) == 2
+    assert not any(id(part.module) in ours for part in held)
+
+
+@pytest.mark.parametrize("name", ["mpnet", "bloom", "mpt"])
+def test_calls_under_way_end_as_they_began(name):
+    """A plan comes between the masks of a call and its attention, in another thread."""
+    model, inputs, here = seeded(ALL[name]), padded("right"), []
+    inputs.pop("position_ids")
+    before = run(model, **inputs)
+    first = next(part for part in model.modules() if type(part).__name__ in ("MPNetLayer", "BloomBlock", "MptBlock"))
+
+    def come(*_):
+        thread = threading.Thread(target=lambda: here.append(fk.apply(model, fk.Plan(fk.Window(1)))))
+        thread.start()
+        thread.join()
+
+    hook = first.register_forward_pre_hook(come)
+    found = run(model, **inputs)
+    hook.remove()
+    close(found, before, inputs["attention_mask"])
+    here[0].restore()
+    assert torch.equal(run(model, **inputs), before)
+
+
+# --- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def test_tables_end_where_the_bias_is_constant():
+    place = torch.arange(9)
+    even = (place - place[:, None]).clamp(-2, 3).float().expand(2, 4, 9, 9)
+    table = distance_bias(even, 0)
+    assert table.shape == (4, 7)
+    assert torch.equal(table[0], torch.tensor([-2.0, -2, -1, 0, 1, 2, 3]))
+    assert torch.equal(distance_bias(even[:, :, -1:], 8)[0], torch.tensor([-2.0, -2, -1, 0, 0, 0, 0])[1:-1])
+    assert distance_bias(torch.zeros(1, 4, 3, 9), 0) is None
+    for odd in (torch.randn(1, 4, 9, 9), torch.cat([even[:1], 2 * even[:1]])):
+        with pytest.raises(ValueError, match=r"^position_bias: expected a bias that depends on the distance alone"):
+            distance_bias(odd, 0)
+
+
+def test_what_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="a bias for every distance, which is judged by no capture"):
+        fk.capture(seeded(ALL["mpnet"]), [tokens()])
+    deberta = DebertaV2Model(DebertaV2Config(**SMALL, relative_attention=True, pos_att_type=["c2p", "p2c"]))
+    with pytest.raises(ValueError, match="its scores depend on contents and distances together"):
+        fk.apply(deberta, FEW)
+    model = seeded(ALL["mpnet"])
+    own = model.encoder.layer[1].attention.attn
+    own.forward = hooked = own.forward
+    with pytest.raises(ValueError, match=r"^model: expected MPNetSelfAttention.forward to be that of its class"):
+        fk.apply(model, FEW)
+    assert standing(model) == 0
+    assert own.forward == hooked
+    assert model.config._attn_implementation == "eager"
+    del own.forward
+    model.train()
+    with fk.apply(model, FEW), pytest.raises(ValueError, match=r"^dropout: expected 0, got 0.1"):
+        model(tokens())
+    applied, long = fk.apply(model.eval(), fk.budget(20, cohorts=4)), tokens(1, 36)
+    with applied, pytest.raises(ValueError, match=r"^distance_bias: .*cohorts"):
+        model(long)

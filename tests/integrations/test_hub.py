@@ -1,0 +1,150 @@
+"""Plans in repositories of the hub, without a network; plans by layer; and plans that know their model."""
+
+import json
+import shutil
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import huggingface_hub
+
+import fewkeys as fk
+from tiny_models import bert, gpt2, llama, run, tokens
+
+COMMIT = "0" * 40
+
+
+class Hub:
+    """A hub of folders: what `HfApi` does there, and a cache as `snapshot_download` leaves it."""
+
+    def __init__(self, root):
+        self.root, self.told = root, {}
+
+    def __call__(self, token=None):
+        self.told["token"] = token
+        return self
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self.told |= {"private": private, "exist_ok": exist_ok}
+        return SimpleNamespace(repo_id=repo_id)
+
+    def create_branch(self, repo_id, *, branch, exist_ok):
+        self.told["made"] = branch
+
+    def snapshot(self, repo_id):
+        return self.root / f"models--{repo_id.replace('/', '--')}" / "snapshots" / COMMIT
+
+    def file_exists(self, repo_id, name, *, revision):
+        return (self.snapshot(repo_id) / name).exists()
+
+    def upload_folder(self, *, repo_id, folder_path, revision, commit_message, create_pr):
+        shutil.copytree(folder_path, self.snapshot(repo_id), dirs_exist_ok=True)
+        refs = self.snapshot(repo_id).parents[1] / "refs"
+        refs.mkdir(exist_ok=True)
+        (refs / (revision or "main")).write_text(COMMIT)
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/{COMMIT}")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", found := Hub(tmp_path))
+    return found
+
+
+MANY = fk.ModelPlan(((fk.budget(8),), (fk.Plan(fk.Window(3)), fk.budget(16))), {"model": "owner/model"})
+
+
+@pytest.mark.parametrize("plan", [fk.budget(64), MANY], ids=["one", "many"])
+def test_round_trip(plan, hub):
+    address = plan.push_to_hub("me/plan", private=True, branch="v2", token="secret")
+    assert address == f"https://hub/me/plan/commit/{COMMIT}"
+    assert hub.told == {"token": "secret", "private": True, "exist_ok": True, "made": "v2"}
+    how = {"cache_dir": hub.root, "local_files_only": True, "revision": "v2"}
+    assert type(plan).from_pretrained("me/plan", **how) == plan
+    card = (hub.snapshot("me/plan") / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: fewkeys\n")
+    assert ("base_model: owner/model\n" in card) == (plan is MANY)
+    (hub.snapshot("me/plan") / "README.md").write_text("mine")
+    plan.push_to_hub("me/plan")
+    assert (hub.snapshot("me/plan") / "README.md").read_text() == "mine"
+
+
+def test_what_is_not_there(hub, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^directory: there is no folder 'me/none', and the hub has no such repository"
+    ):
+        fk.Plan.from_pretrained("me/none", cache_dir=hub.root, local_files_only=True)
+    for name in ("none", "./me/none", tmp_path / "none"):
+        with pytest.raises(ValueError, match=r"^directory: expected a folder with plan\.json"):
+            fk.Plan.from_pretrained(name)
+
+
+def test_plans_by_layer():
+    """A dictionary of layers is a value that JSON keeps; one plan of a layer is that of all its heads."""
+    one, other = fk.Plan(fk.Window(3)), fk.Plan(fk.Sinks(2))
+    plans = {2: one, 0: other, 1: [one, other]}
+    found = fk.ModelPlan.from_dict(json.loads(json.dumps(fk.ModelPlan.of(plans).to_dict())))
+    assert found.layers == ((other,), (one, other), (one,))
+    model = llama()
+    with fk.apply(model, plans):
+        want = run(model, input_ids=tokens())
+    with fk.apply(model, found):
+        assert torch.equal(run(model, input_ids=tokens()), want)
+    with pytest.raises(ValueError, match=r"^plans: expected every layer from 0 on, got \[0, 2\]"):
+        fk.ModelPlan.of({0: one, 2: one})
+
+
+def test_a_plan_knows_its_model():
+    model = bert()
+    capture = fk.capture(model, [tokens()])
+    plan = fk.ModelPlan.of(dict.fromkeys(range(3), fk.Plan(fk.Window(3))))
+    tuned = fk.ModelPlan(plan.layers, {"model": "owner/model", "weights": list(capture.weights)})
+    assert fk.Capture.load(capture.directory).weights == capture.weights
+    assert len(capture.weights) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for same in (model, bert().bfloat16()):
+            fk.apply(same, tuned).restore()
+        fk.apply(gpt2(), plan).restore()
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query.weight.mul_(1.1)
+    with pytest.warns(UserWarning, match=r"^plan: tuned on owner/model, and this model's attention has other weights"):
+        fk.apply(model, tuned).restore()
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    chat_template = None
+
+    def __call__(self, text, add_special_tokens, return_tensors):
+        return {"input_ids": torch.tensor([[1] * add_special_tokens + [3 + ord(letter) % 50 for letter in text]])}
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(str(int(token)) for token in ids)
+
+    def apply_chat_template(self, said, add_generation_prompt, tokenize):
+        return f"<user>{said[0]['content']}</user><bot>"
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_questions_about_a_context(chats):
+    """Each is answered as if it were the only one, from a cache that keeps all as by the model itself."""
+    model, letters = llama(), Letters()
+    letters.chat_template = "there is one" if chats else None
+    every = fk.Plan(fk.RecentBlocks(64, 4), fk.RunningMeans(1))
+    ask = fk.pipeline(model, letters, every)
+    how = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+    found = ask("a context of some words. ", questions=["who?", "when then?"], answer_prefix="It", **how)["answers"]
+    text = "<user>a context of some words. {}</user><bot>It" if chats else "a context of some words. {}\nIt"
+    for question, answer in zip(["who?", "when then?"], found, strict=True):
+        ids = letters(text.format(question), not chats, "pt")["input_ids"]
+        assert answer == letters.decode(model.generate(ids, do_sample=False, **how)[0, ids.shape[1] :], True)
+        assert ask("a context of some words. ", question=question, answer_prefix="It", **how) == {"answer": answer}
+    assert model.config._attn_implementation != "fewkeys"
+    with pytest.raises(ValueError, match=r"^question, questions: expected one of the two"):
+        ask("a context")

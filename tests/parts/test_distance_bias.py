@@ -1,0 +1,143 @@
+"""A bias of the scores by distance: exact on kept keys, the mean of its exponential on stand-ins."""
+
+import pytest
+import torch
+
+import fewkeys as fk
+from fewkeys.core.validation import check_inputs
+from fewkeys.execute.dispatch import EXECUTORS
+from fewkeys.flow import prepare
+
+EXACT, WINDOW = fk.Plan(), fk.Plan(fk.Window(2000))
+FEW = {
+    "window": fk.Plan(fk.Window(7)),
+    "window + means": fk.Plan(fk.Window(7), fk.ClusterMeans(5)),
+    "wide window + means": fk.Plan(fk.Window(41), fk.ClusterMeans(5)),
+    "outliers + window + first-order means": fk.Plan(fk.Outliers(4, 6) | fk.Window(7), fk.ClusterMeans(6, rank=2)),
+    "means beside one list": fk.Plan(fk.Outliers(4, 6), fk.ClusterMeans(6)),
+    "moments": fk.Plan(fk.Window(7), fk.Moments()),
+    "a list for every query": fk.Plan(fk.TopK(5)),
+}
+
+
+def problem(queries=150, keys=150, reach=20, dtype=torch.float64, **more):
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, queries, 8, generator=draw, dtype=dtype)
+    key, value = torch.randn(2, 2, 2, keys, 8, generator=draw, dtype=dtype)
+    table = 2 * torch.randn(4, 2 * reach + 1, generator=draw, dtype=dtype)
+    real = torch.ones(2, keys, dtype=torch.bool)
+    real[0, keys - 9 :] = False
+    return query, key, value, {"distance_bias": table, "key_mask": real, **more}
+
+
+def spread(table, first, queries, keys):
+    """(Hq, queries, keys), by its definition."""
+    reach = table.shape[1] // 2
+    distance = torch.arange(keys) - torch.arange(first, first + queries)[:, None]
+    return table[:, distance.clamp(-reach, reach) + reach]
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("plan", [EXACT, WINDOW], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"is_causal": True}, {"queries": 40, "is_causal": True, "query_offset": 110}])
+def test_keeping_every_key_is_the_definition(plan, shape, impl):
+    query, key, value, options = problem(**shape)
+    found = fk.attention(query, key, value, plan=plan, impl=impl, **options | {"key_mask": None})
+    scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
+    first = shape.get("query_offset", 0)
+    scores = scores + spread(options["distance_bias"], first, query.shape[2], 150)
+    if "is_causal" in shape:
+        scores = scores.masked_fill(~torch.ones(query.shape[2], 150).tril(first).bool(), -torch.inf)
+    torch.testing.assert_close(found, scores.softmax(-1) @ value.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("plan", FEW.values(), ids=FEW)
+@pytest.mark.parametrize("reach", [3, 200])
+def test_torch_is_the_reference_also_in_gradients(plan, reach):
+    given = problem(reach=reach)
+    query, key, value, options = given
+    leaves = [part.requires_grad_() for part in (query, key, value, options["distance_bias"])]
+    found = {}
+    for impl in ("torch", "reference"):
+        output = fk.attention(query, key, value, plan=plan, impl=impl, **options)
+        found[impl] = output, *torch.autograd.grad(output.square().sum(), leaves)
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    assert found["torch"][4].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("window", [1, 9, 61])
+def test_a_stand_in_has_the_mean_of_the_exponential(window, impl):
+    """Keys and values of two kinds, so that scores know nothing of distances: then it is exact."""
+    query, key, value, options = problem()
+    kind = torch.rand(150, generator=torch.Generator().manual_seed(1)) < 0.3
+    key, value = (torch.where(kind[:, None], rows[:, :, :1], rows[:, :, 1:2]) for rows in (key, value))
+    few = fk.attention(query, key, value, plan=fk.Plan(fk.Window(window), fk.ClusterMeans(2)), impl=impl, **options)
+    exact = fk.attention(query, key, value, plan=EXACT, **options)
+    torch.testing.assert_close(few, exact, rtol=1e-4, atol=1e-5)  # clusters' statistics are in float32
+
+
+def test_one_number_for_all_distances_changes_nothing():
+    query, key, value, options = problem()
+    even = options | {"distance_bias": torch.full((4, 5), -70.0)}
+    for plan in FEW.values():
+        found = fk.attention(query, key, value, plan=plan, **even)
+        torch.testing.assert_close(found, fk.attention(query, key, value, plan=plan, key_mask=options["key_mask"]))
+
+
+def test_few_keys_cost_no_more_than_without():
+    """The bias of T5's kind: falling with the distance, constant beyond."""
+    query, key, value, _ = problem(queries=400, keys=400)
+    far = torch.arange(-64, 65).abs().double().clamp(1)
+    table, plan = -far.log() * torch.tensor([0.2, 0.5, 1.0, 2.0])[:, None], fk.budget(48).always()
+    error = {}
+    for name, bias in (("with", table), ("without", None)):
+        given = {"distance_bias": bias}
+        exact = fk.attention(query, key, value, plan=EXACT, **given)
+        few = fk.attention(query, key, value, plan=plan, **given)
+        error[name] = float(((few - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
+    assert error["with"] < 1.1 * error["without"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (fk.budget(64, cohorts=4).always(), "whose queries keep a window and lists, got groups, cohorts"),
+        (fk.Plan(fk.KeyTree(64)), "got groups, cohorts or a tree"),
+        (fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.Power(2.0)), r"expected Softmax\(\) with stand-ins, got Power"),
+    ],
+)
+def test_plans_that_do_not_fit(plan, said):
+    query, key, value, options = problem()
+    with pytest.raises(ValueError, match=f"^distance_bias: .*{said}"):
+        fk.attention(query, key, value, plan=plan, **options)
+
+
+def test_refusals():
+    query, key, value, options = problem()
+    for table in (torch.zeros(4, 6), torch.zeros(3, 5), torch.zeros(4, 5, dtype=torch.int64), [0.0]):
+        with pytest.raises(ValueError, match=r"^distance_bias: expected a floating tensor \(4, 2 R \+ 1\)"):
+            fk.attention(query, key, value, distance_bias=table)
+    with pytest.raises(ValueError, match=r"^distance_bias: expected finite"):
+        fk.attention(query, key, value, distance_bias=torch.full((4, 5), torch.inf))
+    with pytest.raises(ValueError, match=r"^max_error: expected None with distance_bias"):
+        fk.attention(query, key, value, plan=FEW["window"], max_error=0.1, **options)
+    with pytest.raises(ValueError, match=r"^impl='native': expected no distance_bias"):
+        fk.attention(query, key, value, plan=FEW["window"], impl="native", **options)
+    blocks = fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(4))
+    with pytest.raises(ValueError, match=r"^distance_bias: expected stand-ins that serve all queries"):
+        fk.attention(query, key, value, plan=blocks, is_causal=True, **options | {"key_mask": None})
+    torn = torch.ones(2, 150, dtype=torch.bool)
+    torn[:, 20] = False
+    given, blocks = options | {"key_mask": torn}, fk.Plan(fk.RecentBlocks(8))
+    with pytest.raises(ValueError, match=r"^key_mask: expected real keys side by side"):
+        fk.attention(query, key, value, plan=blocks, is_causal=True, **given)
+
+
+def test_kernels_know_of_it():
+    """They leave such problems to torch."""
+    query, key, value, options = problem(dtype=torch.float32)
+    x = check_inputs(query, key, value, **options)
+    own = prepare(x, FEW["window + means"])
+    assert {EXECUTORS[name].unsupported(own) for name in ("native", "triton")} == {"expected no distance_bias, got one"}
