@@ -52,7 +52,7 @@ RULES: dict[str, Callable[[int], Rule]] = {
     "Express": lambda slots: Express(max(2, slots // 8 * 2)),
     **{name: OTHERS[name] for name in ("key norm", "random keys", "oracle")},
 }
-SLOTS = (128, 256, 64)
+SLOTS = (64, 128, 256)
 
 
 def play(rule: Rule, query: Tensor, key: Tensor, value: Tensor, first: int) -> tuple[Tensor, float]:
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gguf", help="its file of quantised weights, if it has no others")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--layers", type=int, nargs="+", default=[12])
+    parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21])
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     given = parser.parse_args(arguments)
     try:
