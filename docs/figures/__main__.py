@@ -13,10 +13,12 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 
-from docs.figures import experiments, levattention, quality, speed
+from docs.figures import experiments, levattention, peers, quality, speed
 from docs.figures.sources import ROOT
 
-FIGURES: dict[str, Callable[[], str]] = speed.FIGURES | levattention.FIGURES | quality.FIGURES | experiments.FIGURES
+FIGURES: dict[str, Callable[[], str]] = (
+    speed.FIGURES | levattention.FIGURES | quality.FIGURES | experiments.FIGURES | peers.FIGURES
+)
 MARK = re.compile(r"<!-- =(?P<name>\S+) -->(?P<shown>.*?)<!-- / -->", re.DOTALL)
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").glob("*/README.md")])
 

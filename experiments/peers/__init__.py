@@ -1,0 +1,1 @@
+"""The nearest rivals of fewkeys, side by side: ours, after the papers, in plain torch."""

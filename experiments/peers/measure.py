@@ -1,0 +1,121 @@
+"""What a row costs and gives: errors and work of every setting, then times of those that could be on a front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from experiments.peers.registry import OURS, PEERS
+from experiments.peers.settings import Problem
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from fewkeys.core.metrics import output_error
+
+Row = dict[str, Any]
+SEEDS = 3
+"""Errors are means over so many seeds where a call is short, of one seed where it is long."""
+LONG = 2048
+SLACK = 1.5
+"""A setting is timed unless another one is better though taken to be so much slower than it seemed."""
+MOST = 6
+"""Settings of a rival that are timed."""
+SLOWEST, ANY = 1.0, 500.0
+"""None is timed that seemed to take so many times as long as exact attention and more than so many milliseconds."""
+
+
+def answer(name: str, settings: dict[str, Any], x: Problem, seed: int = 0) -> Tensor:
+    """A row's output, by generator `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    return PEERS[name].attend(x.query, x.key, x.value, scale=x.scale, is_causal=False, generator=generator, **settings)
+
+
+def exact(x: Problem) -> Tensor:
+    """What all are compared with: torch's fused attention."""
+    return scaled_dot_product_attention(x.query, x.key, x.value, scale=x.scale)
+
+
+def judge(name: str, settings: dict[str, Any], x: Problem, truth: Tensor) -> Row:
+    """Mean relative error, largest absolute error, the time that one call seemed to take, and its work.
+
+    Work is the multiply-adds of matrix products for a query, choosing included, in slots: D + Dv of them are one key.
+    Kernels do not show theirs; it is that of the same steps in torch.
+    """
+    errors, largest, seconds = [], [], []
+    spent = None
+    for seed in range(SEEDS if x.query.shape[2] <= LONG else 1):
+        began = perf_counter()
+        if seed == 0 and name != OURS:
+            spent, out = work(name, settings, x)
+        else:
+            out = answer(name, settings, x, seed)
+        seconds.append(perf_counter() - began)
+        errors.append(output_error(out, truth))
+        largest.append(float((out - truth).abs().max()))
+    return {
+        "peer": name,
+        "settings": settings,
+        "error": sum(errors) / len(errors),
+        "largest": sum(largest) / len(largest),
+        "rough_ms": 1e3 * min(seconds),
+        "work": spent,
+        "ms": None,
+    }
+
+
+def work(name: str, settings: dict[str, Any], x: Problem) -> tuple[float, Tensor]:
+    """Slots' worth of multiply-adds for a query, as torch counts those of matrix products, and the output."""
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with FlopCounterMode(display=False, custom_mapping={fused: _fused, fused.default: _fused}) as counter:
+        out = answer(name, settings, x)
+    queries = x.query.shape[0] * x.query.shape[1] * x.query.shape[2]
+    return counter.get_total_flops() / 2 / queries / (x.query.shape[-1] + x.value.shape[-1]), out
+
+
+def _fused(q: Any, k: Any, v: Any, *more: Any, out_shape: Any = None, **named: Any) -> int:
+    count: int = sdpa_flop_count(q, k, v)
+    return count
+
+
+def candidates(rows: Sequence[Row], exact_ms: float) -> list[Row]:
+    """The rows worth timing: of every peer, those that may be on its front, spread over it evenly."""
+    found = []
+    for name in dict.fromkeys(row["peer"] for row in rows):
+        if PEERS[name].kind == "oracle":
+            continue
+        own = sorted((row for row in rows if row["peer"] == name), key=lambda row: row["error"])
+        front = [
+            row
+            for place, row in enumerate(own)
+            if not any(better["rough_ms"] * SLACK < row["rough_ms"] for better in own[:place])
+        ]
+        fast = [row for row in front if row["rough_ms"] < max(SLOWEST * exact_ms, ANY)]
+        below = [row for row in fast if row["error"] < 1.0] or fast[:1]
+        step = max(1.0, (len(below) - 1) / (MOST - 1))
+        found += [below[round(place * step)] for place in range(min(MOST, len(below)))]
+    return found
+
+
+def time_all(rows: Sequence[Row], x: Problem, seconds: float, progress: Callable[[str], None]) -> tuple[float, int]:
+    """Set each row's `ms`, the least of its turns, and return exact attention's and how many turns there were.
+
+    All take turns, exact attention first, until the seconds are over, three times at least.
+    """
+    times: list[list[float]] = [[] for _ in range(len(rows) + 1)]
+    began, turn = perf_counter(), 0
+    while turn < 3 or perf_counter() - began < seconds:
+        for place, row in enumerate([None, *rows]):
+            start = perf_counter()
+            if row is None:
+                exact(x)
+            else:
+                answer(row["peer"], row["settings"], x)
+            times[place].append(1e3 * (perf_counter() - start))
+        turn += 1
+        progress(f"turn {turn}, {perf_counter() - began:.0f} s")
+    for row, own in zip(rows, times[1:], strict=True):
+        row["ms"] = min(own)
+    return min(times[0]), turn

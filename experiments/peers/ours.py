@@ -1,0 +1,35 @@
+"""fewkeys: `fk.budget` at several slots and cohorts, by its kernels, or by torch alone."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from experiments.peers.parts import check_encoder
+from torch import Tensor
+
+import fewkeys as fk
+from fewkeys.core.impl import Impl
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool, generator: torch.Generator,
+    slots: int, cohorts: int = 1, impl: Impl = "auto",
+) -> Tensor:  # fmt: skip
+    """`fk.budget(slots, cohorts=cohorts)`, always the plan and never exact attention in its place."""
+    check_encoder(is_causal)
+    plan = fk.budget(slots, cohorts=cohorts).always()
+    return fk.attention(q, k, v, plan=plan, scale=scale, generator=generator, impl=impl)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+    """The same steps without kernels, as the rivals are written."""
+    return attend(q, k, v, **more, impl="torch")
+
+
+def grid(queries: int, keys: int, dim: int) -> list[dict[str, Any]]:
+    """The settings that are searched."""
+    sizes = [slots for slots in (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384) if slots <= keys // 2]
+    groups = [cohorts for cohorts in (1, 8, 16, 32) if 32 * cohorts <= queries]
+    return [{"slots": slots, "cohorts": cohorts} for slots, cohorts in product(sizes, groups)]
