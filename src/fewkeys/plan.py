@@ -137,7 +137,7 @@ class Plan:
 
         Arguments as those of `huggingface_hub.ModelHubMixin.push_to_hub`.
         """
-        how = {"private": private, "token": token, "branch": branch, "create_pr": create_pr}
+        how: hub.Upload = {"private": private, "token": token, "branch": branch, "create_pr": create_pr}
         card = hub.card("Plan", str(self))
         return hub.push(self.save_pretrained, repo_id, card, commit_message=commit_message, **how)
 

@@ -10,6 +10,15 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 
+class Upload(TypedDict, total=False):
+    """What `push_to_hub` may say of a hub, as `huggingface_hub.ModelHubMixin.push_to_hub` documents it."""
+
+    private: bool | None
+    token: str | bool | None
+    branch: str | None
+    create_pr: bool
+
+
 class Download(TypedDict, total=False):
     """What `from_pretrained` may say of a hub, as `huggingface_hub.snapshot_download` documents it."""
 

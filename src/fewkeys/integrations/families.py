@@ -129,7 +129,7 @@ def _falcon(
 
     query, key, value = (part.transpose(1, 2) for part in module._split_heads(module.query_key_value(hidden_states)))
     if alibi is None:
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call,misc]
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[misc]
     if layer_past is not None:
         key, value = layer_past.update(key, value, module.layer_idx)
     more: dict[str, Any] = {"scaling": module.inv_norm_factor}

@@ -34,9 +34,8 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import lowered
 from fewkeys.integrations import streams, switch
 from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
-from fewkeys.integrations.families import ALWAYS_MASKED, family_of
+from fewkeys.integrations.families import ALWAYS_MASKED, NAME, family_of
 from fewkeys.integrations.patterns import check_honoured, pattern_of, span
-from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import check_sink, distance_bias, in_terms, plain, with_key_bias, with_sink
 
 if TYPE_CHECKING:

@@ -52,7 +52,8 @@ class Pipeline:
                 ids = torch.cat([read, self._ids(f"{asked}{after}{answer_prefix}", False)], 1)
                 given = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
                 given |= {"max_new_tokens": max_new_tokens, "do_sample": False, **how}
-                written: Any = self.model.generate(ids, **given)
+                model: Any = self.model  # torch's types make every attribute a tensor
+                written = model.generate(ids, **given)
                 answers.append(str(self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)))
         finally:
             memory.close()
@@ -71,7 +72,8 @@ class Pipeline:
         """(1, N); special tokens before the first text, unless the chat has them."""
         special = is_first and getattr(self.tokenizer, "chat_template", None) is None
         ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
-        return ids.to(self.model.device)
+        found: torch.Tensor = ids.to(self.model.device)
+        return found
 
 
 def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> Pipeline:

@@ -16,8 +16,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations import interface, streams
+from fewkeys.integrations.families import NAME
 from fewkeys.integrations.streams import Length
-from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import plain
 from fewkeys.plan import Plan
 from fewkeys.streaming import files

@@ -31,6 +31,11 @@ def wait(key: Tensor, who: Waiting) -> None:
     _waiting[id(key)] = who
 
 
+def waits(key: Tensor) -> bool:
+    """Whether somebody answers the call whose keys are `key`."""
+    return id(key) in _waiting
+
+
 def take(key: Tensor) -> Waiting | None:
     """Who answers the call whose keys are `key`, once."""
     return _waiting.pop(id(key), None)

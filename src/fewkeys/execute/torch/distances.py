@@ -29,7 +29,8 @@ class Distances:
         distance = place.unsqueeze(2) - (query + chunk.first_key)
         index = (distance.clamp(-self.reach, self.reach) + self.reach).flatten(1).unsqueeze(1)
         found = table.gather(-1, index.expand(*table.shape[:2], -1))
-        return found.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
+        own: Tensor = found.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
+        return own
 
     def of_stand_ins(self, member: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, C): log of the mass that each stand-in has for each query, the bias of all keys included.
@@ -58,4 +59,5 @@ class Distances:
         for end, beyond in ((weight[..., 0], ahead), (weight[..., -1], behind.clamp_min(0.0))):
             mass = mass + end[:, None, :, None, None] * beyond[:, :, None, None, :]
         largest = self.largest[heads][:, None, :, None, None]
-        return (logarithm(mass) + largest).flatten(1, 3)
+        found: Tensor = (logarithm(mass) + largest).flatten(1, 3)
+        return found
