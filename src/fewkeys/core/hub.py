@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict
 
+from fewkeys.core.files import write_whole
+
 
 class Upload(TypedDict, total=False):
     """What `push_to_hub` may say of a hub, as `huggingface_hub.ModelHubMixin.push_to_hub` documents it."""
@@ -75,7 +77,7 @@ def push(
     with tempfile.TemporaryDirectory() as directory:
         save(directory)
         if not api.file_exists(repo_id, "README.md", revision=branch):
-            Path(directory, "README.md").write_text(card, encoding="utf-8")
+            write_whole(Path(directory, "README.md"), card)
         found = api.upload_folder(
             repo_id=repo_id,
             folder_path=directory,
