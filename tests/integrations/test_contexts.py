@@ -63,6 +63,15 @@ def test_every_thread_has_its_own_plan(make, models):
     assert {model.config._attn_implementation for model in several} == {"sdpa"}
 
 
+def test_a_call_may_begin_while_another_thread_applies_a_plan():
+    """Torch knows of a hook before it knows that the hook takes keywords."""
+    model = llama()
+    want = alone(model, PLANS[0])
+    with fk.apply(model, PLANS[0]):
+        model._forward_pre_hooks_with_kwargs.clear()
+        close(run(model, **inputs()), want, inputs()["attention_mask"])
+
+
 def test_a_mask_under_way_holds_the_switch():
     """A thread without a plan, halfway through a call when another one leaves its `with`, ends as it began."""
     model, reached, left = llama(), threading.Event(), threading.Event()

@@ -220,7 +220,9 @@ def _sdpa(
 # --- what transformers calls --------------------------------------------------------------------------------------
 
 
-def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+    if kwargs is None:  # a call of another thread, while torch is taking the hook in: it is not ours
+        return
     wanted = kwargs.get("output_attentions")
     if wanted if wanted is not None else getattr(module.config, "output_attentions", False):
         raise ValueError(
