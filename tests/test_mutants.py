@@ -1,7 +1,8 @@
 """The small changes of `tests/mutants`: each is one, what explains some still speaks of them, and the record."""
 
-from pathlib import Path
+from pathlib import json
 
+import Path
 import pytest
 
 import fewkeys as fk
@@ -51,3 +52,10 @@ def test_what_is_explained_is_there(start):
     file = start.partition(" ")[0]
     told = [f"{file} {one}" for one in changes((PACKAGE / file).read_text())]
     assert any(one.startswith(start) for one in told)
+
+
+def test_the_record_has_few_that_are_missed():
+    for room, found in json.loads((HERE / "mutants" / "results.json").read_text()).items():
+        seen = found["noticed"] + len(found["missed"])
+        assert seen + len(found["equivalent"]) == found["tried"] >= 20, room
+        assert found["noticed"] >= 0.85 * seen, room

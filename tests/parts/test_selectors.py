@@ -159,3 +159,16 @@ def test_causal_lists_use_their_places(keep):
     kept = keep.graph(q, k, is_causal=True).to_mask().sum(-1)
     assert (kept[:, :, 64:] == 5).all()
     assert torch.equal(kept[0, 0, :64], torch.arange(1, 65).clamp_max(5))
+
+
+def test_sizes_of_recent_blocks_are_powers_of_two():
+    """Others are refused, and the error names the next ones."""
+    for size in range(1, 34):
+        lower = 1
+        while 2 * lower <= size:
+            lower *= 2
+        if size == lower:
+            assert fk.RecentBlocks(size).size == size
+        else:
+            with pytest.raises(ValueError, match=f"got {size}; take {lower} or {2 * lower}$"):
+                fk.RecentBlocks(size)
