@@ -1,8 +1,8 @@
 """The small changes of `tests/mutants`: each is one, what explains some still speaks of them, and the record."""
 
-from pathlib import json
+import json
+from pathlib import Path
 
-import Path
 import pytest
 
 import fewkeys as fk
