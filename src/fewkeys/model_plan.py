@@ -19,7 +19,7 @@ FILE = "model_plan.json"
 
 
 @dataclass(frozen=True)
-class ModelPlan(Sequence[tuple[Plan, ...]]):
+class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
     """One plan for every layer and key head: `model_plan[layer][head]`.
 
     `fewkeys.apply(model, model_plan)` runs it; `fewkeys.attention(..., plan=model_plan[layer])` runs one layer. The
@@ -98,23 +98,9 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
         save_learned(directory, self.layers)
         write_json(directory, FILE, data)
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        branch: str | None = None,
-        commit_message: str = "Push a plan by fewkeys",
-        create_pr: bool = False,
-    ) -> str:
-        """Save to a repository of the hub, "owner/name", made if missing; the address of the commit.
-
-        Arguments as those of `huggingface_hub.ModelHubMixin.push_to_hub`.
-        """
-        how: hub.Upload = {"private": private, "token": token, "branch": branch, "create_pr": create_pr}
-        card = hub.card("ModelPlan", str(self), self.record.get("model"))
-        return hub.push(self.save_pretrained, repo_id, card, commit_message=commit_message, **how)
+    @property
+    def base_model(self) -> object:
+        return self.record.get("model")
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], **how: Unpack[hub.Download]) -> ModelPlan:

@@ -23,7 +23,7 @@ FILE = "plan.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(hub.OnHub):
     """Which keys are kept, what stands in for the rest, and how scores become weights.
 
     Args:
@@ -122,24 +122,6 @@ class Plan:
         data = self.to_dict()
         save_learned(directory, self)
         write_json(directory, FILE, data)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        branch: str | None = None,
-        commit_message: str = "Push a plan by fewkeys",
-        create_pr: bool = False,
-    ) -> str:
-        """Save to a repository of the hub, "owner/name", made if missing; the address of the commit.
-
-        Arguments as those of `huggingface_hub.ModelHubMixin.push_to_hub`.
-        """
-        how: hub.Upload = {"private": private, "token": token, "branch": branch, "create_pr": create_pr}
-        card = hub.card("Plan", str(self))
-        return hub.push(self.save_pretrained, repo_id, card, commit_message=commit_message, **how)
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], **how: Unpack[hub.Download]) -> Plan:

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict
 
 from fewkeys.core.files import write_whole
-
-
-class Upload(TypedDict, total=False):
-    """What `push_to_hub` may say of a hub, as `huggingface_hub.ModelHubMixin.push_to_hub` documents it."""
-
-    private: bool | None
-    token: str | bool | None
-    branch: str | None
-    create_pr: bool
 
 
 class Download(TypedDict, total=False):
@@ -52,48 +42,59 @@ def folder(name_or_dir: str | os.PathLike[str], files: list[str], how: Download)
         ) from None
 
 
-def push(
-    save: Callable[[str], None],
-    repo_id: str,
-    card: str,
-    *,
-    private: bool | None,
-    token: str | bool | None,
-    branch: str | None,
-    commit_message: str,
-    create_pr: bool,
-) -> str:
-    """Write what `save(directory)` writes to a repository, made if missing; the address of the commit.
+class OnHub:
+    """What is saved by `save_pretrained`, and so in a repository, too."""
 
-    `card` becomes its README.md where it has none.
-    """
-    need()
-    from huggingface_hub import HfApi
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        raise NotImplementedError
 
-    api: Any = HfApi(token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if branch is not None:
-        api.create_branch(repo_id, branch=branch, exist_ok=True)
-    with tempfile.TemporaryDirectory() as directory:
-        save(directory)
-        if not api.file_exists(repo_id, "README.md", revision=branch):
-            write_whole(Path(directory, "README.md"), card)
-        found = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=directory,
-            revision=branch,
-            commit_message=commit_message,
-            create_pr=create_pr,
-        )
-    return str(found.commit_url)
+    @property
+    def base_model(self) -> object:
+        """The name of the model that it was made for, if any."""
+        return None
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        branch: str | None = None,
+        commit_message: str = "Push a plan by fewkeys",
+        create_pr: bool = False,
+    ) -> str:
+        """Save to a repository of the hub, "owner/name", made if missing; the address of the commit.
+
+        Arguments as those of `huggingface_hub.ModelHubMixin.push_to_hub`. The repository gets a model card where it has
+        none.
+        """
+        need()
+        from huggingface_hub import HfApi
+
+        api: Any = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if branch is not None:
+            api.create_branch(repo_id, branch=branch, exist_ok=True)
+        with tempfile.TemporaryDirectory() as directory:
+            self.save_pretrained(directory)
+            if not api.file_exists(repo_id, "README.md", revision=branch):
+                write_whole(Path(directory, "README.md"), _card(self))
+            found = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=directory,
+                revision=branch,
+                commit_message=commit_message,
+                create_pr=create_pr,
+            )
+        return str(found.commit_url)
 
 
-def card(kind: str, text: str, model: object = None) -> str:
-    """A model card."""
+def _card(own: OnHub) -> str:
+    model = own.base_model
     base = f"base_model: {model}\n" if isinstance(model, str) and _is_repository(model) else ""
     return (
-        f"---\nlibrary_name: fewkeys\ntags:\n- attention\n{base}---\n\n# {text}\n\n"
-        f'A plan of attention with few keys: `fewkeys.{kind}.from_pretrained("owner/name")`, run by '
+        f"---\nlibrary_name: fewkeys\ntags:\n- attention\n{base}---\n\n# {own}\n\n"
+        f'A plan of attention with few keys: `fewkeys.{type(own).__name__}.from_pretrained("owner/name")`, run by '
         "`fewkeys.apply(model, plan)`.\n"
     )
 
