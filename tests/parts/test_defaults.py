@@ -20,6 +20,16 @@ def capture():
     return captured(layers=1, size=1, heads=2)
 
 
+def elsewhere(call):
+    """What it gives under another default dtype and device."""
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            return call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("impl", ["auto", "torch"])
 @pytest.mark.parametrize("name", ALL)
 def test_default_device_and_dtype_change_nothing(name, impl):
@@ -36,12 +46,7 @@ def test_default_device_and_dtype_change_nothing(name, impl):
         return [output.detach(), *(tensor.grad for tensor in given)]
 
     want = call()
-    try:
-        torch.set_default_dtype(torch.float64)
-        with torch.device("meta"):
-            found = call()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    found = elsewhere(call)
     for one, other in zip(found, want, strict=True):
         if other is not None:
             assert torch.equal(one, other)
@@ -106,12 +111,7 @@ WITH_CAPTURE = {
 def test_nor_do_they_change_anything_else(name, capture):
     call = WITHOUT_CAPTURE.get(name) or (lambda: WITH_CAPTURE[name](capture))
     want = call()
-    try:
-        torch.set_default_dtype(torch.float64)
-        with torch.device("meta"):
-            found = call()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    found = elsewhere(call)
     for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (found, want)), strict=True):
         if isinstance(one, torch.Tensor):
             assert one.dtype == other.dtype
