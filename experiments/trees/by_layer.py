@@ -2,7 +2,8 @@
 
     python experiments/trees/by_layer.py --model FOLDER [--gguf FILE] --text FILE --heavy 5 6 7 8 17 18 --slots 512 192
 
-`--heavy` names the layers that pay the first number; prints the scores of every task of `tasks.py`, and the mean.
+`--heavy` names the layers that pay the first number; 0 slots are exact attention. Prints the scores of every task of
+`tasks.py`, and the mean.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     maker = Maker(tokenizer, read_text(given.text))
     slots = [given.slots[layer not in given.heavy] for layer in range(model.config.num_hidden_layers)]
     print(f"{sum(slots) / len(slots):.0f} slots on average")
-    plan = fk.ModelPlan.of({layer: fk.budget(own, is_causal=True).always() for layer, own in enumerate(slots)})
+    plans = [fk.budget(own, is_causal=True).always() if own else fk.Plan() for own in slots]
+    plan = fk.ModelPlan.of(dict(enumerate(plans)))
     for task, make in TASKS.items():
         prompt = make(maker, given.length, 0)
         with torch.no_grad(), fk.apply(model, plan):
