@@ -17,8 +17,9 @@ def captured(
     lengths=None,
     seed=0,
     directory=None,
+    gradients=None,
 ):
-    """Random attention with some structure: a common offset, a few loud keys."""
+    """Random attention with some structure: a common offset, a few loud keys. gradients: how large they are."""
     draw = torch.Generator().manual_seed(seed)
     writer = CaptureWriter(directory, "random")
     for _ in range(batches):
@@ -29,6 +30,10 @@ def captured(
             value = torch.randn(size, kv_heads, length, dim, generator=draw)
             mask = None if lengths is None else torch.arange(length) < torch.tensor(lengths)[:, None]
             writer.write(AttentionInputs(query, key, value, dim**-0.5, causal, mask))
+        if gradients is not None:
+            writer.write_gradients(
+                [torch.randn(size, heads, length, dim, generator=draw) * gradients for _ in range(layers)]
+            )
         writer.end_batch()
     return writer.finish()
 

@@ -1,7 +1,7 @@
 """What the attention layers of a model were given, kept on disk: tensors and files only, no model.
 
 A capture is a folder with one safetensors file per layer and batch, one with the output projections, and one
-`capture.json` that describes them.
+`capture.json` that describes them; where gradients are kept, one file more per layer and batch.
 `CaptureWriter` holds one attention call at a time and writes `capture.json` last, by rename, so a folder without it is
 not a capture however many tensor files it has. `Capture` maps the files back into memory when they are asked for.
 """
@@ -42,6 +42,8 @@ class AttentionInputs:
     for the real keys, None when all are; `query_mask` bool (B, Nq) likewise where the queries are other tokens than
     the keys. `query_offset` is the position of query 0 among the keys (causal calls).
 
+    `gradient` (B, Hq, Nq, Dv), where a capture keeps it: by the output, as `fewkeys.integrations.sensitivity` has it.
+
     What the model asks beyond that, if anything, and no capture holds: `window`: a query sees no more than what
     `Window(window)` keeps; `softcap`: scores become weights by `Softcap(softcap)`; `sink` (Hq,): one more score for
     every query of a head, whose value is zero; `distance_bias` (Hq, 2 R + 1): as `fewkeys.attention` has it.
@@ -59,6 +61,7 @@ class AttentionInputs:
     softcap: float | None = None
     sink: Tensor | None = None
     distance_bias: Tensor | None = None
+    gradient: Tensor | None = None
 
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
         """What `fewkeys.attention` is told of the call beside its tensors."""
@@ -72,10 +75,8 @@ class AttentionInputs:
 
     def rows(self, own: slice) -> AttentionInputs:
         """The sequences `own` alone: views."""
-        masks = (None if mask is None else mask[own] for mask in (self.key_mask, self.query_mask))
-        key_mask, query_mask = masks
-        query, key, value = self.query[own], self.key[own], self.value[own]
-        return replace(self, query=query, key=key, value=value, key_mask=key_mask, query_mask=query_mask)
+        given = {name: getattr(self, name) for name in ("query", "key", "value", "key_mask", "query_mask", "gradient")}
+        return replace(self, **{name: item[own] for name, item in given.items() if item is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +102,8 @@ class Capture:
     dtype: str
     weights: tuple[float, ...] = field(default=(), repr=False)
     """A number for every layer's weights in the model, by which it is known again; none where nobody told them."""
+    gradients: bool = False
+    """Whether every call holds its gradient."""
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The fingerprint of each file of tensors by its name, checked when it is first read."""
     _guard: object = field(default=None, repr=False)
@@ -126,8 +129,18 @@ class Capture:
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
             masks = tensors.get("key_mask"), tensors.get("query_mask")
-            call = AttentionInputs(query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1])
+            gradient = self._gradient(layer, batch, query) if self.gradients else None
+            given = query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1]
+            call = AttentionInputs(*given, gradient=gradient)
             yield call if self._part is None else call.rows(own)
+
+    def _gradient(self, layer: int, batch: int, query: Tensor) -> Tensor:
+        name = _gradient_name(layer, batch)
+        tensors = self._read(name)
+        if name not in self._sound:
+            form = Form((*query.shape[:3], self.value_dim), _DTYPES[self.dtype])
+            self._fits(name, tensors, {"gradient": form})
+        return tensors["gradient"]
 
     def _read(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, mapped; those of the fingerprint in the index, which is checked once."""
@@ -151,10 +164,17 @@ class Capture:
             "query_mask": Form((batch, queries), torch.bool),
         }
         optional = {"key_mask", "query_mask"} - tensors.keys()
+        self._fits(name, tensors, {name: form for name, form in forms.items() if name not in optional})
+        if self.is_causal and queries > keys:
+            self._sound.discard(name)
+            raise ValueError(
+                f"capture: {self.directory / name} is damaged ({queries} causal queries of {keys} keys); capture again"
+            )
+
+    def _fits(self, name: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
+        """Refuse a file of other tensors; one that is sound is remembered."""
         try:
-            check(tensors, {name: form for name, form in forms.items() if name not in optional})
-            if self.is_causal and queries > keys:
-                raise ValueError(f"{queries} causal queries of {keys} keys")
+            check(tensors, forms)
         except ValueError as error:
             raise ValueError(f"capture: {self.directory / name} is damaged ({error}); capture again") from None
         self._sound.add(name)
@@ -278,6 +298,13 @@ class CaptureWriter:
             self._tokens += int(real.sum()) if real is not None else query.shape[0] * query.shape[2]
         self._layer += 1
 
+    def write_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch, in their order."""
+        for layer, gradient in enumerate(gradients):
+            path = self.directory / _gradient_name(layer, self._batches)
+            self._written.append(path)
+            self._save(path, {"gradient": gradient})
+
     def end_batch(self) -> None:
         """Close the current batch; every batch must have called the same layers."""
         if self._layer == 0 or self._layer != len(self._scales):
@@ -313,6 +340,7 @@ class CaptureWriter:
             sequences=self._sequences,
             tokens=self._tokens,
             weights=tuple(weights),
+            gradients=_gradient_name(0, 0) in self._files,
             files=self._files,
         )
         self._written.append(self.directory / INDEX)
@@ -355,17 +383,21 @@ class _Record:
     dtype: str
     files: dict[str, str]
     weights: tuple[float, ...] = ()
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "batches", "sequences", "tokens"):
             check_count(name, getattr(self, name))
         if len(self.scales) != self.layers or self.query_heads % self.kv_heads or self.dtype not in _DTYPES:
             raise ValueError(f"layers, heads or dtype do not fit: {self.scales}, {self.query_heads}, {self.dtype!r}")
-        if len(self.files.keys() - {PROJECTIONS}) != self.layers * self.batches:
-            raise ValueError(f"expected a file for each of {self.layers} layers and {self.batches} batches, got others")
-        names = {_file_name(layer, batch) for layer in range(self.layers) for batch in range(self.batches)}
+        named = 1 + self.gradients
+        wanted = f"expected {'two files' if self.gradients else 'a file'} for each of {self.layers} layers and"
+        if len(self.files.keys() - {PROJECTIONS}) != named * self.layers * self.batches:
+            raise ValueError(f"{wanted} {self.batches} batches, got others")
+        places = [(layer, batch) for layer in range(self.layers) for batch in range(self.batches)]
+        names = {name(*place) for name in (_file_name, _gradient_name)[:named] for place in places}
         if self.files.keys() - {PROJECTIONS} != names:
-            raise ValueError(f"expected a file for each of {self.layers} layers and {self.batches} batches, got others")
+            raise ValueError(f"{wanted} {self.batches} batches, got others")
 
     def capture(self, directory: Path) -> Capture:
         """The capture in this folder."""
@@ -378,6 +410,10 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 def _file_name(layer: int, batch: int) -> str:
     return f"layer{layer:03d}-batch{batch:05d}.safetensors"
+
+
+def _gradient_name(layer: int, batch: int) -> str:
+    return f"gradient{layer:03d}-batch{batch:05d}.safetensors"
 
 
 def _what_is_in(folder: Path) -> str:

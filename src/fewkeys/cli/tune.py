@@ -41,6 +41,18 @@ def add_to(commands: Any) -> None:
         "--max-error", type=share, metavar="E", help="fewest slots with a mean relative output error of at most E"
     )
     parser.add_argument(
+        "--gradients",
+        action="store_true",
+        help="judge heads by what their errors do to the model's predictions: a backward pass a batch, best for "
+        "decoders (docs/tuning.md)",
+    )
+    parser.add_argument(
+        "--memory",
+        choices=("all", "constant"),
+        default="all",
+        help="of decoders' plans: whether all keys stay at hand (default), or memory must not grow",
+    )
+    parser.add_argument(
         "--held-out", type=share, default=0.25, metavar="SHARE", help="share of the sequences held out (default 0.25)"
     )
     add_common(parser, "folder for the results")
@@ -61,10 +73,16 @@ def run(arguments: argparse.Namespace) -> None:
         from fewkeys.tuning.tune import tune
 
         step(0, 1, "exact attention of every layer")
-        captured = capture(model, seen)
+        captured = capture(model, seen, gradients=arguments.gradients)
         work = arguments.out / WORK
         plan = tune(
-            captured, arguments.slots, max_error=arguments.max_error, directory=work, progress=step, seed=arguments.seed
+            captured,
+            arguments.slots,
+            max_error=arguments.max_error,
+            directory=work,
+            memory=arguments.memory,
+            progress=step,
+            seed=arguments.seed,
         )
         plan = replace(plan, record={**plan.record, "model": opened.name})
         paid = max(1, round(plan.record["slots"]))

@@ -104,10 +104,11 @@ def _check_model(
     # One source for all calls: samples that repeat each other would not be independent.
     source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 
-    def hear(layer: int, call: AttentionInputs, output: Tensor) -> None:
+    def hear(layer: int, call: AttentionInputs, output: Tensor) -> Tensor:
         own = plans[layer]
         if own is not None and call.window is None:
             checks[layer] += check_call(call.checked(generator), own, queries, source)
+        return output
 
     count = 0
     for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, hear):

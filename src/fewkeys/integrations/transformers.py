@@ -27,6 +27,7 @@ from fewkeys.integrations.known import check_known, weights_of
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
+from fewkeys.integrations.sensitivity import Sensitivity, counted, speaker
 from fewkeys.integrations.terms import in_terms, with_sink
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
@@ -159,6 +160,8 @@ def capture(
     *,
     weights: Weights | None = None,
     part: Part | None = None,
+    gradients: bool = False,
+    seed: int = 0,
 ) -> Capture:
     """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
     output projections.
@@ -177,6 +180,12 @@ def capture(
     part: of an encoder-decoder: "encoder", which runs alone, "decoder" (the self-attention of its decoder) or "cross",
     for which batches also hold `decoder_input_ids`; what is captured has the layers of this part alone. Padding by
     `decoder_attention_mask` marks the queries of cross-attention.
+
+    gradients: keep by every attention output the gradient of what the model says, so that `fewkeys.tune` can judge
+    heads by what their errors do to the model's predictions (`fewkeys.integrations.sensitivity` has the equation).
+    One backward pass a batch, and the memory of one; disk: layers x tokens x Hq Dv more numbers. The whole model runs,
+    with its head where that predicts tokens. `labels` of a batch, as for training, say which tokens count: those whose
+    label is not -100. seed: of the random numbers of gradients.
 
     Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
     for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
@@ -199,28 +208,35 @@ def capture(
             targets = given.bool() if isinstance(given, Tensor) and not bool(given.all()) else None
             yield batch
 
-    def hear(layer: int, inputs: AttentionInputs, output: Tensor) -> None:
+    felt = Sensitivity(seed) if gradients else None
+
+    def hear(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
         if inputs.window is not None:
-            return
+            return output
         if part is not None:
             inside = any(modules[layer] is module for module in encoder)
             if part != ("encoder" if inside else "decoder" if inputs.is_causal else "cross"):
-                return
+                return output
         if part == "cross":
             inputs = replace(inputs, query_mask=targets)
         if layer not in own:
             own.append(layer)
         writer.write(inputs)
+        if felt is not None:
+            output = felt.follow(output)
         projections.attended(own.index(layer), output)
+        return output
 
     try:
         with projections:
-            for _ in exact_passes(model, noted(), hear, weights, part):
+            for given, said in exact_passes(model, noted(), hear, weights, part, gradients):
                 if not own:
                     raise ValueError(
                         f"model: every layer of {type(model).__name__} attends within a window of its own, which every "
                         "plan keeps, so there is nothing to capture; use a model with layers that see every key"
                     )
+                if felt is not None:
+                    writer.write_gradients(felt.gradients(said, counted(model, given, said, part)))
                 writer.end_batch()
         writer.write_projections(projections.found)
         return writer.finish(weights_of([modules[layer] for layer in own]))
@@ -249,16 +265,20 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
 def exact_passes(
     model: PreTrainedModel,
     batches: Iterable[Batch],
-    hear: Callable[[int, AttentionInputs, Tensor], None],
+    hear: Callable[[int, AttentionInputs, Tensor], Tensor],
     weights: Weights | None = None,
     part: Part | None = None,
-) -> Iterator[None]:
-    """Run the base model on each batch, with exact attention and without gradients; yield after each.
+    gradients: bool = False,
+) -> Iterator[tuple[Mapping[str, Any], Any]]:
+    """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
 
-    `hear(layer, inputs, output)` is told of every attention call. `weights`: the model's own kernel, where it is not
-    softmax. `part`: "encoder" runs the encoder alone. Afterwards the model is as it was.
+    `hear(layer, inputs, output)` is told of every attention call, and returns the output that goes on. `weights`: the
+    model's own kernel, where it is not softmax. `part`: "encoder" runs the encoder alone. `gradients`: follow them, and
+    run the head of a model that predicts tokens. Afterwards the model is as it was.
     """
-    runs = model.get_encoder() if part == "encoder" else model.base_model
+    runs = model.base_model if not gradients else speaker(model)
+    if part == "encoder":
+        runs = model.get_encoder()
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if inputs.distance_bias is not None:
@@ -275,18 +295,21 @@ def exact_passes(
                 + "; fewkeys.apply knows it: compare the outputs of the model"
             )
         output = exact(module, inputs) if weights is None else _exact_by(weights, inputs)
-        hear(layer, inputs, output)
-        return output
+        return hear(layer, inputs, output)
 
     for index, batch in enumerate(batches):
+        given = _arguments(model, part, batch, index)
+        if "use_cache" in inspect.signature(runs.forward).parameters:
+            given["use_cache"] = False
+        labels = given.pop("labels", None)
         attachment = attach(model, answer)
         attachment.enter()
         try:
-            with torch.no_grad():
-                runs(**_arguments(model, runs, batch, index))
+            with torch.set_grad_enabled(gradients):
+                said = runs(**given)
         finally:
             attachment.detach()
-        yield
+        yield given | {"labels": labels}, said
 
 
 def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
@@ -319,8 +342,8 @@ def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPla
     return [own.get(layer) for layer in range(layers)]
 
 
-def _arguments(model: PreTrainedModel, runs: nn.Module, batch: object, index: int) -> dict[str, Any]:
-    """The keyword arguments for one batch of the part of the model that runs, on the model's device."""
+def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
+    """What one batch has for the part of the model that runs, on the model's device."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}
@@ -333,11 +356,8 @@ def _arguments(model: PreTrainedModel, runs: nn.Module, batch: object, index: in
     else:
         _check_numbers(name, batch.get(name), index)
     given = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
-    given.pop("labels", None)
-    if runs is not model.base_model:
+    if part == "encoder":
         given = {name: item for name, item in given.items() if not name.startswith("decoder_")}
-    if "use_cache" in inspect.signature(runs.forward).parameters:
-        given["use_cache"] = False
     return given
 
 

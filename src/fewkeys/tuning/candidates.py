@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Literal
 
 from fewkeys.plan import Plan, budget
 from fewkeys.rest import ClusterMeans, RunningMeans
 from fewkeys.select import Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
+from fewkeys.tree.rule import LEAST
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
+SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
+"""The same where every query finds its own keys: heads differ more."""
 HEAVY, WINDOW, RANK = (0.0, 1 / 16, 3 / 16, 5 / 16), (1 / 4, 5 / 8), (0.0, 1 / 8, 1 / 4)
 COHORTS, COHORT_HEAVY = 32, (1 / 4, 1 / 2, 3 / 4)
 """Shares of the slots. What they leave is cluster means. Without a window, queries are in cohorts."""
@@ -40,22 +44,24 @@ class Candidate:
         return self.plan.rest.clusters
 
 
-def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candidate]:
+def splits(
+    slots: int, *, is_causal: bool, keys: int, width: int, memory: Literal["all", "constant"] = "all"
+) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
     Not causal: outliers, window, rank of the first-order term and cluster means; without a window, all but the term for
-    cohorts of queries. Causal: recent blocks and running
+    cohorts of queries. Causal: trees, and windows with and without sinks; in constant memory, recent blocks and running
     means, with and without sinks; and sinks, leverage (centred) and window.
     """
-    found = [Candidate(budget(slots, is_causal=is_causal), slots)]
-    for level in LEVELS:
+    found = [Candidate(budget(slots, is_causal=is_causal, memory=memory if is_causal else "all"), slots)]
+    for level in SEARCHED if is_causal and memory == "all" else LEVELS:
         size = max(2, round(slots * level))
         if size >= keys:
             continue
         if is_causal:
-            found += _causal_splits(size)
+            found += _searched(size) if memory == "all" else _causal_splits(size)
         else:
             shares = [*product(COHORT_HEAVY, (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
             found += [near for own in shares if (near := _split(size, width, *own)) is not None]
@@ -106,6 +112,16 @@ def _split(slots: int, width: int, heavy: float, window: float, rank: float) -> 
     if outliers:
         keep = Outliers(outliers, means) | keep
     return Candidate(Plan(keep, ClusterMeans(means, ranks), exact_if_faster=True), slots, (heavy, window, rank))
+
+
+def _searched(slots: int) -> list[Candidate]:
+    """A tree, and windows with and without sinks."""
+    plans = [budget(slots, is_causal=True)] if slots >= LEAST else []
+    for sinks in (0, 1, SINKS):
+        if slots > sinks:
+            near = Window(slots - sinks)
+            plans.append(Plan(Sinks(sinks) | near if sinks else near, exact_if_faster=True))
+    return [Candidate(plan, slots) for plan in plans]
 
 
 def _causal_splits(slots: int) -> list[Candidate]:

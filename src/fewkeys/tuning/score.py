@@ -1,11 +1,13 @@
 """How well every candidate plan does in every head of one layer: what tuning decides by.
 
-Two errors per head, means over the real queries of all batches. With `e_h = o~_h - o_h` the error of head h at a query
-and W_h the slice of the output projection that reads it:
+Errors per head, means over the real queries of all batches. With `e_h = o~_h - o_h` the error of head h at a query, W_h
+the slice of the output projection that reads it, and g_h the gradient of what the model says (where captured):
 
     relative    |e_h| / |o_h|                                the error that reports show
     added       |W_h e_h|^2 / |sum_g W_g o_g|^2              what the head adds to the squared relative error of the
                                                              layer's output, up to products of different heads
+    felt        (g_h . e_h)^2                                what it does to the model's predictions, up to products of
+                                                             different heads and queries (integrations/sensitivity.py)
 
 Where the projection is not known, W is the identity.
 """
@@ -32,10 +34,13 @@ from fewkeys.tuning.candidates import Candidate
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """`relative` and `added` (key heads, K), float64: means over queries, and over the query heads that share keys."""
+    """`relative`, `added` and `felt` (key heads, K), float64: means over queries, and over the query heads that share
+    keys. `felt` is zero where the capture holds no gradients.
+    """
 
     relative: Tensor
     added: Tensor
+    felt: Tensor
 
 
 def score_layer(
@@ -47,7 +52,7 @@ def score_layer(
     Cost: one exact attention, and each candidate's own, per batch. Memory: one batch and one candidate.
     """
     projection = capture.projection(layer)
-    total = torch.zeros(2, capture.kv_heads, len(candidates), dtype=torch.float64)
+    total = torch.zeros(3, capture.kv_heads, len(candidates), dtype=torch.float64)
     queries = 0.0
     order = sorted(range(len(candidates)), key=lambda i: candidates[i].clusters)
     for call in capture.calls(layer):
@@ -60,11 +65,11 @@ def score_layer(
         for index in order:
             if candidates[index].clusters != clusters:
                 clusters, problem = candidates[index].clusters, common.branch()
-            total[:, :, index] += _errors(problem, candidates[index].plan, truth, size, real, projection, seed)
+            plan = candidates[index].plan
+            total[:, :, index] += _errors(problem, plan, truth, call.gradient, size, real, projection, seed)
             done()
         queries += float(real.sum())
-    relative, added = total / queries
-    return Scores(relative, added)
+    return Scores(*(total / queries))
 
 
 def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: int) -> tuple[float, float]:
@@ -87,7 +92,7 @@ def digest(capture: Capture, layer: int) -> str:
     """A fingerprint of everything that scores of a layer depend on in the capture."""
     found = hashlib.sha256(f"{layer} {capture.scales[layer]} {capture.is_causal}".encode())
     for call in capture.calls(layer):
-        for tensor in (call.query, call.key, call.value, call.key_mask, call.query_mask):
+        for tensor in (call.query, call.key, call.value, call.key_mask, call.query_mask, call.gradient):
             if tensor is not None:
                 found.update(str(tuple(tensor.shape)).encode())
                 found.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -110,15 +115,23 @@ def _real(problem: Inputs) -> Tensor:
 
 
 def _errors(
-    problem: Inputs, plan: Plan, truth: Tensor, size: Tensor, real: Tensor, projection: Tensor | None, seed: int
+    problem: Inputs,
+    plan: Plan,
+    truth: Tensor,
+    gradient: Tensor | None,
+    size: Tensor,
+    real: Tensor,
+    projection: Tensor | None,
+    seed: int,
 ) -> Tensor:
-    """Sums over queries of both errors, (2, key heads)."""
+    """Sums over queries of the errors, (3, key heads)."""
     if problem.generator is not None:
         problem.generator.manual_seed(seed)
     output = run(problem, plan.always()).float()
     relative = relative_error(output, truth)
     added = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
-    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, added)])
+    felt = torch.zeros_like(relative) if gradient is None else (gradient * (output - truth)).sum(-1).square()
+    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, added, felt)])
     by_key_head: Tensor = sums.unflatten(1, (problem.kv_heads, problem.gqa_ratio)).mean(2)
     return by_key_head
 

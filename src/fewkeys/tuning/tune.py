@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from fewkeys.tuning.score import Scores, digest, layer_error, score_layer
 Progress = Callable[[int, int, str], None]
 
 KIND = "scores"
+NAMES = tuple(field.name for field in fields(Scores))
 ERROR_SLOTS = 64
 """The budget around which plans are searched where only an error is asked for."""
 
@@ -41,20 +43,23 @@ def tune(
     max_error: float | None = None,
     directory: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    memory: Literal["all", "constant"] = "all",
     seed: int = 0,
 ) -> ModelPlan:
     """The plan of each layer and key head that makes the output of the layers most like exact attention.
 
-    Every candidate split of the slots into outliers, window, rank of the first-order term and cluster means (causal:
-    sinks, leverage, window), from 3/8 to 4 times the mean slots, is run in every head of the captured text; so are
-    other rules for the heavy keys (centred leverage, key norm) and sinks, around the splits that did best. The choice
-    minimises, over all heads h,
+    Every candidate split of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8
+    to 4 times the mean slots, is run in every head of the captured text; so are other rules for the heavy keys (centred
+    leverage, key norm) and sinks, around the splits that did best. Causal: trees, and windows with and without sinks,
+    from 1/8 to 6 times the mean; `memory="constant"`: recent blocks and running means, sinks, leverage and windows. The
+    choice minimises, over all heads h,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
-    at the price per slot that the budget allows (Lagrange; the optimum among all choices of that many slots). added_h
-    is what head h adds to the squared error of the layer's output *after the output projection*, relative_h the
-    relative error of its own output, both in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`.
+    or, where the capture holds gradients, sum_h felt_h, at the price per slot that the budget allows (Lagrange; the
+    optimum among all choices of that many slots). added_h is what head h adds to the squared error of the layer's
+    output *after the output projection*, relative_h the relative error of its own output, felt_h what its error does to
+    the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`.
 
     Args:
         capture: queries, keys and values of the model on text like the text it will see, from `fewkeys.capture`.
@@ -63,6 +68,7 @@ def tune(
             then as few as the candidates allow. Exactly one of the two; default 64 slots.
         directory: where finished layers are stored, so that an interrupted run goes on; a run on another capture
             begins anew. None: nowhere.
+        memory: of causal plans, as `fewkeys.budget` has it: whether all keys stay at hand.
         progress: called as `progress(done, total, what)`.
         seed: of everything random.
 
@@ -88,7 +94,7 @@ def tune(
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
     keys = max(call.key.shape[2] for call in capture.calls(0))
     width = capture.head_dim + capture.value_dim
-    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width)
+    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width, memory=memory)
     table = _Table(capture, directory, progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
@@ -96,6 +102,8 @@ def tune(
         added = _padded([score.added for score in scores])
         # The first candidate is budget(slots): both errors count by its own.
         cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
+        if capture.gradients:
+            cost = _padded([score.felt for score in scores])
         slots = _padded([torch.tensor([[c.slots for c in row]] * capture.kv_heads).double() for row in candidates])
         if max_error is None:
             choice = within_slots(cost, slots, asked)
@@ -108,8 +116,8 @@ def tune(
     best = choose([first] * capture.layers, scores)
     more = [_others(first, row, width) for row in best]
     both = [
-        Scores(torch.cat([a.relative, b.relative], 1), torch.cat([a.added, b.added], 1))
-        for a, b in zip(scores, table.score(more), strict=True)
+        Scores(*(torch.cat([getattr(one, name) for one in pair], 1) for name in NAMES))
+        for pair in zip(scores, table.score(more), strict=True)
     ]
     chosen = choose([first + others for others in more], both)
     layers = tuple(tuple(candidate.plan for candidate in row) for row in chosen)
@@ -168,7 +176,7 @@ class _Table:
                 scores = score_layer(self.capture, layer, candidates, seed=self.seed, done=step)
                 if path is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    tensor_files.write(path, KIND, {}, {"relative": scores.relative, "added": scores.added})
+                    tensor_files.write(path, KIND, {}, {name: getattr(scores, name) for name in NAMES})
             else:
                 self._step(len(candidates) * self.capture.batches, layer)
             found.append(scores)
@@ -196,7 +204,7 @@ def _read(path: Path, shape: tuple[int, int]) -> Scores | None:
     """The scores in a file, None where there is no such file or it is not whole."""
     try:
         _, tensors = tensor_files.read(path, KIND)
-        tensor_files.check(tensors, dict.fromkeys(("relative", "added"), Form(shape, torch.float64)))
+        tensor_files.check(tensors, dict.fromkeys(NAMES, Form(shape, torch.float64)))
     except (OSError, ValueError):
         return None
-    return Scores(tensors["relative"], tensors["added"])
+    return Scores(**{name: tensors[name] for name in NAMES})

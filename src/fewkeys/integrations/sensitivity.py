@@ -1,0 +1,101 @@
+"""What a model's answer feels of an error in the output of an attention head: gradients, for `fewkeys.tune`.
+
+One backward pass a batch tells it. Let s be a random number made of what the model says on the tokens that count,
+
+    a model that predicts tokens    s = sum_t log p_t(y_t)            y_t drawn from p_t, the softmax of its logits
+    any other                       s = sum_t (r_t . h_t) / |h_t|     r_t random signs, h_t its last hidden states
+
+and g = ds / do the gradient by the output o of a head at a query. An error e in that output then changes what the
+model says, to second order and on average over the random numbers, by
+
+    E (g . e)^2  =  2 sum_t KL(p_t || p_t changed)      or      sum_t |change of h_t|^2 / |h_t|^2
+
+The first is the Fisher information of the model's predictions along e; both are the Gauss-Newton form of their
+distance, estimated as by Hutchinson (1989), with one draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fewkeys.integrations.interface import attention_modules, is_causal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IGNORED = -100
+"""The label of a token that does not count, as losses of torch have it."""
+
+
+class Sensitivity:
+    """Collects the gradients of one batch after the other: `follow` every attention output, then `gradients`.
+
+    seed: of y and r. Memory: what training the model on a batch would take without an optimiser. The gradients of
+    parameters stay as they are.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._leaves: list[Tensor] = []
+
+    def follow(self, output: Tensor) -> Tensor:
+        """The same output, by which there will be a gradient."""
+        self._leaves.append(torch.zeros_like(output, requires_grad=True))
+        return output + self._leaves[-1]
+
+    def gradients(self, said: Any, counts: Tensor) -> list[Tensor]:
+        """The gradient ds / do of every output that was followed since the last call.
+
+        said: what the model returned; counts: bool (B, N), the tokens that count.
+        """
+        felt = self._felt(said, counts)
+        leaves, self._leaves = self._leaves, []
+        found = torch.autograd.grad(felt, leaves, allow_unused=True)
+        return [torch.zeros_like(leaf) if own is None else own for leaf, own in zip(leaves, found, strict=True)]
+
+    def _felt(self, said: Any, counts: Tensor) -> Tensor:
+        logits = said.get("logits")
+        if logits is not None:
+            log_p = logits.float().log_softmax(-1)[counts]
+            drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=self._generator)
+            likely: Tensor = log_p.gather(1, drawn.to(log_p.device)).sum()
+            return likely
+        hidden = said["last_hidden_state"].float()[counts]
+        signs = torch.randint(0, 2, hidden.shape, generator=self._generator).to(hidden) * 2 - 1
+        size = torch.linalg.vector_norm(hidden.detach(), dim=-1).clamp_min(1e-30)
+        turned: Tensor = ((hidden * signs).sum(-1) / size).sum()
+        return turned
+
+
+def speaker(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that says something: all of it where it predicts tokens, else its base."""
+    predicts = model.get_output_embeddings() is not None
+    return model if predicts else model.base_model
+
+
+def counted(model: PreTrainedModel, batch: Mapping[str, Any], said: Any, part: str | None) -> Tensor:
+    """Which tokens (B, N) count: real ones, and of those, where the batch has `labels`, those with one.
+
+    The label of a token is predicted by the token before it, but by its own place in encoders and encoder-decoders.
+    """
+    logits = said.get("logits")
+    shape = tuple((said["last_hidden_state"] if logits is None else logits).shape[:2])
+    whole = model.config.is_encoder_decoder and part != "encoder"
+    mask = batch.get("decoder_attention_mask" if whole else "attention_mask")
+    found = torch.ones(shape, dtype=torch.bool) if mask is None or mask.shape != shape else mask.bool().cpu()
+    labels = batch["labels"]
+    if labels is None:
+        return found
+    if not isinstance(labels, Tensor) or tuple(labels.shape) != shape or labels.is_floating_point():
+        came = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {came}")
+    own = labels.cpu() != IGNORED
+    if not whole and any(is_causal(module) for module in attention_modules(model)):
+        own = torch.cat([own[:, 1:], torch.zeros_like(own[:, :1])], 1)
+    if not bool((found & own).any()):
+        raise ValueError(f"labels: expected some that are not {IGNORED}, got none; label what counts")
+    return found & own

@@ -1,0 +1,121 @@
+"""Captured gradients are those of what the model says, and tuning by them spends slots where the model feels errors."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import fewkeys as fk
+from captures import captured
+from fewkeys.captures.capture import Capture
+from fewkeys.integrations.interface import attach, exact
+from fewkeys.integrations.sensitivity import Sensitivity
+from fewkeys.integrations.transformers import capture
+from fewkeys.tuning.candidates import Candidate
+from fewkeys.tuning.score import score_layer
+from tiny_models import MODELS, padded, tokens
+
+SMALL = 1e-3
+
+
+def said_with(model, batch, counts, layer, change):
+    """What the model says, as a number, where `change` is added to the output of one layer."""
+
+    def answer(place, module, inputs):
+        found = exact(module, inputs)
+        return found + change if place == layer else found
+
+    attachment = attach(model, answer)
+    try:
+        with torch.no_grad():
+            return float(Sensitivity(0)._felt(model(**batch), counts).double())
+    finally:
+        attachment.detach()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("labelled", [False, True])
+def test_gradients_are_what_finite_differences_say(name, labelled):
+    model, batch = MODELS[name](), padded("right", lengths=(7, 11, 3))
+    counts = batch["attention_mask"].bool()
+    given = dict(batch)
+    if labelled:
+        labels = torch.where(tokens(3, 11, seed=8) % 2 == 0, 5, -100)
+        given["labels"] = labels
+        own = labels != -100
+        if name != "bert":  # the token before predicts it
+            own = torch.cat([own[:, 1:], torch.zeros(3, 1, dtype=torch.bool)], 1)
+        counts = counts & own
+    taken = capture(model, [given], gradients=True)
+    assert taken.gradients
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+    for layer in range(3):
+        (call,) = taken.calls(layer)
+        assert call.gradient.shape == call.query.shape
+        draw = torch.Generator().manual_seed(layer)
+        change = torch.randn(call.gradient.shape, generator=draw) * counts.sum() ** -0.5
+        up, down = (said_with(model, batch, counts, layer, sign * SMALL * change) for sign in (1, -1))
+        expected = float((call.gradient * change).sum())
+        assert (up - down) / (2 * SMALL) == pytest.approx(expected, rel=0.02, abs=0.02)
+
+
+def test_a_capture_with_gradients_is_the_capture_without_and_can_be_opened_again(tmp_path):
+    model = MODELS["llama"]()
+    plain, more = capture(model, [tokens()]), capture(model, [tokens()], tmp_path / "taken", gradients=True)
+    opened = Capture.load(tmp_path / "taken")
+    again = capture(model, [tokens()], gradients=True)
+    for layer in range(3):
+        (one,), (two,), (three,), (four,) = (found.calls(layer) for found in (plain, more, opened, again))
+        assert one.gradient is None
+        assert torch.equal(one.query, two.query)
+        assert torch.equal(one.value, three.value)
+        assert torch.equal(two.gradient, three.gradient)
+        assert torch.equal(two.gradient, four.gradient)
+    rows = next(iter(more.part(1, 3).calls(0)))
+    assert torch.equal(rows.gradient, next(iter(more.calls(0))).gradient[1:3])
+    (tmp_path / "taken" / "gradient001-batch00000.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="capture again"):
+        list(Capture.load(tmp_path / "taken").calls(1))
+
+
+def test_labels_that_say_nothing_are_refused():
+    model, ids = MODELS["llama"](), tokens()
+    for labels in (torch.full_like(ids, -100), ids[:, :5], ids.float(), [1, 2]):
+        with pytest.raises(ValueError, match="labels: expected"):
+            capture(model, [{"input_ids": ids, "labels": labels}], gradients=True)
+
+
+@pytest.mark.parametrize(("causal", "length", "slots"), [(False, 60, 12), (True, 400, 100)])
+def test_slots_go_where_the_model_feels_errors(causal, length, slots):
+    """Of two key heads with inputs alike, the one whose gradients are larger gets more slots."""
+    for loud in (0, 1):
+        size = torch.full((4, 1, 1), 0.01)
+        size[2 * loud : 2 * loud + 2] = 1.0
+        taken = captured(batches=1, size=1, length=length, causal=causal, gradients=size)
+        plan = fk.tune(taken, slots)
+        assert plan.record["slots"] <= slots
+        call = next(taken.calls(0))
+        for layer in plan:
+            paid = [
+                own.slots(own.keep.graph(call.query, call.key, call.value, is_causal=causal).slots(), 8, 8)
+                if own.keep
+                else length
+                for own in layer
+            ]
+            assert paid[loud] > 1.5 * paid[1 - loud]
+
+
+def test_scores_by_gradients_are_those_by_definition():
+    size = torch.linspace(0.5, 2, 4).view(4, 1, 1)
+    taken = captured(lengths=[40, 17, 1], gradients=size)
+    plan = fk.Plan(fk.KeyNorm(3) | fk.Window(5))
+    found = score_layer(taken, 1, [Candidate(plan, 8)], seed=0, done=lambda: None)
+    total, count = 0, 0
+    for call in taken.calls(1):
+        few, whole = (
+            fk.attention(call.query, call.key, call.value, plan=own, scale=call.scale, key_mask=call.key_mask)
+            for own in (plan, fk.Plan())
+        )
+        felt = ((few - whole) * call.gradient).sum(-1).square() * call.key_mask[:, None]
+        total, count = total + felt.double().sum((0, 2)), count + int(call.key_mask.sum())
+    torch.testing.assert_close(found.felt[:, 0], (total / count).view(2, 2).mean(1), rtol=1e-3, atol=1e-7)
