@@ -5,8 +5,10 @@ Every method is asked for a number of slots; what it pays, kept keys and everyth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from experiments.trees.rivals import Chosen, Evicting, Multipole, Quest
 import fewkeys as fk
 from fewkeys.integrations.interface import attach
 
-EXACT, OURS = "exact", "fewkeys"
+EXACT, OURS, TUNED = "exact", "fewkeys", "fewkeys, tuned"
+TUNED_PLANS = Path(__file__).parent / "results"
+"""Where `tuned.py` has left its plans, as tuned-SLOTS."""
 SINKS = 4
-PLANS: dict[str, Callable[[int], fk.Plan]] = {
+PLANS: dict[str, Callable[[int], fk.Plan | fk.ModelPlan]] = {
     OURS: lambda slots: fk.budget(slots, is_causal=True),
+    TUNED: lambda slots: fk.ModelPlan.from_pretrained(TUNED_PLANS / f"tuned-{slots}"),
     "constant memory": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
 }
@@ -61,8 +66,12 @@ def replaced(model: Any, method: str, slots: int, tokens: int, first: int) -> It
             detach()
 
 
-def _paid(plan: fk.Plan, config: Any, tokens: int, first: int) -> float:
-    """What queries `first` .. `tokens - 1` pay, by one layer of any data."""
+def _paid(plan: fk.Plan | fk.ModelPlan, config: Any, tokens: int, first: int) -> float:
+    """What queries `first` .. `tokens - 1` pay on average, by any data."""
+    if isinstance(plan, fk.ModelPlan):
+        counts = Counter(own for layer in plan for own in layer)
+        total = sum(count * _paid(own, config, tokens, first) for own, count in counts.items())
+        return total / counts.total()
     if plan.keep is None:
         raise ValueError("plan: expected one that keeps some keys, got exact attention")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -140,7 +140,8 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     found = splits(slots, is_causal=is_causal, keys=keys, width=64)
     assert found[0].plan == fk.budget(slots, is_causal=is_causal)
     assert len(set(found)) == len(found)
-    assert (found[-1].plan, found[-1].slots) == (Plan(), keys)
+    whole = fk.budget(keys, is_causal=True) if is_causal else Plan()
+    assert (found[-1].plan, found[-1].slots) == (whole, keys)
     assert max(candidate.slots for candidate in found[:-1]) < keys  # who pays for every key may have every key
     near = [other for candidate in found[1:20:5] for other in variants(candidate, width=64)]
     for candidate in [*found[:-1:7], *near[::3]]:
@@ -276,3 +277,13 @@ def test_refusals():
         fk.tune(taken, 0)
     with pytest.raises(ValueError, match="max_error: expected"):
         fk.tune(taken, max_error=0.0)
+    with pytest.raises(ValueError, match="memory: expected 'all' without is_causal=True, got 'constant'"):
+        fk.tune(taken, 8, memory="constant")
+
+
+@pytest.mark.parametrize("memory", ["all", "constant"])
+def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
+    found = splits(128, is_causal=True, keys=2000, width=64, memory=memory)
+    assert found[0].plan == fk.budget(128, is_causal=True, memory=memory)
+    trees = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.TreeMeans)}
+    assert trees == ({64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())

@@ -55,7 +55,7 @@ def splits(
     cohorts of queries. Causal: trees, and windows with and without sinks; in constant memory, recent blocks and running
     means, with and without sinks; and sinks, leverage (centred) and window.
     """
-    found = [Candidate(budget(slots, is_causal=is_causal, memory=memory if is_causal else "all"), slots)]
+    found = [Candidate(budget(slots, is_causal=is_causal, memory=memory), slots)]
     for level in SEARCHED if is_causal and memory == "all" else LEVELS:
         size = max(2, round(slots * level))
         if size >= keys:
@@ -65,7 +65,9 @@ def splits(
         else:
             shares = [*product(COHORT_HEAVY, (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
             found += [near for own in shares if (near := _split(size, width, *own)) is not None]
-    found.append(Candidate(Plan(), keys))
+    # A tree of so many slots keeps every key, too, and a cache of it goes on beyond them.
+    whole = budget(keys, is_causal=True) if is_causal and memory == "all" and keys >= LEAST else Plan()
+    found.append(Candidate(whole, keys))
     return list(dict.fromkeys(found))
 
 
