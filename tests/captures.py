@@ -17,6 +17,7 @@ def captured(
     lengths=None,
     seed=0,
     directory=None,
+    bias=None,
 ):
     """Random attention with some structure: a common offset, a few loud keys."""
     draw = torch.Generator().manual_seed(seed)
@@ -28,7 +29,7 @@ def captured(
             key[:, :, ::9] *= 2.0
             value = torch.randn(size, kv_heads, length, dim, generator=draw)
             mask = None if lengths is None else torch.arange(length) < torch.tensor(lengths)[:, None]
-            writer.write(AttentionInputs(query, key, value, dim**-0.5, causal, mask))
+            writer.write(AttentionInputs(query, key, value, dim**-0.5, causal, mask, distance_bias=bias))
         writer.end_batch()
     return writer.finish()
 

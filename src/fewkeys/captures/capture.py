@@ -42,9 +42,11 @@ class AttentionInputs:
     for the real keys, None when all are; `query_mask` bool (B, Nq) likewise where the queries are other tokens than
     the keys. `query_offset` is the position of query 0 among the keys (causal calls).
 
+    `distance_bias` (Hq, 2 R + 1), where the model adds one to its scores: as `fewkeys.attention` has it.
+
     What the model asks beyond that, if anything, and no capture holds: `window`: a query sees no more than what
     `Window(window)` keeps; `softcap`: scores become weights by `Softcap(softcap)`; `sink` (Hq,): one more score for
-    every query of a head, whose value is zero; `distance_bias` (Hq, 2 R + 1): as `fewkeys.attention` has it.
+    every query of a head, whose value is zero.
     """
 
     query: Tensor
@@ -126,7 +128,8 @@ class Capture:
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
             masks = tensors.get("key_mask"), tensors.get("query_mask")
-            call = AttentionInputs(query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1])
+            given = query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1]
+            call = AttentionInputs(*given, distance_bias=tensors.get("distance_bias"))
             yield call if self._part is None else call.rows(own)
 
     def _read(self, name: str) -> dict[str, Tensor]:
@@ -149,8 +152,9 @@ class Capture:
             "value": Form((batch, self.kv_heads, keys, self.value_dim), _DTYPES[self.dtype]),
             "key_mask": Form((batch, keys), torch.bool),
             "query_mask": Form((batch, queries), torch.bool),
+            "distance_bias": Form((self.query_heads, None), _table_dtype(_DTYPES[self.dtype])),
         }
-        optional = {"key_mask", "query_mask"} - tensors.keys()
+        optional = {"key_mask", "query_mask", "distance_bias"} - tensors.keys()
         try:
             check(tensors, {name: form for name, form in forms.items() if name not in optional})
             if self.is_causal and queries > keys:
@@ -158,6 +162,11 @@ class Capture:
         except ValueError as error:
             raise ValueError(f"capture: {self.directory / name} is damaged ({error}); capture again") from None
         self._sound.add(name)
+
+    @property
+    def biased(self) -> bool:
+        """Whether the model adds a bias of distances to its scores. Reads the calls of one layer."""
+        return any(call.distance_bias is not None for call in self.calls(0))
 
     def part(self, start: int, stop: int) -> Capture:
         """The capture of sequences start .. stop - 1 alone, in the same files: to hold some out."""
@@ -269,6 +278,8 @@ class CaptureWriter:
         tensors = {"query": query, "key": key, "value": value}
         masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
         tensors |= {name: mask for name, mask in masks.items() if mask is not None}
+        if inputs.distance_bias is not None:
+            tensors["distance_bias"] = inputs.distance_bias.to(_table_dtype(query.dtype))
         path = self.directory / _file_name(self._layer, self._batches)
         self._written.append(path)
         self._save(path, tensors)
@@ -374,6 +385,11 @@ class _Record:
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
+
+def _table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of biases: working precision, whatever the queries have."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _file_name(layer: int, batch: int) -> str:

@@ -40,14 +40,14 @@ class Candidate:
         return self.plan.rest.clusters
 
 
-def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candidate]:
+def splits(slots: int, *, is_causal: bool, keys: int, width: int, cohorts: bool = True) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
     Not causal: outliers, window, rank of the first-order term and cluster means; without a window, all but the term for
-    cohorts of queries. Causal: recent blocks and running
-    means, with and without sinks; and sinks, leverage (centred) and window.
+    cohorts of queries, unless `cohorts` says no. Causal: recent blocks and running means, with and without sinks; and
+    sinks, leverage (centred) and window.
     """
     found = [Candidate(budget(slots, is_causal=is_causal), slots)]
     for level in LEVELS:
@@ -57,7 +57,7 @@ def splits(slots: int, *, is_causal: bool, keys: int, width: int) -> list[Candid
         if is_causal:
             found += _causal_splits(size)
         else:
-            shares = [*product(COHORT_HEAVY, (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
+            shares = [*product(COHORT_HEAVY if cohorts else (), (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
             found += [near for own in shares if (near := _split(size, width, *own)) is not None]
     found.append(Candidate(Plan(), keys))
     return list(dict.fromkeys(found))
