@@ -2,7 +2,8 @@
 
 import torch
 
-from fewkeys.captures.capture import AttentionInputs, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.captures.writer import CaptureWriter
 
 
 def captured(
@@ -18,6 +19,7 @@ def captured(
     seed=0,
     directory=None,
     gradients=None,
+    bias=None,
 ):
     """Random attention with some structure: a common offset, a few loud keys. gradients: how large they are."""
     draw = torch.Generator().manual_seed(seed)
@@ -29,7 +31,7 @@ def captured(
             key[:, :, ::9] *= 2.0
             value = torch.randn(size, kv_heads, length, dim, generator=draw)
             mask = None if lengths is None else torch.arange(length) < torch.tensor(lengths)[:, None]
-            writer.write(AttentionInputs(query, key, value, dim**-0.5, causal, mask))
+            writer.write(AttentionInputs(query, key, value, dim**-0.5, causal, mask, distance_bias=bias))
         if gradients is not None:
             writer.write_gradients(
                 [torch.randn(size, heads, length, dim, generator=draw) * gradients for _ in range(layers)]

@@ -3,7 +3,8 @@
 import torch
 
 import fewkeys as fk
-from fewkeys.captures.capture import AttentionInputs, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.captures.writer import CaptureWriter
 from fewkeys.select import Edges, Joined
 
 GROUPINGS = {

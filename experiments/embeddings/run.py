@@ -73,9 +73,10 @@ def ways(model: Any) -> dict[tuple[str, int], Callable[[], AbstractContextManage
     found[("random", 64)] = planned(fk.Plan(fk.RandomKeys(64)))
     found[("norm", 64)] = planned(fk.Plan(fk.KeyNorm(64)))
     found[("top", 64)] = lambda: Top(model, 64)
-    for slots in (32, 128, 256, 192):
+    found[("budget", 32)] = planned(fk.budget(32).always())
+    for slots in (128, 192, 256, 384):
         found[("budget", slots)] = planned(fk.budget(slots).always())
-    found[("cohorts", 128)] = planned(fk.budget(128, cohorts=32).always())
+        found[("cohorts", slots)] = planned(fk.budget(slots, cohorts=32).always())
     return found
 
 

@@ -33,8 +33,6 @@ def answer(
     inputs = check_inputs(query, key, value, **options)
     if max_error is None:
         return run(inputs, plan)
-    if inputs.bias is not None:
-        raise ValueError("max_error: expected None with distance_bias, got a limit; judge the plan beforehand")
     guard = max_error if isinstance(max_error, Guard) else Guard(max_error)
     guard.count_call()
     return run(inputs, plan, guard)

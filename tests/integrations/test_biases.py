@@ -5,6 +5,7 @@ attention only as long as they are told to.
 import copy
 import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,8 +30,12 @@ from transformers import (
 )
 
 import fewkeys as fk
+from captures import captured
+from fewkeys.bench.long_inputs import captured_inputs
 from fewkeys.integrations.families import Restated
 from fewkeys.integrations.terms import distance_bias, with_key_bias
+from fewkeys.judge.exact import blocks, exact
+from fewkeys.tuning.score import digest
 from tiny_models import SIZES, close, far, padded, run, tokens
 
 EXACT, WINDOW = fk.Plan(), fk.Plan(fk.Window(99))
@@ -153,6 +158,64 @@ def test_alibi_is_captured_and_compared_like_any_other(name):
     assert report.rows[0].error > 0.05 > 1e-4 > report.rows[1].error
 
 
+@pytest.mark.parametrize("name", BUCKETS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_captures_hold_the_bias(name, side, tmp_path):
+    """What is judged is what the model's own output projection reads."""
+    model, inputs, read = seeded(BUCKETS[name]), padded(side), []
+    inputs.pop("position_ids")
+    own = [module for path, module in model.named_modules() if path.endswith(".o")]
+    hooks = [module.register_forward_pre_hook(lambda _, given: read.append(given[0])) for module in own]
+    fk.capture(model, [inputs], tmp_path / "taken")
+    for hook in hooks:
+        hook.remove()
+    taken, real = fk.Capture.load(tmp_path / "taken"), inputs["attention_mask"].bool()
+    for layer in range(2):
+        assert torch.equal(taken.projection(layer).flatten(1), own[layer].weight)
+        for row, block in enumerate(blocks(next(taken.calls(layer)))):
+            truth = exact(block, 0.05).output[0].transpose(0, 1).flatten(1)
+            torch.testing.assert_close(truth, read[layer][row][real[row]], rtol=1e-4, atol=1e-5)
+    few = fk.Plan(fk.Window(3), fk.ClusterMeans(2))
+    report = fk.compare(taken, {"few": few, "exact": EXACT}, model=model, batches=[inputs])
+    assert report.rows[0].error > 0.05 > 1e-4 > report.rows[1].error
+    # A check of every query is the error itself.
+    assert fk.spot_check(model, [inputs], few, queries=99).error == pytest.approx(report.rows[0].error, rel=1e-3)
+
+
+def test_a_plan_is_tuned_with_the_bias(monkeypatch):
+    """For heads that look around, ahead, back and everywhere."""
+    far = torch.arange(-20, 21).double()
+    table = torch.stack([-far.abs(), -(far - 6).abs(), -(far + 6).abs(), 0 * far]).float()
+    taken = captured(layers=1, batches=1, size=1, length=48, bias=table)
+    plan = fk.tune(taken, 12)
+    assert not any(part.cohort_lists > 1 for own in plan[0] for part in own.parts)
+    found = fk.compare(taken, {"tuned": plan, "budget": fk.budget(12)}).rows
+    assert found[0].error == pytest.approx(plan.record["error"], rel=1e-3)
+    assert found[0].error < found[1].error
+    monkeypatch.setattr("fewkeys.judge.exact.BLOCK", 1)  # a key head at a time
+    assert fk.compare(taken, {"tuned": plan}).rows[0].error == pytest.approx(found[0].error, rel=1e-4)
+    other = captured(layers=1, batches=1, size=1, length=48, bias=-table)
+    assert digest(other, 0) != digest(taken, 0)
+
+
+def test_where_a_bias_is_refused():
+    bias = torch.randn(4, 9)
+    taken, causal = (captured(layers=1, batches=1, size=1, causal=own, bias=bias) for own in (False, True))
+    with pytest.raises(ValueError, match=r"^capture: expected attention that is not causal"):
+        fk.tune(causal, 8)
+    with pytest.raises(ValueError, match=r"^capture: .* which no predicted graph knows; use fewkeys\.tune"):
+        fk.Sparsefinder.fit(taken)
+    with pytest.raises(ValueError, match=r"^capture: .* which no longer text than its own is known to have"):
+        captured_inputs(taken, dtype=torch.float32, device=torch.device("cpu"))
+    report = fk.compare(taken, {"cohorts": fk.budget(16, cohorts=4), "few": fk.budget(16)})
+    assert [skipped.name for skipped in report.skipped] == ["cohorts"]
+    torn = torch.ones(3, 40, dtype=torch.bool)
+    torn[:, 20] = False
+    call = replace(next(taken.calls(0)), key_mask=torn[:1])
+    with pytest.raises(ValueError, match=r"^key_mask: expected real keys side by side"):
+        next(blocks(call))
+
+
 def test_local_layers_of_gpt_neo_keep_their_window():
     sizes = {"vocab_size": 60, "hidden_size": 32, "num_heads": 4, "num_layers": 2}
     kinds = {"attention_types": [[["global", "local"], 1]], "window_size": 4}
@@ -226,8 +289,6 @@ def test_tables_end_where_the_bias_is_constant():
 
 
 def test_what_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="a bias for every distance, which is judged by no capture"):
-        fk.capture(seeded(ALL["mpnet"]), [tokens()])
     deberta = DebertaV2Model(DebertaV2Config(**SMALL, relative_attention=True, pos_att_type=["c2p", "p2c"]))
     with pytest.raises(ValueError, match="its scores depend on contents and distances together"):
         fk.apply(deberta, FEW)

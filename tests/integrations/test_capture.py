@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers import Gemma2Config, Gemma2Model, T5Config, T5Model
 
 import fewkeys as fk
-from fewkeys.captures.capture import AttentionInputs, Capture, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.captures.writer import CaptureWriter
 from fewkeys.integrations.transformers import apply, capture
 from tiny_models import AFTER_ATTENTION, GROUPED, MODELS, after_attention, bert, gpt2, llama, padded, tokens
 

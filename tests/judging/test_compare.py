@@ -7,7 +7,8 @@ import torch
 
 import fewkeys as fk
 from captures import captured, dense
-from fewkeys.captures.capture import AttentionInputs, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.captures.writer import CaptureWriter
 from fewkeys.integrations.compare import compare
 from fewkeys.judge import exact as exact_module
 from fewkeys.judge import layer as module

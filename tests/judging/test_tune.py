@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from captures import captured, dense
-from fewkeys.captures.capture import AttentionInputs, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.captures.writer import CaptureWriter
 from fewkeys.integrations.compare import compare
 from fewkeys.integrations.transformers import capture
 from fewkeys.plan import Plan

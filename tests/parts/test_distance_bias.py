@@ -78,6 +78,28 @@ def test_a_stand_in_has_the_mean_of_the_exponential(window, impl):
     torch.testing.assert_close(few, exact, rtol=1e-4, atol=1e-5)  # clusters' statistics are in float32
 
 
+def test_oracles_know_it():
+    query, key, value, options = problem()
+    options["key_mask"] = None
+    scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5 + spread(options["distance_bias"], 0, 150, 150)
+    least = scores.topk(5, -1).values[..., -1:]
+    want = scores.masked_fill(scores < least, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(fk.attention(query, key, value, keep=fk.TopK(5), **options), want)
+
+
+def test_heads_above_max_error_are_exact():
+    query, key, value, options = problem()
+    plan = FEW["window + means"]
+    few, exact = (fk.attention(query, key, value, plan=own, **options) for own in (plan, EXACT))
+    relative = (few - exact).norm(dim=-1) / exact.norm(dim=-1)
+    error = torch.stack([relative[0, :, :141].mean(-1), relative[1].mean(-1)])
+    limit = float(error.flatten().sort().values[3:5].mean())
+    guard = fk.Guard(limit, queries=140)
+    found = fk.attention(query, key, value, plan=plan, max_error=guard, **options)
+    torch.testing.assert_close(found, torch.where((error > limit)[..., None, None], exact, few))
+    assert guard.fallbacks.fallbacks == 4
+
+
 def test_one_number_for_all_distances_changes_nothing():
     query, key, value, options = problem()
     even = options | {"distance_bias": torch.full((4, 5), -70.0)}
@@ -121,8 +143,6 @@ def test_refusals():
             fk.attention(query, key, value, distance_bias=table)
     with pytest.raises(ValueError, match=r"^distance_bias: expected finite"):
         fk.attention(query, key, value, distance_bias=torch.full((4, 5), torch.inf))
-    with pytest.raises(ValueError, match=r"^max_error: expected None with distance_bias"):
-        fk.attention(query, key, value, plan=FEW["window"], max_error=0.1, **options)
     with pytest.raises(ValueError, match=r"^impl='native': expected no distance_bias"):
         fk.attention(query, key, value, plan=FEW["window"], impl="native", **options)
     blocks = fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(4))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from captures import captured
-from fewkeys.captures.capture import AttentionInputs, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs
+from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.learned import file_name
 from fewkeys.judge.graphs import score_graphs
 from fewkeys.predict import train

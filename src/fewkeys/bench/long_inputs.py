@@ -26,6 +26,11 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.devic
     Keys and values as the model makes them, in a context longer than the model has seen. Asking for more tokens or key
     heads than the capture holds raises `ValueError`.
     """
+    if capture.biased:
+        raise ValueError(
+            "capture: expected scores of queries and keys alone, got a model that adds a bias of distances, which no "
+            "longer text than its own is known to have; use another model, or random inputs"
+        )
     layer = capture.layers // 2
     gqa_ratio = capture.query_heads // capture.kv_heads
 

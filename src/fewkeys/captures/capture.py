@@ -2,31 +2,24 @@
 
 A capture is a folder with one safetensors file per layer and batch, one with the output projections, and one
 `capture.json` that describes them; where gradients are kept, one file more per layer and batch.
-`CaptureWriter` holds one attention call at a time and writes `capture.json` last, by rename, so a folder without it is
-not a capture however many tensor files it has. `Capture` maps the files back into memory when they are asked for.
+`fewkeys.captures.writer` writes it. `Capture` maps the files back into memory when they are asked for.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fewkeys.core.files import read_json, write_json
+from fewkeys.core.files import read_json
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.records import build
-from fewkeys.core.tensor_files import Form, check, fingerprint, mapped, plain
+from fewkeys.core.tensor_files import Form, check, fingerprint, mapped
 from fewkeys.core.validation import FLOATS, Options, check_count, check_inputs
 
 FORMAT_VERSION = 2
@@ -42,11 +35,12 @@ class AttentionInputs:
     for the real keys, None when all are; `query_mask` bool (B, Nq) likewise where the queries are other tokens than
     the keys. `query_offset` is the position of query 0 among the keys (causal calls).
 
-    `gradient` (B, Hq, Nq, Dv), where a capture keeps it: by the output, as `fewkeys.integrations.sensitivity` has it.
+    `distance_bias` (Hq, 2 R + 1), where the model adds one to its scores: as `fewkeys.attention` has it.
+    `gradient` (B, Hq, Nq, Dv), where a capture keeps it: by the output (`fewkeys.integrations.sensitivity`).
 
     What the model asks beyond that, if anything, and no capture holds: `window`: a query sees no more than what
     `Window(window)` keeps; `softcap`: scores become weights by `Softcap(softcap)`; `sink` (Hq,): one more score for
-    every query of a head, whose value is zero; `distance_bias` (Hq, 2 R + 1): as `fewkeys.attention` has it.
+    every query of a head, whose value is zero.
     """
 
     query: Tensor
@@ -83,8 +77,8 @@ class AttentionInputs:
 class Capture:
     """Queries, keys and values of every attention layer of a model on some batches, memory-mapped from `directory`.
 
-    `sequences` counts over all `batches`; `scales` has one softmax scale per layer. Made by `CaptureWriter.finish`
-    or `Capture.load`. A capture in a temporary directory removes it when the object goes.
+    `sequences` counts over all `batches`; `scales` has one softmax scale per layer. Made by
+    `CaptureWriter.finish` or `Capture.load`. A capture in a temporary directory removes it when the object goes.
     """
 
     directory: Path
@@ -122,7 +116,7 @@ class Capture:
     def _calls(self, layer: int) -> Iterator[AttentionInputs]:
         every = [(batch, slice(None)) for batch in range(self.batches)]
         for batch, own in every if self._part is None else self._part:
-            name = _file_name(layer, batch)
+            name = file_name(layer, batch)
             tensors = self._read(name)
             if name not in self._sound:
                 self._check(name, tensors)
@@ -131,11 +125,11 @@ class Capture:
             masks = tensors.get("key_mask"), tensors.get("query_mask")
             gradient = self._gradient(layer, batch, query) if self.gradients else None
             given = query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1]
-            call = AttentionInputs(*given, gradient=gradient)
+            call = AttentionInputs(*given, distance_bias=tensors.get("distance_bias"), gradient=gradient)
             yield call if self._part is None else call.rows(own)
 
     def _gradient(self, layer: int, batch: int, query: Tensor) -> Tensor:
-        name = _gradient_name(layer, batch)
+        name = gradient_name(layer, batch)
         tensors = self._read(name)
         if name not in self._sound:
             form = Form((*query.shape[:3], self.value_dim), _DTYPES[self.dtype])
@@ -162,8 +156,9 @@ class Capture:
             "value": Form((batch, self.kv_heads, keys, self.value_dim), _DTYPES[self.dtype]),
             "key_mask": Form((batch, keys), torch.bool),
             "query_mask": Form((batch, queries), torch.bool),
+            "distance_bias": Form((self.query_heads, None), table_dtype(_DTYPES[self.dtype])),
         }
-        optional = {"key_mask", "query_mask"} - tensors.keys()
+        optional = {"key_mask", "query_mask", "distance_bias"} - tensors.keys()
         self._fits(name, tensors, {name: form for name, form in forms.items() if name not in optional})
         if self.is_causal and queries > keys:
             self._sound.discard(name)
@@ -178,6 +173,11 @@ class Capture:
         except ValueError as error:
             raise ValueError(f"capture: {self.directory / name} is damaged ({error}); capture again") from None
         self._sound.add(name)
+
+    @property
+    def biased(self) -> bool:
+        """Whether the model adds a bias of distances to its scores. Reads the calls of one layer."""
+        return any(call.distance_bias is not None for call in self.calls(0))
 
     def part(self, start: int, stop: int) -> Capture:
         """The capture of sequences start .. stop - 1 alone, in the same files: to hold some out."""
@@ -222,7 +222,7 @@ class Capture:
         folder = Path(directory)
         index = folder / INDEX
         if not index.is_file():
-            raise ValueError(f"directory: expected a capture with {INDEX}, {_what_is_in(folder)}")
+            raise ValueError(f"directory: expected a capture with {INDEX}, {what_is_in(folder)}")
         data = read_json(folder, INDEX)
         version = data.get("format_version") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
@@ -230,7 +230,7 @@ class Capture:
                 f"directory: {index} has format version {version!r}, this package reads {FORMAT_VERSION}; capture again"
             )
         try:
-            record = build(_Record, data)
+            record = build(Record, data)
         except ValueError as error:
             raise ValueError(f"directory: {index} is damaged ({error}); capture again") from None
         for name in record.files:
@@ -239,133 +239,8 @@ class Capture:
         return record.capture(folder)
 
 
-class CaptureWriter:
-    """Writes a capture call by call: `write` for each layer in order, `end_batch` after each batch, then `finish`.
-
-    directory: created if absent; it must be empty. None: a temporary one that goes with the finished `Capture`.
-    `abort` removes what was written. Memory: one attention call.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str] | None, model_name: str) -> None:
-        self._temporary = directory is None
-        self._model_name = model_name
-        self._written: list[Path] = []
-        self._files: dict[str, str] = {}
-        self._shape: dict[str, Any] = {}
-        self._scales: list[float] = []
-        self._layer = self._batches = self._sequences = self._tokens = 0
-        if directory is None:
-            self._created, self.directory = True, Path(tempfile.mkdtemp(prefix="fewkeys-capture-"))
-            return
-        self.directory = Path(directory)
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
-        if self.directory.is_dir() and any(self.directory.iterdir()):
-            raise ValueError(f"directory: expected a new or empty folder, {_what_is_in(self.directory)}")
-        self._created = not self.directory.exists()
-        self.directory.mkdir(parents=True, exist_ok=True)
-
-    def write(self, inputs: AttentionInputs) -> None:
-        """Write the call of the next layer of the current batch."""
-        query, key, value = inputs.query, inputs.key, inputs.value
-        shape = {
-            "query_heads": query.shape[1],
-            "kv_heads": key.shape[1],
-            "head_dim": query.shape[3],
-            "value_dim": value.shape[3],
-            "is_causal": inputs.is_causal,
-            "dtype": str(query.dtype).removeprefix("torch."),
-        }
-        if shape != self._shape and self._shape:
-            raise ValueError(
-                f"model: expected attention layers of one shape, got {self._shape} first and {shape} in layer "
-                f"{self._layer}; such a model cannot be captured yet"
-            )
-        self._shape = shape
-        if self._batches == 0:
-            self._scales.append(float(inputs.scale))
-        elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
-            raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
-        tensors = {"query": query, "key": key, "value": value}
-        masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
-        tensors |= {name: mask for name, mask in masks.items() if mask is not None}
-        path = self.directory / _file_name(self._layer, self._batches)
-        self._written.append(path)
-        self._save(path, tensors)
-        if self._layer == 0:
-            self._sequences += query.shape[0]
-            real = inputs.key_mask
-            self._tokens += int(real.sum()) if real is not None else query.shape[0] * query.shape[2]
-        self._layer += 1
-
-    def write_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch, in their order."""
-        for layer, gradient in enumerate(gradients):
-            path = self.directory / _gradient_name(layer, self._batches)
-            self._written.append(path)
-            self._save(path, {"gradient": gradient})
-
-    def end_batch(self) -> None:
-        """Close the current batch; every batch must have called the same layers."""
-        if self._layer == 0 or self._layer != len(self._scales):
-            raise ValueError(
-                f"model: expected {len(self._scales) or 'some'} attention calls in each batch, got {self._layer}; "
-                "is its attention replaced or skipped?"
-            )
-        self._layer = 0
-        self._batches += 1
-
-    def write_projections(self, weights: Mapping[int, Tensor]) -> None:
-        """Write the output projections (out, Hq Dv) of the layers where they are known."""
-        path = self.directory / PROJECTIONS
-        self._written.append(path)
-        self._save(path, {str(layer): weight for layer, weight in weights.items()})
-
-    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        held = plain(tensors)
-        self._files[path.name] = fingerprint(path.name, held)
-        save_file(held, path)
-
-    def finish(self, weights: Sequence[float] = ()) -> Capture:
-        """Write `capture.json` and return the capture. `weights`: of the capture."""
-        if self._batches == 0 or self._layer:
-            raise ValueError("batches: expected at least one whole batch, got none")
-        record = _Record(
-            format_version=FORMAT_VERSION,
-            model_name=self._model_name,
-            layers=len(self._scales),
-            **self._shape,
-            scales=tuple(self._scales),
-            batches=self._batches,
-            sequences=self._sequences,
-            tokens=self._tokens,
-            weights=tuple(weights),
-            gradients=_gradient_name(0, 0) in self._files,
-            files=self._files,
-        )
-        self._written.append(self.directory / INDEX)
-        write_json(self.directory, INDEX, asdict(record))
-        guard = _Removal(self.directory) if self._temporary else None
-        return replace(record.capture(self.directory), _guard=guard)
-
-    def abort(self) -> None:
-        """Remove every file this writer wrote, and the folder if it made it."""
-        for path in self._written:
-            path.unlink(missing_ok=True)
-        if self._created:
-            with suppress(OSError):  # somebody put something else there: leave it
-                self.directory.rmdir()
-
-
-class _Removal:
-    """Removes a folder when this object goes, at the latest at exit."""
-
-    def __init__(self, directory: Path) -> None:
-        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-
-
 @dataclass(frozen=True)
-class _Record:
+class Record:
     """What `capture.json` holds; `files`: the fingerprint of each file of tensors by its name."""
 
     format_version: int
@@ -395,7 +270,7 @@ class _Record:
         if len(self.files.keys() - {PROJECTIONS}) != named * self.layers * self.batches:
             raise ValueError(f"{wanted} {self.batches} batches, got others")
         places = [(layer, batch) for layer in range(self.layers) for batch in range(self.batches)]
-        names = {name(*place) for name in (_file_name, _gradient_name)[:named] for place in places}
+        names = {name(*place) for name in (file_name, gradient_name)[:named] for place in places}
         if self.files.keys() - {PROJECTIONS} != names:
             raise ValueError(f"{wanted} {self.batches} batches, got others")
 
@@ -408,15 +283,22 @@ class _Record:
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
-def _file_name(layer: int, batch: int) -> str:
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of biases: working precision, whatever the queries have."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def file_name(layer: int, batch: int) -> str:
+    """Of the tensors of a call."""
     return f"layer{layer:03d}-batch{batch:05d}.safetensors"
 
 
-def _gradient_name(layer: int, batch: int) -> str:
+def gradient_name(layer: int, batch: int) -> str:
+    """Of its gradient."""
     return f"gradient{layer:03d}-batch{batch:05d}.safetensors"
 
 
-def _what_is_in(folder: Path) -> str:
+def what_is_in(folder: Path) -> str:
     """What stands in the way at `folder`, and what to do about it."""
     if not folder.is_dir():
         return f"{folder} is not a folder; make the capture first"

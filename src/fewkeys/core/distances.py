@@ -41,9 +41,13 @@ class DistanceBias:
 
     def of(self, first: int, stop: int, keys: int) -> Tensor:
         """(Hq, queries, keys): of queries at places first .. stop - 1. As large as their scores."""
-        device = self.table.device
-        distance = torch.arange(keys, device=device) - torch.arange(first, stop, device=device)[:, None]
-        return self.table[:, distance.clamp(-self.reach, self.reach) + self.reach]
+        heads, places = (torch.arange(*ends, device=self.table.device) for ends in ((len(self.table),), (first, stop)))
+        return self.rows(heads[:, None], places, keys)
+
+    def rows(self, head: Tensor, place: Tensor, keys: int) -> Tensor:
+        """(..., keys): of queries of heads `head` (...) at places `place` (...)."""
+        distance = torch.arange(keys, device=place.device) - place.unsqueeze(-1)
+        return self.table[head.unsqueeze(-1), distance.clamp(-self.reach, self.reach) + self.reach]
 
 
 def logarithm(mass: Tensor) -> Tensor:

@@ -100,6 +100,8 @@ class Guard:
             return output
         if bool((failed | ~real).all()):
             return exact.attend(inputs, weights)
+        if inputs.bias is not None:  # heads of different tables make no problem of one head
+            return torch.where(failed[..., None, None], exact.attend(inputs, weights), output)
         sequence, head = failed.nonzero(as_tuple=True)
         answer = exact.attend(_single_heads(inputs, sequence, head), weights)
         return output.index_put((sequence, head), answer.squeeze(1))

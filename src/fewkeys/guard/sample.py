@@ -144,9 +144,12 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     query = query.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
     key, value = working(x.key).mT, working(x.value)
     step = max(1, BLOCK // (x.batch * x.kv_heads * x.keys))
+    heads = torch.arange(x.query_heads, device=index.device).view(x.kv_heads, -1).repeat_interleave(rows, 1)
     parts = []
-    for place, part in zip(by_key_head.split(step, 2), query.split(step, 2), strict=True):
+    for place, part, head in zip(by_key_head.split(step, 2), query.split(step, 2), heads.split(step, 1), strict=True):
         scores = part @ key
+        if x.bias is not None:
+            scores = scores + x.bias.rows(head, place + x.offset, x.keys)
         if x.is_causal:
             future = torch.arange(x.keys, device=index.device) > place.unsqueeze(-1) + x.offset
             scores = scores.masked_fill(future, -torch.inf)

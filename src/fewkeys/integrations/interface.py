@@ -185,7 +185,7 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     """
     if not plain(inputs):
         own = with_sink(inputs)
-        return attention(own.query, own.key, own.value, plan=in_terms(inputs, None), **own.options())
+        return by_token(attention(own.query, own.key, own.value, plan=in_terms(inputs, None), **own.options()))
     mask = None
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and queries != keys):
@@ -200,6 +200,13 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
             mask = mask & inputs.key_mask[:, None, None, :]
     out, _ = _sdpa(module, inputs.query, inputs.key, inputs.value, mask, inputs.scale, inputs.is_causal)
     return out.transpose(1, 2)
+
+
+def by_token(output: Tensor) -> Tensor:
+    """The output (B, Hq, Nq, Dv) in the layout in which the model goes on with it, so that its output projection is
+    given this very memory, and can be found by it.
+    """
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _sdpa(

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fewkeys.attention import attention
-from fewkeys.captures.capture import AttentionInputs, Capture, CaptureWriter
+from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.weights import Softcap, Weights
 from fewkeys.flow import always
 from fewkeys.guard.fallback import Fallbacks, Guard
-from fewkeys.integrations.interface import attach, attention_modules, exact, unwrapped
+from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
 from fewkeys.integrations.known import check_known, weights_of
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
@@ -167,12 +168,12 @@ def capture(
     output projections.
 
     batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...);
-    padding by the 2-D attention_mask is kept as `key_mask`. Models that see or hear: pixel_values of shape
-    (B, C, H, W), input_features of shape (B, features, frames), or mappings with them. directory: a new or empty
-    folder; None: a temporary one that goes with the returned object. The model runs its base part once per batch
-    without gradients, with its exact attention (SDPA), even inside `apply`; afterwards it is as it was. Memory: the
-    model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. Layers whose own attention is a
-    window are left out: every plan leaves them as they are.
+    padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table. Models that
+    see or hear: pixel_values of shape (B, C, H, W), input_features of shape (B, features, frames), or mappings with
+    them. directory: a new or empty folder; None: a temporary one that goes with the returned object. The model runs its
+    base part once per batch without gradients, with its exact attention (SDPA), even inside `apply`; afterwards it is
+    as it was. Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. Layers
+    whose own attention is a window are left out: every plan leaves them as they are.
 
     weights: what the model's own attention is made of, where it was trained with another kernel than softmax:
     `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
@@ -281,11 +282,6 @@ def exact_passes(
         runs = model.get_encoder()
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        if inputs.distance_bias is not None:
-            raise ValueError(
-                f"model: {type(module).__name__} has a bias for every distance, which is judged by no capture; "
-                "fewkeys.apply knows it: compare the outputs of the model"
-            )
         if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
             raise ValueError(
                 f"model: {type(module).__name__} has "
@@ -399,6 +395,4 @@ def _came(given: object) -> str:
 
 def _exact_by(weights: Weights, inputs: AttentionInputs) -> Tensor:
     """The call by exact attention of another kernel than softmax."""
-    output = attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options())
-    # The layout in which it goes on, so that this very memory can be found again at the output projection.
-    return output.transpose(1, 2).contiguous().transpose(1, 2)
+    return by_token(attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options()))

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.distances import DistanceBias
+from fewkeys.core.gaps import is_torn
 
 # Entries of W in a block (float32: 128 MB). A block holds at least one sequence and one key head with its queries.
 BLOCK = 2**25
@@ -26,6 +28,14 @@ class Block(AttentionInputs):
     """
 
     heads: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(H, N, Nk) what distances add to the scores, in float32; None where they add nothing."""
+        if self.distance_bias is None:
+            return None
+        first, (queries, keys) = self.query_offset, (self.query.shape[2], self.key.shape[2])
+        return DistanceBias(self.distance_bias.float()).of(first, first + queries, keys)
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
         raise ValueError(
             f"query_offset: expected 0 for padded sequences, got {call.query_offset}; capture whole sequences"
         )
+    if padded and mask is not None and call.distance_bias is not None and is_torn(mask):
+        raise ValueError("key_mask: expected real keys side by side with distance_bias, got padding among them")
     group = query.shape[1] // key.shape[1]
     size = query.shape[2] * key.shape[2] * group
     heads = max(1, min(key.shape[1], BLOCK // size))
@@ -77,7 +89,8 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
             part = slice(h, h + heads)
             some = slice(h * group, min((h + heads) * group, query.shape[1]))
             given = (q[:, some], k[:, part], v[:, part], call.scale, call.is_causal)
-            yield Block(*given, query_offset=call.query_offset, heads=some)
+            bias = None if call.distance_bias is None else call.distance_bias[some]
+            yield Block(*given, query_offset=call.query_offset, distance_bias=bias, heads=some)
 
 
 def exact(block: Block, eps: float) -> Exact:
@@ -86,6 +99,8 @@ def exact(block: Block, eps: float) -> Exact:
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (block.key, block.value))
     weights = block.query.float() @ (key * block.scale).transpose(-1, -2)
     queries, keys = weights.shape[-2:]
+    if (bias := block.bias) is not None:
+        weights += bias
     visible = torch.full((queries,), keys, device=weights.device)
     if block.is_causal:
         seen = torch.ones((queries, keys), dtype=torch.bool, device=weights.device).tril(block.query_offset)

@@ -66,9 +66,8 @@ def _sequences(call: AttentionInputs) -> Iterator[AttentionInputs]:
         query = one.query if queries is None else one.query[:, :, queries[0]]
         keys = slice(None) if x.valid is None else x.valid[0]
         if query.shape[2] and one.key[:, :, keys].shape[2]:
-            yield AttentionInputs(
-                query, one.key[:, :, keys], one.value[:, :, keys], one.scale, one.is_causal, None, one.query_offset
-            )
+            given = query, one.key[:, :, keys], one.value[:, :, keys], one.scale, one.is_causal, None, one.query_offset
+            yield AttentionInputs(*given, distance_bias=one.distance_bias)
 
 
 def _scores(x: Inputs, selector: Selector, gold: Tensor) -> Tensor:

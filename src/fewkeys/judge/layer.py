@@ -103,19 +103,26 @@ def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> T
 
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
     """Time the plan and exact attention in turns, so that both meet the same machine. Both have run before."""
+    mask = _mask(block)
     for _ in range(repeats):
-        entry.exact_ms.append(clock(lambda: _exact_attention(block), block.query.device))
+        entry.exact_ms.append(clock(lambda: _exact_attention(block, mask), block.query.device))
         entry.ms.append(clock(lambda: _attend(entry, layer, block, where, impl), block.query.device))
 
 
-def _exact_attention(block: Block) -> Tensor:
-    if block.is_causal and block.query_offset:  # the fused kernel aligns queries with the first keys only
-        device = block.query.device
-        rows = torch.arange(block.query.shape[2], device=device)[:, None] + block.query_offset
-        mask = torch.arange(block.key.shape[2], device=device) <= rows
-        return scaled_dot_product_attention(
-            block.query, block.key, block.value, attn_mask=mask, scale=block.scale, enable_gqa=True
-        )
+def _mask(block: Block) -> Tensor | None:
+    """What a model makes once for all its layers: biases of distances, and causality where queries come late."""
+    # The fused kernel aligns queries with the first keys only.
+    hidden = block.is_causal and (block.query_offset > 0 or block.distance_bias is not None)
+    if not hidden:
+        return None if block.bias is None else block.bias.to(block.query.dtype)
+    device = block.query.device
+    rows = torch.arange(block.query.shape[2], device=device)[:, None] + block.query_offset
+    seen = torch.arange(block.key.shape[2], device=device) <= rows
+    return seen if block.bias is None else block.bias.to(block.query.dtype).masked_fill(~seen, -torch.inf)
+
+
+def _exact_attention(block: Block, mask: Tensor | None) -> Tensor:
+    causal = block.is_causal and mask is None
     return scaled_dot_product_attention(
-        block.query, block.key, block.value, is_causal=block.is_causal, scale=block.scale, enable_gqa=True
+        block.query, block.key, block.value, attn_mask=mask, is_causal=causal, scale=block.scale, enable_gqa=True
     )

@@ -37,9 +37,14 @@ def shape_of(capture: Capture) -> Shape:
 
 
 def check_capture(capture: object) -> None:
-    """Raise `TypeError` for what is no capture."""
+    """Raise `TypeError` for what is no capture, `ValueError` for one whose scores no predicted graph knows."""
     if not isinstance(capture, Capture):
         raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
+    if capture.biased:
+        raise ValueError(
+            "capture: expected scores of queries and keys alone, got a model that adds a bias of distances, which no "
+            "predicted graph knows; use fewkeys.tune"
+        )
 
 
 def check_same(capture: Capture, other: Capture) -> None:

@@ -69,4 +69,7 @@ def score_blocks(inputs: Inputs) -> Iterator[tuple[int, Tensor]]:
     for start in range(0, x.queries, step):
         stop = min(start + step, x.queries)
         query = working(x.query[:, :, start:stop].detach()) * x.scale
-        yield start, (query @ key.mT).masked_fill(~visible(x, start, stop), -torch.inf)
+        scores = query @ key.mT
+        if x.bias is not None:
+            scores = scores + x.bias.of(start + x.offset, stop + x.offset, x.keys).detach()
+        yield start, scores.masked_fill(~visible(x, start, stop), -torch.inf)

@@ -45,15 +45,21 @@ class Candidate:
 
 
 def splits(
-    slots: int, *, is_causal: bool, keys: int, width: int, memory: Literal["all", "constant"] = "all"
+    slots: int,
+    *,
+    is_causal: bool,
+    keys: int,
+    width: int,
+    memory: Literal["all", "constant"] = "all",
+    cohorts: bool = True,
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
     Not causal: outliers, window, rank of the first-order term and cluster means; without a window, all but the term for
-    cohorts of queries. Causal: trees, and windows with and without sinks; in constant memory, recent blocks and running
-    means, with and without sinks; and sinks, leverage (centred) and window.
+    cohorts of queries, unless `cohorts` says no. Causal: trees, and windows with and without sinks; in constant memory,
+    recent blocks and running means, with and without sinks; and sinks, leverage (centred) and window.
     """
     found = [Candidate(budget(slots, is_causal=is_causal, memory=memory), slots)]
     for level in SEARCHED if is_causal and memory == "all" else LEVELS:
@@ -63,7 +69,7 @@ def splits(
         if is_causal:
             found += _searched(size) if memory == "all" else _causal_splits(size)
         else:
-            shares = [*product(COHORT_HEAVY, (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
+            shares = [*product(COHORT_HEAVY if cohorts else (), (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
             found += [near for own in shares if (near := _split(size, width, *own)) is not None]
     # A tree of so many slots keeps every key, too, and a cache of it goes on beyond them.
     whole = budget(keys, is_causal=True) if is_causal and memory == "all" and keys >= LEAST else Plan()

@@ -92,7 +92,8 @@ def digest(capture: Capture, layer: int) -> str:
     """A fingerprint of everything that scores of a layer depend on in the capture."""
     found = hashlib.sha256(f"{layer} {capture.scales[layer]} {capture.is_causal}".encode())
     for call in capture.calls(layer):
-        for tensor in (call.query, call.key, call.value, call.key_mask, call.query_mask, call.gradient):
+        masks, more = (call.key_mask, call.query_mask), (call.distance_bias, call.gradient)
+        for tensor in (call.query, call.key, call.value, *masks, *more):
             if tensor is not None:
                 found.update(str(tuple(tensor.shape)).encode())
                 found.update(tensor.contiguous().view(torch.uint8).numpy().data)

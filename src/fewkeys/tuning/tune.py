@@ -93,8 +93,14 @@ def tune(
         check_real("max_error", max_error, above=0.0)
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
     keys = max(call.key.shape[2] for call in capture.calls(0))
-    width = capture.head_dim + capture.value_dim
-    first = splits(asked, is_causal=capture.is_causal, keys=keys, width=width, memory=memory)
+    width, biased = capture.head_dim + capture.value_dim, capture.biased
+    if biased and capture.is_causal:
+        raise ValueError(
+            "capture: expected attention that is not causal where the model adds a bias of distances, got causal; the "
+            "plans of decoders know no such bias: tune the encoder, part='encoder'"
+        )
+    causal = capture.is_causal
+    first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, cohorts=not biased)
     table = _Table(capture, directory, progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:

@@ -1,0 +1,161 @@
+"""Writes a capture: one attention call at a time, `capture.json` last, by rename.
+
+So a folder without it is not a capture, however many files of tensors it has.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fewkeys.captures.capture import (
+    FORMAT_VERSION,
+    INDEX,
+    PROJECTIONS,
+    AttentionInputs,
+    Capture,
+    Record,
+    file_name,
+    gradient_name,
+    table_dtype,
+    what_is_in,
+)
+from fewkeys.core.files import write_json
+from fewkeys.core.tensor_files import fingerprint, plain
+
+
+class CaptureWriter:
+    """Writes a capture call by call: `write` for each layer in order, `end_batch` after each batch, then `finish`.
+
+    directory: created if absent; it must be empty. None: a temporary one that goes with the finished `Capture`.
+    `abort` removes what was written. Memory: one attention call.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, model_name: str) -> None:
+        self._temporary = directory is None
+        self._model_name = model_name
+        self._written: list[Path] = []
+        self._files: dict[str, str] = {}
+        self._shape: dict[str, Any] = {}
+        self._scales: list[float] = []
+        self._layer = self._batches = self._sequences = self._tokens = 0
+        if directory is None:
+            self._created, self.directory = True, Path(tempfile.mkdtemp(prefix="fewkeys-capture-"))
+            return
+        self.directory = Path(directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"directory: expected a folder, {self.directory} is a file; name another folder")
+        if self.directory.is_dir() and any(self.directory.iterdir()):
+            raise ValueError(f"directory: expected a new or empty folder, {what_is_in(self.directory)}")
+        self._created = not self.directory.exists()
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, inputs: AttentionInputs) -> None:
+        """Write the call of the next layer of the current batch."""
+        query, key, value = inputs.query, inputs.key, inputs.value
+        shape = {
+            "query_heads": query.shape[1],
+            "kv_heads": key.shape[1],
+            "head_dim": query.shape[3],
+            "value_dim": value.shape[3],
+            "is_causal": inputs.is_causal,
+            "dtype": str(query.dtype).removeprefix("torch."),
+        }
+        if shape != self._shape and self._shape:
+            raise ValueError(
+                f"model: expected attention layers of one shape, got {self._shape} first and {shape} in layer "
+                f"{self._layer}; such a model cannot be captured yet"
+            )
+        self._shape = shape
+        if self._batches == 0:
+            self._scales.append(float(inputs.scale))
+        elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
+            raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
+        tensors = {"query": query, "key": key, "value": value}
+        masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
+        tensors |= {name: mask for name, mask in masks.items() if mask is not None}
+        if inputs.distance_bias is not None:
+            tensors["distance_bias"] = inputs.distance_bias.to(table_dtype(query.dtype))
+        path = self.directory / file_name(self._layer, self._batches)
+        self._written.append(path)
+        self._save(path, tensors)
+        if self._layer == 0:
+            self._sequences += query.shape[0]
+            real = inputs.key_mask
+            self._tokens += int(real.sum()) if real is not None else query.shape[0] * query.shape[2]
+        self._layer += 1
+
+    def write_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Write the gradients (B, Hq, Nq, Dv) of all calls of the current batch, in their order."""
+        for layer, gradient in enumerate(gradients):
+            path = self.directory / gradient_name(layer, self._batches)
+            self._written.append(path)
+            self._save(path, {"gradient": gradient})
+
+    def end_batch(self) -> None:
+        """Close the current batch; every batch must have called the same layers."""
+        if self._layer == 0 or self._layer != len(self._scales):
+            raise ValueError(
+                f"model: expected {len(self._scales) or 'some'} attention calls in each batch, got {self._layer}; "
+                "is its attention replaced or skipped?"
+            )
+        self._layer = 0
+        self._batches += 1
+
+    def write_projections(self, weights: Mapping[int, Tensor]) -> None:
+        """Write the output projections (out, Hq Dv) of the layers where they are known."""
+        path = self.directory / PROJECTIONS
+        self._written.append(path)
+        self._save(path, {str(layer): weight for layer, weight in weights.items()})
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        held = plain(tensors)
+        self._files[path.name] = fingerprint(path.name, held)
+        save_file(held, path)
+
+    def finish(self, weights: Sequence[float] = ()) -> Capture:
+        """Write `capture.json` and return the capture. `weights`: of the capture."""
+        if self._batches == 0 or self._layer:
+            raise ValueError("batches: expected at least one whole batch, got none")
+        record = Record(
+            format_version=FORMAT_VERSION,
+            model_name=self._model_name,
+            layers=len(self._scales),
+            **self._shape,
+            scales=tuple(self._scales),
+            batches=self._batches,
+            sequences=self._sequences,
+            tokens=self._tokens,
+            weights=tuple(weights),
+            gradients=gradient_name(0, 0) in self._files,
+            files=self._files,
+        )
+        self._written.append(self.directory / INDEX)
+        write_json(self.directory, INDEX, asdict(record))
+        guard = _Removal(self.directory) if self._temporary else None
+        return replace(record.capture(self.directory), _guard=guard)
+
+    def abort(self) -> None:
+        """Remove every file this writer wrote, and the folder if it made it."""
+        for path in self._written:
+            path.unlink(missing_ok=True)
+        if self._created:
+            with suppress(OSError):  # somebody put something else there: leave it
+                self.directory.rmdir()
+
+
+class _Removal:
+    """Removes a folder when this object goes, at the latest at exit."""
+
+    def __init__(self, directory: Path) -> None:
+        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
