@@ -28,7 +28,7 @@ from experiments.trees import heads
 from experiments.trees.decoder import load, read_text
 from experiments.trees.decoder import options as decoder_options
 from experiments.trees.likelihood import Stretch
-from experiments.trees.methods import EXACT, METHODS, replaced
+from experiments.trees.methods import EXACT, METHODS, UNTUNED, replaced
 from experiments.trees.report import save_figure, table
 from experiments.trees.tasks import TASKS, Maker, score
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="tokens")
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 128])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help="rows")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=UNTUNED, metavar="METHOD", help="rows")
     parser.add_argument("--places", type=Fraction, nargs="+", default=[Fraction(1, 3)], help="shares of a text")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, metavar="TASK", help="of retrieval")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the prompts of retrieval")

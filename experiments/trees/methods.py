@@ -43,6 +43,7 @@ RULES: dict[str, Callable[[int], Rule]] = {
 }
 """Half of the slots are a window where a method chooses keys of the past; without sinks the controls say nothing."""
 METHODS = (EXACT, *PLANS, *RULES)
+UNTUNED = tuple(method for method in METHODS if method != TUNED)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         step(0, 1, "gradients")
         captured = fk.capture(model, batches(), gradients=True)
         plan = fk.tune(captured, given.slots, directory=given.out / ".tuning", progress=step)
+    plan = replace(plan, record={**plan.record, "model": given.gguf or Path(given.model).name})
     plan.save_pretrained(given.out)
     print({name: value for name, value in plan.record.items() if name != "weights"})
     return 0

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
-from experiments.trees import heads, leaves, methods, tasks
+from experiments.trees import heads, leaves, methods, tasks, tuned
 from experiments.trees.attend import ByRule
 from experiments.trees.evidence import main
 from experiments.trees.likelihood import Stretch
@@ -135,7 +135,7 @@ def test_every_method_is_in_the_table_and_restores_the_model():
     model, ids = llama(), torch.arange(1, 41)[None]
     with torch.no_grad():
         want = model(ids).logits
-        for method in methods.METHODS:
+        for method in methods.UNTUNED:
             with methods.replaced(model, method, 128, 40, 20) as paid:
                 # There is room for all; only means of the past are paid before there are any.
                 close(model(ids).logits, want)
@@ -277,6 +277,24 @@ def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
     assert "NAME=FILE" in capsys.readouterr().err
     assert main([*arguments, "--lengths", "500000", "--only", "perplexity"]) == 2
     assert "longer text" in capsys.readouterr().err
+
+
+def test_a_plan_is_tuned_and_then_judged(tmp_path, tokenizer, text, monkeypatch):
+    folder, out = tmp_path / "model", tmp_path / "tuned-64"
+    model = llama()
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "text.txt").write_text(text)
+    arguments = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(out), "--slots", "64"]
+    assert tuned.main([*arguments, "--length", "400", "--tasks"]) == 0
+    plan = fk.ModelPlan.from_pretrained(out)
+    assert plan.record["model"] == "model"
+    assert plan.record["tokens"] == 400
+    monkeypatch.setattr(methods, "TUNED_PLANS", tmp_path)
+    with methods.replaced(model, methods.TUNED, 64, 400, 200) as paid, torch.no_grad():
+        model(torch.arange(400)[None] % 50)
+        assert 16 < paid() <= 66
 
 
 @torch.no_grad()

@@ -379,10 +379,12 @@ def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
     assert left(tmp_path) == ["words.txt"]
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "more"), [("encoder", []), ("decoder", ["--memory=constant"]), ("decoder", ["--gradients"])]
+)
+def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, more, tmp_path):
     folder, out = request.getfixturevalue(kind), tmp_path / "out"
-    code, shown, err = run("tune", model=folder, out=out)
+    code, shown, err = run("tune", more, model=folder, out=out)
     assert code == 0, err
     assert left(out) == ["model_plan.json", "tuned.json", "tuned.png"]
     assert (out / "tuned.png").read_bytes()[:4] == b"\x89PNG"
