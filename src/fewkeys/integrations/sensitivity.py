@@ -39,6 +39,11 @@ class Sensitivity:
     """
 
     def __init__(self, seed: int) -> None:
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "gradients: expected none to be asked for under torch.inference_mode(), where torch has none, got "
+                "gradients=True; leave the mode"
+            )
         self._generator = torch.Generator().manual_seed(seed)
         self._leaves: list[Tensor] = []
 
@@ -47,6 +52,7 @@ class Sensitivity:
         self._leaves.append(torch.zeros_like(output, requires_grad=True))
         return output + self._leaves[-1]
 
+    @torch.enable_grad()
     def gradients(self, said: Any, counts: Tensor) -> list[Tensor]:
         """The gradient ds / do of every output that was followed since the last call.
 

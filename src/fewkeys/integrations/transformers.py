@@ -195,6 +195,7 @@ def capture(
     check_readable(model, part)
     if isinstance(batches, Tensor | Mapping):
         raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
+    felt = Sensitivity(seed) if gradients else None
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
     own: list[int] = []
@@ -208,8 +209,6 @@ def capture(
             given = batch.get("decoder_attention_mask") if isinstance(batch, Mapping) else None
             targets = given.bool() if isinstance(given, Tensor) and not bool(given.all()) else None
             yield batch
-
-    felt = Sensitivity(seed) if gradients else None
 
     def hear(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
         if inputs.window is not None:
