@@ -46,6 +46,18 @@ def _below(name: str) -> str:
     return ", ".join(f"{peer} ({points[0]['error']:.2f} in {points[0]['ms']:.2g} ms)" for peer, points in found.items())
 
 
+def _kernels() -> str:
+    """How many times as fast as torch's steps the kernels are, over all settings that were timed both ways."""
+    found = []
+    for name in ("minilm", "minilm-16384"):
+        ms: dict[str, dict[str, float]] = {}
+        for row in _data(name)["rows"]:
+            if row["peer"].startswith("fewkeys") and row["ms"] is not None:
+                ms.setdefault(str(row["settings"]), {})[row["peer"]] = row["ms"]
+        found += [both["fewkeys, torch alone"] / both["fewkeys"] for both in ms.values() if len(both) == 2]
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
 def _decoder() -> str:
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for row in _data("smollm2")["rows"]:
@@ -63,4 +75,5 @@ FIGURES: dict[str, Callable[[], str]] = {
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},
     **{f"peers.below.{name}": partial(_below, name) for name in ENCODERS},
     "peers.decoder": _decoder,
+    "peers.kernels": _kernels,
 }
