@@ -30,10 +30,6 @@ def _demo() -> str:
     return table(["plan", "slots", "error", "p90", "worst head", "mass", "cosine"], rows)
 
 
-def _demo_error(name: str) -> Callable[[], str]:
-    return lambda: next(f"{row['error']:.3f}" for row in _demo_rows(64) if row["name"] == name)
-
-
 TUNED = "docs/results/tuned/tuned.json"
 CHOICE = "docs/results/tuned/model_plan.json"
 TABLED = (
@@ -196,8 +192,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,
-    "demo.budget": _demo_error(OURS),
-    "demo.oracle": _demo_error("top-k per query (oracle)"),
     "tuned": _tuned,
     "tuned.error": _tuned_error("tuned"),
     "tuned.budget": _tuned_error(OURS),
