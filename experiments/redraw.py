@@ -16,8 +16,11 @@ from experiments.sparsefinder import analysis
 from experiments.sparsefinder import report as sparsefinder
 from experiments.sparsefinder.tags import Occupancy
 
+from fewkeys import ModelPlan
 from fewkeys.bench.timing import Timing
+from fewkeys.judge.result import Report
 from fewkeys.report.speed import headline, save_error, save_time
+from fewkeys.report.tuned import save_tuned
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,6 +35,10 @@ def main() -> None:
         if data["settings"]["inputs"] != "random":
             save_error(rows, path.parent / "error.png", title=title)
         print(path.parent)
+    tuned = ROOT / "docs" / "results" / "tuned"
+    report = Report.load(tuned / "tuned.json")
+    save_tuned(ModelPlan.from_pretrained(tuned), report, ROOT / "docs" / "images" / "tuned.png")
+    print(tuned)
     here = ROOT / "experiments"
     folder = here / "causal" / "results"
     causal.save_figure(json.loads((folder / "results.json").read_text()), folder / "figure.png")

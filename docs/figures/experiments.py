@@ -1,4 +1,4 @@
-"""Figures of experiments/: decoders, trees, vision transformers, value-aware attention, predicted graphs."""
+"""Figures of experiments/: training, decoders, trees, vision transformers, value-aware attention, predicted graphs."""
 
 import sys
 from collections.abc import Callable
@@ -93,6 +93,25 @@ def _beside() -> str:
 def _lost(method: str) -> list[float]:
     """Perplexity lost with 256 slots on each stretch, per cent, the least first."""
     return sorted(100 * (cell["ratio"] - 1) for cell in _stretches(method, 256).values())
+
+
+def _answers(method: str, slots: int, length: int = 2048) -> str:
+    """Right answers of a method, of how many of exact attention's, over the prompts that both were given."""
+    cells = [cell for cell in read(TREES)["cells"] if cell["of"]["kind"] == "retrieval"]
+    found = {
+        name: {
+            (cell["of"]["task"], cell["of"]["seed"]): cell["right"]
+            for cell in cells
+            if wanted.items() <= cell["of"].items()
+        }
+        for name, wanted in (
+            ("own", {"method": method, "slots": slots, "length": length}),
+            ("exact", {"method": "exact", "length": length}),
+        )
+    }
+    both = found["own"].keys() & found["exact"].keys()
+    own, exact = (sum(found[name][one] for one in both) for name in ("own", "exact"))
+    return f"{own:.0f} of {exact:.0f}"
 
 
 def _costs() -> str:
@@ -203,7 +222,34 @@ def _task(task: str, field: str, digits: int) -> str:
     return f"{read(f'experiments/sparsefinder/results/{task}/results.json')['task'][field]:.{digits}f}"
 
 
+def _training_runs() -> tuple[list[Row], list[Row]]:
+    """What was judged of the exact run and of the plan's."""
+    exact, plan = read("experiments/training/results/training.json")["runs"].values()
+    return exact, plan
+
+
+def _training() -> str:
+    rows = []
+    for name, run in read("experiments/training/results/training.json")["runs"].items():
+        last = run[-1]
+        by_plan = "" if name == "exact attention" else f"{last['plan']:.3f}"
+        rows.append([name, f"{last['seconds']:.0f}", last["steps"], f"{last['exact']:.3f}", by_plan])
+    return table(["trained by", "seconds", "steps", "held-out loss, exact attention", "with the plan"], rows)
+
+
+def _faster() -> str:
+    exact, plan = (run[-1]["steps"] / run[-1]["seconds"] for run in _training_runs())
+    return f"{plan / exact:.1f}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "training": _training,
+    "training.first": lambda: f"{_training_runs()[1][0]['seconds']:.0f}",
+    "training.faster": _faster,
+    "training.off": lambda: f"{_training_runs()[1][-1]['exact'] - _training_runs()[1][-1]['plan']:.3f}",
+    "training.exact": lambda: f"{_training_runs()[0][-1]['exact']:.2f}",
+    "training.plan": lambda: f"{_training_runs()[1][-1]['exact']:.2f}",
+    "training.seconds": lambda: f"{_training_runs()[0][-1]['seconds']:.0f}",
     "decoders": _decoders,
     "decoders.ours-256": lambda: _cost([_decoder("text", "fewkeys", 256)]),
     "decoders.evicting-256": lambda: _cost(_evicting(256)),
@@ -214,6 +260,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trees.ours": _ours,
     "trees.beside": _beside,
     "trees.costs": _costs,
+    "trees.even": lambda: _answers("fewkeys", 256),
+    "trees.tuned": lambda: _answers("fewkeys, tuned", 256),
     "trees.constant": lambda: f"{_lost('constant memory')[-1]:.0f}",
     **{f"vision.{data}": partial(_vision, data) for data in ("mnist", "digits")},
     "vision.layers": partial(_layers, "mnist"),

@@ -7,7 +7,7 @@ from typing import Any
 from docs.figures.sources import read, table
 
 RESULTS = "experiments/peers/results"
-ENCODERS = ("minilm", "minilm-16384", "t2t-3136", "t2t-784", "biggan", "normal-1024")
+ENCODERS = ("minilm", "minilm-4096", "minilm-16384", "t2t-3136", "t2t-784", "biggan", "normal-1024", "normal-4096")
 REACHED = (0.5, 0.3, 0.2, 0.1)
 
 
@@ -18,6 +18,10 @@ def _data(name: str) -> dict[str, Any]:
 
 def _shown(ms: float) -> str:
     return f"{ms:.3g}" if ms < 100 else f"{ms:,.0f}"
+
+
+def _threads(machine: dict[str, Any]) -> str:
+    return "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
 
 
 def _encoder(name: str) -> str:
@@ -32,9 +36,8 @@ def _encoder(name: str) -> str:
         best = own[-1]
         cells = [peer, *shown, f"{best['error']:.3f} in {_shown(best['ms'])}"]
         rows.append([f"**{cell}**" if cell and peer == "fewkeys" else cell for cell in cells])
-    return table(
-        [f"ms; exact {_shown(data['exact_ms'])}", *(f"error {level}" for level in REACHED), "least error"], rows
-    )
+    title = f"ms, {_threads(data['machine'])}; exact {_shown(data['exact_ms'])}"
+    return table([title, *(f"error {level}" for level in REACHED), "least error"], rows)
 
 
 def _below(name: str) -> str:
@@ -44,6 +47,54 @@ def _below(name: str) -> str:
     data = _data(name)
     found = rivals_below(data["rows"], data["exact_ms"])
     return ", ".join(f"{peer} ({points[0]['error']:.2f} in {points[0]['ms']:.2g} ms)" for peer, points in found.items())
+
+
+LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384": "16,384 tokens"}
+
+
+def _cohorts() -> str:
+    """Error and milliseconds of `budget` by slots, without and with cohorts."""
+    found = _data("cohorts")["settings"]
+    cells: dict[tuple[int, int], dict[str, str]] = {}
+    for name in LENGTHS:
+        for row in found[name]["rows"]:
+            own = cells.setdefault((row["cohorts"], row["slots"]), {})
+            own[name] = f"{row['error']:.3f} in {_shown(row['ms'])}"
+    rows = []
+    for (cohorts, slots), own in sorted(cells.items()):
+        more = "" if cohorts == 1 else f", cohorts={cohorts}"
+        rows.append([f"`budget({slots}{more})`", *(own.get(name, "") for name in LENGTHS)])
+    exact = [f"{length}; exact {_shown(found[name]['exact_ms'])} ms" for name, length in LENGTHS.items()]
+    threads = {_threads(found[name]["machine"]) for name in LENGTHS}
+    return table([f"error, ms; {', '.join(sorted(threads))}", *exact], rows)
+
+
+def _at(name: str, slots: int, cohorts: int) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = _data("cohorts")["settings"][name]["rows"]
+    return next(row for row in rows if (row["slots"], row["cohorts"]) == (slots, cohorts))
+
+
+def _of_the_oracle() -> str:
+    """The error of `budget(64, cohorts=32)` beside that of each query's own best 64 keys."""
+    rows = _data("minilm")["rows"]
+    best = next(
+        row["error"]
+        for row in rows
+        if row["peer"] == "best keys per query (oracle)" and row["settings"] == {"kept": 64}
+    )
+    return f"{_at('minilm', 64, 32)['error'] / best:.2f}"
+
+
+def _kernels() -> str:
+    """How many times as fast as torch's steps the kernels are, over all settings that were timed both ways."""
+    found = []
+    for name in ("minilm", "minilm-16384"):
+        ms: dict[str, dict[str, float]] = {}
+        for row in _data(name)["rows"]:
+            if row["peer"].startswith("fewkeys") and row["ms"] is not None:
+                ms.setdefault(str(row["settings"]), {})[row["peer"]] = row["ms"]
+        found += [both["fewkeys, torch alone"] / both["fewkeys"] for both in ms.values() if len(both) == 2]
+    return f"{min(found):.1f} to {max(found):.1f}"
 
 
 def _decoder() -> str:
@@ -63,4 +114,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},
     **{f"peers.below.{name}": partial(_below, name) for name in ENCODERS},
     "peers.decoder": _decoder,
+    "peers.kernels": _kernels,
+    "cohorts": _cohorts,
+    "cohorts.of-the-oracle": _of_the_oracle,
 }

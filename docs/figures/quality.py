@@ -1,4 +1,4 @@
-"""Figures of errors: the demo, stand-ins, spot checks, causal means, trees."""
+"""Figures of errors: the demo, stand-ins, spot checks, causal means, trees, tuning, fitting."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +30,58 @@ def _demo() -> str:
     return table(["plan", "slots", "error", "p90", "worst head", "mass", "cosine"], rows)
 
 
-def _demo_error(name: str) -> Callable[[], str]:
-    return lambda: next(f"{row['error']:.3f}" for row in _demo_rows(64) if row["name"] == name)
+TUNED = "docs/results/tuned/tuned.json"
+CHOICE = "docs/results/tuned/model_plan.json"
+TABLED = (
+    "tuned", OURS, "top-k per query (oracle)", "best shared columns (oracle)", "window", "leverage + window",
+    "random keys", "key norm",
+)  # fmt: skip
+
+
+def _tuned_rows() -> dict[str, Row]:
+    return {row["name"]: row for row in read(TUNED)["rows"]}
+
+
+def _tuned() -> str:
+    rows = []
+    for name in TABLED:
+        row = _tuned_rows()[name]
+        errors = [f"{row[field]:.3f}" for field in ("error", "error_p90")]
+        rows.append([name, f"{row['slots']:.1f}", *errors, f"{row['worst_head_error']:.2f}", f"{row['cosine']:.4f}"])
+    return table(["plan", "slots", "error", "p90", "worst head", "cosine"], rows)
+
+
+def _tuned_error(name: str) -> Callable[[], str]:
+    return lambda: f"{_tuned_rows()[name]['error']:.3f}"
+
+
+def _tuned_beside(name: str) -> Callable[[], str]:
+    return lambda: f"{_tuned_rows()['tuned']['error'] / _tuned_rows()[name]['error']:.2f}"
+
+
+def _tuned_layers() -> str:
+    record = read(CHOICE)["record"]
+    return f"{record['layer_error']:.3f} against {record['budget']['layer_error']:.3f}"
+
+
+FIT = "docs/results/fit.json"
+
+
+def _fit() -> str:
+    rows = []
+    for row in read(FIT)["rows"]:
+        numbers = [row[field] for field in ("recall", "window", "random", "sparsity", "exact", "entropy")]
+        rows.append([f"`{row['name']}`", row["space"], *("" if x is None else f"{x:.3f}" for x in numbers)])
+    titles = ["with `Window(3)`", "space", "recall", "same keys in a window", "at random", "sparsity", "exact"]
+    return table([*titles, "entropy"], rows)
+
+
+def _fit_one(name: str, field: str) -> Callable[[], str]:
+    def shown() -> str:
+        rows = read(FIT)["rows"]
+        return next(f"{row[field]:.3f}" for row in rows if (row["name"], row["space"]) == (name, "projected"))
+
+    return shown
 
 
 STAND_INS = "experiments/value_aware/results/stand_ins.json"
@@ -142,8 +192,18 @@ FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,
-    "demo.budget": _demo_error(OURS),
-    "demo.oracle": _demo_error("top-k per query (oracle)"),
+    "tuned": _tuned,
+    "tuned.error": _tuned_error("tuned"),
+    "tuned.budget": _tuned_error(OURS),
+    "tuned.oracle": _tuned_error("top-k per query (oracle)"),
+    "tuned.of-budget": _tuned_beside(OURS),
+    "tuned.of-the-oracle": _tuned_beside("top-k per query (oracle)"),
+    "tuned.layers": _tuned_layers,
+    "fit": _fit,
+    "fit.pairs.sparsity": _fit_one("ClusterPairs(count=11, lift=1.0)", "sparsity"),
+    "fit.pairs.recall": _fit_one("ClusterPairs(count=11, lift=1.0)", "recall"),
+    "fit.buckets.recall": _fit_one("Buckets(beta=11, kind='uniform')", "recall"),
+    "fit.buckets.sparsity": _fit_one("Buckets(beta=11, kind='uniform')", "sparsity"),
     "stand-ins": _stand_ins,
     "stand-ins.of-the-oracle": _of_the_oracle,
     "spot-checks": _spot_checks,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from experiments.peers import (
     blocks,
+    cohorts,
     hyperattention,
     kdeformer,
     measure,
@@ -23,6 +24,8 @@ from experiments.peers import (
 from experiments.peers.fronts import below, front, rivals_below
 from experiments.peers.registry import OURS, PEERS
 from torch.nn.functional import scaled_dot_product_attention
+
+import fewkeys as fk
 
 N, SCALE = 48, 0.35
 FULL = {
@@ -270,3 +273,22 @@ def test_the_command_goes_on_measures_and_draws(tmp_path, monkeypatch, capsys):
     assert run.main([*arguments, "--only", "errors"]) == 0
     assert run.main(["--setting", "none", "--out", str(tmp_path)]) == 2
     assert "--setting: expected one of minilm" in capsys.readouterr().err
+
+
+def test_cohorts_are_judged_setting_by_setting(tmp_path, monkeypatch):
+    tiny = settings.Problem(*problem(64, 64), SCALE)
+    truth = scaled_dot_product_attention(tiny.query, tiny.key, tiny.value, scale=SCALE)
+    monkeypatch.setattr(cohorts, "SLOTS", (8, 16, 64))
+    monkeypatch.setattr(cohorts, "COHORTS", (1, 2))
+    monkeypatch.setattr(cohorts, "load", lambda *_: tiny)
+    for name in ("minilm", "minilm-4096"):
+        assert cohorts.main(["--setting", name, "--out", str(tmp_path), "--seconds", "0"]) == 0
+    found = json.loads((tmp_path / "cohorts.json").read_text())["settings"]
+    assert list(found) == ["minilm", "minilm-4096"]
+    rows = found["minilm"]["rows"]
+    assert [(row["slots"], row["cohorts"]) for row in rows] == [(8, 1), (8, 2), (16, 1), (16, 2)]
+    for row in rows:
+        plan = fk.budget(row["slots"], cohorts=row["cohorts"]).always()
+        out = fk.attention(tiny.query, tiny.key, tiny.value, plan=plan, scale=SCALE)
+        assert row["error"] == pytest.approx(fk.metrics.output_error(out, truth), rel=1e-4)
+        assert row["ms"] > 0

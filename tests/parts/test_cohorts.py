@@ -7,7 +7,7 @@ import fewkeys as fk
 import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.cohorts import cohorts, split
+from fewkeys.sketch.cohorts import cohorts, own_importance, split
 from native_cases import needs_compiler
 
 
@@ -54,6 +54,16 @@ def test_statistics_of_cohorts_are_those_of_their_queries():
             torch.testing.assert_close(found.mean[b, g], torch.stack([part.mean(0) for part in own]))
             off = torch.cat([part - part.mean(0) for part in own])
             torch.testing.assert_close(found.within[b, g], off.mT @ off / len(off))
+
+
+@pytest.mark.parametrize("impl", ["torch", pytest.param("native", marks=needs_compiler)])
+def test_own_importance_is_half_the_variance_of_a_cohorts_scores(impl):
+    q, k, v = (rows.float() for rows in SHAPES["grouped"].draw())
+    x = check_inputs(q, k + 3, v, scale=0.7, impl=impl)
+    found = cohorts(x, 4)
+    centred = k - k.mean(2, keepdim=True)
+    want = 0.5 * (centred @ found.within * centred).sum(-1)
+    torch.testing.assert_close(own_importance(x, found), want, rtol=1e-4, atol=1e-5)
 
 
 def told(x, h, clusters, kept):

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
@@ -128,7 +128,8 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
     from fewkeys.integrations.transformers import capture
 
     step(0, 1, "entmax attention of every layer")
-    return capture(opened.model, opened.batches, weights=Entmax(arguments.alpha))
+    found = capture(opened.model, opened.batches, weights=Entmax(arguments.alpha))
+    return replace(found, model_name=opened.name)
 
 
 def _groupings(capture: Capture, margin: float) -> list[Any]:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
 from fewkeys.rest.base import StandIns, bounds_around
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
 from fewkeys.sketch.gram import top_subspace
+from fewkeys.sketch.sums import sums_and_products
 from fewkeys.sketch.tilted import LARGEST_TILT, TILT, tilted_sums
 
 LARGEST_SPREAD = 2.0
@@ -36,8 +36,8 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         bias = (TILT * (told.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
     left = right = factor = bounds = None
     if rank:
-        key = working(x.key) - middle
-        together = (key * told.weight.unsqueeze(-1)).mT @ working(x.value)
+        one = torch.zeros_like(told.weight, dtype=torch.int64)
+        *_, together = sums_and_products(x.key, x.value, one, told.weight, 1, middle, x.impl)
         between = (told.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
         pooled = (together - between) / told.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
         with torch.no_grad():

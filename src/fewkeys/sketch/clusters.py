@@ -155,7 +155,11 @@ class Subset:
 
 def subset(inputs: Inputs, count: int) -> Subset:
     """About `KEYS_PER_CLUSTER * count` keys of every sequence, evenly spread over its real ones."""
-    most = KEYS_PER_CLUSTER * count
+    return thinned(inputs, KEYS_PER_CLUSTER * count)
+
+
+def thinned(inputs: Inputs, most: int) -> Subset:
+    """About `most` keys of every sequence, evenly spread over its real ones."""
     if inputs.valid is None:
         stride = max(1, inputs.whole.keys // most)
         return Subset(stride, -inputs.whole.first_key % stride)

@@ -23,12 +23,14 @@ from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
-from fewkeys.sketch.backend import COMPILED
-from fewkeys.sketch.clusters import QUERY_SAMPLE, frame
+from fewkeys.sketch.backend import COMPILED, backend
+from fewkeys.sketch.clusters import QUERY_SAMPLE, centre, frame, thinned
 from fewkeys.sketch.gram import triangular_root
 
 POWER, REFINE, SPLIT_SAMPLE = 2, 2, 256
 """Steps towards a direction, steps of 2-means from there, and about how many rows of a set they look at."""
+RIDGE = 1e-6
+"""Of a covariance's mean variance, added to each direction's before it is factorised."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +60,12 @@ def own_importance(inputs: Inputs, known: Cohorts) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
 
     def compute() -> Tensor:
-        key, middle = working(inputs.key.detach()), frame(inputs).mean
-        on_key, on_middle = key @ known.within, middle @ known.within
-        square = on_key.mul_(key).sum(-1) - 2 * (key @ on_middle.mT).squeeze(-1)
-        return 0.5 * (square + (on_middle * middle).sum(-1))
+        key, root = inputs.key.detach(), triangular_root(known.within, RIDGE)
+        form = pad(root.mT, (0, 0, 0, 1))  # beside the rows of a root, kernels read a mean query
+        shift = form @ frame(inputs).mean.mT
+        if (kernels := backend(inputs.impl, key, None, form)) is not None:
+            return 0.5 * kernels.statistics(key, form, shift)[0]
+        return 0.5 * (working(key) @ root - shift[:, :, :-1].mT).square_().sum(-1)
 
     return inputs.remember(("own importance", known.count), compute)
 
@@ -142,11 +146,9 @@ def _key_root(inputs: Inputs) -> Tensor:
     """L (B, Hkv, D, D) with `L L^T` the covariance of the keys: `|L^T (q - q')|^2` is the mean square difference of the
     scores of two queries.
     """
-    key, middle = working(inputs.key.detach()), frame(inputs).mean
-    if inputs.valid is not None:
-        key = (key - middle).masked_fill(~inputs.valid[:, None, :, None], 0.0)
-        return triangular_root(key.mT @ key, 1e-6)
-    return triangular_root(key.mT @ key - inputs.keys * middle.mT @ middle, 1e-6)
+    some = thinned(inputs, QUERY_SAMPLE)
+    key = centre(working(some.take(inputs.key.detach())), some.real)
+    return triangular_root(key.mT @ key, RIDGE)
 
 
 def _of(rows: Tensor, root: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,12 +160,9 @@ def _of(rows: Tensor, root: Tensor, count: int, impl: Impl) -> tuple[Tensor, Ten
     while count > 1 and count // 2 >= many:
         count //= 2
     place = split((rows @ root).flatten(0, 1), count, impl).unflatten(0, (batch, heads))
-    real = (place >= 0).unsqueeze(-1)
-    sets = take(rows, place.clamp_min(0))
-    if place.numel() > batch * heads * many:
-        sets = sets * real
-    mean = sets.sum(3) / real.sum(3).clamp_min(1)
-    step = max(1, many // QUERY_SAMPLE)
-    real = real[:, :, :, ::step]
-    off = ((sets[:, :, :, ::step] - mean.unsqueeze(3)) * real).flatten(2, 3)
+    some = place[..., :: max(1, many // QUERY_SAMPLE)]
+    real = (some >= 0).unsqueeze(-1)
+    sets = take(rows, some.clamp_min(0))
+    mean = (sets * real).sum(3) / real.sum(3).clamp_min(1)
+    off = sets.sub_(mean.unsqueeze(3)).mul_(real).flatten(2, 3)
     return place, mean, off.mT @ off / real.sum((2, 3)).clamp_min(1).unsqueeze(-1)
