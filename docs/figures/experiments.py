@@ -97,21 +97,15 @@ def _lost(method: str) -> list[float]:
 
 def _answers(method: str, slots: int, length: int = 2048) -> str:
     """Right answers of a method, of how many of exact attention's, over the prompts that both were given."""
-    cells = [cell for cell in read(TREES)["cells"] if cell["of"]["kind"] == "retrieval"]
-    found = {
-        name: {
-            (cell["of"]["task"], cell["of"]["seed"]): cell["right"]
-            for cell in cells
-            if wanted.items() <= cell["of"].items()
-        }
-        for name, wanted in (
-            ("own", {"method": method, "slots": slots, "length": length}),
-            ("exact", {"method": "exact", "length": length}),
-        )
-    }
-    both = found["own"].keys() & found["exact"].keys()
-    own, exact = (sum(found[name][one] for one in both) for name in ("own", "exact"))
-    return f"{own:.0f} of {exact:.0f}"
+
+    def right(**wanted: object) -> dict[tuple[str, int], int]:
+        of = {"kind": "retrieval", "length": length, **wanted}
+        cells = [cell for cell in read(TREES)["cells"] if of.items() <= cell["of"].items()]
+        return {(cell["of"]["task"], cell["of"]["seed"]): cell["right"] for cell in cells}
+
+    own, exact = right(method=method, slots=slots), right(method="exact")
+    both = own.keys() & exact.keys()
+    return f"{sum(own[one] for one in both)} of {sum(exact[one] for one in both)}"
 
 
 def _costs() -> str:
