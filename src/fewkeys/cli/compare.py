@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
         help="judge approximations of attention on a model and a text",
         description="Judge approximations of attention on a model and a text: error of the attention output, effect on "
         "the whole model (unless it is a capture), time against exact attention. Prints a table; --out also writes "
-        f"{RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png, pareto.pdf; fewkeys report makes a page.",
+        f"{RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png, pareto.pdf; fewkeys report shows them.",
     )
     add_model(parser, capture=True)
     add_text(parser)
