@@ -9,6 +9,8 @@ Row = dict[str, Any]
 DEMO = "docs/results/demo.json"
 OURS = "fewkeys budget"
 NEIGHBOURS = "experiments/embeddings/results/minilm.json"
+TUNED = "docs/results/tuned/tuned.json"
+TUNED_ON = "docs/results/tuned/model_plan.json"
 MODERNBERT = "experiments/long_documents/results/modernbert.json"
 
 
@@ -147,9 +149,39 @@ def _modernbert() -> str:
     )
 
 
+def _tuned() -> str:
+    rows = sorted(read(TUNED)["rows"], key=lambda row: (row["name"] not in ("tuned", OURS), row["kind"], row["error"]))
+    cells = [
+        [
+            row["name"],
+            f"{row['slots']:.1f}",
+            *(f"{row[name]:.3f}" for name in ("error", "error_p90")),
+            f"{row['worst_head_error']:.2f}",
+            f"{row['cosine']:.4f}",
+            f"{row['ms']:.0f}",
+        ]
+        for row in rows
+    ]
+    return table(["plan", "slots", "error", "p90", "worst head", "cosine", "ms"], cells)
+
+
+def _tuned_error(name: str) -> Callable[[], str]:
+    return lambda: next(f"{row['error']:.3f}" for row in read(TUNED)["rows"] if row["name"] == name)
+
+
+def _tuned_layers() -> str:
+    record = read(TUNED_ON)["record"]
+    return f"{record['layer_error']:.3f} against {record['budget']['layer_error']:.3f}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
     "modernbert": _modernbert,
+    "tuned": _tuned,
+    "tuned.ours": _tuned_error("tuned"),
+    "tuned.budget": _tuned_error(OURS),
+    "tuned.oracle": _tuned_error("top-k per query (oracle)"),
+    "tuned.layers": _tuned_layers,
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,
     "demo.budget": _demo_error(OURS),
