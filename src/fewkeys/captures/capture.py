@@ -25,6 +25,7 @@ from torch import Tensor
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
 from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form, check, fingerprint, mapped, plain
 from fewkeys.core.validation import FLOATS, Options, check_count, check_inputs
@@ -74,8 +75,7 @@ class AttentionInputs:
 
     def rows(self, own: slice) -> AttentionInputs:
         """The sequences `own` alone: views."""
-        masks = (None if mask is None else mask[own] for mask in (self.key_mask, self.query_mask))
-        key_mask, query_mask = masks
+        key_mask, query_mask = (None if mask is None else mask[own] for mask in (self.key_mask, self.query_mask))
         query, key, value = self.query[own], self.key[own], self.value[own]
         return replace(self, query=query, key=key, value=value, key_mask=key_mask, query_mask=query_mask)
 
@@ -127,9 +127,9 @@ class Capture:
                 self._check(name, tensors)
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
-            masks = tensors.get("key_mask"), tensors.get("query_mask")
-            given = query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1]
-            call = AttentionInputs(*given, distance_bias=tensors.get("distance_bias"))
+            more: dict[str, Any] = {name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias")}
+            given = query, key, value, self.scales[layer], self.is_causal
+            call = AttentionInputs(*given, query_offset=offset, **more)
             yield call if self._part is None else call.rows(own)
 
     def _read(self, name: str) -> dict[str, Tensor]:
@@ -152,7 +152,7 @@ class Capture:
             "value": Form((batch, self.kv_heads, keys, self.value_dim), _DTYPES[self.dtype]),
             "key_mask": Form((batch, keys), torch.bool),
             "query_mask": Form((batch, queries), torch.bool),
-            "distance_bias": Form((self.query_heads, None), _table_dtype(_DTYPES[self.dtype])),
+            "distance_bias": Form((self.query_heads, None), working(torch.empty(0, dtype=_DTYPES[self.dtype])).dtype),
         }
         optional = {"key_mask", "query_mask", "distance_bias"} - tensors.keys()
         try:
@@ -194,16 +194,13 @@ class Capture:
         `sum_h weights[:, h] @ output[h]` is the layer's output, up to its bias.
         """
         path = self.directory / PROJECTIONS
-        if PROJECTIONS not in self.files:
-            return None
-        weight = self._read(PROJECTIONS).get(str(layer))
+        weight = self._read(PROJECTIONS).get(str(layer)) if PROJECTIONS in self.files else None
         if weight is None:
             return None
         self._sound.add(PROJECTIONS)
         if weight.ndim != 2 or weight.shape[1] != self.query_heads * self.value_dim:
             raise ValueError(f"capture: {path} does not fit the heads of layer {layer}; capture again")
-        by_head: Tensor = weight.unflatten(1, (self.query_heads, self.value_dim))
-        return by_head
+        return weight.view(-1, self.query_heads, self.value_dim)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Capture:
@@ -275,11 +272,10 @@ class CaptureWriter:
             self._scales.append(float(inputs.scale))
         elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
             raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
+        bias = None if inputs.distance_bias is None else working(inputs.distance_bias)
+        more = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask, "distance_bias": bias}
         tensors = {"query": query, "key": key, "value": value}
-        masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
-        tensors |= {name: mask for name, mask in masks.items() if mask is not None}
-        if inputs.distance_bias is not None:
-            tensors["distance_bias"] = inputs.distance_bias.to(_table_dtype(query.dtype))
+        tensors |= {name: one for name, one in more.items() if one is not None}
         path = self.directory / _file_name(self._layer, self._batches)
         self._written.append(path)
         self._save(path, tensors)
@@ -372,10 +368,9 @@ class _Record:
             check_count(name, getattr(self, name))
         if len(self.scales) != self.layers or self.query_heads % self.kv_heads or self.dtype not in _DTYPES:
             raise ValueError(f"layers, heads or dtype do not fit: {self.scales}, {self.query_heads}, {self.dtype!r}")
-        if len(self.files.keys() - {PROJECTIONS}) != self.layers * self.batches:
-            raise ValueError(f"expected a file for each of {self.layers} layers and {self.batches} batches, got others")
-        names = {_file_name(layer, batch) for layer in range(self.layers) for batch in range(self.batches)}
-        if self.files.keys() - {PROJECTIONS} != names:
+        own = self.files.keys() - {PROJECTIONS}
+        calls = ((layer, batch) for layer in range(self.layers) for batch in range(self.batches))
+        if len(own) != self.layers * self.batches or own != {_file_name(*call) for call in calls}:
             raise ValueError(f"expected a file for each of {self.layers} layers and {self.batches} batches, got others")
 
     def capture(self, directory: Path) -> Capture:
@@ -385,11 +380,6 @@ class _Record:
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-
-
-def _table_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of biases: working precision, whatever the queries have."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _file_name(layer: int, batch: int) -> str:
