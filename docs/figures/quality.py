@@ -9,6 +9,7 @@ Row = dict[str, Any]
 DEMO = "docs/results/demo.json"
 OURS = "fewkeys budget"
 NEIGHBOURS = "experiments/embeddings/results/minilm.json"
+MODERNBERT = "experiments/long_documents/results/modernbert.json"
 
 
 def _demo_rows(slots: int) -> list[Row]:
@@ -188,8 +189,17 @@ def _slots_needed() -> str:
     return f"Of the slots tried, on {found['few']} texts, " + "; ".join(told) + "."
 
 
+def _modernbert() -> str:
+    rows = read(MODERNBERT)["rows"]
+    cells = [[row["plan"], f"{row['seconds']:.1f}", f"{row['megabytes']:,.0f} MB"] for row in rows]
+    return table(
+        ["ModernBERT-base's shape, 6 of its 22 layers", "seconds a document", "peak memory beside the model"], cells
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
+    "modernbert": _modernbert,
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,
     "tuned": _tuned,
@@ -199,6 +209,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tuned.of-budget": _tuned_beside(OURS),
     "tuned.of-the-oracle": _tuned_beside("top-k per query (oracle)"),
     "tuned.layers": _tuned_layers,
+    "tuned.times": lambda: f"{_tuned_rows()['tuned']['ms'] / _tuned_rows()[OURS]['ms']:.0f}",
     "fit": _fit,
     "fit.pairs.sparsity": _fit_one("ClusterPairs(count=11, lift=1.0)", "sparsity"),
     "fit.pairs.recall": _fit_one("ClusterPairs(count=11, lift=1.0)", "recall"),

@@ -56,7 +56,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return link[1]  # of a page that is made, or broken: then --strict says so
         known = _places() | MADE
         place = known.get(target) or target.removeprefix("docs/")
-        if files.get_file_from_path(place) and (target.startswith("docs/") or target in known):
+        own = files.get_file_from_path(place)
+        if own and not own.inclusion.is_excluded() and (target.startswith("docs/") or target in known):
             return os.path.relpath(place, PurePosixPath(page.file.src_uri).parent)
         return f"{config.repo_url}/{'tree' if (ROOT / target).is_dir() else 'blob'}/main/{target}"
 

@@ -58,7 +58,9 @@ def modernbert(tokens: int, layers: int) -> Any:
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_folder())
-    config = ModernBertConfig(num_hidden_layers=layers, vocab_size=len(tokenizer), pad_token_id=0)
+    own = {"cls_token_id": tokenizer.cls_token_id, "sep_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
+    own |= {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id}
+    config = ModernBertConfig(num_hidden_layers=layers, vocab_size=len(tokenizer), **own)
     model = ModernBertModel(config).eval()
 
     class Encoder(torch.nn.Module):
@@ -115,16 +117,17 @@ def measured(encoder: Any, documents: list[str]) -> tuple[Tensor, dict[str, floa
     return rows, {"seconds": seconds, "megabytes": memory.peak / 1e6}
 
 
-def run(encoder: Any, documents: list[str], slots: list[int]) -> list[dict[str, Any]]:
-    """One row for exact attention and for each number of slots."""
+def run(encoder: Any, documents: list[str], slots: list[int], *, trained: bool = True) -> list[dict[str, Any]]:
+    """One row for exact attention and for each number of slots; random weights agree about nothing."""
     exact, row = measured(encoder, documents)
     queries = embedded(encoder, queries_of(documents))
     found: list[dict[str, Any]] = [{"plan": "exact", **row}]
     for count in slots:
         with fk.apply(encoder, fk.budget(count)):
             rows, row = measured(encoder, documents)
-        cosine = float((rows * exact).sum(-1).mean())
-        found.append({"plan": f"budget({count})", **row, "cosine": cosine, **agreement(exact, rows, queries)})
+        found.append({"plan": f"budget({count})", **row})
+        if trained:
+            found[-1] |= {"cosine": float((rows * exact).sum(-1).mean()), **agreement(exact, rows, queries)}
     return found
 
 
@@ -142,7 +145,7 @@ def main() -> None:
     text = (gzip.decompress(read) if options.text.suffix == ".gz" else read).decode()
     small = options.shape == "minilm"
     encoder = minilm(options.tokens) if small else modernbert(options.tokens, options.layers)
-    rows = run(encoder, documents_of(text, options.documents, options.tokens), options.slots)
+    rows = run(encoder, documents_of(text, options.documents, options.tokens), options.slots, trained=small)
     for row in rows:
         print("  ".join(f"{value:>10.4g}" if isinstance(value, float) else f"{value:>12}" for value in row.values()))
     asked = {name: getattr(options, name) for name in ("shape", "tokens", "documents")}

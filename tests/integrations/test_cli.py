@@ -112,7 +112,7 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     model, out = request.getfixturevalue(kind), tmp_path / "a" / "b"
     code, shown, err = run(model=model, out=out)
     assert code == 0, err
-    assert left(out) == ["pareto.png", "results.json", "sample.safetensors"]
+    assert left(out) == ["pareto.pdf", "pareto.png", "results.json", "sample.safetensors"]
     assert (out / "pareto.png").read_bytes()[:4] == b"\x89PNG"
     report = Report.load(out / "results.json")
     names = set(standard_plans(4))
@@ -264,7 +264,7 @@ def test_an_existing_folder_keeps_its_other_files(run, tmp_path):
     (out / "notes.txt").write_text("mine", encoding="utf-8")
     (out / "results.json").write_text("old", encoding="utf-8")
     assert run(out=out, slots=4)[0] == 0
-    assert left(out) == ["notes.txt", "pareto.png", "results.json", "sample.safetensors"]
+    assert left(out) == ["notes.txt", "pareto.pdf", "pareto.png", "results.json", "sample.safetensors"]
     Report.load(out / "results.json")
 
 
@@ -386,7 +386,7 @@ def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, more, 
     folder, out = request.getfixturevalue(kind), tmp_path / "out"
     code, shown, err = run("tune", more, model=folder, out=out)
     assert code == 0, err
-    assert left(out) == ["model_plan.json", "tuned.json", "tuned.png"]
+    assert left(out) == ["model_plan.json", "tuned.json", "tuned.pdf", "tuned.png"]
     assert (out / "tuned.png").read_bytes()[:4] == b"\x89PNG"
     plan, report = ModelPlan.from_pretrained(out), Report.load(out / "tuned.json")
     assert (plan.record["model"], plan.record["asked"], plan.record["tokens"]) == (str(folder), {"slots": 8}, 96)
@@ -427,7 +427,7 @@ def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("fewkeys.tuning.tune.score_layer", interrupt)
         assert run("tune", out=tmp_path / "out")[0] == 0
-    assert left(tmp_path / "out") == ["model_plan.json", "tuned.json", "tuned.png"]
+    assert left(tmp_path / "out") == ["model_plan.json", "tuned.json", "tuned.pdf", "tuned.png"]
 
 
 class TestProcess:

@@ -251,7 +251,10 @@ def test_the_figure_is_a_picture_of_the_expected_size(tmp_path):
 def test_the_figure_is_the_same_bytes_twice(tmp_path):
     save_figure(report(), tmp_path / "a.png")
     save_figure(report(), tmp_path / "b.png")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    for kind, begin in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        one, other = (tmp_path / f"{name}.{kind}" for name in "ab")
+        assert one.read_bytes() == other.read_bytes()
+        assert one.read_bytes().startswith(begin)
 
 
 def test_labels_keep_their_order_and_their_distance():

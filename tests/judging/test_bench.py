@@ -136,7 +136,7 @@ def test_the_command_writes_json_and_pictures(tmp_path, capsys):
     small = ["--lengths=32,64", "--plans=budget:16,window:8,sample:8", "--dim=8", "--heads=2", f"--out={out}"]
     assert cli.main(["bench", *small]) == 0
     assert "budget:16" in capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["bench.json", "time.png"]
+    assert sorted(path.name for path in out.iterdir()) == ["bench.json", "time.pdf", "time.png"]
     assert (out / "time.png").read_bytes()[:4] == b"\x89PNG"
     found = json.loads((out / "bench.json").read_text())
     assert found["settings"]["inputs"] == "random"

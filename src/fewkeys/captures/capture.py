@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from fewkeys.core.files import read_json
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
 from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form, check, fingerprint, mapped
 from fewkeys.core.validation import FLOATS, Options, check_count, check_inputs
@@ -122,10 +124,10 @@ class Capture:
                 self._check(name, tensors)
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
-            masks = tensors.get("key_mask"), tensors.get("query_mask")
-            gradient = self._gradient(layer, batch, query) if self.gradients else None
-            given = query, key, value, self.scales[layer], self.is_causal, masks[0], offset, masks[1]
-            call = AttentionInputs(*given, distance_bias=tensors.get("distance_bias"), gradient=gradient)
+            more: dict[str, Any] = {name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias")}
+            more["gradient"] = self._gradient(layer, batch, query) if self.gradients else None
+            given = query, key, value, self.scales[layer], self.is_causal
+            call = AttentionInputs(*given, query_offset=offset, **more)
             yield call if self._part is None else call.rows(own)
 
     def _gradient(self, layer: int, batch: int, query: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class Capture:
             "value": Form((batch, self.kv_heads, keys, self.value_dim), _DTYPES[self.dtype]),
             "key_mask": Form((batch, keys), torch.bool),
             "query_mask": Form((batch, queries), torch.bool),
-            "distance_bias": Form((self.query_heads, None), table_dtype(_DTYPES[self.dtype])),
+            "distance_bias": Form((self.query_heads, None), working(torch.empty(0, dtype=_DTYPES[self.dtype])).dtype),
         }
         optional = {"key_mask", "query_mask", "distance_bias"} - tensors.keys()
         self._fits(name, tensors, {name: form for name, form in forms.items() if name not in optional})
@@ -205,16 +207,13 @@ class Capture:
         `sum_h weights[:, h] @ output[h]` is the layer's output, up to its bias.
         """
         path = self.directory / PROJECTIONS
-        if PROJECTIONS not in self.files:
-            return None
-        weight = self._read(PROJECTIONS).get(str(layer))
+        weight = self._read(PROJECTIONS).get(str(layer)) if PROJECTIONS in self.files else None
         if weight is None:
             return None
         self._sound.add(PROJECTIONS)
         if weight.ndim != 2 or weight.shape[1] != self.query_heads * self.value_dim:
             raise ValueError(f"capture: {path} does not fit the heads of layer {layer}; capture again")
-        by_head: Tensor = weight.unflatten(1, (self.query_heads, self.value_dim))
-        return by_head
+        return weight.view(-1, self.query_heads, self.value_dim)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Capture:
@@ -281,11 +280,6 @@ class Record:
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
-
-
-def table_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of biases: working precision, whatever the queries have."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def file_name(layer: int, batch: int) -> str:

@@ -27,10 +27,10 @@ from fewkeys.captures.capture import (
     Record,
     file_name,
     gradient_name,
-    table_dtype,
     what_is_in,
 )
 from fewkeys.core.files import write_json
+from fewkeys.core.precision import working
 from fewkeys.core.tensor_files import fingerprint, plain
 
 
@@ -81,11 +81,10 @@ class CaptureWriter:
             self._scales.append(float(inputs.scale))
         elif self._layer >= len(self._scales) or self._scales[self._layer] != float(inputs.scale):
             raise ValueError(f"model: layer {self._layer} changed its scale, or is new, in batch {self._batches}")
+        bias = None if inputs.distance_bias is None else working(inputs.distance_bias)
+        more = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask, "distance_bias": bias}
         tensors = {"query": query, "key": key, "value": value}
-        masks = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask}
-        tensors |= {name: mask for name, mask in masks.items() if mask is not None}
-        if inputs.distance_bias is not None:
-            tensors["distance_bias"] = inputs.distance_bias.to(table_dtype(query.dtype))
+        tensors |= {name: one for name, one in more.items() if one is not None}
         path = self.directory / file_name(self._layer, self._batches)
         self._written.append(path)
         self._save(path, tensors)

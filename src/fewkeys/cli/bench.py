@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import deliver
+from fewkeys.cli.files import deliver, picture
 from fewkeys.cli.options import add_common, add_impl, add_model, add_text, budgets, positive
 from fewkeys.cli.progress import Step, progress
 from fewkeys.core.files import write_whole
@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
         description="Time plans and exact attention (torch's scaled_dot_product_attention) in turns, length by length: "
         "ratio, growth, memory, distance to the machine's floor. With a model and a text, inputs are the queries, keys "
         "and values of its middle layer, segments of the text end to end, and the output error is measured too; "
-        "otherwise they are random numbers. Writes bench.json, time.png and, with a model, error.png.",
+        "otherwise they are random numbers. Writes bench.json, time.png and, with a model, error.png, and both as PDF.",
     )
     add_model(parser, required=False)
     add_text(parser)
@@ -101,10 +101,10 @@ def run(arguments: argparse.Namespace) -> None:
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     files: dict[str, Any] = {
         "bench.json": lambda path: write_whole(path, text),
-        "time.png": lambda path: save_time(rows, path, title=what),
+        **picture("time", lambda path: save_time(rows, path, title=what)),
     }
     if real:
-        files["error.png"] = lambda path: save_error(rows, path, title=what)
+        files |= picture("error", lambda path: save_error(rows, path, title=what))
     deliver(arguments, files, text, lambda: print_timings(rows))
 
 

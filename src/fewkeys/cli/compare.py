@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import deliver
+from fewkeys.cli.files import deliver, picture
 from fewkeys.cli.options import add_common, add_impl, add_model, add_size, add_text, budgets, share
 from fewkeys.cli.progress import progress
 
@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
         help="judge approximations of attention on a model and a text",
         description="Judge approximations of attention on a model and a text: error of the attention output, effect on "
         "the whole model (unless it is a capture), time against exact attention. Prints a table; --out also writes "
-        f"{RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png; fewkeys report makes a page of them.",
+        f"{RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png, pareto.pdf; fewkeys report shows them.",
     )
     add_model(parser, capture=True)
     add_text(parser)
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
     from fewkeys.report import print_table, save_figure
 
-    files = {RESULTS: report.save, "pareto.png": lambda path: save_figure(report, path)}
+    files = {RESULTS: report.save, **picture("pareto", lambda path: save_figure(report, path))}
     if sample is not None:
         files[SAMPLE] = sample.save
     deliver(arguments, files, report.to_json(), lambda: print_table(report))

@@ -90,7 +90,7 @@ def _show(facts: dict[str, Any]) -> None:
     own = facts["machine"]
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
-        "processor": f"{own['cpu']}, {own['cores']} cores, {own['threads']} threads in use",
+        "processor": f"{own['cpu']}, {own['cores']} cores, threads in use: {own['threads']}",
         "instructions": f"{own['instructions']} (as torch has it)",
         "kernels": own["kernels"],
         "gpu": own["gpu"] or "none that torch finds",

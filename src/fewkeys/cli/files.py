@@ -52,6 +52,11 @@ def publish(out: Path, files: Mapping[str, Callable[[Path], None]]) -> None:
             os.replace(staged / name, out / name)
 
 
+def picture(name: str, draw: Callable[[Path], None]) -> dict[str, Callable[[Path], None]]:
+    """The files of a picture: `draw` writes its PDF beside the PNG that it is asked for."""
+    return {f"{name}.png": draw, f"{name}.pdf": lambda _: None}
+
+
 def deliver(
     arguments: argparse.Namespace, files: Mapping[str, Callable[[Path], None]], text: str, show: Callable[[], None]
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
-from fewkeys.cli.files import deliver
+from fewkeys.cli.files import deliver, picture
 from fewkeys.cli.options import add_common, add_model, add_size, add_text, positive, share
 from fewkeys.cli.progress import progress
 
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
         description="Choose the split of the slots, and their number, for every head of a model, so that the output of "
         "its layers changes least. Part of the text is held out: the table printed shows the tuned plan there, beside "
         "fewkeys.budget, the controls and the oracle. Writes model_plan.json (fewkeys.ModelPlan.from_pretrained), "
-        "tuned.json and tuned.png. An interrupted run goes on where it stopped.",
+        "tuned.json, tuned.png and tuned.pdf. An interrupted run goes on where it stopped.",
     )
     add_model(parser)
     add_text(parser)
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     files = {
         "model_plan.json": lambda path: plan.save_pretrained(path.parent),
         "tuned.json": report.save,
-        "tuned.png": lambda path: save_tuned(plan, report, path),
+        **picture("tuned", lambda path: save_tuned(plan, report, path)),
     }
     deliver(arguments, files, report.to_json(), show)
     shutil.rmtree(work, ignore_errors=True)

@@ -90,7 +90,7 @@ def _about(report: Report) -> str:
     text = ", ".join(report.settings.get("text") or [])
     return (
         f"{'Causal' if report.is_causal else 'Bidirectional'} attention, heads of {report.head_dim} dimensions"
-        f"{f', text: {text}' if text else ''}. Timed on {machine['cpu']}, {machine['threads']} threads; "
+        f"{f', text: {text}' if text else ''}. Timed on {machine['cpu']}, threads in use: {machine['threads']}; "
         + ", ".join(f"{name} {number}" for name, number in report.versions.items())
     )
 

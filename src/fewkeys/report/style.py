@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.core.files import write_whole
@@ -139,10 +140,11 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write it as PNG, the same bytes for the same picture, whole or not at all."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", metadata={"Software": None})
-    write_whole(path, drawn.getvalue())
+    """Write it as PNG and, beside it, as PDF: the same bytes for the same picture, whole or not at all."""
+    for form, date in (("png", "Software"), ("pdf", "CreationDate")):
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=form, metadata={date: None})
+        write_whole(Path(path).with_suffix(f".{form}"), drawn.getvalue())
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
