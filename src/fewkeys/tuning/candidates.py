@@ -58,7 +58,7 @@ def splits(
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
     Not causal: outliers, window, rank of the first-order term and cluster means; without a window, all but the term for
-    cohorts of queries, unless `cohorts` says no. Causal: trees, and windows with and without sinks; in constant memory,
+    cohorts of queries, unless `cohorts` says no. Causal: trees, and sinks with small windows; in constant memory,
     recent blocks and running means, with and without sinks; and sinks, leverage (centred) and window.
     """
     found = [Candidate(budget(slots, is_causal=is_causal, memory=memory), slots)]
@@ -67,7 +67,7 @@ def splits(
         if size >= keys:
             continue
         if is_causal:
-            found += _searched(size) if memory == "all" else _causal_splits(size)
+            found += _searched(size, slots) if memory == "all" else _causal_splits(size)
         else:
             shares = [*product(COHORT_HEAVY if cohorts else (), (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
             found += [near for own in shares if (near := _split(size, width, *own)) is not None]
@@ -122,13 +122,11 @@ def _split(slots: int, width: int, heavy: float, window: float, rank: float) -> 
     return Candidate(Plan(keep, ClusterMeans(means, ranks), exact_if_faster=True), slots, (heavy, window, rank))
 
 
-def _searched(slots: int) -> list[Candidate]:
-    """A tree, and windows with and without sinks."""
+def _searched(slots: int, mean: int) -> list[Candidate]:
+    """A tree, and for heads that need less than the mean, sinks and a window."""
     plans = [budget(slots, is_causal=True)] if slots >= LEAST else []
-    for sinks in (0, 1, SINKS):
-        if slots > sinks:
-            near = Window(slots - sinks)
-            plans.append(Plan(Sinks(sinks) | near if sinks else near, exact_if_faster=True))
+    if SINKS < slots < mean:
+        plans.append(Plan(Sinks(SINKS) | Window(slots - SINKS), exact_if_faster=True))
     return [Candidate(plan, slots) for plan in plans]
 
 
