@@ -33,8 +33,8 @@ SOURCES = (
         "matrix.h",
         "back.h",
     ),
-    *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "lloyd.h", "merge.h", "scan.h", "prefill.h"),
-    *("split.h", "rows.h", "leaves.h", "forest.h", "descender.h", "descend.h", "descend_back.h", "cohorts.h"),
+    *("near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "frame.h", "lloyd.h", "merge.h", "scan.h"),
+    *("prefill.h", "split.h", "rows.h", "leaves.h", "forest.h", "descender.h", "descend.h", "descend_back.h", "cohorts.h"),
     "stand_ins.h",
 )
 FLAGS = (
