@@ -4,10 +4,11 @@ A process for each set: `FEWKEYS_ISA` limits the kernels, and exact attention is
 `ATEN_CPU_CAPABILITY` (torch's own code), `MKL_ENABLE_INSTRUCTIONS` (products of matrices) and `ONEDNN_MAX_CPU_ISA`
 (those of bfloat16). Whether they are obeyed is measured: what torch names as its vectors, and products of matrices a
 millisecond with and without the switches. In every process exact attention, `budget(192)` by kernels and by torch's
-steps take turns: a head is 64 wide, float32, forward, with gradients, and causal; figures are medians of the turns,
-ratios medians of the ratios turn by turn.
+steps take turns: 4 heads of 64, one above 4,096 tokens, float32, forward, with gradients, and causal; figures are
+medians of the turns, ratios medians of the ratios turn by turn.
 
-Last, under the highest set: the same calls while another process keeps one core busy, median and slowest.
+Last, under the highest set: forward calls while another process keeps one core busy, median and slowest, as OpenMP's
+threads wait by themselves and under `OMP_WAIT_POLICY=passive`.
 
 Sets that are not measured keep what the JSON says of them.
 """
@@ -30,7 +31,7 @@ LIMITS = {
 }
 FORMS = {"forward": (1024, 4096, 16384), "with gradients": (1024, 4096, 16384), "causal": (1024, 4096, 16384)}
 SLOTS, DIM, HEADS, TURNS, SECONDS = 192, 64, 4, 15, 3.0
-BUSY, BUSY_TURNS = (512, 1024, 4096), 60
+BUSY, BUSY_TURNS = (512, 1024, 2048), 40
 
 
 def measure(busy: bool) -> dict[str, Any]:
@@ -40,7 +41,6 @@ def measure(busy: bool) -> dict[str, Any]:
 
     import fewkeys as fk
     from fewkeys.bench.machine import machine, versions
-    from fewkeys.bench.timing import measure_rates
 
     def calls(form: str, length: int, heads: int) -> dict[str, Any]:
         causal, backward = form == "causal", form == "with gradients"
@@ -74,10 +74,9 @@ def measure(busy: bool) -> dict[str, Any]:
             spin.kill()
         return found
     found["vectors"] = torch.backends.cpu.get_cpu_capability()
-    found["operations_per_ms"] = measure_rates(torch.device("cpu"), torch.float32).operations_per_ms
     for form, lengths in FORMS.items():
         for length in lengths:
-            heads = 1 if form == "with gradients" and length > 4096 else HEADS
+            heads = 1 if length > 4096 else HEADS
             each = calls(form, length, heads)
             times: dict[str, list[float]] = {name: [] for name in each}
             for call in each.values():
@@ -100,7 +99,7 @@ def child(name: str, what: str, limits: dict[str, str]) -> dict[str, Any]:
     """What a process of its own finds under a set."""
     command = [sys.executable, __file__, "--child", what]
     environment = {**os.environ, "FEWKEYS_ISA": name, **limits}
-    found = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout  # noqa: S603
+    found = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(found)
     return result
 
@@ -128,12 +127,14 @@ def main() -> None:
     here = [name for name in LIMITS if name in map(str, sets.possible())]
     chosen = [] if given.busy else given.sets.split(",") if given.sets else here
     result = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"sets": {}}
-    result["unlimited"] = child(here[-1], "rate", {})
+    switches = {"none": {}} | {name: LIMITS[name] for name in here}
+    result["rates"] = {name: child(here[-1], "rate", how) for name, how in switches.items()}
     for name in chosen:
         result["sets"][name] = {"switches": LIMITS[name], **child(name, "quiet", LIMITS[name])}
         write_whole(RESULTS, json.dumps(result, indent=1) + "\n")
     if given.busy or not given.sets:
-        result["busy"] = child(here[-1], "busy", {})
+        policies = {"as it is": {}, "passive": {"OMP_WAIT_POLICY": "passive"}}
+        result["busy"] = {name: child(here[-1], "busy", how) for name, how in policies.items()}
     write_whole(RESULTS, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -159,8 +159,8 @@ def represent(
     """`key`, `value`, `bias`, `factor`, `left`, `right`, `bounds` and `share` of stand-ins, as `rest.base.StandIns` has
     them.
 
-    `given`: what `Represented` reads beside keys and values, by its names there, in float32, and `label` and `middle` of
-    `Sums`. The subspace of the values is sought in so many steps.
+    `given`: what `Represented` reads beside keys and values, by its names there, in float32, and `label` and `middle`
+    of `Sums`. The subspace of the values is sought in so many steps.
     """
     key, value = alike(key, value)
     held = {name: None if part is None else part.contiguous() for name, part in given.items()}

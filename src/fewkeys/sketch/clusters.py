@@ -185,10 +185,12 @@ def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """Queries that statistics are taken of, (B, Hq, M, D), zero where they are not real, and how many of a key head's."""
+    """Queries that statistics are taken of: `rows` (B, Hq, M, D), zero where they are not real, of which `count` are
+    those of a key head, (B, 1, 1, 1) or for all sequences.
+    """
 
     rows: Tensor
-    count: Tensor | int  # (B, 1, 1, 1)
+    count: Tensor | int
 
 
 def _asked(inputs: Inputs) -> _Asked:
