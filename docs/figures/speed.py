@@ -95,7 +95,53 @@ def _mutants() -> str:
     return table(["room", "possible", "tried", "noticed", "nothing to notice", "missed"], rows)
 
 
+def _sets() -> str:
+    rows = []
+    for name, own in read("benchmarks/results/sets.json")["sets"].items():
+        for row in own["rows"]:
+            ms = [_milliseconds(row["ms"][way]) for way in ("exact", "kernels", "steps")]
+            ratios = [ratio(number) for number in (row["exact_over"]["kernels"], row["steps_over_kernels"])]
+            rows.append([f"`{name}`", row["form"], f"{row['length']:,}", *ms, *ratios])
+    return table(
+        [
+            "set",
+            "form",
+            "tokens",
+            "exact, ms",
+            "kernels, ms",
+            "torch's steps, ms",
+            "exact / kernels",
+            "steps / kernels",
+        ],
+        rows,
+    )
+
+
+def _busy() -> str:
+    rows = []
+    for policy, own in read("benchmarks/results/sets.json")["busy"].items():
+        for row in own["rows"]:
+            times = [_milliseconds(row[way][kind]) for way in ("exact", "kernels") for kind in ("median", "worst")]
+            rows.append([policy, f"{row['length']:,}", *times])
+    return table(["threads wait", "tokens", "exact, ms", "its slowest", "plan, ms", "its slowest"], rows)
+
+
+def _models() -> str:
+    rows = []
+    for name, own in read("benchmarks/results/models.json")["models"].items():
+        for row in own["rows"]:
+            times = [_milliseconds(row[way]["ms"]) for way in ("exact", "plan")]
+            shares = [f"{100 * row[way]['share']:.0f} %" for way in ("exact", "plan")]
+            rows.append([name, f"{row['length']:,}", *times, ratio(row["ratio"]), *shares])
+    return table(
+        ["model", "tokens", "exact, ms", "plan, ms", "exact / plan", "attention's share", "under the plan"], rows
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "sets": _sets,
+    "sets.busy": _busy,
+    "models": _models,
     "bench.lengths": _lengths,
     "bench.forms": _forms,
     "bench.short": lambda: ratio(1 / _bench("cpu")[512][PLAN]["ratio"]),

@@ -109,8 +109,8 @@ BREAKAGES = (
     Breakage(
         "stand-ins keep the mass that their mean key would give them",
         "native/stand_ins.h",
-        "p.tilt * (p.importance[at] - seen)",
-        "0.0f * (p.importance[at] - seen)",
+        "p.tilt * (p.cluster_importance[at] - seen)",
+        "0.0f * (p.cluster_importance[at] - seen)",
         (PREPARED,),
     ),
     Breakage(
@@ -172,8 +172,8 @@ BREAKAGES = (
     Breakage(
         "last dimensions of a row are not transposed",
         "native/products.h",
-        "into[d * TILE + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;",
-        "into[d * TILE + i] = 0.0f * (i < count ? to_float(rows[i][d]) * scale : 0.0f);",
+        "into[d * pitch + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;",
+        "into[d * pitch + i] = 0.0f * (i < count ? to_float(rows[i][d]) * scale : 0.0f);",
         (ODD,),
     ),
     Breakage(
@@ -279,6 +279,13 @@ BREAKAGES = (
         "native/lloyd.h",
         "centre[c * span + d] = sums[c * span + d] / mass[c];",
         "centre[c * span + d] = sums[c * span + d];",
+        (PREPARED,),
+    ),
+    Breakage(
+        "the frame: the mean key is not divided by how many there are",
+        "native/frame.h",
+        "p.mean[head * dim + d] = sums[d] / keys;",
+        "p.mean[head * dim + d] = sums[d];",
         (PREPARED,),
     ),
     Breakage(

@@ -52,15 +52,15 @@ def test_the_library_tells_the_size_of_every_struct():
 
 
 def test_fields_are_those_of_the_header():
-    assert tensors.struct("Totals")._fields_ == [
+    assert tensors.struct("Sums")._fields_ == [
         *((name, tensors.Rows) for name in ("key", "value")),
-        *((name, ctypes.c_void_p) for name in ("sums", "square")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "keys", "dim", "value_dim")),
+        *((name, ctypes.c_void_p) for name in ("label", "share", "sums", "middle", "products")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "keys", "dim", "value_dim", "count")),
     ]
     assert dict(tensors.struct("NearBack")._fields_)["of"] is tensors.struct("Near")
     assert dict(tensors.struct("Lloyd")._fields_)["tilt"] is ctypes.c_float
-    with pytest.raises(TypeError, match="Totals: expected fields of the struct, got rows, weights"):
-        tensors.struct("Totals")(weights=1, rows=2, dim=3)
+    with pytest.raises(TypeError, match="Sums: expected fields of the struct, got rows, weights"):
+        tensors.struct("Sums")(weights=1, rows=2, dim=3)
     with pytest.raises(ValueError, match="expected a struct Nothing, got none"):
         tensors.struct("Nothing")
 
@@ -71,17 +71,17 @@ def test_sizes_are_those_of_python(kind):
 
 
 def test_a_struct_of_another_size_is_refused():
-    fields = (*tensors.struct("Totals")._fields_, ("more", ctypes.c_int64))
-    larger = type("_Totals", (ctypes.Structure,), {"_fields_": fields})
-    with pytest.raises(RuntimeError, match=r"struct Totals of \d+ bytes as in Python, got one of"):
-        build.call("fewkeys_totals", larger(), torch.float32)
-    with pytest.raises(RuntimeError, match=r"struct Totals"):
+    fields = (*tensors.struct("Sums")._fields_, ("more", ctypes.c_int64))
+    larger = type("_Sums", (ctypes.Structure,), {"_fields_": fields})
+    with pytest.raises(RuntimeError, match=r"struct Sums of \d+ bytes as in Python, got one of"):
+        build.call("fewkeys_label_sums", larger(), torch.float32)
+    with pytest.raises(RuntimeError, match=r"struct Sums"):
         build.address(larger())
     rows = type("Rows", (ctypes.Structure,), {"_fields_": tensors.Rows._fields_[:-1]})
     with pytest.raises(RuntimeError, match=r"struct Rows of 24 bytes as in Python, got one of 32"):
-        build.call("fewkeys_totals", type("_Totals", (ctypes.Structure,), {"_fields_": (("key", rows),)})())
+        build.call("fewkeys_label_sums", type("_Sums", (ctypes.Structure,), {"_fields_": (("key", rows),)})())
     with pytest.raises(RuntimeError, match=r"got none of this name"):
-        build.call("fewkeys_totals", type("Unknown", (ctypes.Structure,), {"_fields_": ()})())
+        build.call("fewkeys_label_sums", type("Unknown", (ctypes.Structure,), {"_fields_": ()})())
 
 
 @pytest.fixture
@@ -99,11 +99,11 @@ def test_other_builds_do_not_count(monkeypatch):
 
 def test_sums_are_counted(counting):
     """Every key once, and once more the sums of the only piece; they are all that is held."""
-    key, value = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 24)
-    native.totals(key, value)
+    key, value, share = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 24), torch.ones(1, 2, 100)
+    native.label_sums(key, value, torch.zeros(1, 2, 100, dtype=torch.int64), share, 1)
     found = native.counters()
     assert found["multiply_adds"] == 2 * 100 * 32 + 2 * 32
-    assert found["bytes"] == 4 * (2 * 32 + 2)
+    assert found["bytes"] == 4 * (2 * 32 + torch.get_num_threads() * 64 * (16 + 32))
     assert native.counters() == {"multiply_adds": 0, "bytes": 0}
 
 

@@ -15,7 +15,7 @@ from cases import CAUSAL_SHAPES, PLANS, SHAPES, Shape
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import operands, reference
+from fewkeys.execute import reference
 from fewkeys.execute import triton as kernels
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.triton import launch
@@ -279,7 +279,7 @@ def test_operator_keeps_the_rules_of_torch(whole):
         x.query,
         x.key,
         x.value,
-        None if graph.band is None else operands.band_hidden(x, graph),
+        None if graph.band is None else graph.hidden,
         *launch._listed(x, graph),
         *launch._means(x, stand_ins),
     ]

@@ -10,7 +10,7 @@ import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, Shape
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.execute import operands, reference
+from fewkeys.execute import reference
 from fewkeys.execute import triton as kernels
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.triton import launch_grouped
@@ -276,7 +276,7 @@ def test_operator_keeps_the_rules_of_torch(whole):
         x.query,
         x.key,
         x.value,
-        operands.band_hidden(x, graph) if whole else None,
+        graph.hidden if whole else None,
         launch_grouped._listed(x, graph.columns.index, graph.columns.used) if whole else None,
         *launch_grouped._sorted(graph.groups.query, None, 2),
         *launch_grouped._sorted(graph.groups.key, None, 2),

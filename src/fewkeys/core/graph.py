@@ -14,6 +14,7 @@ Causality and padding hold for every kind: hidden keys are never edges.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -101,6 +102,24 @@ class Graph:
             _join_groups(self.groups, other.groups),
             self.descent or other.descent,
         )
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """(B, Hkv, Nk), uint8, ones for keys that no band reaches and no stand-in speaks for: padding, and those of a
+        list that all queries share. None: there are none.
+        """
+        x, shared = self.inputs, self.columns
+        if shared is not None and shared.blocks > 1:
+            shared = None
+        if x.valid is None and shared is None:
+            return None
+        hidden = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=torch.uint8, device=x.key.device)
+        if x.valid is not None:
+            hidden += (~x.valid).unsqueeze(1)
+        if shared is not None:
+            # Fillings may repeat a used key: it stays hidden whatever the order.
+            hidden.scatter_reduce_(-1, shared.index.squeeze(2), shared.used.squeeze(2).to(torch.uint8), "amax")
+        return hidden
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""

@@ -82,11 +82,13 @@ def check_finite(**tensors: Tensor) -> list[float]:
     if torch.compiler.is_compiling():
         return [0.0] * len(tensors)
     ends = [
-        torch.stack(tensor.detach().aminmax()).double() if tensor.numel() else tensor.new_zeros(2, dtype=torch.float64)
+        end
         for tensor in tensors.values()
+        for end in (tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2))
     ]
-    largest: list[float] = torch.stack(ends).abs().amax(-1).tolist()
-    if all(map(math.isfinite, largest)):
+    found: list[float] = torch.stack(ends).abs().tolist()
+    largest = [max(pair) for pair in zip(found[::2], found[1::2], strict=True)]
+    if all(map(math.isfinite, found)):
         return largest
     for name, tensor in tensors.items():
         bad = int((~torch.isfinite(tensor)).sum())

@@ -9,20 +9,6 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 
 
-def band_hidden(inputs: Inputs, graph: Graph) -> Tensor | None:
-    """(B, Hkv, Nk), uint8, ones for keys that the band does not reach: padding and what the list holds. None: none."""
-    x = inputs
-    if x.valid is None and graph.columns is None:
-        return None
-    hidden = torch.zeros((x.batch, x.kv_heads, x.keys), dtype=torch.uint8, device=x.key.device)
-    if x.valid is not None:
-        hidden += (~x.valid).unsqueeze(1)
-    if graph.columns is not None:
-        index, used = graph.columns.index.squeeze(2), graph.columns.used.squeeze(2)
-        hidden.scatter_reduce_(-1, index, used.to(torch.uint8), "amax")
-    return hidden
-
-
 def listed(inputs: Inputs, graph: Graph) -> tuple[Tensor, Tensor, Tensor]:
     """Keys (B, Hkv, S, D), values and places (B, Hkv, S) of the shared list; fillings stand after the last key."""
     x = inputs

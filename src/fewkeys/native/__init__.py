@@ -8,17 +8,18 @@ results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the envi
 
 from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.cohorts import best, halve, tilt
-from fewkeys.native.keys import assign, label_sums, lloyd, represent, statistics, sums_and_products, survey, totals
+from fewkeys.native.keys import assign, cluster, frame, label_sums, represent, statistics, sums_and_products, survey
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
     "assign",
     "best",
+    "cluster",
     "counters",
+    "frame",
     "halve",
     "instruction_set",
     "label_sums",
-    "lloyd",
     "missing",
     "readable",
     "represent",
@@ -27,5 +28,4 @@ __all__ = [
     "sums_and_products",
     "survey",
     "tilt",
-    "totals",
 ]

@@ -4,6 +4,7 @@
 #include "cohorts.h"
 #include "descend_back.h"
 #include "forest.h"
+#include "frame.h"
 #include "keys.h"
 #include "lloyd.h"
 #include "near_back.h"
@@ -32,16 +33,16 @@ EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
 EXPORT_BY_PRODUCTS(prefill, Blocks)
 EXPORT_BY_DTYPE(attend_back, NearBack)
 EXPORT_BY_DTYPE(attend_blocks_back, BlocksBack)
-EXPORT_BY_DTYPE(totals, Totals)
+EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
-EXPORT_BY_DTYPE(lloyd, Lloyd)
+EXPORT_BY_DTYPE(cluster, Clustered)
+EXPORT_BY_DTYPE(represent, Represented)
 EXPORT_BY_DTYPE(descend, Descents)
 EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT(scan_back, PastBack)
-EXPORT(represent, Represented)
 EXPORT(halve, Halves)
 EXPORT(split, Split)
 EXPORT(grow, Trees)
@@ -85,8 +86,9 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(BlocksBack);
   SIZE_OF(Survey);
   SIZE_OF(Sums);
-  SIZE_OF(Totals);
+  SIZE_OF(Framed);
   SIZE_OF(Lloyd);
+  SIZE_OF(Clustered);
   SIZE_OF(Represented);
   SIZE_OF(Past);
   SIZE_OF(PastBack);

@@ -20,10 +20,8 @@ static void measure(const float *lanes, const float *middle, int dim, float *squ
 }
 
 // Spread and importance of the keys in `lanes`; `found` holds D + 1 rows.
-static void see(const Survey &p, int64_t head, const float *lanes, float *found, float *spread, float *importance) {
-  const int dim = p.dim;
-  const float *shift = p.shift + head * (dim + 1);
-  const float *form = p.form + head * (dim + 1) * dim;
+static void see(const float *form, const float *shift, int dim, const float *lanes, float *found, float *spread,
+                float *importance) {
   // L^T is upper triangular.
   for (int r = 0; r < dim; r += ROWS)
     dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, found + r * TILE);
@@ -53,35 +51,50 @@ static void nearest_of(const float *found, const float *constant, int count, flo
   }
 }
 
+// What is asked of a tile of keys of a head, from key `first` on.
 template <class T>
-static void survey(const Survey &p, int threads) {
-  const int64_t tiles = (p.keys + TILE - 1) / TILE, work = tiles * p.batch * p.heads, both = p.dim + p.value_dim;
-  const auto scratch = [&] { return aligned_vector<float>((both + std::max(p.dim + 1, p.count)) * TILE); };
-  const auto see_tile = [&](aligned_vector<float> &scratch, int64_t t) {
-    float *lanes = scratch.data(), *found = lanes + both * TILE;
-    const int64_t head = t / tiles, b = head / p.heads, h = head % p.heads, first = t % tiles * TILE;
+class Surveyor {
+ public:
+  explicit Surveyor(const Survey &p)
+      : p(p), both(p.dim + p.value_dim), lanes(both * TILE), found(std::max(p.dim + 1, p.count) * TILE) {}
+
+  void look(int64_t head, int64_t first) {
+    const int64_t b = head / p.heads, h = head % p.heads;
     const int64_t at = head * p.keys + first, rows = std::min<int64_t>(TILE, p.keys - first);
     float one[TILE], other[TILE];
     int32_t label[TILE];
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, p.dim, 1.0f, lanes);
+    to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, p.dim, 1.0f, lanes.data());
     if (p.form) {
-      see(p, head, lanes, found, one, other);
+      see(p.form + head * (p.dim + 1) * p.dim, p.shift + head * (p.dim + 1), p.dim, lanes.data(), found.data(), one,
+          other);
       std::copy(one, one + rows, p.spread + at);
       std::copy(other, other + rows, p.importance + at);
     }
     if (p.count) {
-      to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, lanes + p.dim * TILE);
-      dots(p.centre + head * p.count * both, both, p.count, both, lanes, found);
-      nearest_of(found, p.constant + head * p.count, p.count, one, label);
+      float *values = &lanes[p.dim * TILE];
+      to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, values);
+      dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), found.data());
+      nearest_of(found.data(), p.constant + head * p.count, p.count, one, label);
       std::copy(one, one + rows, p.nearest + at);
       std::copy(label, label + rows, p.label + at);
       if (p.middle) {
-        measure(lanes + p.dim * TILE, p.middle + head * p.value_dim, p.value_dim, one);
+        measure(values, p.middle + head * p.value_dim, p.value_dim, one);
         std::copy(one, one + rows, p.square + at);
       }
     }
-  };
-  in_parallel(threads, work, scratch, see_tile, 16);
+  }
+
+ private:
+  const Survey &p;
+  const int64_t both;
+  aligned_vector<float> lanes, found;
+};
+
+template <class T>
+static void survey(const Survey &p, int threads) {
+  const int64_t tiles = (p.keys + TILE - 1) / TILE;
+  const auto look = [&](Surveyor<T> &surveyor, int64_t t) { surveyor.look(t / tiles, t % tiles * TILE); };
+  in_parallel(threads, tiles * p.batch * p.heads, [&] { return Surveyor<T>(p); }, look, 16);
 }
 
 // The sums of some keys, a few at a time.
@@ -178,22 +191,6 @@ static float add_rows(const T *row, int64_t stride, int64_t count, int64_t dim, 
       sums[d] += x, found += x * x;
     }
   return found;
-}
-
-template <class T>
-static void totals(const Totals &p, int threads) {
-  const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads = p.batch * p.heads, size = p.dim + p.value_dim;
-  aligned_vector<float> parts(heads * pieces * size), squares(heads * pieces);
-  in_parallel(threads, heads * pieces, [&](int64_t t) {
-    const int64_t b = t / pieces / p.heads, h = t / pieces % p.heads, first = t % pieces * PIECE;
-    const int64_t count = std::min(p.keys - first, PIECE);
-    add_rows(p.key.at<T>(b, h, first), p.key.row, count, p.dim, &parts[t * size]);
-    squares[t] = add_rows(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, &parts[t * size + p.dim]);
-  });
-  for (int64_t t = 0; t < heads * pieces; t++) {
-    add(p.sums + t / pieces * size, &parts[t * size], 1.0f, size);
-    p.square[t / pieces] += squares[t];
-  }
 }
 
 }  // namespace fewkeys

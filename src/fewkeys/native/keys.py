@@ -1,12 +1,12 @@
-"""Statistics, clusters and sums of keys in one pass each (`keys.h`), Lloyd's steps (`lloyd.h`), stand-ins of clusters
-(`stand_ins.h`); without gradient.
+"""How queries measure keys (`frame.h`), statistics and sums of keys in one pass each (`keys.h`), their clusters
+(`lloyd.h`) and stand-ins of these (`stand_ins.h`); without gradient.
 
 Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything else float32; `tensors.suits` them.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
 from typing import Any
 
 import torch
@@ -83,58 +83,103 @@ def _sums(
     return sums
 
 
-def totals(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`sum_j k_j` (B, H, 1, D), `sum_j v_j` (B, H, 1, Dv) and `sum_j |v_j|^2` (B, H, 1), all float32."""
-    key, value = alike(key, value)
-    dim, value_dim = key.shape[3], value.shape[3]
-    found = key.new_zeros((*key.shape[:2], dim + value_dim), dtype=torch.float32)
-    square = found.new_zeros((*key.shape[:2], 1))
-    told = struct("Totals")(**_rows(key, value), **pointers({"sums": found, "square": square}))
-    call("fewkeys_totals", told, key.dtype)
-    key_sum, value_sum = found.unsqueeze(2).split([dim, value_dim], -1)
-    return key_sum, value_sum, square
+def frame(
+    query: Tensor, key: Tensor, value: Tensor, asked: Tensor, real: Tensor, *, scale: float, ridge: float
+) -> dict[str, Tensor] | None:
+    """`mean_query` and `second` of `sketch.clusters.QueryMoments`, and what `Frame` has beside them, by their names.
+
+    Of a sample of the queries (B, Hq, M, D); `asked` (B) of them count, and `real` (B) of the keys. None where rounding
+    has made a matrix indefinite.
+    """
+    query, key, value = alike(query, key, value)
+    batch, heads, _, dim = key.shape
+    shapes = {"mean_query": (1, dim), "second": (dim, dim), "mean": (1, dim), "value_mean": (1, value.shape[3])}
+    shapes |= {"unit": (1, 1), "root": (dim, dim), "form": (dim + 1, dim), "shift": (dim + 1, 1)}
+    found = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
+    indefinite = ctypes.c_int64(0)
+    told = struct("Framed")(
+        **_rows(key, value),
+        **pointers(found | {"asked": asked, "real": real}),
+        query=Rows.of(query),
+        indefinite=ctypes.addressof(indefinite),
+        gqa_ratio=query.shape[1] // heads,
+        queries=query.shape[2],
+        scale=scale,
+        ridge=ridge,
+    )
+    call("fewkeys_frame", told, key.dtype)
+    return None if indefinite.value else found
 
 
-def lloyd(
+def cluster(
     key: Tensor,
     value: Tensor,
-    real: Tensor | None,
+    some: tuple[Tensor, Tensor, Tensor | None],
     seen: dict[str, Tensor],
     *,
     count: int,
     steps: int,
     tilt: float,
     lowest: float,
-) -> tuple[Tensor, Tensor]:
-    """`count` centres (B, H, count, D + Dv) of sampled keys and values, and their mean importance (B, H, count).
+) -> tuple[Tensor, ...]:
+    """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
-    `real` (B, N): the keys that count. `seen`: `form` and `shift` as `survey` has them, the mean value `middle`
-    (B, H, 1, Dv), and `unit` (B, H, 1, 1). The steps are those that `sketch.clusters` describes.
+    `some`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form`, `shift`, `middle` as
+    `survey` has them, and `unit` (B, H, 1, 1).
+
+    Returns:
+        Label, squared distance to the own centre, spread and importance of every key, all (B, H, N); the mean
+        importance of every cluster (B, H, count).
+    """
+    *rows, real = some
+    key, value, *rows = alike(key, value, *rows)
+    held: dict[str, Tensor | None] = {name: part.contiguous() for name, part in seen.items()}
+    form = seen["form"]
+    distance, spread, importance, nearest, square = form.new_empty((5, *key.shape[:3])).unbind()
+    label = torch.empty_like(nearest, dtype=torch.int64)
+    own, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
+    centre = form.new_empty((*own.shape, key.shape[3] + value.shape[3]))
+    held |= {"centre": centre, "constant": constant}
+    lloyd = pointers(held | {"importance": own, "real": None if real is None else real.contiguous()})
+    numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
+    found = {"spread": spread, "importance": importance, "nearest": nearest, "square": square, "label": label}
+    survey = pointers({name: part for name, part in held.items() if name != "unit"} | found)
+    told = struct("Clustered")(
+        some=struct("Lloyd")(**_rows(*rows), **lloyd, **numbers),
+        all=struct("Survey")(**_rows(key, value), **survey, count=count),
+        **pointers({"distance": distance}),
+    )
+    call("fewkeys_cluster", told, key.dtype)
+    return label, distance, spread, importance, own
+
+
+def represent(
+    key: Tensor, value: Tensor, given: dict[str, Tensor | None], rank: int, steps: int, **numbers: float
+) -> dict[str, Tensor]:
+    """`key`, `value`, `bias`, `factor`, `left`, `right`, `bounds` and `share` of stand-ins, as `rest.base.StandIns` has
+    them.
+
+    `given`: what `Represented` reads beside keys and values, by its names there, in float32, and `label` and `middle`
+    of `Sums`. The subspace of the values is sought in so many steps.
     """
     key, value = alike(key, value)
-    held: dict[str, Tensor | None] = {name: part.contiguous() for name, part in seen.items()}
-    centre = seen["form"].new_empty((*key.shape[:2], count, key.shape[3] + value.shape[3]))
-    importance = centre.new_empty(centre.shape[:3])
-    held |= {"real": None if real is None else real.contiguous(), "centre": centre, "importance": importance}
-    numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
-    call("fewkeys_lloyd", struct("Lloyd")(**_rows(key, value), **pointers(held), **numbers), key.dtype)
-    return centre, importance
-
-
-def represent(given: dict[str, Tensor], start: Tensor, steps: int, **numbers: float) -> dict[str, Tensor]:
-    """`key`, `value`, `bias`, `factor`, `left`, `right` and `bounds` of stand-ins, as `rest.base.StandIns` has them.
-
-    `given`: what `Represented` reads, in float32. start (r, Dv): rows that the subspace of the values is sought from in
-    so many steps.
-    """
-    held = {name: part.contiguous() for name, part in (given | {"start": start}).items()}
-    (*heads, count, dim), value_dim, rank = held["key_sum"].shape, held["value_sum"].shape[-1], start.shape[0]
+    held = {name: None if part is None else part.contiguous() for name, part in given.items()}
+    importance = held["cluster_importance"]
+    if importance is None:
+        raise ValueError("given: expected the importance of every cluster, got none")
+    count, dim, value_dim = importance.shape[2], key.shape[3], value.shape[3]
     shapes = {"key": (count, dim), "value": (count, value_dim), "bias": (count,), "factor": (count,)}
-    shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
-    found = {name: start.new_empty((*heads, *shape)) for name, shape in shapes.items()}
-    sizes = {"heads": math.prod(heads), "keys": held["label"].shape[-1], "count": count, "dim": dim, "rank": rank}
-    told = struct("Represented")(**pointers(held | found), **sizes, value_dim=value_dim, steps=steps, **numbers)
-    call("fewkeys_represent", told)
+    shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank), "share": (key.shape[2],)}
+    found = {name: importance.new_empty((*key.shape[:2], *shape)) for name, shape in shapes.items()}
+    of = pointers({"label": held.pop("label"), "middle": held.pop("middle"), "share": found["share"]})
+    told = struct("Represented")(
+        of=struct("Sums")(**_rows(key, value), **of, count=count),
+        **pointers(held | found),
+        rank=rank,
+        steps=steps,
+        **numbers,
+    )
+    call("fewkeys_represent", told, key.dtype)
     return found
 
 

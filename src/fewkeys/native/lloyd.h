@@ -8,18 +8,18 @@ template <class T>
 class Clustering {
  public:
   explicit Clustering(const Lloyd &p)
-      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both)), form((dim + 1 + TILE) * dim),
-        copy(SOME_ROWS * dim), found(std::max<int64_t>(SOME_ROWS, p.count) * TILE), rows(p.keys * span),
-        lanes(both * TILE), centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count),
-        importance(p.keys), weight(p.keys), order(p.keys) {}
+      : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both, TILE)), keys(round_up(p.keys, TILE)),
+        found(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span), lanes(keys * both),
+        centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count), importance(keys),
+        weight(p.keys), order(p.keys) {}
 
   void cluster(int64_t head) {
     real = p.real ? p.real + head / p.heads * p.keys : nullptr;
-    look(head);
+    for (int64_t first = 0; first < p.keys; first += TILE) look(head, first);
     weigh();
     seed(p.importance + head * p.count);
     for (int64_t step = 0; step < p.steps; step++) move(p.importance + head * p.count);
-    for (int64_t c = 0; c < p.count; c++) std::copy_n(&centre[c * span], both, p.centre + (head * p.count + c) * both);
+    for (int64_t c = 0; c < p.count; c++) write(head, c);
   }
 
  private:
@@ -27,41 +27,31 @@ class Clustering {
     float importance;
     int place;
   };
-  static constexpr int64_t SOME_ROWS = 128;  // rows looked at together: they stay next to the core
   const Lloyd &p;
   const int dim, both, span;
+  const int64_t keys;
   const uint8_t *real = nullptr;
-  aligned_vector<float> form, copy, found, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  // Features of the keys: in rows, and in lanes, a tile after the other.
+  aligned_vector<float> found, rows, lanes, centre, sums, half, mass, along, importance, weight;
   aligned_vector<Ranked> order;
 
-  // The features of every key, and its importance.
-  void look(int64_t head) {
+  // The features of a tile of keys, and its importance.
+  void look(int64_t head, int64_t first) {
     const int64_t b = head / p.heads, h = head % p.heads;
-    const float *from = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
-    const float *middle = p.middle + head * p.value_dim, unit = p.unit[head];
-    for (int c = 0; c <= dim; c += TILE)
-      to_lanes(from + c * dim, dim, std::min(TILE, dim + 1 - c), dim, 1.0f, &form[c * dim]);
-    for (int64_t first = 0; first < p.keys; first += SOME_ROWS) {
-      const int count = std::min(SOME_ROWS, p.keys - first);
-      int64_t stride = p.key.row;
-      const float *key = floats(p.key.at<T>(b, h, first), stride, count, dim, dim, copy.data());
-      for (int c = 0; c <= dim; c += TILE) {
-        dots(key, stride, count, dim, &form[c * dim], found.data());
-        for (int i = 0; i < count; i++) {
-          float *row = &rows[(first + i) * span];
-          for (int e = 0; e < std::min(TILE, dim - c); e++) row[c + e] = found[i * TILE + e] - shift[c + e];
-          if (c + TILE > dim) importance[first + i] = found[i * TILE + dim - c] - shift[dim];
-        }
-      }
-      for (int i = 0; i < count; i++) {
-        float *row = &rows[(first + i) * span];
-        const T *value = p.value.at<T>(b, h, first + i);
-        const float energy = product(row, row, dim);
-        for (int d = 0; d < p.value_dim; d++) row[dim + d] = (to_float(value[d]) - middle[d]) * unit;
-        const float x = importance[first + i];
-        importance[first + i] = x + 0.5f * (energy - x * x);
-      }
-    }
+    const int count = std::min<int64_t>(TILE, p.keys - first);
+    const float *shift = p.shift + head * (dim + 1), *middle = p.middle + head * p.value_dim, unit = p.unit[head];
+    float *own = &lanes[first * both], spread[TILE];
+    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, own);
+    see(p.form + head * (dim + 1) * dim, shift, dim, own, found.data(), spread, &importance[first]);
+    for (int d = 0; d < dim; d++)
+      for (int v = 0; v < TILE; v += LANES) store(own + d * TILE + v, load(&found[d * TILE + v]) - shift[d]);
+    own += dim * TILE;
+    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, 1.0f, own);
+    for (int d = 0; d < p.value_dim; d++)
+      for (int v = 0; v < TILE; v += LANES) store(own + d * TILE + v, (load(own + d * TILE + v) - middle[d]) * unit);
+    own = &lanes[first * both];
+    for (int d = 0; d < both; d += TILE)
+      to_lanes(own + d * TILE, TILE, std::min(TILE, both - d), TILE, 1.0f, &rows[first * span + d], span);
   }
 
   void weigh() {
@@ -97,8 +87,7 @@ class Clustering {
     int32_t label[TILE];
     for (int64_t first = 0; first < p.keys; first += TILE) {
       const int count = std::min<int64_t>(TILE, p.keys - first);
-      to_lanes(&rows[first * span], span, count, both, 1.0f, lanes.data());
-      dots(centre.data(), span, p.count, both, lanes.data(), found.data());
+      dots(centre.data(), span, p.count, both, &lanes[first * both], found.data());
       nearest_of(found.data(), half.data(), p.count, closeness, label);
       for (int i = 0; i < count; i++) {
         const float mine = weight[first + i];
@@ -113,12 +102,36 @@ class Clustering {
       mean_importance[c] = along[c] / mass[c];
     }
   }
+
+  // x . c - |c|^2 / 2 for features x, straight from keys and values.
+  void write(int64_t head, int64_t c) {
+    const float *own = &centre[c * span], *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
+    float *to = p.centre + (head * p.count + c) * both;
+    std::fill_n(to, dim, 0.0f);
+    for (int d = 0; d < dim; d++) add(to + d, form + d * dim + d, own[d], dim - d);
+    for (int d = dim; d < both; d++) to[d] = p.unit[head] * own[d];
+    p.constant[head * p.count + c] = -0.5f * product(own, own, both) - product(own, shift, dim) -
+                                     product(to + dim, p.middle + head * p.value_dim, p.value_dim);
+  }
 };
 
 template <class T>
-static void lloyd(const Lloyd &p, int threads) {
-  const auto cluster = [](Clustering<T> &sample, int64_t head) { sample.cluster(head); };
-  in_parallel(threads, p.batch * p.heads, [&] { return Clustering<T>(p); }, cluster);
+static void cluster(const Clustered &p, int threads) {
+  struct Worker {
+    Clustering<T> centres;
+    Surveyor<T> keys;
+  };
+  const Survey &all = p.all;
+  const auto seek = [](Worker &worker, int64_t head, int64_t) { worker.centres.cluster(head); };
+  const auto look = [&](Worker &worker, int64_t head, int64_t tile) {
+    const int64_t first = tile * TILE;
+    const float unit = p.some.unit[head];
+    worker.keys.look(head, first);
+    for (int64_t j = head * all.keys + first; j < head * all.keys + std::min(all.keys, first + TILE); j++)
+      p.distance[j] = std::max(all.spread[j] + all.square[j] * (unit * unit) - 2.0f * all.nearest[j], 0.0f);
+  };
+  in_phases(threads, all.batch * all.heads, all.keys <= PIECE, [&] { return Worker{Clustering<T>(p.some), Surveyor<T>(all)}; },
+            Phase{1, seek}, Phase{(all.keys + TILE - 1) / TILE, look});
 }
 
 }  // namespace fewkeys

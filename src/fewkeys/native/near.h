@@ -12,6 +12,26 @@ struct Reach {
   int count;
 };
 
+// What all queries of a key head share, in rows filled up with zeros: the list, the stand-ins, the left and right factor
+// of the first-order term. Places beyond the last key are zero.
+template <class T>
+static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int deep, float *value, int wide) {
+  const int64_t head = b * (p.heads / p.gqa_ratio) + h;
+  for (int64_t c = 0; c < p.entries; c++, key += deep, value += wide) {
+    const int64_t place = p.place[head * p.entries + c];
+    const bool none = place >= p.keys;
+    copy_rows(p.key.at<T>(b, h, none ? 0 : place), 0, 1, none ? 0 : p.dim, deep, key);
+    copy_rows(p.value.at<T>(b, h, none ? 0 : place), 0, 1, none ? 0 : p.value_dim, wide, value);
+  }
+  copy_rows(p.mean_key + head * p.means * p.dim, p.dim, p.means, p.dim, deep, key);
+  copy_rows(p.mean_value + head * p.means * p.value_dim, p.value_dim, p.means, p.value_dim, wide, value);
+  key += p.means * deep, value += p.means * wide;
+  for (int64_t r = 0; r < p.rank; r++, key += deep)
+    for (int64_t d = 0; d < deep; d++)
+      key[d] = d < p.dim ? p.left_factor[(head * p.dim + d) * p.rank + r] : 0.0f;
+  copy_rows(p.right_factor + head * p.rank * p.value_dim, p.value_dim, p.rank, p.value_dim, wide, value);
+}
+
 // How products with keys become weights, a tile of queries after the other.
 class NearWeights {
  public:
@@ -173,9 +193,13 @@ static void attend(const Near &p, int threads) {
   const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
   const int64_t columns = p.entries + p.means + p.rank, wide = round_up(p.value_dim);
   std::vector<typename Products::Columns> shared(lists, {(int)p.dim, (int)p.value_dim});
-  in_parallel(threads, lists, [&](int64_t i) {
-    shared[i].read(p.shared_key + i * columns * p.dim, p.dim, p.shared_value + i * columns * wide, wide, columns);
-  });
+  aligned_vector<float> rows(lists * columns * (p.dim + wide));
+  const auto gather = [&](int, int64_t i) {
+    float *key = &rows[i * columns * (p.dim + wide)], *value = key + columns * p.dim;
+    gather_shared<typename Products::Number>(p, i / shared_heads, i % shared_heads, key, p.dim, value, wide);
+    shared[i].read(key, p.dim, value, wide, columns);
+  };
+  in_parallel(threads, lists, [] { return 0; }, gather, 16);
   const auto attend = [&](NearAttention<Products> &attention, int64_t t) {
     const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
     attention.attend(shared[b * shared_heads + h / p.gqa_ratio], b, h, t % tiles * TILE);

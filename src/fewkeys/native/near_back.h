@@ -24,7 +24,7 @@ class NearAttentionBack {
     const int64_t begin = piece * TILES * TILE, end = std::min(p.queries, begin + TILES * TILE);
     const Reach all_reached = weights.reach_of(begin, end - begin);
     const int64_t low = all_reached.begin, high = low + all_reached.count;
-    take(b, shared_head, head, low, high);
+    take(b, shared_head, low, high);
     for (int64_t first = begin; first < end; first += TILE)
       attend_tile(b, h, head, first, std::min<int64_t>(TILE, end - first), low);
     order.wait(head, h % p.gqa_ratio * pieces + piece);
@@ -41,11 +41,8 @@ class NearAttentionBack {
   NearWeights weights;
   aligned_vector<float> grad_shared, grad_near;
 
-  void take(int64_t b, int64_t h, int64_t head, int64_t low, int64_t high) {
-    const int64_t count = columns + p.rank;
-    const float *key = p.shared_key + head * count * dim, *value = p.shared_value + head * count * shared.wide;
-    copy_rows(key, dim, count, dim, shared.deep, shared.key.data());
-    copy_rows(value, shared.wide, count, shared.wide, shared.wide, shared.value.data());
+  void take(int64_t b, int64_t h, int64_t low, int64_t high) {
+    gather_shared<T>(p, b, h, shared.key.data(), shared.deep, shared.value.data(), shared.wide);
     copy_rows(p.key.at<T>(b, h, low), p.key.row, high - low, dim, band.deep, band.key.data());
     copy_rows(p.value.at<T>(b, h, low), p.value.row, high - low, value_dim, band.wide, band.value.data());
     shared.clear();

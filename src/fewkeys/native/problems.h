@@ -20,9 +20,9 @@ struct Rows {
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
 struct Near {
   Rows query, key, value, out;
-  // What all queries of a key head share, in rows: the list, the stand-ins, the left factor of the first-order term.
-  const float *shared_key, *shared_value;  // (B Hkv, entries + means + rank, D or Dv filled up)
   const int64_t *place;                    // (B Hkv, entries): where the list's keys stand; beyond the last: none
+  const float *mean_key, *mean_value;      // (B Hkv, means, D or Dv)
+  const float *left_factor, *right_factor; // (B Hkv, D, rank), (B Hkv, rank, Dv)
   const float *bias, *total, *factor;      // (B Hkv, means)
   const float *bounds;                     // (B Hkv, 2, rank): of what queries are along the left factor
   const int64_t *label;                    // (B Hkv, Nk)
@@ -37,7 +37,8 @@ struct NearBack {
   Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
   float *query;        // (B, Hq, Nq, D)
   float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), through the band: zeros, to be added to
-  float *shared_key, *shared_value;  // (B Hkv, shared, D), (B Hkv, shared, Dv filled up): the same
+  // Through the list, the stand-ins and the factors, a row each: (B Hkv, entries + means + rank, D or Dv filled up).
+  float *shared_key, *shared_value;
 };
 
 struct Past;
@@ -87,10 +88,16 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
-struct Totals {
-  Rows key, value;
-  float *sums, *square;  // (B, Hkv, D + Dv), (B, Hkv): of all keys and values; of |v|^2
-  int64_t batch, heads, keys, dim, value_dim;
+// How the queries of a head measure its keys and values: `fewkeys.sketch.clusters.Frame`.
+struct Framed {
+  Rows query, key, value;          // (B, Hq, M, D): a sample; keys and values that are not real are zero
+  const float *asked, *real;       // (B): how many of the queries of a head, and of its keys, count
+  float *mean_query, *second;      // (B Hkv, D), (B Hkv, D, D)
+  float *mean, *value_mean, *unit; // (B Hkv, D), (B Hkv, Dv), (B Hkv)
+  float *root, *form, *shift;      // (B Hkv, D, D), (B Hkv, D + 1, D), (B Hkv, D + 1)
+  int64_t *indefinite;             // zero; one, where a matrix has no such root
+  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
+  float scale, ridge;
 };
 
 // Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps.
@@ -99,23 +106,31 @@ struct Lloyd {
   const uint8_t *real;         // (B, M); null: all are
   const float *form, *shift;   // (B Hkv, D + 1, D), (B Hkv, D + 1), as those of `Survey`
   const float *middle, *unit;  // (B Hkv, Dv): the mean value; (B Hkv)
-  float *centre, *importance;  // (B Hkv, C, D + Dv), (B Hkv, C)
+  float *importance;           // (B Hkv, C)
+  float *centre, *constant;    // as those of `Survey`
   int64_t batch, heads, keys, dim, value_dim, count, steps;
   float tilt, lowest;
 };
 
+// The clusters of all keys, around centres from some of them.
+struct Clustered {
+  Lloyd some;
+  Survey all;
+  float *distance;  // (B Hkv, Nk)
+};
+
 // Stand-ins with their first order in the query: `fewkeys.rest.cluster_means.represent`.
 struct Represented {
-  const float *key_sum, *value_sum, *products;  // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, D, Dv), as `Sums` has them
-  const float *mass, *importance;               // (B Hkv, C)
-  const int64_t *label;                         // (B Hkv, Nk)
-  const float *share, *spread;                  // (B Hkv, Nk)
-  const float *mean, *mean_query, *unit;        // (B Hkv, D), (B Hkv, D), (B Hkv)
-  const float *root, *second;                   // (B Hkv, D, D)
-  const float *start;                           // (r, Dv): where the subspace of the values begins
-  float *key, *value, *bias, *factor;           // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, C), (B Hkv, C)
-  float *left, *right, *bounds;                 // (B Hkv, D, r), (B Hkv, r, Dv), (B Hkv, 2, r)
-  int64_t heads, keys, count, dim, value_dim, rank, steps;
+  Sums of;                                 // the mean key its middle; its sums and products are not written
+  const uint8_t *hidden;                   // (B Hkv, Nk): keys that nothing speaks for; or null
+  const float *importance, *spread;        // (B Hkv, Nk)
+  const float *cluster_importance;         // (B Hkv, C)
+  const float *mean_query, *unit;          // (B Hkv, D), (B Hkv)
+  const float *root, *second;              // (B Hkv, D, D)
+  float *share;                            // (B Hkv, Nk): the same that `of` names
+  float *key, *value, *bias, *factor;      // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, C), (B Hkv, C)
+  float *left, *right, *bounds;            // (B Hkv, D, r), (B Hkv, r, Dv), (B Hkv, 2, r)
+  int64_t rank, steps;
   float tilt, largest_tilt, largest_spread, reach;
 };
 

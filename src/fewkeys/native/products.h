@@ -7,9 +7,10 @@
 
 namespace fewkeys {
 
-// At most TILE rows (count, dim), transposed to lanes (dim, TILE) and scaled; lanes beyond count are zero.
+// At most TILE rows (count, dim), transposed to lanes (dim, TILE), `pitch` apart, and scaled; lanes beyond count are zero.
 template <class T>
-static __attribute__((noinline)) void to_lanes(const T *const *rows, int count, int dim, float scale, float *into) {
+static __attribute__((noinline)) void to_lanes(const T *const *rows, int count, int dim, float scale, float *into,
+                                               int64_t pitch = TILE) {
   const int whole = dim / LANES * LANES;
   for (int part = 0; part < TILE; part += LANES) {
     for (int d = 0; d < whole; d += LANES) {
@@ -18,19 +19,20 @@ static __attribute__((noinline)) void to_lanes(const T *const *rows, int count, 
       for (int i = 0; i < LANES; i++) x[i] = part + i < count ? load(rows[part + i] + d) * scale : vec{};
       transpose_step<LANES / 2>(x);
 #pragma GCC unroll 16
-      for (int e = 0; e < LANES; e++) store(into + (d + e) * TILE + part, x[e]);
+      for (int e = 0; e < LANES; e++) store(into + (d + e) * pitch + part, x[e]);
     }
     for (int d = whole; d < dim; d++)
       for (int i = part; i < part + LANES; i++)
-        into[d * TILE + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;
+        into[d * pitch + i] = i < count ? to_float(rows[i][d]) * scale : 0.0f;
   }
 }
 // The same for rows that are `stride` apart.
 template <class T>
-static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into) {
+static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, float scale, float *into,
+                            int64_t pitch = TILE) {
   const T *at[TILE];
   for (int i = 0; i < count; i++) at[i] = rows + i * stride;
-  to_lanes(at, count, dim, scale, into);
+  to_lanes(at, count, dim, scale, into, pitch);
 }
 
 template <int R>

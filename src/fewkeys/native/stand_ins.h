@@ -1,43 +1,60 @@
-// Cluster means with their first order in the query, from sums over clusters: `fewkeys.rest.cluster_means.represent` has
-// the equations.
+// Cluster means with their first order in the query: `fewkeys.rest.cluster_means.represent` has the equations.
 #pragma once
-#include "lanes.h"
+#include "keys.h"
 
 namespace fewkeys {
 
+template <class T>
 class Represent {
  public:
   explicit Represent(const Represented &p)
-      : p(p), dim(p.dim), wide(p.value_dim), offset(dim), turned(dim), along(dim), direction(p.rank), energy(p.count),
-        reference(p.count * dim), pooled(dim * wide), turned_pooled(dim * wide), square(wide * wide), next(p.rank * wide) {}
+      : p(p), count(p.of.count), keys(p.of.keys), dim(p.of.dim), wide(p.of.value_dim), tall(round_up(dim)),
+        across(round_up(wide)), adder(p.of), offset(dim), turned(dim), along(dim), direction(p.rank), mass(count),
+        energy(count), reference(count * dim), second(dim * tall), turned_pooled(tall * across),
+        square(across * across), start(p.rank * wide), next(p.rank * wide) {
+    // A cosine basis, as `top_subspace` begins with.
+    for (int64_t r = 0; r < p.rank; r++)
+      for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
+  }
 
-  void run(int64_t head) {
-    const float *mass = p.mass + head * p.count;
-    float all = 0.0f;
-    for (int64_t c = 0; c < p.count; c++) all += mass[c];
-    std::copy_n(p.products + head * dim * wide, dim * wide, pooled.data());
-    std::fill(energy.begin(), energy.end(), 0.0f);
-    count_multiply_adds(p.keys);
-    for (int64_t j = head * p.keys; j < (head + 1) * p.keys; j++)
-      if (p.share[j] != 0.0f) energy[p.label[j]] += p.share[j] * p.spread[j];
-    float spreads = 0.0f;
-    for (int64_t c = 0; c < p.count; c++) spreads += mass[c] * (energy[c] = spread_of(head, c, mass[c]));
-    // The mean of (k - key_c)(v - value_c)^T over all clusters.
-    for (float &x : pooled) x /= all;
-    for (int64_t c = 0; c < p.count; c++) {
-      const float *key = p.key + (head * p.count + c) * dim, *value = p.value + (head * p.count + c) * wide;
-      const float *mean = p.mean + head * dim;
-      for (int64_t d = 0; d < dim; d++) add(&pooled[d * wide], value, -(mass[c] / all) * (key[d] - mean[d]), wide);
+  // Sums and products of a piece of the keys.
+  int64_t size() const { return count * (dim + wide) + tall * across; }
+
+  void add_piece(int64_t head, int64_t piece, float *sums) {
+    const int64_t first = piece * PIECE, last = std::min(keys, first + PIECE);
+    weigh(head, first, last);
+    adder.add_all(head, first, last, sums, sums + count * (dim + wide));
+  }
+
+  void finish(int64_t head, int64_t pieces, float *sums) {
+    for (int64_t piece = 1; piece < pieces; piece++) add(sums, sums + piece * size(), 1.0f, size());
+    float *pooled = sums + count * (dim + wide);
+    std::fill(mass.begin(), mass.end(), 0.0f), std::fill(energy.begin(), energy.end(), 0.0f);
+    count_multiply_adds(2 * keys);
+    for (int64_t j = head * keys; j < (head + 1) * keys; j++) {
+      if (p.share[j] == 0.0f) continue;
+      mass[p.of.label[j]] += p.share[j];
+      energy[p.of.label[j]] += p.share[j] * p.spread[j];
     }
-    subspace(head);
+    float all = 0.0f, spreads = 0.0f;
+    for (float &one : mass) all += one = std::max(one, 1e-30f);  // a safe divisor, where nobody is in a cluster
+    for (int64_t c = 0; c < count; c++) spreads += mass[c] * (energy[c] = spread_of(head, c, sums));
+    // The mean of (k - key_c)(v - value_c)^T over all clusters.
+    for (int64_t i = 0; i < tall * across; i++) pooled[i] /= all;
+    for (int64_t c = 0; c < count; c++) {
+      const float *key = p.key + (head * count + c) * dim, *value = p.value + (head * count + c) * wide;
+      const float *mean = p.of.middle + head * dim;
+      for (int64_t d = 0; d < dim; d++) add(&pooled[d * across], value, -(mass[c] / all) * (key[d] - mean[d]), wide);
+    }
+    subspace(head, pooled);
     const float *left = p.left + head * dim * p.rank, *right = p.right + head * p.rank * wide;
     const float *low = p.bounds + head * 2 * p.rank, *high = low + p.rank;
-    for (int64_t c = 0; c < p.count; c++) {
+    for (int64_t c = 0; c < count; c++) {
       const float relative = energy[c] / std::max(spreads / all, 1e-30f);
-      const float factor = p.factor[head * p.count + c] = std::min(std::sqrt(relative), p.largest_spread);
+      const float factor = p.factor[head * count + c] = std::min(std::sqrt(relative), p.largest_spread);
       std::fill(direction.begin(), direction.end(), 0.0f);
       for (int64_t d = 0; d < dim; d++) add(direction.data(), left + d * p.rank, reference[c * dim + d], p.rank);
-      float *value = p.value + (head * p.count + c) * wide;
+      float *value = p.value + (head * count + c) * wide;
       for (int64_t r = 0; r < p.rank; r++)
         add(value, right + r * wide, -factor * std::min(std::max(direction[r], low[r]), high[r]), wide);
     }
@@ -45,19 +62,36 @@ class Represent {
 
  private:
   const Represented &p;
-  const int64_t dim, wide;
-  aligned_vector<float> offset, turned, along, direction, energy, reference, pooled, turned_pooled, square, next;
+  const int64_t count, keys, dim, wide, tall, across;
+  Adder<T> adder;
+  aligned_vector<float> offset, turned, along, direction, mass, energy, reference, second, turned_pooled, square, start, next;
+
+  // What the keys count for in their clusters.
+  void weigh(int64_t head, int64_t first, int64_t last) {
+    const int64_t at = head * keys;
+    const float *middle = p.cluster_importance + head * count, most = p.largest_tilt, up = std::exp(most);
+    count_multiply_adds(last - first);
+    for (int64_t j = at + first; j < at + last; j += TILE) {
+      const int some = std::min<int64_t>(TILE, at + last - j);
+      float x[TILE] = {};
+      for (int i = 0; i < some; i++)
+        x[i] = std::clamp(p.tilt * (p.importance[j + i] - middle[p.of.label[j + i]]), -most, most) - most;
+      for (int v = 0; v < TILE; v += LANES) store(x + v, exponential(load(x + v)) * up);
+      for (int i = 0; i < some; i++) p.share[j + i] = p.hidden && p.hidden[j + i] ? 0.0f : x[i];
+    }
+  }
 
   // Writes the means of a cluster, its bias, and at which query its value is right; returns its spread.
-  float spread_of(int64_t head, int64_t c, float mass) {
-    const int64_t at = head * p.count + c;
-    const float *asked = p.mean_query + head * dim, *mean = p.mean + head * dim;
+  float spread_of(int64_t head, int64_t c, const float *sums) {
+    const int64_t at = head * count + c;
+    const float *asked = p.mean_query + head * dim, *mean = p.of.middle + head * dim;
     const float *second = p.second + head * dim * dim, *root = p.root + head * dim * dim;
+    sums += c * (dim + wide);
     for (int64_t d = 0; d < dim; d++) {
-      p.key[at * dim + d] = p.key_sum[at * dim + d] / mass;
+      p.key[at * dim + d] = sums[d] / mass[c];
       offset[d] = p.key[at * dim + d] - mean[d];
     }
-    for (int64_t d = 0; d < wide; d++) p.value[at * wide + d] = p.value_sum[at * wide + d] / mass;
+    for (int64_t d = 0; d < wide; d++) p.value[at * wide + d] = sums[dim + d] / mass[c];
     std::fill(turned.begin(), turned.end(), 0.0f), std::fill(along.begin(), along.end(), 0.0f);
     for (int64_t d = 0; d < dim; d++) {
       add(turned.data(), second + d * dim, offset[d], dim);
@@ -65,27 +99,28 @@ class Represent {
     }
     const float score = product(offset.data(), asked, dim), here = product(along.data(), along.data(), dim);
     const float seen = score + 0.5f * (product(turned.data(), offset.data(), dim) - score * score);
-    p.bias[at] = std::clamp(p.tilt * (p.importance[at] - seen), -p.largest_tilt, p.largest_tilt);
+    p.bias[at] = std::clamp(p.tilt * (p.cluster_importance[at] - seen), -p.largest_tilt, p.largest_tilt);
     for (int64_t d = 0; d < dim; d++) reference[c * dim + d] = p.tilt * (asked[d] + turned[d] - score * asked[d]);
     // A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
-    const float whole = energy[c] / mass;
+    const float whole = energy[c] / mass[c];
     return whole - here > 64 * std::numeric_limits<float>::epsilon() * whole ? whole - here : 0.0f;
   }
 
   // Writes both factors of the pooled products, and how far queries reach along them.
-  void subspace(int64_t head) {
-    const float *second = p.second + head * dim * dim, *asked = p.mean_query + head * dim;
+  void subspace(int64_t head, const float *pooled) {
+    const float *asked = p.mean_query + head * dim;
+    for (int64_t d = 0; d < dim; d++) std::copy_n(p.second + (head * dim + d) * dim, dim, &second[d * tall]);
     std::fill(turned_pooled.begin(), turned_pooled.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
-    for (int64_t d = 0; d < dim; d++)
-      for (int64_t e = 0; e < dim; e++) add(&turned_pooled[d * wide], &pooled[e * wide], second[d * dim + e], wide);
-    for (int64_t d = 0; d < dim; d++)
-      for (int64_t e = 0; e < wide; e++) add(&square[e * wide], &turned_pooled[d * wide], pooled[d * wide + e], wide);
+    for (int64_t d = 0; d < tall; d += SOME)
+      mix(pooled, across, dim, across, &second[d], tall, &turned_pooled[d * across], across);
+    for (int64_t e = 0; e < across; e += SOME)
+      mix(turned_pooled.data(), across, dim, across, pooled + e, across, &square[e * across], across);
     float *right = p.right + head * p.rank * wide, *left = p.left + head * dim * p.rank;
-    for (int64_t r = 0; r < p.rank; r++) std::copy_n(p.start + r * wide, wide, right + r * wide);
+    std::copy(start.begin(), start.end(), right);
     for (int64_t step = 0; step < p.steps; step++) {
       std::fill(next.begin(), next.end(), 0.0f);
       for (int64_t r = 0; r < p.rank; r++)
-        for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * wide], right[r * wide + e], wide);
+        for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * across], right[r * wide + e], wide);
       for (int64_t r = 0; r < p.rank; r++) straighten(r);
       std::copy(next.begin(), next.end(), right);
     }
@@ -93,7 +128,7 @@ class Represent {
     for (int64_t r = 0; r < p.rank; r++) {
       float middle = 0.0f;
       for (int64_t d = 0; d < dim; d++) {
-        left[d * p.rank + r] = product(&pooled[d * wide], right + r * wide, wide);
+        left[d * p.rank + r] = product(&pooled[d * across], right + r * wide, wide);
         middle += asked[d] * left[d * p.rank + r];
       }
       const float reach = p.reach / p.unit[head];
@@ -116,8 +151,16 @@ class Represent {
   }
 };
 
+template <class T>
 static void represent(const Represented &p, int threads) {
-  in_parallel(threads, p.heads, [&] { return Represent(p); }, [](Represent &one, int64_t head) { one.run(head); });
+  const int64_t heads = p.of.batch * p.of.heads, pieces = (p.of.keys + PIECE - 1) / PIECE;
+  const int64_t size = pieces * Represent<T>(p).size();
+  aligned_vector<float> sums(heads * size);
+  const auto add_piece = [&](Represent<T> &one, int64_t head, int64_t piece) {
+    one.add_piece(head, piece, &sums[head * size + piece * one.size()]);
+  };
+  const auto finish = [&](Represent<T> &one, int64_t head, int64_t) { one.finish(head, pieces, &sums[head * size]); };
+  in_phases(threads, heads, pieces == 1, [&] { return Represent<T>(p); }, Phase{pieces, add_piece}, Phase{1, finish});
 }
 
 }  // namespace fewkeys

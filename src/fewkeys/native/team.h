@@ -144,6 +144,32 @@ static void in_parallel(int threads, int64_t pieces, Run run, int64_t some = 1) 
   in_parallel(threads, pieces, [] { return 0; }, [&](int, int64_t piece) { run(piece); }, some);
 }
 
+// A part of the work on every head: `run(worker, head, piece)`, pieces in any order.
+template <class Run>
+struct Phase {
+  int64_t pieces;
+  Run run;
+  Phase(int64_t pieces, Run run) : pieces(pieces), run(run) {}
+};
+
+// Phases one after the other, head by head: where heads are `small` and enough for all threads, each is one thread's from
+// beginning to end, since a call of all threads costs as much as some of them; else every phase is shared by all.
+template <class NewWorker, class... Phases>
+static void in_phases(int threads, int64_t heads, bool small, NewWorker new_worker, Phases... phases) {
+  if (small && heads >= threads)
+    return in_parallel(threads, heads, new_worker, [&](auto &worker, int64_t head) {
+      const auto all = [&](auto &phase) {
+        for (int64_t piece = 0; piece < phase.pieces; piece++) Team::check(), phase.run(worker, head, piece);
+      };
+      (all(phases), ...);
+    });
+  const auto one = [&](auto &phase) {
+    in_parallel(threads, heads * phase.pieces, new_worker,
+                [&](auto &worker, int64_t i) { phase.run(worker, i / phase.pieces, i % phase.pieces); });
+  };
+  (one(phases), ...);
+}
+
 // What a kernel tells its caller.
 template <class Run>
 static int outcome_of(Run run) noexcept {

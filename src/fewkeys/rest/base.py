@@ -209,14 +209,9 @@ RESTS: Catalogue[Rest] = Catalogue(Rest)
 def unkept(inputs: Inputs, graph: Graph) -> Tensor:
     """(B, Hkv, Nk), 1 for real keys that no shared column keeps and 0 elsewhere, in the statistics' precision."""
     dtype = working(inputs.key[:0]).dtype
-    free = inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
-    if inputs.valid is not None:
-        free = free * inputs.valid[:, None]
-    if graph.columns is not None and graph.columns.blocks == 1:
-        index, used = graph.columns.index.squeeze(2), graph.columns.used.squeeze(2)
-        # Fillings may repeat a used key: multiplying leaves a kept key kept whatever the order.
-        free = free.scatter_reduce(-1, index, (~used).to(dtype), "amin")
-    return free
+    if graph.hidden is None:
+        return inputs.key.new_ones((inputs.batch, inputs.kv_heads, inputs.keys), dtype=dtype)
+    return (graph.hidden == 0).to(dtype)
 
 
 def bounds_around(middle: Tensor, unit: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
 from fewkeys.sketch.backend import COMPILED
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
-from fewkeys.sketch.gram import SUBSPACE_STEPS, cosines, top_subspace
+from fewkeys.sketch.gram import SUBSPACE_STEPS, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
 
 LARGEST_TILT = 2.0
@@ -126,28 +126,29 @@ def represent(
     `label` (B, Hkv, Nk) tells the cluster of every real key, 0 .. count - 1; `importance` (B, Hkv, count) the mean
     importance g_c, which `Softmax` needs.
     """
-    x, impl, totals, share = inputs, inputs.impl, inputs.whole.totals, unkept(inputs, graph)
+    x, impl, totals = inputs, inputs.impl, inputs.whole.totals
     if not isinstance(weights, Softmax) or importance is None:
+        share = unkept(inputs, graph)
         mass, sums = _mass(totals, label, share, count), label_sums(x.key, x.value, label, share, count, impl)
         mean_key, mean_value = (totals.sum(part) / mass for part in sums)
         return StandIns(mean_key, mean_value, label, share)
     known, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
+    if rank and x.shard is None and impl in COMPILED and native.suits(x.key, x.value, seen.importance):
+        rank = min(rank, x.head_dim, x.value_dim)
+        given = {"label": label, "importance": seen.importance, "spread": seen.spread, "hidden": graph.hidden}
+        given |= {"cluster_importance": importance, "mean_query": moments.mean, "second": moments.second}
+        given |= {"middle": known.mean, "unit": known.unit, "root": known.root}
+        numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
+        found = native.represent(x.key, x.value, given, rank, SUBSPACE_STEPS, **numbers)
+        return StandIns(label=label, **found)
     with torch.no_grad():
         log_e = TILT * (seen.importance - importance.gather(-1, label))
-        share = share * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+        share = unkept(inputs, graph) * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     mass = _mass(totals, label, share, count)
     if rank:
         key_sum, value_sum, products = sums_and_products(x.key, x.value, label, share, count, known.mean, impl)
     else:
         key_sum, value_sum = label_sums(x.key, x.value, label, share, count, impl)
-    if rank and x.shard is None and impl in COMPILED and native.suits(key_sum, value_sum, share):
-        given = {"key_sum": key_sum, "value_sum": value_sum, "products": products, "mass": mass}
-        given |= {"importance": importance, "label": label, "share": share, "spread": seen.spread}
-        given |= {"mean": known.mean, "mean_query": moments.mean, "unit": known.unit, "root": known.root}
-        start = cosines(value_sum, min(rank, *products.shape[-2:])).mT
-        numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
-        found = native.represent(given | {"second": moments.second}, start, SUBSPACE_STEPS, **numbers)
-        return StandIns(label=label, share=share, **found)
     mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
     with torch.no_grad():
         offset = mean_key - known.mean

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +27,8 @@ from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
 """Keys are weighted by `exp(TILT * g)`: halfway, on the log scale, between all alike and as the queries see them."""
+RIDGE = 1e-6
+"""Of the queries' mean square, added to each of their directions before they are factorised."""
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
 QUERY_SAMPLE = 4096
@@ -59,24 +60,16 @@ class Frame:
     """How the queries of a head measure its keys and values.
 
     `mean` (B, Hkv, 1, D) and `value_mean` (B, Hkv, 1, Dv): the mean real key and value; `root` (B, Hkv, D, D): L, lower
-    triangular; `unit` (B, Hkv, 1, 1): 1 / rms(v); `mean_query` (B, Hkv, 1, D).
+    triangular; `unit` (B, Hkv, 1, 1): 1 / rms(v); `form` (B, Hkv, D + 1, D): the rows of L^T, and the mean query;
+    `shift` (B, Hkv, D + 1, 1): what they give for the mean key.
     """
 
     mean: Tensor
     value_mean: Tensor
     root: Tensor
     unit: Tensor
-    mean_query: Tensor
-
-    @cached_property
-    def form(self) -> Tensor:
-        """(B, Hkv, D + 1, D): the rows of L^T, and the mean query."""
-        return torch.cat([self.root.mT, self.mean_query], 2)
-
-    @cached_property
-    def shift(self) -> Tensor:
-        """(B, Hkv, D + 1, 1): what they give for the mean key."""
-        return self.form @ self.mean.mT
+    form: Tensor
+    shift: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,49 +187,75 @@ def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
     return rows.sum(-2, keepdim=True) / valid.sum(-1)[:, None, None, None].clamp_min(1)
 
 
-def _query_moments(inputs: Inputs) -> QueryMoments:
-    real, scale = inputs.valid_queries, inputs.scale
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """Queries that statistics are taken of: `rows` (B, Hq, M, D), zero where they are not real, of which `count` are
+    those of a key head, (B, 1, 1, 1) or for all sequences.
+    """
+
+    rows: Tensor
+    count: Tensor | int
+
+
+def _asked(inputs: Inputs) -> _Asked:
+    """Every s-th of the real queries."""
+    query, real, whole = inputs.query.detach(), inputs.valid_queries, inputs.whole
     if real is None:
-        whole = inputs.whole
         stride = max(1, whole.queries // QUERY_SAMPLE)
-        start = -whole.first_query % stride
-        rows = working(inputs.grouped_query()[..., start::stride, :].detach()).flatten(2, 3)
-        count: Tensor | int = -(-whole.queries // stride) * inputs.gqa_ratio
-        total, square = (whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
-    else:
-        query = inputs.grouped_query().detach()
-        index, there = (part[:, None, None, :, None] for part in _thinned(real, QUERY_SAMPLE))
-        rows = working(query.gather(3, index.expand(*query.shape[:3], -1, query.shape[4])))
-        rows = rows.masked_fill(~there, 0.0).flatten(2, 3)
-        count = (there.sum((2, 3), keepdim=True) * query.shape[2]).squeeze(2).clamp_min(1).to(rows.dtype)
-        total, square = rows.sum(-2, keepdim=True), rows.mT @ rows
-    return QueryMoments(scale * total / count, scale**2 * square / count)
+        rows = query[:, :, -whole.first_query % stride :: stride]
+        return _Asked(rows, -(-whole.queries // stride) * inputs.gqa_ratio)
+    index, there = (part[:, None, :, None] for part in _thinned(real, QUERY_SAMPLE))
+    rows = query.gather(2, index.expand(*query.shape[:2], -1, query.shape[3])).masked_fill(~there, 0.0)
+    return _Asked(rows, (there.sum(2, keepdim=True) * inputs.gqa_ratio).clamp_min(1))
+
+
+def _query_moments(inputs: Inputs) -> QueryMoments:
+    asked, scale = _asked(inputs), inputs.scale
+    rows = working(asked.rows.unflatten(1, (inputs.kv_heads, inputs.gqa_ratio))).flatten(2, 3)
+    total, square = (inputs.whole.totals.sum(part) for part in (rows.sum(-2, keepdim=True), rows.mT @ rows))
+    return QueryMoments(scale * total / asked.count, scale**2 * square / asked.count)
 
 
 def _frame(inputs: Inputs) -> Frame:
-    moments = query_moments(inputs)
     key, value = inputs.key.detach(), inputs.value.detach()
+    if inputs.shard is None and inputs.impl in COMPILED and native.suits(key, value):
+        found = _compiled_frame(inputs, key, value)
+        if found is not None:
+            return found
+    moments = query_moments(inputs)
     second = moments.second
-    root = triangular_root(second, 1e-6)
+    root = triangular_root(second, RIDGE)
     totals, dtype, count = inputs.whole.totals, second.dtype, second.new_full((1, 1, 1), inputs.whole.keys)
     if inputs.valid is not None:
         count = inputs.valid.sum(-1)[:, None, None].clamp_min(1)
-    if inputs.impl in COMPILED and native.suits(key, value):
-        sums = native.totals(key, value)
-    else:
-        square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
-        sums = (*(rows.sum(-2, keepdim=True, dtype=dtype) for rows in (key, value)), square)
+    square = torch.linalg.vector_norm(value.flatten(2), dim=-1, keepdim=True, dtype=dtype).square()
+    sums = (*(rows.sum(-2, keepdim=True, dtype=dtype) for rows in (key, value)), square)
     key_sum, value_sum, square = (totals.sum(part) for part in sums)
     key_mean, value_mean, square = key_sum / count.unsqueeze(-1), value_sum / count.unsqueeze(-1), square / count
     square = square.unsqueeze(-1) - value_mean.square().sum(-1, keepdim=True)
     unit = square.clamp_min(torch.finfo(square.dtype).tiny).rsqrt()
-    return Frame(key_mean, value_mean, root, unit, moments.mean)
+    form = torch.cat([root.mT, moments.mean], 2)
+    return Frame(key_mean, value_mean, root, unit, form, form @ key_mean.mT)
+
+
+def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
+    """The same in one pass, with the queries' moments, unless a root of theirs has to be mended."""
+    asked = _asked(inputs)
+    real = [inputs.keys] * inputs.batch if inputs.valid is None else inputs.valid.sum(-1).clamp_min(1).tolist()
+    count = asked.count
+    some = [count] * inputs.batch if isinstance(count, int) else count.flatten().tolist()
+    counts = torch.tensor([some, real], dtype=torch.float32, device="cpu")
+    found = native.frame(asked.rows, key, value, *counts, scale=inputs.scale, ridge=RIDGE)
+    if found is None:
+        return None
+    moments = QueryMoments(found.pop("mean_query"), found.pop("second"))
+    inputs.remember("query_moments", lambda: moments)
+    return Frame(**found)
 
 
 def _seen(inputs: Inputs, known: Frame) -> tuple[Tensor, Tensor]:
     """Spread and importance of every key."""
-    key, form = inputs.key.detach(), known.form
-    shift = known.shift
+    key, form, shift = inputs.key.detach(), known.form, known.shift
     if (kernels := backend(inputs.impl, key, None, form)) is not None:
         return kernels.statistics(key, form, shift)
     key = working(key)
@@ -245,7 +264,7 @@ def _seen(inputs: Inputs, known: Frame) -> tuple[Tensor, Tensor]:
     for own, rows in pieces(flat[0].shape[0], flat[0].shape[1], key.shape[-1]):
         flat[3][own, rows] = torch.linalg.vector_norm((flat[0][own, rows] @ flat[1][own]).sub_(flat[2][own]), dim=-1)
     spread.square_()
-    return spread, _importance(spread, (key @ known.mean_query.mT).squeeze(-1) - shift[:, :, -1])
+    return spread, _importance(spread, (key @ form[:, :, -1:].mT).squeeze(-1) - shift[:, :, -1])
 
 
 def _importance(spread: Tensor, along: Tensor) -> Tensor:
@@ -254,8 +273,16 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
-    known = frame(inputs)
-    centres, importance = _lloyd(inputs, known, count)
+    known, some = frame(inputs), subset(inputs, count)
+    key, value = inputs.key.detach(), inputs.value.detach()
+    if inputs.shard is None and inputs.impl in COMPILED and native.suits(key, value, known.form):
+        given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
+        rows, how = (some.take(key), some.take(value), some.real), {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT}
+        found = native.cluster(key, value, rows, given, count=count, steps=LLOYD_STEPS, **how)
+        label, distance, spread, seen, importance = found
+        inputs.remember("key_statistics", lambda: KeyStatistics(spread, seen))
+        return Clusters(label, distance, importance)
+    centres, importance = _lloyd(inputs, known, some, count)
     # x . c - |c|^2 / 2 for features x, straight from keys and values: the features of all keys are never written down.
     on_key = centres[..., : inputs.head_dim] @ known.root.mT
     on_value = known.unit * centres[..., inputs.head_dim :]
@@ -302,15 +329,10 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor, impl:
     return nearest.unflatten(0, key.shape[:2]), label.unflatten(0, key.shape[:2])
 
 
-def _lloyd(inputs: Inputs, known: Frame, count: int) -> tuple[Tensor, Tensor]:
+def _lloyd(inputs: Inputs, known: Frame, some: Subset, count: int) -> tuple[Tensor, Tensor]:
     """Centres (B, Hkv, C, D + Dv) in feature space, and the mean importance of their keys (B, Hkv, C)."""
-    some, totals, form, impl = subset(inputs, count), inputs.whole.totals, known.form, inputs.impl
-    key, value = (some.take(rows.detach()) for rows in (inputs.key, inputs.value))
-    if inputs.shard is None and impl in COMPILED and native.suits(key, value, form):
-        given = {"form": form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
-        steps, tilt, lowest = LLOYD_STEPS, TILT, LOWEST_LOG_WEIGHT
-        return native.lloyd(key, value, some.real, given, count=count, steps=steps, tilt=tilt, lowest=lowest)
-    key, value = working(key), working(value)
+    totals, form, impl = inputs.whole.totals, known.form, inputs.impl
+    key, value = (working(some.take(rows.detach())) for rows in (inputs.key, inputs.value))
     seen = (key @ form.mT).sub_(known.mean @ form.mT)
     on_query, on_value = seen[..., :-1], (value * known.unit).sub_(known.value_mean * known.unit)
     importance = _importance(torch.linalg.vector_norm(on_query, dim=-1).square(), seen[..., -1])

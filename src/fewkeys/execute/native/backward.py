@@ -19,7 +19,7 @@ from fewkeys.execute import torch as by_torch
 from fewkeys.execute.native import descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers, struct
+from fewkeys.native.tensors import Rows, dense, pointers, round_up, struct
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
 
@@ -102,12 +102,12 @@ def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Te
 
 def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Tensor) -> Sequence[Tensor]:
     query, key, value = found = _zeros((x.query, x.key, x.value))
-    told, alive = forward.near(x, graph, stand_ins, gradient)
-    shared = _zeros([cast(Tensor, alive[name]) for name in ("shared_key", "shared_value")])
+    told, _alive = forward.near(x, graph, stand_ins, gradient)
+    sizes = [told.entries, told.means, told.rank]
+    shared = [key.new_zeros((*key.shape[:2], sum(sizes), dim)) for dim in (x.head_dim, round_up(x.value_dim))]
     names = ("query", "key", "value", "shared_key", "shared_value")
     held = pointers(dict(zip(names, (*found, *shared), strict=True)))
     call("fewkeys_attend_back", struct("NearBack")(of=told, out=Rows.of(gradient), **held), x.query.dtype)
-    sizes = [told.entries, told.means, told.rank]
     list_key, mean_key, left = shared[0].split(sizes, 2)
     list_value, mean_value, _ = shared[1][..., : x.value_dim].split(sizes, 2)
     if graph.columns is not None:

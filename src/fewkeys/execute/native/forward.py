@@ -11,21 +11,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import descent
-from fewkeys.execute.operands import band_hidden, listed
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
-from fewkeys.native.tensors import Rows, Told, dense, pointers, round_up, struct
+from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 _ROWS = ("query", "key", "value", "out")
-_HELD = ("shared_key", "shared_value", "place", "bias", "total", "factor", "bounds", "label", "share", "hidden")
+_MEANS = ("mean_key", "mean_value", "left_factor", "right_factor", "bias", "total", "factor", "bounds", "share")
 _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 
 
@@ -92,37 +90,26 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
 
 def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> tuple[Told, dict[str, Tensor | None]]:
     """The problem as the kernels are told of it, and tensors that must live as long."""
-    list_key, list_value, place = listed(x, graph)
-    keys, values = [list_key], [list_value]
-    bias = total = factor = bounds = label = share = None
-    means = rank = 0
-    if stand_ins is not None:
-        s, means = stand_ins, stand_ins.count
-        keys.append(s.key)
-        values.append(s.value)
+    s, columns = stand_ins, graph.columns
+    held: dict[str, Tensor | None] = {"hidden": None if graph.band is None else graph.hidden}
+    if columns is not None:
+        held["place"] = columns.index.masked_fill(~columns.used, x.keys)
+    if s is not None:
         bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
-        total = s.total
-        label, share = (s.label, s.share) if s.mass is None else (None, None)
-        if s.left is not None and s.right is not None:
-            rank, factor, bounds = s.left.shape[-1], s.factor, s.bounds
-            keys.append(s.left.mT)
-            values.append(s.right)
-    shared_key = torch.cat([rows.float() for rows in keys], 2)
-    shared_value = pad(torch.cat([rows.float() for rows in values], 2), (0, round_up(x.value_dim) - x.value_dim))
-    numbers = (bias, total, factor, bounds, share)
-    bias, total, factor, bounds, share = (None if part is None else part.float() for part in numbers)
-    hidden = None if graph.band is None else band_hidden(x, graph)
+        rows = (s.key, s.value, s.left, s.right, bias, s.total, s.factor, s.bounds)
+        numbers = zip(_MEANS, (*rows, s.share if s.mass is None else None), strict=True)
+        held |= {name: None if part is None else part.float() for name, part in numbers}
+        held["label"] = s.label if s.mass is None else None
+    held = {name: None if part is None else part.contiguous() for name, part in held.items()}
     # An empty band ends before it begins, for every query.
     left, right = (0, -(x.queries + x.offset + x.keys)) if graph.band is None else graph.band
-    parts = (shared_key, shared_value, place, bias, total, factor, bounds, label, share, hidden)
-    held = {name: None if part is None else part.contiguous() for name, part in zip(_HELD, parts, strict=True)}
     reach = x.keys + x.queries + x.offset
     told = struct("Near")(
         **_common(x, output),
         **pointers(held),
-        entries=list_key.shape[2],
-        means=means,
-        rank=rank,
+        entries=0 if columns is None else columns.index.shape[3],
+        means=0 if s is None else s.count,
+        rank=0 if s is None or s.left is None else s.left.shape[-1],
         left=min(left, reach),
         right=min(right, reach),
     )

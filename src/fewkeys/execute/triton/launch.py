@@ -13,7 +13,7 @@ from torch import Tensor
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax
-from fewkeys.execute.operands import band_hidden, listed
+from fewkeys.execute.operands import listed
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.triton import launch_grouped
 from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
@@ -78,7 +78,7 @@ def attend(problem: Problem) -> Tensor:
     x, graph = problem.inputs, problem.graph
     if graph.groups is not None:
         return launch_grouped.attend(problem)
-    hidden = None if graph.band is None else band_hidden(x, graph)
+    hidden = None if graph.band is None else graph.hidden
     from fewkeys.execute.triton.op import near_heavy_means
 
     # An empty band ends before it begins, for every query.

@@ -8,7 +8,6 @@ from torch import Tensor
 from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Entmax, Softmax
-from fewkeys.execute.operands import band_hidden
 from fewkeys.execute.problem import Problem
 
 
@@ -40,7 +39,7 @@ def attend(problem: Problem) -> Tensor:
     left, right = (0, -x.queries - x.keys) if graph.band is None else graph.band
     # What no query finds on its left or right, and what causality forbids, is not looked for.
     reach = (min(left, x.queries - 1 + x.offset), min(right, 0 if x.is_causal else x.keys - 1 - x.offset))
-    hidden = None if graph.band is None else band_hidden(x, graph)
+    hidden = None if graph.band is None else graph.hidden
     listed = None if graph.columns is None else _listed(x, graph.columns.index, graph.columns.used)
     members = (*_sorted(groups.query, None, groups.count), *_sorted(groups.key, x.valid, groups.count))
     alpha = weights.alpha if isinstance(weights, Entmax) else 1.0

@@ -1,0 +1,118 @@
+// How the queries of a head measure its keys and values: `fewkeys.sketch.clusters.Frame` has the equations.
+#pragma once
+#include "keys.h"
+
+namespace fewkeys {
+
+template <class T>
+class Framing {
+ public:
+  explicit Framing(const Framed &p)
+      : p(p), dim(p.dim), wide(p.value_dim), tall(round_up(dim)), key_pieces(pieces_of(p.keys)),
+        query_pieces(p.gqa_ratio * pieces_of(p.queries)), key_size(dim + wide + 1), query_size(dim + tall * tall),
+        copy(FEW * tall) {}
+
+  // Sums over pieces of keys, then of queries, one after the other.
+  int64_t pieces() const { return key_pieces + query_pieces; }
+  int64_t size() const { return key_pieces * key_size + query_pieces * query_size; }
+
+  void add_piece(int64_t head, int64_t piece, float *sums) {
+    const int64_t b = head / p.heads, h = head % p.heads;
+    if (piece < key_pieces) {
+      const int64_t first = piece * PIECE, count = std::min(p.keys - first, PIECE);
+      sums += piece * key_size;
+      add_rows(p.key.at<T>(b, h, first), p.key.row, count, dim, sums);
+      sums[dim + wide] = add_rows(p.value.at<T>(b, h, first), p.value.row, count, wide, sums + dim);
+      return;
+    }
+    piece -= key_pieces;
+    const int64_t each = query_pieces / p.gqa_ratio, first = piece % each * PIECE;
+    sums += key_pieces * key_size + piece * query_size;
+    for (int64_t begin = first; begin < std::min(p.queries, first + PIECE); begin += FEW)
+      multiply(p.query.at<T>(b, h * p.gqa_ratio + piece / each, begin), std::min(p.queries - begin, FEW), sums);
+  }
+
+  void finish(int64_t head, float *sums) {
+    float *asked = sums + key_pieces * key_size;
+    for (int64_t piece = 1; piece < key_pieces; piece++) add(sums, sums + piece * key_size, 1.0f, key_size);
+    for (int64_t piece = 1; piece < query_pieces; piece++) add(asked, asked + piece * query_size, 1.0f, query_size);
+    float *mean_query = p.mean_query + head * dim, *second = p.second + head * dim * dim, trace = 0.0f;
+    const float queries = p.asked[head / p.heads];
+    for (int64_t d = 0; d < dim; d++) {
+      mean_query[d] = p.scale * asked[d] / queries;
+      for (int64_t e = d; e < dim; e++)
+        second[d * dim + e] = second[e * dim + d] = p.scale * p.scale * asked[dim + d * tall + e] / queries;
+      trace += second[d * dim + d];
+    }
+    centre(head, sums);
+    factorise(head, p.ridge * (trace / dim) + std::numeric_limits<float>::min());
+    float *form = p.form + head * (dim + 1) * dim;
+    std::copy_n(mean_query, dim, form + dim * dim);
+    for (int64_t r = 0; r <= dim; r++)
+      p.shift[head * (dim + 1) + r] = product(form + r * dim, p.mean + head * dim, dim);
+  }
+
+ private:
+  static constexpr int64_t FEW = 64;
+  const Framed &p;
+  const int64_t dim, wide, tall, key_pieces, query_pieces, key_size, query_size;
+  aligned_vector<float> copy;
+
+  static int64_t pieces_of(int64_t rows) { return (rows + PIECE - 1) / PIECE; }
+
+  // Adds up queries, and of their products those on the diagonal and right of it.
+  void multiply(const T *query, int64_t count, float *sums) {
+    int64_t stride = p.query.row;
+    add_rows(query, stride, count, dim, sums);
+    const float *rows = floats(query, stride, count, dim, tall, copy.data());
+    for (int64_t d = 0; d < tall; d += SOME) {
+      const int64_t from = d / FILL * FILL;
+      mix(rows + from, stride, count, tall - from, rows + d, stride, sums + dim + d * tall + from, tall);
+    }
+  }
+
+  // The mean key and value, and the values' unit.
+  void centre(int64_t head, const float *sums) {
+    const float keys = p.real[head / p.heads];
+    float *value = p.value_mean + head * wide;
+    for (int64_t d = 0; d < dim; d++) p.mean[head * dim + d] = sums[d] / keys;
+    for (int64_t d = 0; d < wide; d++) value[d] = sums[dim + d] / keys;
+    const float square = sums[dim + wide] / keys - product(value, value, wide);
+    p.unit[head] = 1.0f / std::sqrt(std::max(square, std::numeric_limits<float>::min()));
+  }
+
+  // L^T into the form, row by row: each takes its part from the rows below.
+  void factorise(int64_t head, float ridge) {
+    float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
+    std::copy_n(p.second + head * dim * dim, dim * dim, form);
+    for (int64_t d = 0; d < dim; d++) form[d * dim + d] += ridge;
+    for (int64_t d = 0; d < dim; d++) {
+      float *row = form + d * dim;
+      if (!(row[d] > 0.0f)) {
+        __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
+        return;
+      }
+      std::fill_n(row, d, 0.0f);
+      const float inverse = 1.0f / std::sqrt(row[d]);
+      for (int64_t e = d; e < dim; e++) row[e] *= inverse;
+      for (int64_t e = d + 1; e < dim; e++) add(form + e * dim + e, row + e, -row[e], dim - e);
+    }
+    for (int64_t d = 0; d < dim; d++)
+      for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];
+  }
+};
+
+template <class T>
+static void frame(const Framed &p, int threads) {
+  const Framing<T> one(p);
+  const int64_t heads = p.batch * p.heads, size = one.size();
+  const bool small = p.keys <= PIECE && p.queries <= PIECE;
+  aligned_vector<float> sums(heads * size);
+  const auto add_piece = [&](Framing<T> &framing, int64_t head, int64_t piece) {
+    framing.add_piece(head, piece, &sums[head * size]);
+  };
+  const auto finish = [&](Framing<T> &framing, int64_t head, int64_t) { framing.finish(head, &sums[head * size]); };
+  in_phases(threads, heads, small, [&] { return Framing<T>(p); }, Phase{one.pieces(), add_piece}, Phase{1, finish});
+}
+
+}  // namespace fewkeys
