@@ -269,6 +269,18 @@ def test_the_newest_tokens_can_be_taken_back(plan, gone):
         one.crop(-90)
 
 
+@pytest.mark.parametrize("plan", [[SMALL_TREE, FEW, SMALL_TREE], [(SMALL_TREE, FEW)] * 3], ids=["layers", "heads"])
+def test_what_one_stream_cannot_take_back_stays_in_all(plan):
+    """The first could: then tokens of some would be gone, and the next answers wrong."""
+    model, ids = llama(), tokens(2, 130)
+    cache, other = fk.cache(model, plan), fk.cache(model, plan)
+    for one in (cache, other):
+        logits(model, ids[:, :110], [110], one)
+    with pytest.raises(ValueError, match="summarised"):
+        cache.crop(-100)
+    assert torch.equal(logits(model, ids[:, 110:], [20], cache), logits(model, ids[:, 110:], [20], other))
+
+
 def test_sequences_are_repeated_and_selected():
     model, ids = llama(), tokens(2, 30)
     one, other = fk.cache(model, FEW), fk.cache(model, FEW)

@@ -104,9 +104,14 @@ class StreamLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""
+        self.check_crop(tokens_to_remove)
+        self.streams.crop(self.streams.length + tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and take nothing back."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        self.streams.crop(self.streams.length + tokens_to_remove)
+        self.streams.check_crop(self.streams.length + tokens_to_remove)
 
     def offload(self) -> None:
         """Streams stay where they are."""
@@ -134,6 +139,12 @@ class StreamCache(Cache):
         for own in self._own:
             own.closed = True
         self._attached()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens of all layers, or, with a `ValueError`, of none."""
+        for own in self._own:
+            own.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def memory(self) -> int:
         """Bytes of memory held by all layers; files are not counted."""
