@@ -88,13 +88,8 @@ class Caches:
     def logits(self, ids, real, count, cache):
         """Of the last `count` tokens, the others being in the cache."""
         place = (real.cumsum(1) - 1).clamp_min(0)[:, -count:]
-        given = {
-            "attention_mask": real,
-            "position_ids": place,
-            "past_key_values": cache,
-            "use_cache": cache is not None,
-        }
-        return self.model(ids[:, -count:], **given).logits[:, -count:]
+        given = {"attention_mask": real, "position_ids": place, "past_key_values": cache, "use_cache": True}
+        return self.model(ids[:, -count:], **given).logits
 
     def wanted(self, ids, real, count):
         """From the whole sequence: leaves that are rounded in one piece, others by the applied plan."""
@@ -139,21 +134,24 @@ def _page(folder):
         raise ValueError("half a page")
 
 
+LOADS = {
+    "capture": _every_call,
+    "compare": _results,
+    "tune": fk.ModelPlan.from_pretrained,
+    "fit": fk.Sparsefinder.from_pretrained,
+    "report": _page,
+}
+"""What reads what a command wrote."""
+
+
 class Commands:
     """A command that writes is killed at any moment: what is there is whole, and the command goes through again."""
 
-    LOADS = {
-        "capture": _every_call,
-        "compare": _results,
-        "tune": fk.ModelPlan.from_pretrained,
-        "fit": fk.Sparsefinder.from_pretrained,
-        "report": _page,
-    }
-
     def __init__(self):
+        from transformers import BertConfig, BertModel
+
         from integrations.test_cli import SMALL as SIZES
         from integrations.test_cli import TEXT, save_tokenizer
-        from transformers import BertConfig, BertModel
 
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["campaign.models", "fewkeys.cli.fit", "integrations.test_cli", "sklearn"])
@@ -164,7 +162,7 @@ class Commands:
         save_tokenizer(home / "model", around="[CLS] $A [SEP]")
         (home / "words.txt").write_text(TEXT * 2)
         self.seconds = {}
-        for name in self.LOADS:
+        for name in LOADS:
             self.run(name, home / name)  # the first imports
             if name == "capture":
                 shutil.rmtree(home / name)
@@ -194,7 +192,7 @@ class Commands:
 
     def __call__(self, seed):
         draw = random.Random(seed)
-        name = draw.choice(sorted(self.LOADS))
+        name = draw.choice(sorted(LOADS))
         with tempfile.TemporaryDirectory(dir=self.held.name) as folder:
             out = Path(folder) / "out"
             if old := name != "capture" and draw.random() < 0.7:
@@ -206,10 +204,10 @@ class Commands:
             there = out.exists() and any(not path.name.startswith(".") for path in out.iterdir())
             try:
                 if old or there:
-                    self.LOADS[name](out)
+                    LOADS[name](out)
                 if name != "capture" or not there:
                     self.run(name, out)
-                    self.LOADS[name](out)
+                    LOADS[name](out)
             except Exception as error:
                 return f"{name}: {type(error).__name__} {error}"
         return None

@@ -190,8 +190,8 @@ def kills(seed):
 
 
 def crowds(seed):
-    """Threads of two processes, one forked from the other, attend, save and load one plan: the same bits, and every load
-    gives one of the plans that were saved.
+    """Threads of a process and of its fork attend, save and load one plan: the same bits, and every load gives one of
+    the plans that were saved.
     """
     wrong, rows = [], torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(seed))
     plan = fk.budget(16).always()
@@ -250,7 +250,7 @@ def full_disks(seed):
 
 
 def folders(seed):
-    """In a folder that one may not write, or may not even open, saving and loading is an `OSError` and changes nothing."""
+    """In a folder that one may not write, or not even open, saving is an `OSError` and changes nothing."""
     draw = random.Random(seed)
     saves = {
         "stream": lambda path: fk.stream(fk.budget(32, is_causal=True)).save(path / "stream"),
