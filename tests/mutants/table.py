@@ -24,6 +24,7 @@ def law(number, *functions):
         4: "04_causal_means_causal",
         5: "05_invariance",
         6: "06_same_seed_same_result",
+        9: "09_linear_cost",
         7: "07_no_double_counting",
         11: "11_refusals",
         "gradients": "02_gradients",
@@ -46,13 +47,19 @@ LAWS = (
 )
 NEWEST = {
     "sets": ("kernels/test_native_building.py",),
-    "build": ("kernels/test_native_building.py", "kernels/test_native_failures.py"),
+    "build": (
+        *("kernels/test_native_building.py", "kernels/test_native_failures.py"),
+        *law(9, "compiled_kernels_are_linear"),
+    ),
     "crossover": ("parts/test_crossover.py",),
     "kept": ("parts/test_crossover.py",),
     "door": ("integrations/test_contexts.py", "integrations/test_transformers.py"),
-    "terms": ("integrations/test_terms.py", "integrations/test_windows.py"),
+    "terms": ("integrations/test_terms.py", "integrations/test_windows.py", "integrations/test_biases.py"),
     "gaps": ("integrations/test_cache.py", "parts/test_tree_streams.py"),
-    "padded": ("integrations/test_cache.py", "parts/test_tree_streams.py", "parts/test_loaders.py"),
+    "padded": (
+        *("integrations/test_cache.py", "parts/test_tree_streams.py", "parts/test_loaders.py"),
+        "parts/test_streams.py::test_padding_anywhere_is_as_if_it_never_came",
+    ),
 }
 """What holds the youngest files."""
 ROOMS = {
@@ -165,6 +172,7 @@ EQUIVALENT = {
     "past/gradient.py _Scanned.forward: 1 -> 2": "an excess that claims a gradient, which nothing passes on",
     "execute/exact.py attend: x.keys - 1 ->": "a mask that hides nothing, or none: time alone",
     "execute/torch/by_block.py attend: graph.columns.blocks > 1": "one list by blocks, or at once: time alone",
+    "integrations/terms.py with_key_bias: -1 -> -2": "relative to which key biases are: softmax sees differences alone",
     "core/graph.py _join_columns: a.blocks > b.blocks": "lists of equal blocks are refined into themselves",
 }
 """Why a change changes nothing that could be asked for: by the beginning of its line."""

@@ -172,7 +172,7 @@ class Descender {
     const int total = closed + leaves.count;
     if (!total) return;
     const int whole = (total + LANES - 1) / LANES * LANES;
-    std::fill(&logit[total], &logit[0] + whole, -INFINITY);
+    std::fill(logit.data() + total, logit.data() + whole, -INFINITY);
     vec largest = broadcast(tile.top[i / LANES][i % LANES]);
     for (int v = 0; v < whole; v += LANES) largest = max(load(&logit[v]), largest);
     float top = largest[0];
