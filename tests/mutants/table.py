@@ -24,8 +24,8 @@ def law(number, *functions):
         4: "04_causal_means_causal",
         5: "05_invariance",
         6: "06_same_seed_same_result",
-        9: "09_linear_cost",
         7: "07_no_double_counting",
+        9: "09_linear_cost",
         11: "11_refusals",
         "gradients": "02_gradients",
     }
@@ -172,7 +172,6 @@ EQUIVALENT = {
     "past/gradient.py _Scanned.forward: 1 -> 2": "an excess that claims a gradient, which nothing passes on",
     "execute/exact.py attend: x.keys - 1 ->": "a mask that hides nothing, or none: time alone",
     "execute/torch/by_block.py attend: graph.columns.blocks > 1": "one list by blocks, or at once: time alone",
-    "integrations/terms.py with_key_bias: -1 -> -2": "relative to which key biases are: softmax sees differences alone",
     "core/graph.py _join_columns: a.blocks > b.blocks": "lists of equal blocks are refined into themselves",
 }
 """Why a change changes nothing that could be asked for: by the beginning of its line."""
