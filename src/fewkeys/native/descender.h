@@ -390,6 +390,7 @@ class Descender {
   // The place of every candidate, the largest rank first; of those that stay closed, only that they do.
   void choose(int count, int64_t opened) {
     count_multiply_adds(count);
+    numbers_only(rank.data(), count);
     if (count <= 2 * SMALL || !opened) return places_of(rank.data(), count, place.data());
     make_room(sorted, count);
     for (int c = 0; c < count; c++) sorted[c] = {rank[c], c}, place[c] = count;
