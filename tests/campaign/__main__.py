@@ -30,13 +30,13 @@ def main():
     if given.sanitize and "asan" not in os.environ.get("LD_PRELOAD", ""):
         return sanitized()
 
-    from campaign.parts import PARTS, as_json, told
+    from campaign.parts import PARTS, SHARES, as_json, told
 
     names = given.parts.split(",") if given.parts else list(PARTS)
-    results = {}
+    results, shares = {}, sum(SHARES.get(name, 1) for name in names)
     for name in names:
         part, tried, failed = PARTS[name](), 0, []
-        end = time.monotonic() + 60 * given.minutes / len(names)
+        end = time.monotonic() + 60 * given.minutes * SHARES.get(name, 1) / shares
         while (given.seed is None and time.monotonic() < end) or not tried:
             seed = given.first + tried if given.seed is None else given.seed
             wrong = part(seed)

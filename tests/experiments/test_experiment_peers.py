@@ -141,7 +141,7 @@ def test_thinformer_leaves_one_of_two_to_the_levels(levels):
     assert all(len(set(row.tolist())) == len(row) for row in index.flatten(0, 1))
 
 
-@pytest.mark.parametrize("keys", [60, 64])  # the last block is short, or not
+@pytest.mark.parametrize("keys", [61, 64])  # the last block is short, or not
 @pytest.mark.parametrize("weighted", [False, True])
 def test_samples_speak_for_every_key_outside_the_block(keys, weighted):
     """Where all scores are equal, the sums of near and far are those of all keys."""
@@ -160,11 +160,11 @@ def test_kdeformer_prefers_keys_with_mass_or_large_values():
     k[:, :, 5] = 4 * q.mean(2)
     v[:, :, 9] *= 9
     chance = kdeformer.importance(q, k, v, SCALE, N, generator())
-    assert (chance > 0).all()
-    close(chance.sum(-1), torch.ones(2, 3), atol=1e-5)
-    assert (chance.topk(6).indices == 9).any(-1).all()
-    column = (SCALE * q @ k.mT).softmax(-1).square().sum(2)
-    assert (chance.argmax(-1) == 9).all() or (column.argmax(-1) == chance.argmax(-1)).any()
+    column, size = (SCALE * q @ k.mT).softmax(-1).square().sum(2), v.square().sum(-1)
+    close(chance, sum(part / part.sum(-1, keepdim=True) / 2 for part in (column, size)), atol=1e-5)
+    # Who is drawn more often weighs less: where all scores are equal, the answer is the mean.
+    found = answer("KDEformer", 0 * q, k, v, block=8, sampled=6000)
+    close(found, v.mean(2, keepdim=True).expand_as(v), atol=0.1)
 
 
 def test_performer_features_are_unbiased_and_orthogonal():
@@ -237,12 +237,13 @@ def row(peer, ms, error):
 
 
 def test_fronts_and_who_lies_below():
-    ours = [row(OURS, 2.0, 0.3), row(OURS, 4.0, 0.1), row(OURS, 5.0, 0.2)]
+    ours = [row(OURS, 2.0, 0.3), row(OURS, 4.0, 0.1), row(OURS, 4.5, 0.1), row(OURS, 5.0, 0.2)]
     assert front(ours) == ours[:2]
     rival = [
         row("WildCat", 1.0, 0.9),  # below: nothing of ours is as fast
         row("WildCat", 3.0, 0.31),  # not: ours has 0.3 in 2 ms
         row("WildCat", 4.0, 0.09),  # below
+        row("WildCat", 4.0, 0.1),  # not: ours is as good
         row("WildCat", 20.0, 0.01),  # not: exact attention takes 10 ms
     ]
     assert below(rival, ours, exact=10.0) == [rival[0], rival[2]]

@@ -105,6 +105,18 @@ def test_a_cache_asks_for_the_mask_that_tells_places():
         model(tokens(1), past_key_values=cache)
 
 
+@pytest.mark.parametrize("centred", [False, True])
+def test_heads_that_share_keys_get_biases_of_their_own(centred):
+    """Against the definition: four heads of queries, two of keys."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 9, 5, generator=draw) for heads in (4, 2, 2))
+    bias = torch.randn(2, 4, 9, generator=draw)
+    own = with_key_bias(query, key, value, bias, 0.3, centred=centred)
+    scores = 0.3 * query @ key.repeat_interleave(2, 1).mT + bias.unsqueeze(2)
+    want = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(fk.attention(*own, plan=EXACT, scale=0.3), want)
+
+
 @pytest.mark.parametrize("length", [64, 4096])
 def test_alibi_costs_no_digits_however_long(length):
     """Against the definition in float64, and with few keys against the error without a bias."""
@@ -286,6 +298,19 @@ def test_tables_end_where_the_bias_is_constant():
     for odd in (torch.randn(1, 4, 9, 9), torch.cat([even[:1], 2 * even[:1]])):
         with pytest.raises(ValueError, match=r"^position_bias: expected a bias that depends on the distance alone"):
             distance_bias(odd, 0)
+
+
+def test_a_table_is_found_once_for_each_place():
+    """What a tensor was found to be holds for its layers, not for a call that begins elsewhere."""
+    place = torch.arange(9)
+    even = (place - place[:, None]).clamp(-2, 3).float().expand(1, 4, 9, 9)[:, :, -1:].clone()
+    first, beyond = distance_bias(even, 8), distance_bias(even, 0)
+    assert distance_bias(even, 0) is beyond
+    assert not torch.equal(first, beyond)
+    with pytest.raises(ValueError, match="position_bias"):
+        distance_bias(even, 9)
+    learned = even.clone().requires_grad_()
+    assert distance_bias(learned, 8) is not distance_bias(learned, 8)
 
 
 def test_what_is_not_known_is_refused():

@@ -11,6 +11,8 @@ from transformers import (
     Gemma2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -38,6 +40,12 @@ def gemma():
     sizes = GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": None}
     config = Gemma2Config(**sizes, sliding_window=9, layer_types=kinds, final_logit_softcapping=None)
     return Gemma2ForCausalLM(config).eval()
+
+
+def mpt():
+    torch.manual_seed(6)
+    sizes = {"vocab_size": 60, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "initializer_range": 0.3}
+    return MptForCausalLM(MptConfig(**sizes)).eval()
 
 
 WAYS = {
@@ -218,6 +226,34 @@ def test_a_cache_whose_model_went_elsewhere_says_so_at_once():
         logits(model, ids, [1], switched)
 
 
+@pytest.mark.parametrize("make", [llama, mpt])
+@pytest.mark.parametrize("side", [None, "left"])
+def test_no_token_is_taken_twice(make, side):
+    """Without `use_cache`, which MPT's configuration does not ask for, all tokens come again at every step."""
+    model = make()
+    given = {name: t for name, t in padded(side).items() if name != "position_ids"}
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with fk.apply(model, ALL.always()):
+        want = model.generate(**given, **how, use_cache=True)
+    for more in [{"use_cache": False}, {}][: 2 if make is mpt else 1]:
+        cache = fk.cache(model, ALL)
+        with pytest.raises(ValueError, match="use_cache: expected True"):
+            model.generate(**given, **how, **more, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    assert torch.equal(model.generate(**given, **how, use_cache=True, past_key_values=cache), want)
+    cache.close()
+    model.generate(**given, **how, use_cache=False)
+
+
+def test_a_mask_of_the_new_tokens_alone_is_refused():
+    """Read from the place where they stand, it would hide them all."""
+    model, ids = llama(), tokens(2, 30)
+    cache = fk.cache(model, FEW)
+    logits(model, ids, [25], cache)
+    with pytest.raises(ValueError, match=r"^attention_mask: expected one over all 30 tokens so far, .* got one of 5"):
+        model(ids[:, 25:], attention_mask=torch.ones(2, 5), past_key_values=cache)
+
+
 def test_several_turns_from_one_prompt():
     """A copy of the cache goes its own way."""
     model, prompt = llama(), tokens(1, 40)
@@ -267,6 +303,18 @@ def test_the_newest_tokens_can_be_taken_back(plan, gone):
         close(logits(model, ids[:, :9], [9], one), logits(model, ids[:, :9], [9], other))
     with pytest.raises(ValueError, match="summarised"):
         one.crop(-90)
+
+
+@pytest.mark.parametrize("plan", [[SMALL_TREE, FEW, SMALL_TREE], [(SMALL_TREE, FEW)] * 3], ids=["layers", "heads"])
+def test_what_one_stream_cannot_take_back_stays_in_all(plan):
+    """The first could: then tokens of some would be gone, and the next answers wrong."""
+    model, ids = llama(), tokens(2, 130)
+    cache, other = fk.cache(model, plan), fk.cache(model, plan)
+    for one in (cache, other):
+        logits(model, ids[:, :110], [110], one)
+    with pytest.raises(ValueError, match="summarised"):
+        cache.crop(-100)
+    assert torch.equal(logits(model, ids[:, 110:], [20], cache), logits(model, ids[:, 110:], [20], other))
 
 
 def test_sequences_are_repeated_and_selected():

@@ -53,6 +53,14 @@ def fresh(monkeypatch, tmp_path, compiler):
     build._load.cache_clear()
 
 
+def test_a_processor_is_told_by_what_the_system_says_of_it(monkeypatch):
+    monkeypatch.setattr(sets, "_cpuinfo", lambda *names: [])
+    monkeypatch.setattr("platform.processor", lambda: "its name")
+    assert sets.processor() == "its name"
+    monkeypatch.setattr(sets, "_cpuinfo", lambda *names: ["flags: a", "model name: b", "flags: a"])
+    assert sets.processor() == "flags: a\nmodel name: b"
+
+
 def test_kernels_are_compiled_once(tmp_path, monkeypatch, caplog):
     assert native.missing() is None
     assert f"compiling the kernels for {sets.chosen()}" in caplog.text

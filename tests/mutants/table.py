@@ -25,6 +25,7 @@ def law(number, *functions):
         5: "05_invariance",
         6: "06_same_seed_same_result",
         7: "07_no_double_counting",
+        9: "09_linear_cost",
         11: "11_refusals",
         "gradients": "02_gradients",
     }
@@ -46,13 +47,19 @@ LAWS = (
 )
 NEWEST = {
     "sets": ("kernels/test_native_building.py",),
-    "build": ("kernels/test_native_building.py", "kernels/test_native_failures.py"),
+    "build": (
+        *("kernels/test_native_building.py", "kernels/test_native_failures.py"),
+        *law(9, "compiled_kernels_are_linear"),
+    ),
     "crossover": ("parts/test_crossover.py",),
     "kept": ("parts/test_crossover.py",),
     "door": ("integrations/test_contexts.py", "integrations/test_transformers.py"),
-    "terms": ("integrations/test_terms.py", "integrations/test_windows.py"),
+    "terms": ("integrations/test_terms.py", "integrations/test_windows.py", "integrations/test_biases.py"),
     "gaps": ("integrations/test_cache.py", "parts/test_tree_streams.py"),
-    "padded": ("integrations/test_cache.py", "parts/test_tree_streams.py", "parts/test_loaders.py"),
+    "padded": (
+        *("integrations/test_cache.py", "parts/test_tree_streams.py", "parts/test_loaders.py"),
+        "parts/test_streams.py::test_padding_anywhere_is_as_if_it_never_came",
+    ),
 }
 """What holds the youngest files."""
 ROOMS = {

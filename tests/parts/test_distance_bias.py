@@ -12,6 +12,7 @@ EXACT, WINDOW = fk.Plan(), fk.Plan(fk.Window(2000))
 FEW = {
     "window": fk.Plan(fk.Window(7)),
     "window + means": fk.Plan(fk.Window(7), fk.ClusterMeans(5)),
+    "even window + means": fk.Plan(fk.Window(8), fk.ClusterMeans(5)),
     "wide window + means": fk.Plan(fk.Window(41), fk.ClusterMeans(5)),
     "outliers + window + first-order means": fk.Plan(fk.Outliers(4, 6) | fk.Window(7), fk.ClusterMeans(6, rank=2)),
     "means beside one list": fk.Plan(fk.Outliers(4, 6), fk.ClusterMeans(6)),
@@ -100,12 +101,16 @@ def test_heads_above_max_error_are_exact():
     assert guard.fallbacks.fallbacks == 4
 
 
-def test_one_number_for_all_distances_changes_nothing():
+@pytest.mark.parametrize("number", [-70.0, 1000.0])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_one_number_for_all_distances_changes_nothing(impl, number):
+    """However large."""
     query, key, value, options = problem()
-    even = options | {"distance_bias": torch.full((4, 5), -70.0)}
+    even = options | {"distance_bias": torch.full((4, 5), number)}
     for plan in FEW.values():
-        found = fk.attention(query, key, value, plan=plan, **even)
-        torch.testing.assert_close(found, fk.attention(query, key, value, plan=plan, key_mask=options["key_mask"]))
+        found = fk.attention(query, key, value, plan=plan, impl=impl, **even)
+        want = fk.attention(query, key, value, plan=plan, impl=impl, key_mask=options["key_mask"])
+        torch.testing.assert_close(found, want)
 
 
 def test_few_keys_cost_no_more_than_without():

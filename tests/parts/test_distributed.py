@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import fewkeys.distributed as fkd
 from distributed_faults import OTHERS, meet, wrong
 from distributed_worker import CHECKS, TIMEOUT, lose_a_rank, run_checks
+from fewkeys.distributed import communicator
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,3 +116,38 @@ def test_the_documented_example_runs_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     for rank in range(2):  # both may write to the same line
         assert re.search(rf"rank {rank} of 2: \(1, 4, 512, 32\), \d+ bytes sent", done.stdout), done.stdout
+
+
+class Board(dict):
+    """A store of ranks that others write to."""
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    get, set = dict.__getitem__, dict.__setitem__
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "lost"),
+    [
+        ("here/1", "here/2 here/failed/2", "rank 1"),  # whose connection broke before rank 2 had come
+        ("here/1", "", "rank 2"),
+        ("here/1 here/failed/1", "here/2 here/failed/2", "rank 2"),
+        ("here/1 here/2 here/failed/2", "", "rank 1"),
+        ("", "", "one of the ranks 1, 2"),
+        ("here/1 here/2 here/failed/1 here/failed/2", "", "a rank that had come to it"),
+    ],
+)
+def test_who_was_merely_slow_is_not_called_lost(monkeypatch, first, later, lost):
+    """What rank 0 of 3 says, by what the ranks have told at first, and a little later."""
+    board = Board(dict.fromkeys(first.split(), "1"))
+    monkeypatch.setattr(communicator, "_store", lambda: board)
+    monkeypatch.setattr(communicator, "GRACE", 0.3)
+    monkeypatch.setitem(communicator._begun, "here", 0)
+    own = object.__new__(communicator.Communicator)
+    own.rank, own.size, own._name = 0, 3, "here"
+    own._tell()
+    timer = threading.Timer(0.05, lambda: board.update(dict.fromkeys(later.split(), "1")))
+    timer.start()
+    assert own._missing() == lost
+    timer.join()

@@ -21,6 +21,7 @@ from fewkeys.core.tensor_files import Form, check
 from fewkeys.select.groupings import Edges
 from fewkeys.sketch import key_sketch
 from fewkeys.streaming import files
+from tiny_models import llama, tokens
 
 HEAVY = fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(6))
 
@@ -48,6 +49,24 @@ def a_model_plan(folder: Path) -> None:
     fk.ModelPlan(((fk.budget(64), fk.budget(32)),), {"of": "a test"}).save_pretrained(folder)
 
 
+MODEL = llama()
+
+
+def a_new_cache():
+    return fk.cache(MODEL, [fk.budget(64, is_causal=True), HEAVY, fk.Plan(fk.Window(9))], leaves="int8")
+
+
+def a_cache(folder: Path) -> None:
+    cache = a_new_cache()
+    with torch.no_grad():
+        MODEL(tokens(2, 150), past_key_values=cache)
+    cache.save(folder / "cache")
+
+
+def loaded_cache(folder: Path) -> None:
+    a_new_cache().load(folder / "cache")
+
+
 def a_finder(folder: Path) -> None:
     fk.Sparsefinder.fit(captured(directory=folder / "capture"), epochs=1, sample=32).save_pretrained(folder / "finder")
 
@@ -68,6 +87,17 @@ WRITTEN: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str
         lambda folder: fk.Stream.load(folder / "stream.safetensors"),
         "",
     ),
+    "stream of leaves in int8": (
+        lambda folder: a_tree(folder / "stream.safetensors", "int8"),
+        lambda folder: fk.Stream.load(folder / "stream.safetensors", folder=folder.parent),
+        "",
+    ),
+    "stream of leaves in bfloat16": (
+        lambda folder: a_tree(folder / "stream.safetensors", "bfloat16"),
+        lambda folder: fk.Stream.load(folder / "stream.safetensors"),
+        "",
+    ),
+    "cache": (a_cache, loaded_cache, ""),
     "key sketch": (a_sketch, key_sketch.KeySketch.load, ""),
     "plan": (a_plan, fk.Plan.from_pretrained, ""),
     "model plan": (a_model_plan, fk.ModelPlan.from_pretrained, ""),
@@ -257,9 +287,9 @@ CRAFTED_TREE = {
 }
 
 
-def a_tree(path: Path) -> fk.Stream:
+def a_tree(path: Path, leaves: str | None = None) -> fk.Stream:
     """Of two sequences, one padded from the left: they grow apart."""
-    draw, stream = torch.Generator().manual_seed(0), fk.stream(TREE)
+    draw, stream = torch.Generator().manual_seed(0), fk.stream(TREE, leaves=leaves)
     stream.append(*(torch.randn(2, 2, 300, 8, generator=draw) for _ in range(2)), torch.arange(300) >= LEFT)
     stream.attend(torch.randn(2, 4, 300, 8, generator=draw))
     stream.save(path)

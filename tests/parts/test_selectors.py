@@ -65,6 +65,18 @@ def test_outliers_are_the_keys_of_largest_score(lengths):
     assert torch.equal(mask, chosen.repeat_interleave(3, 1).unsqueeze(2).expand_as(mask))
 
 
+@pytest.mark.parametrize("far", [4.0, 20.0])
+def test_a_key_that_is_its_own_cluster_ranks_alike_in_every_precision(far):
+    """Its distance from the centre is nothing, of which rounding leaves something, or not."""
+    for seed in range(12):
+        draw = torch.Generator().manual_seed(seed)
+        rows = [torch.randn(1, 2, 100, 8, generator=draw) for _ in range(3)]
+        rows[1][:, :, 7] *= far
+        want = fk.Outliers(5, 8).select(check_inputs(*(part.double() for part in rows), impl="reference")).to_mask()
+        for impl in ("torch", "auto"):
+            assert torch.equal(fk.Outliers(5, 8).select(check_inputs(*rows, impl=impl)).to_mask(), want)
+
+
 def test_lists_for_cohorts_have_no_alternatives():
     """Nothing else stands beside means for cohorts."""
     assert fk.Outliers(4, 6).alternatives == (fk.Leverage(4, centre=True), fk.KeyNorm(4))

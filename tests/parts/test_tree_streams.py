@@ -245,3 +245,16 @@ def test_steps_after_some_keys_are_those_of_the_whole(past, count, slots):
     block = block_of(slots)
     seen = torch.arange(past, past + count) + 1
     assert steps_after(past, count, slots, block) == steps_of(seen, True, slots, block)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e38])
+def test_a_query_beyond_all_bounds_is_answered(size):
+    """Products with it are no numbers; halves of what they are asked to part must be halves still."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 270, 8, generator=draw) for heads in (4, 2, 2))
+    query[0, 0, 60, 0] = size
+    stream, found = fk.stream(fk.Plan(fk.KeyTree(64), fk.TreeMeans())), []
+    for part in (slice(0, 200), slice(200, 270)):
+        stream.append(key[:, :, part], value[:, :, part])
+        found.append(stream.attend(query[:, :, part]))
+    assert torch.cat(found, 2).isfinite().all()

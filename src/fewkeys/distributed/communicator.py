@@ -179,18 +179,23 @@ class Communicator:
 
     def _missing(self) -> str:
         """Which ranks have not come to this collective, or came and do not say that it failed, as the store knows."""
-        failed, end = f"{self._name}/failed", time.monotonic() + GRACE
         try:
-            _store().set(f"{failed}/{self.rank}", str(_begun[self._name]))
-            late = self._behind(self._name)
-            while not late and (silent := self._behind(failed)) and time.monotonic() < end:
-                time.sleep(GRACE / 20)
+            _store().set(f"{self._name}/failed/{self.rank}", str(_begun[self._name]))
+            late, silent = self._behind(self._name), self._silent()
+            # Who was late may be here by now, and may have said that it failed: then it was not the one.
+            lost = self._behind(self._name) or silent or late
         except Exception:  # whatever a store raises: it lives in a process that is gone
             return "rank 0, which keeps what the ranks know of each other, or another rank,"
-        lost = late or silent
         if not lost:
             return "a rank that had come to it"
         return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {', '.join(lost)}"
+
+    def _silent(self) -> list[str]:
+        """The ranks that have not said, before the grace is over, that this collective failed there."""
+        end = time.monotonic() + GRACE
+        while (silent := self._behind(f"{self._name}/failed")) and time.monotonic() < end:
+            time.sleep(GRACE / 20)
+        return silent
 
     def _behind(self, name: str) -> list[str]:
         """The ranks whose count under this name is not up to this rank's collectives."""

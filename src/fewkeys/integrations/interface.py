@@ -268,6 +268,12 @@ def _key_mask(
     else:
         real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         if real.shape[1] < kv_length:
+            if isinstance(kv_length, streams.Length):
+                raise ValueError(
+                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, those in the cache "
+                    f"and the new ones, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache "
+                    "before it"
+                )
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if whole and bool(real.all()):
             return None

@@ -51,7 +51,7 @@ class Pipeline:
             for asked in [question] if questions is None else questions:
                 ids = torch.cat([read, self._ids(f"{asked}{after}{answer_prefix}", False)], 1)
                 given = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
-                given |= {"max_new_tokens": max_new_tokens, "do_sample": False, **how}
+                given |= {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True, **how}
                 model: Any = self.model  # torch's types make every attribute a tensor
                 written = model.generate(ids, **given)
                 answers.append(str(self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)))

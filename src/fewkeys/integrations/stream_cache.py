@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
@@ -104,9 +105,14 @@ class StreamLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""
+        self.check_crop(tokens_to_remove)
+        self.streams.crop(self.streams.length + tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and take nothing back."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        self.streams.crop(self.streams.length + tokens_to_remove)
+        self.streams.check_crop(self.streams.length + tokens_to_remove)
 
     def offload(self) -> None:
         """Streams stay where they are."""
@@ -127,13 +133,20 @@ class StreamCache(Cache):
             self._own.append(StreamLayer(own, how, config, self._own[-1] if self._own else None))
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
-        self._attached = weakref.finalize(self, interface.attach(model, None).detach)
+        hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
+        self._attached = weakref.finalize(self, _leave, interface.attach(model, None), hook)
 
     def close(self) -> None:
         """Give the model its own attention back; the cache is of no more use."""
         for own in self._own:
             own.closed = True
         self._attached()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens of all layers, or, with a `ValueError`, of none."""
+        for own in self._own:
+            own.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def memory(self) -> int:
         """Bytes of memory held by all layers; files are not counted."""
@@ -174,3 +187,19 @@ class StreamCache(Cache):
         for new, own in zip(found._own, self._own, strict=True):
             new.streams = copy.deepcopy(own.streams, memo)
         return found
+
+
+def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
+    """`generate` without `use_cache` gives a model the cache and, at every step, all tokens: they would count twice."""
+    if kwargs is None:  # a call of another thread, while torch is taking the hook in: it is not ours
+        return
+    if kwargs.get("use_cache") is False and isinstance(kwargs.get("past_key_values"), StreamCache):
+        raise ValueError(
+            "use_cache: expected True with a cache of fewkeys, which takes every token once, got False (perhaps from "
+            "the model's configuration); pass use_cache=True"
+        )
+
+
+def _leave(attachment: interface.Attachment, hook: RemovableHandle) -> None:
+    attachment.detach()
+    hook.remove()

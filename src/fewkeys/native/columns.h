@@ -53,7 +53,7 @@ struct LaneProducts {
       key_stride = key_pitch, value_stride = value_pitch;
       make_room(count);
       key = floats(keys, key_stride, count, dim, dim, copy.data());
-      value = floats(values, value_stride, count, value_dim, wide, &copy[count * dim]);
+      value = floats(values, value_stride, count, value_dim, wide, copy.data() + count * dim);
     }
 
     void gather(const T *keys, int64_t key_pitch, const T *values, int64_t value_pitch, const int64_t *place,

@@ -172,7 +172,7 @@ class Descender {
     const int total = closed + leaves.count;
     if (!total) return;
     const int whole = (total + LANES - 1) / LANES * LANES;
-    std::fill(&logit[total], &logit[0] + whole, -INFINITY);
+    std::fill(logit.data() + total, logit.data() + whole, -INFINITY);
     vec largest = broadcast(tile.top[i / LANES][i % LANES]);
     for (int v = 0; v < whole; v += LANES) largest = max(load(&logit[v]), largest);
     float top = largest[0];
@@ -390,6 +390,7 @@ class Descender {
   // The place of every candidate, the largest rank first; of those that stay closed, only that they do.
   void choose(int count, int64_t opened) {
     count_multiply_adds(count);
+    numbers_only(rank.data(), count);
     if (count <= 2 * SMALL || !opened) return places_of(rank.data(), count, place.data());
     make_room(sorted, count);
     for (int c = 0; c < count; c++) sorted[c] = {rank[c], c}, place[c] = count;

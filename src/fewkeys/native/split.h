@@ -26,6 +26,11 @@ static inline __attribute__((always_inline)) void four_products(const float *row
   for (int r = 0; r < FOUR; r++) found[r] = sum_of_lanes(sum[r]);
 }
 
+// What is no number, as products beyond all bounds leave it, counts as zero: else places would be no permutation.
+static inline void numbers_only(float *x, int count) {
+  for (int i = 0; i < count; i++) x[i] = x[i] == x[i] ? x[i] : 0.0f;
+}
+
 // How many of `count` numbers stand before each, of equal ones those that come first; whole vectors are written.
 static inline void places_of(const float *x, int count, int32_t *place) {
   const ivec lane = count_up();
@@ -218,10 +223,12 @@ class Splitter {
       times(matrix, size, by, to);
       std::copy_n(to, size, by);
     }
+    numbers_only(by, size);
     places_of(by, size, place);
     for (int step = 0; step < REFINE; step++) {
       for (int i = 0; i < size; i++) weight[i] = place[i] < size / 2 ? -1.0f : 0.0f;
       times(matrix, size, weight, to);
+      numbers_only(to, size);
       places_of(to, size, place);
     }
     const int half = size / 2;

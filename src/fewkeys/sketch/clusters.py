@@ -31,6 +31,8 @@ RIDGE = 1e-6
 """Of the queries' mean square, added to each of their directions before they are factorised."""
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
+NEAR = 1e-5
+"""Squared distances from a centre below this part of that from the mean are taken for as much."""
 QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers held per thread where keys are taken piece by piece: about half the cache next to a core."""
@@ -290,7 +292,8 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     constant = constant - on_key @ known.mean.mT - on_value @ known.value_mean.mT
     spread, nearest, square, label = _survey(inputs, known, torch.cat([on_key, on_value], -1), constant)
     energy = spread + square * known.unit.square().squeeze(-1)
-    return Clusters(label, (energy - 2 * nearest).clamp_min(0.0), importance)
+    # Of a key that is its own centre, rounding alone would be left, which the logarithm makes much of.
+    return Clusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
 
 
 def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -78,9 +78,15 @@ class HeadStreams:
             stream.select(index)
 
     def crop(self, length: int) -> None:
-        """As `Stream.crop`."""
+        """As `Stream.crop`: of all heads, or of none."""
+        self.check_crop(length)
         for stream in self.streams:
             stream.crop(length)
+
+    def check_crop(self, length: int) -> None:
+        """As `Stream.check_crop`."""
+        for stream in self.streams:
+            stream.check_crop(length)
 
     def memory(self) -> int:
         """Bytes held."""

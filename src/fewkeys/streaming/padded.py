@@ -159,14 +159,17 @@ class Padded:
             replace(group, rows=at[:, 0], memory=group.memory.select(at[:, 1])) for group, at in found if len(at)
         ]
 
-    def crop(self, length: int) -> None:
-        """Forget what came from place `length` on, at most the present one; `ValueError` where that is too late."""
+    def check_crop(self, length: int) -> None:
+        """`ValueError` where it is too late to forget what came from place `length` on, at most the present one."""
         for group in self._groups:
             if (reason := group.memory.refusal(group.count(length))) is not None:
                 raise ValueError(
                     f"length: {reason}; got {length} after {self.length}. Save the stream before tokens that may be "
                     "taken back"
                 )
+
+    def crop(self, length: int) -> None:
+        """Forget what came from place `length` on, which is not too late."""
         for number, group in enumerate(self._groups):
             group.memory.crop(group.count(length))
             gaps = tuple((start, min(stop, length)) for start, stop in group.gaps if start < length)

@@ -137,12 +137,17 @@ class Stream:
         have moved no memory yet; a stream of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises
         `ValueError` beyond.
         """
-        self._settle()
-        if not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ValueError(f"length: expected 0 to {self.length}, the tokens seen, got {length}")
+        self.check_crop(length)
         if length < self.length:
             self._held.crop(length)
             self.length = length
+
+    def check_crop(self, length: int) -> None:
+        """Raise what `crop` would raise, and forget nothing."""
+        self._settle()
+        if not isinstance(length, int) or not 0 <= length <= self.length:
+            raise ValueError(f"length: expected 0 to {self.length}, the tokens seen, got {length}")
+        self._held.check_crop(length)
 
     @full_precision()
     @torch.no_grad()
