@@ -121,6 +121,7 @@ def cluster(
     steps: int,
     tilt: float,
     lowest: float,
+    near: float,
 ) -> tuple[Tensor, ...]:
     """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
@@ -148,6 +149,7 @@ def cluster(
         some=struct("Lloyd")(**_rows(*rows), **lloyd, **numbers),
         all=struct("Survey")(**_rows(key, value), **survey, count=count),
         **pointers({"distance": distance}),
+        near=near,
     )
     call("fewkeys_cluster", told, key.dtype)
     return label, distance, spread, importance, own

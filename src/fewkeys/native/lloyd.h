@@ -127,8 +127,10 @@ static void cluster(const Clustered &p, int threads) {
     const int64_t first = tile * TILE;
     const float unit = p.some.unit[head];
     worker.keys.look(head, first);
-    for (int64_t j = head * all.keys + first; j < head * all.keys + std::min(all.keys, first + TILE); j++)
-      p.distance[j] = std::max(all.spread[j] + all.square[j] * (unit * unit) - 2.0f * all.nearest[j], 0.0f);
+    for (int64_t j = head * all.keys + first; j < head * all.keys + std::min(all.keys, first + TILE); j++) {
+      const float energy = all.spread[j] + all.square[j] * (unit * unit);
+      p.distance[j] = std::max(energy - 2.0f * all.nearest[j], p.near * energy);
+    }
   };
   in_phases(threads, all.batch * all.heads, all.keys <= PIECE, [&] { return Worker{Clustering<T>(p.some), Surveyor<T>(all)}; },
             Phase{1, seek}, Phase{(all.keys + TILE - 1) / TILE, look});

@@ -117,6 +117,7 @@ struct Clustered {
   Lloyd some;
   Survey all;
   float *distance;  // (B Hkv, Nk)
+  float near;       // of a squared distance from the mean: the least from a centre
 };
 
 // Stand-ins with their first order in the query: `fewkeys.rest.cluster_means.represent`.

@@ -279,7 +279,8 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     key, value = inputs.key.detach(), inputs.value.detach()
     if inputs.shard is None and inputs.impl in COMPILED and native.suits(key, value, known.form):
         given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
-        rows, how = (some.take(key), some.take(value), some.real), {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT}
+        how = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
+        rows = some.take(key), some.take(value), some.real
         found = native.cluster(key, value, rows, given, count=count, steps=LLOYD_STEPS, **how)
         label, distance, spread, seen, importance = found
         inputs.remember("key_statistics", lambda: KeyStatistics(spread, seen))
