@@ -19,13 +19,14 @@ from experiments.trees.rivals import Chosen, Evicting, Multipole, Quest
 import fewkeys as fk
 from fewkeys.integrations.interface import attach
 
-EXACT, OURS, TUNED = "exact", "fewkeys", "fewkeys, tuned"
+EXACT, OURS, TUNED, TUNED_LONG = "exact", "fewkeys", "fewkeys, tuned", "fewkeys, tuned at 8,192"
 TUNED_PLANS = Path(__file__).parent / "results"
-"""Where `tuned.py` has left its plans, as tuned-SLOTS."""
+"""Where `tuned.py` has left its plans, as tuned-SLOTS, and those of longer prompts as tuned-SLOTS-LENGTH."""
 SINKS = 4
 PLANS: dict[str, Callable[[int], fk.Plan | fk.ModelPlan]] = {
     OURS: lambda slots: fk.budget(slots, is_causal=True),
     TUNED: lambda slots: fk.ModelPlan.from_pretrained(TUNED_PLANS / f"tuned-{slots}"),
+    TUNED_LONG: lambda slots: fk.ModelPlan.from_pretrained(TUNED_PLANS / f"tuned-{slots}-8192"),
     "constant memory": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
 }
@@ -43,7 +44,7 @@ RULES: dict[str, Callable[[int], Rule]] = {
 }
 """Half of the slots are a window where a method chooses keys of the past; without sinks the controls say nothing."""
 METHODS = (EXACT, *PLANS, *RULES)
-UNTUNED = tuple(method for method in METHODS if method != TUNED)
+UNTUNED = tuple(method for method in METHODS if method not in (TUNED, TUNED_LONG))
 
 
 @contextmanager
