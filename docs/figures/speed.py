@@ -39,6 +39,16 @@ def _lengths() -> str:
     )
 
 
+def _avx2() -> str:
+    rows = _bench("avx2")
+    found = [["exact attention, ms", *(_milliseconds(row["exact"]["ms"]) for row in rows.values())]]
+    for slots in (64, 192):
+        own = [row[f"budget:{slots}"] for row in rows.values()]
+        found.append([f"`budget({slots})`, ms", *(_milliseconds(one["ms"]) for one in own)])
+        found.append(["exact / plan", *(ratio(one["ratio"]) for one in own)])
+    return table(["tokens", *(f"{length:,}" for length in rows)], found)
+
+
 FORMS = {
     "with gradients": "cpu-backward",
     "bfloat16": "cpu-bfloat16",
@@ -144,6 +154,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "models": _models,
     "bench.lengths": _lengths,
     "bench.forms": _forms,
+    "bench.avx2": _avx2,
     "bench.short": lambda: ratio(1 / _bench("cpu")[512][PLAN]["ratio"]),
     "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
     "bench.tensors": lambda: f"{_bench('cpu')[16384][PLAN]['tensor_bytes'] / 1e6:.0f}",
