@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,20 @@ from experiments.trees.rivals import Chosen, Evicting, Multipole, Quest
 import fewkeys as fk
 from fewkeys.integrations.interface import attach
 
-EXACT, OURS, TUNED, TUNED_LONG = "exact", "fewkeys", "fewkeys, tuned", "fewkeys, tuned at 8,192"
+EXACT, OURS = "exact", "fewkeys"
+TUNED = {"fewkeys, tuned": "tuned-{}", "fewkeys, tuned at 8,192": "tuned-{}-8192"}
+"""The folders of the plans that `tuned.py` has found, by their slots."""
 TUNED_PLANS = Path(__file__).parent / "results"
-"""Where `tuned.py` has left its plans, as tuned-SLOTS, and those of longer prompts as tuned-SLOTS-LENGTH."""
 SINKS = 4
+
+
+def _tuned(folder: str, slots: int) -> fk.ModelPlan:
+    return fk.ModelPlan.from_pretrained(TUNED_PLANS / folder.format(slots))
+
+
 PLANS: dict[str, Callable[[int], fk.Plan | fk.ModelPlan]] = {
     OURS: lambda slots: fk.budget(slots, is_causal=True),
-    TUNED: lambda slots: fk.ModelPlan.from_pretrained(TUNED_PLANS / f"tuned-{slots}"),
-    TUNED_LONG: lambda slots: fk.ModelPlan.from_pretrained(TUNED_PLANS / f"tuned-{slots}-8192"),
+    **{name: partial(_tuned, folder) for name, folder in TUNED.items()},
     "constant memory": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
 }
@@ -44,7 +51,7 @@ RULES: dict[str, Callable[[int], Rule]] = {
 }
 """Half of the slots are a window where a method chooses keys of the past; without sinks the controls say nothing."""
 METHODS = (EXACT, *PLANS, *RULES)
-UNTUNED = tuple(method for method in METHODS if method not in (TUNED, TUNED_LONG))
+UNTUNED = tuple(method for method in METHODS if method not in TUNED)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from statistics import mean, quantiles
 from typing import Any
 
 from experiments.trees.heads import SLOTS
-from experiments.trees.methods import EXACT, METHODS, OURS, TUNED, TUNED_LONG
+from experiments.trees.methods import EXACT, METHODS, OURS, TUNED
 from experiments.trees.tasks import TASKS
 
 from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
@@ -33,7 +33,7 @@ def _rows(cells: Cells) -> list[tuple[str, int]]:
 
 
 def _name(method: str, slots: int) -> str:
-    return f"**{method} {slots}**" if method in (OURS, TUNED, TUNED_LONG) else f"{method} {slots}"
+    return f"**{method} {slots}**" if method in (OURS, *TUNED) else f"{method} {slots}"
 
 
 def _markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -123,8 +123,7 @@ def save_figure(cells: Cells, path: Path) -> None:
     looks = {method: Look(OTHERS[place % len(OTHERS)]) for place, method in enumerate(METHODS[1:])}
     looks |= {
         OURS: Look("#009e73", width=4.0),
-        TUNED: Look("#009e73", dash=":", width=4.0),
-        TUNED_LONG: Look("#009e73", dash="-.", width=4.0),
+        **{method: Look("#009e73", dash=dash, width=4.0) for method, dash in zip(TUNED, (":", "-."), strict=True)},
         "oracle": Look("#000000", dash="--", marker="D"),
     }
     _lines(text, _of(cells, "perplexity"), lambda own, _: mean(cell["ratio"] for cell in own), looks)

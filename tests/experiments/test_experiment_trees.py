@@ -292,7 +292,7 @@ def test_a_plan_is_tuned_and_then_judged(tmp_path, tokenizer, text, monkeypatch)
     assert plan.record["model"] == "model"
     assert plan.record["tokens"] == 400
     monkeypatch.setattr(methods, "TUNED_PLANS", tmp_path)
-    with methods.replaced(model, methods.TUNED, 64, 400, 200) as paid, torch.no_grad():
+    with methods.replaced(model, "fewkeys, tuned", 64, 400, 200) as paid, torch.no_grad():
         model(torch.arange(400)[None] % 50)
         assert 16 < paid() <= 66
 

@@ -1,21 +1,26 @@
 """Captured gradients are those of what the model says, and tuning by them spends slots where the model feels errors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("transformers")
 
 import fewkeys as fk
 from captures import captured
 from fewkeys.captures.capture import Capture
+from fewkeys.core.tensor_files import fingerprint
 from fewkeys.integrations.interface import attach, exact
-from fewkeys.integrations.sensitivity import Sensitivity
+from fewkeys.integrations.sensitivity import Sensitivity, counted
 from fewkeys.integrations.transformers import capture
 from fewkeys.tuning.candidates import Candidate
 from fewkeys.tuning.score import score_layer
 from tiny_models import MODELS, padded, tokens
 
 SMALL = 1e-3
+OTHER = "gradient001-batch00000.safetensors"
 
 
 def said_with(model, batch, counts, layer, change):
@@ -59,6 +64,36 @@ def test_gradients_are_what_finite_differences_say(name, labelled):
         assert (up - down) / (2 * SMALL) == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_on_average_an_error_is_felt_by_what_it_does_to_what_the_model_says(name):
+    """E (g . e)^2 is twice the divergence of predictions, or the squared change of hidden states by their length."""
+    model, ids = MODELS[name]().double(), tokens(1, 6)
+    error = 1e-3 * torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    felt, counts = Sensitivity(0), torch.ones(1, 6, dtype=torch.bool)
+
+    def ask(change):
+        attachment = attach(model, lambda place, module, inputs: change(exact(module, inputs), place == 1))
+        try:
+            return model(ids)
+        finally:
+            attachment.detach()
+
+    draws = []
+    for _ in range(300):
+        said = ask(lambda output, here: felt.follow(output) if here else output)
+        (gradient,) = felt.gradients(said, counts)
+        draws.append(float((gradient * error).sum().square()))
+    with torch.no_grad():
+        one, other = (ask(lambda output, here, e=e: output + e if here else output) for e in (0 * error, error))
+    if name == "llama":
+        p, q = (said.logits.log_softmax(-1) for said in (one, other))
+        want = 2 * float((p.exp() * (p - q)).sum())
+    else:
+        old, new = one.last_hidden_state, other.last_hidden_state
+        want = float(((new - old).square().sum(-1) / old.square().sum(-1)).sum())
+    assert sum(draws) / 300 == pytest.approx(want, rel=0.25)  # three standard deviations of the mean of squares
+
+
 def test_a_capture_with_gradients_is_the_capture_without_and_can_be_opened_again(tmp_path):
     model = MODELS["llama"]()
     plain, more = capture(model, [tokens()]), capture(model, [tokens()], tmp_path / "taken", gradients=True)
@@ -73,9 +108,18 @@ def test_a_capture_with_gradients_is_the_capture_without_and_can_be_opened_again
         assert torch.equal(two.gradient, four.gradient)
     rows = next(iter(more.part(1, 3).calls(0)))
     assert torch.equal(rows.gradient, next(iter(more.calls(0))).gradient[1:3])
-    (tmp_path / "taken" / "gradient001-batch00000.safetensors").write_bytes(b"x")
+    files = {name: fingerprint(name, {"gradient": torch.zeros(3, 4, 11, 7)}) for name in opened.files}
+    save_file({"gradient": torch.zeros(3, 4, 11, 7)}, tmp_path / "taken" / OTHER)
+    with pytest.raises(ValueError, match=r"damaged \(expected gradient .*capture again"):
+        list(replace(Capture.load(tmp_path / "taken"), files=opened.files | {OTHER: files[OTHER]}).calls(1))
+    (tmp_path / "taken" / OTHER).write_bytes(b"x")
     with pytest.raises(ValueError, match="capture again"):
         list(Capture.load(tmp_path / "taken").calls(1))
+
+
+def test_a_model_that_returns_something_else_is_refused():
+    with pytest.raises(ValueError, match=r"gradients: expected .*, got \['pooler_output'\] of BertModel"):
+        counted(MODELS["bert"](), {}, {"pooler_output": torch.zeros(1, 32)}, None)
 
 
 def test_labels_that_say_nothing_are_refused():

@@ -161,12 +161,11 @@ class Capture:
             "distance_bias": Form((self.query_heads, None), working(torch.empty(0, dtype=_DTYPES[self.dtype])).dtype),
         }
         optional = {"key_mask", "query_mask", "distance_bias"} - tensors.keys()
-        self._fits(name, tensors, {name: form for name, form in forms.items() if name not in optional})
         if self.is_causal and queries > keys:
-            self._sound.discard(name)
             raise ValueError(
                 f"capture: {self.directory / name} is damaged ({queries} causal queries of {keys} keys); capture again"
             )
+        self._fits(name, tensors, {name: form for name, form in forms.items() if name not in optional})
 
     def _fits(self, name: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
         """Refuse a file of other tensors; one that is sound is remembered."""
@@ -178,8 +177,8 @@ class Capture:
 
     @property
     def biased(self) -> bool:
-        """Whether the model adds a bias of distances to its scores. Reads the calls of one layer."""
-        return any(call.distance_bias is not None for call in self.calls(0))
+        """Whether the model adds a bias of distances to its scores. Reads one call."""
+        return next(self.calls(0)).distance_bias is not None
 
     def part(self, start: int, stop: int) -> Capture:
         """The capture of sequences start .. stop - 1 alone, in the same files: to hold some out."""

@@ -60,17 +60,16 @@ class Sensitivity:
         """
         felt = self._felt(said, counts)
         leaves, self._leaves = self._leaves, []
-        found = torch.autograd.grad(felt, leaves, allow_unused=True)
-        return [torch.zeros_like(leaf) if own is None else own for leaf, own in zip(leaves, found, strict=True)]
+        return list(torch.autograd.grad(felt, leaves))
 
     def _felt(self, said: Any, counts: Tensor) -> Tensor:
         logits = said.get("logits")
         if logits is not None:
-            log_p = logits.float().log_softmax(-1)[counts]
+            log_p = logits[counts].float().log_softmax(-1)
             drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=self._generator)
             likely: Tensor = log_p.gather(1, drawn.to(log_p.device)).sum()
             return likely
-        hidden = said["last_hidden_state"].float()[counts]
+        hidden = said["last_hidden_state"][counts].float()
         signs = torch.randint(0, 2, hidden.shape, generator=self._generator).to(hidden) * 2 - 1
         size = torch.linalg.vector_norm(hidden.detach(), dim=-1).clamp_min(1e-30)
         turned: Tensor = ((hidden * signs).sum(-1) / size).sum()
@@ -79,8 +78,7 @@ class Sensitivity:
 
 def speaker(model: PreTrainedModel) -> nn.Module:
     """The part of a model that says something: all of it where it predicts tokens, else its base."""
-    predicts = model.get_output_embeddings() is not None
-    return model if predicts else model.base_model
+    return model.base_model if model.get_output_embeddings() is None else model
 
 
 def counted(model: PreTrainedModel, batch: Mapping[str, Any], said: Any, part: str | None) -> Tensor:
@@ -88,12 +86,17 @@ def counted(model: PreTrainedModel, batch: Mapping[str, Any], said: Any, part: s
 
     The label of a token is predicted by the token before it, but by its own place in encoders and encoder-decoders.
     """
-    logits = said.get("logits")
-    shape = tuple((said["last_hidden_state"] if logits is None else logits).shape[:2])
+    told = said.get("logits", said.get("last_hidden_state"))
+    if told is None:
+        raise ValueError(
+            f"gradients: expected a model that returns logits or last hidden states, got {sorted(said)} of "
+            f"{type(model).__name__}; capture without gradients, or a part of the model"
+        )
+    shape = tuple(told.shape[:2])
     whole = model.config.is_encoder_decoder and part != "encoder"
     mask = batch.get("decoder_attention_mask" if whole else "attention_mask")
     found = torch.ones(shape, dtype=torch.bool) if mask is None or mask.shape != shape else mask.bool().cpu()
-    labels = batch["labels"]
+    labels = batch.get("labels")
     if labels is None:
         return found
     if not isinstance(labels, Tensor) or tuple(labels.shape) != shape or labels.is_floating_point():

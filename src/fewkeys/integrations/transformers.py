@@ -276,9 +276,7 @@ def exact_passes(
     model's own kernel, where it is not softmax. `part`: "encoder" runs the encoder alone. `gradients`: follow them, and
     run the head of a model that predicts tokens. Afterwards the model is as it was.
     """
-    runs = model.base_model if not gradients else speaker(model)
-    if part == "encoder":
-        runs = model.get_encoder()
+    runs = model.get_encoder() if part == "encoder" else speaker(model) if gradients else model.base_model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
@@ -296,15 +294,14 @@ def exact_passes(
         given = _arguments(model, part, batch, index)
         if "use_cache" in inspect.signature(runs.forward).parameters:
             given["use_cache"] = False
-        labels = given.pop("labels", None)
         attachment = attach(model, answer)
         attachment.enter()
         try:
             with torch.set_grad_enabled(gradients):
-                said = runs(**given)
+                said = runs(**{name: item for name, item in given.items() if name != "labels"})
         finally:
             attachment.detach()
-        yield given | {"labels": labels}, said
+        yield given, said
 
 
 def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fewkeys.native as native
 from fewkeys.core.impl import Impl
+from fewkeys.core.inputs import Inputs
 from fewkeys.native.tensors import unwatched
 
 COMPILED: tuple[Impl, ...] = ("auto", "native")
@@ -40,6 +41,11 @@ class Kernels(Protocol):
 
     def label_sums(self, key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
         """`sum_{j: label_j = c} share_j [k_j, v_j]` (B, H, count, D + Dv) for labels and shares (B, H, N)."""
+
+
+def compiled(inputs: Inputs, key: Tensor, value: Tensor, *others: Tensor) -> bool:
+    """Whether compiled kernels may do several steps of the statistics at once: no shard adds sums in between."""
+    return inputs.shard is None and inputs.impl in COMPILED and native.suits(key, value, *others)
 
 
 def backend(impl: Impl, key: Tensor, value: Tensor | None, *others: Tensor) -> Kernels | None:

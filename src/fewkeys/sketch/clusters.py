@@ -21,14 +21,14 @@ import fewkeys.native as native
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.sketch.backend import COMPILED, backend
+from fewkeys.sketch.backend import backend, compiled
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
 """Keys are weighted by `exp(TILT * g)`: halfway, on the log scale, between all alike and as the queries see them."""
 RIDGE = 1e-6
-"""Of the queries' mean square, added to each of their directions before they are factorised."""
+"""Of a matrix's mean diagonal, added to all of it before it is factorised."""
 LLOYD_STEPS = 2
 LOWEST_LOG_WEIGHT = -8.0
 NEAR = 1e-5
@@ -220,7 +220,7 @@ def _query_moments(inputs: Inputs) -> QueryMoments:
 
 def _frame(inputs: Inputs) -> Frame:
     key, value = inputs.key.detach(), inputs.value.detach()
-    if inputs.shard is None and inputs.impl in COMPILED and native.suits(key, value):
+    if compiled(inputs, key, value):
         found = _compiled_frame(inputs, key, value)
         if found is not None:
             return found
@@ -277,7 +277,7 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 def _clusters(inputs: Inputs, count: int) -> Clusters:
     known, some = frame(inputs), subset(inputs, count)
     key, value = inputs.key.detach(), inputs.value.detach()
-    if inputs.shard is None and inputs.impl in COMPILED and native.suits(key, value, known.form):
+    if compiled(inputs, key, value, known.form):
         given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
         how = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = some.take(key), some.take(value), some.real

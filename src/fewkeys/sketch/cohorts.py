@@ -24,13 +24,11 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.sketch.backend import COMPILED, backend
-from fewkeys.sketch.clusters import QUERY_SAMPLE, centre, frame, thinned
+from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, centre, frame, thinned
 from fewkeys.sketch.gram import triangular_root
 
 POWER, REFINE, SPLIT_SAMPLE = 2, 2, 256
 """Steps towards a direction, steps of 2-means from there, and about how many rows of a set they look at."""
-RIDGE = 1e-6
-"""Of a covariance's mean variance, added to each direction's before it is factorised."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,11 +105,11 @@ def tune(
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
         relative = _padded([score.relative for score in scores])
-        added = _padded([score.added for score in scores])
-        # The first candidate is budget(slots): both errors count by its own.
-        cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
         if capture.gradients:
             cost = _padded([score.felt for score in scores])
+        else:  # the first candidate is budget(slots): both errors count by its own
+            added = _padded([score.added for score in scores])
+            cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
         slots = _padded([torch.tensor([[c.slots for c in row]] * capture.kv_heads).double() for row in candidates])
         if max_error is None:
             choice = within_slots(cost, slots, asked)
