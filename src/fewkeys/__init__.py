@@ -13,21 +13,28 @@ heads will use.
 What is not needed to attend is imported when it is first asked for.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fewkeys.attention import attention as attention
-from fewkeys.core import metrics as metrics
-from fewkeys.core.graph import Graph as Graph
-from fewkeys.core.groups import Groups as Groups
-from fewkeys.core.version import VERSION
-from fewkeys.core.weights import WEIGHTS
-from fewkeys.plan import Plan as Plan
-from fewkeys.plan import budget as budget
-from fewkeys.rest import RESTS
-from fewkeys.select import PARTS, SELECTORS
-from fewkeys.sketch.leverage import leverage_scores as leverage_scores
-from fewkeys.sketch.leverage import universal_set as universal_set
+_collecting = gc.isenabled()
+gc.disable()  # else a pass over all that torch has made, as long as the import itself, falls into it
+try:
+    from fewkeys.attention import attention as attention
+    from fewkeys.core import metrics as metrics
+    from fewkeys.core.graph import Graph as Graph
+    from fewkeys.core.groups import Groups as Groups
+    from fewkeys.core.version import VERSION
+    from fewkeys.core.weights import WEIGHTS
+    from fewkeys.plan import Plan as Plan
+    from fewkeys.plan import budget as budget
+    from fewkeys.rest import RESTS
+    from fewkeys.select import PARTS, SELECTORS
+    from fewkeys.sketch.leverage import leverage_scores as leverage_scores
+    from fewkeys.sketch.leverage import universal_set as universal_set
+finally:
+    if _collecting:
+        gc.enable()
 
 __version__ = VERSION
 
