@@ -21,7 +21,7 @@ from fewkeys.tree.forest import summarise
 class TreeMeans(Rest):
     """Beside `KeyTree`: every node that a query scores and does not open stands in for its keys.
 
-    Its key and value are the means of its keys and values, its logit `score + log n + min(spread / 4, 3)`, where spread
+    Its key and value are the means of its keys and values, its logit `score + log n + min(0.3 spread, 3)`, where spread
     is the variance of the scores inside (`fewkeys.tree.descent`). `Softmax` only. Strictly causal with the selector.
 
     Slots: none of its own, since the selector counts every node scored. Cost O(nodes scored Dv) a query. Gradients flow

@@ -2,14 +2,14 @@
 
 On each level, from coarse to leaf, a query q meets nodes of z keys with mean mu and variances D by
 
-    score = q . mu        spread = sum_i q_i^2 D_i        rank = score + c(z) sqrt(spread)       c(z) = 0.43 log2 z
+    score = q . mu        spread = sum_i q_i^2 D_i        rank = score + c(z) sqrt(spread)       c(z) = 0.6 log2 z
 
 A mean hides its strongest key: the rank asks how high a key inside may score. The nodes of largest rank are opened,
 of equal ones those that come first. Every other candidate stands in for its keys with the mean value and
 
-    logit = score + log z + min(spread / 4, 3)
+    logit = score + log z + min(0.3 spread, 3)
 
-where spread / 2 would be right for Gaussian scores, and half of it is what measured best. So every sealed key is
+where spread / 2 would be right for Gaussian scores, and less measured best. So every sealed key is
 either in an opened leaf or inside exactly one stand-in. `fewkeys.tree.enough` says when fewer are opened than could be.
 """
 
@@ -30,9 +30,9 @@ from fewkeys.tree.leaves import Leaves
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, scored
 from fewkeys.tree.sequences import Sequences, Step, sequences_of
 
-REACH = 0.43
+REACH = 0.6
 """c(z) / log2 z."""
-CURVE, HIGHEST = 0.25, 3.0
+CURVE, HIGHEST = 0.3, 3.0
 """What part of the spread a stand-in's logit gains, and at most how much."""
 PIECE = 2**22
 """Numbers of gathered keys held at a time (16 MB in float32)."""

@@ -1,10 +1,11 @@
 """What of a key matters to a tree: the scores that queries like those seen so far would give it, and its value.
 
-    feature_j = ( (k_j - mean k) L ,  0.3 r (v_j - mean v) )        L L^T = C + (1e-3 tr C / D) I
+    feature_j = ( (k_j - mean k) L ,  0.8 r (v_j - mean v) )        L L^T = C + (3 tr C / D) I
 
 with C the covariance of the scaled queries up to the end of the tree, centred: the mean query moves all scores of a
 node together, which its mean key tells, and would hide by what they differ. r makes the root mean squares of both
-parts equal over a tree.
+parts equal over a tree. A key that one query in a thousand looks up stands out in directions that few queries use: so
+most of the metric is the same in all directions, and values, which tell tokens apart, count nearly as much as keys.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fewkeys.tree import native
 from fewkeys.tree.rule import SINKS
 from fewkeys.tree.sequences import Sequences
 
-VALUES = 0.3
-RIDGE = 1e-3
+VALUES = 0.8
+RIDGE = 3.0
 
 
 def roots(sequences: Sequences, query: Tensor, blocks: Tensor, compiled: bool = False) -> Tensor:

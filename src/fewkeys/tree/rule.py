@@ -22,7 +22,7 @@ SINKS = 4
 LEAF, BRANCH = 8, 4
 LEAST = 64
 """Slots below which nothing would be left for opening."""
-INNER = 0.65
+INNER = 1.1
 """Nodes opened on an inner level for each leaf opened, measured on a decoder (docs/trees.md)."""
 
 
