@@ -16,7 +16,7 @@ from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.tree import rule
 from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, descend
-from fewkeys.tree.metric import roots
+from fewkeys.tree.metric import RIDGE, roots
 from fewkeys.tree.split import split
 from largest import Largest
 
@@ -121,7 +121,7 @@ def test_the_metric_is_the_covariance_of_the_queries_so_far():
         # One query more, imagined: its mean is zero and its covariance I / D.
         total, count = own.sum(1, keepdim=True), own.shape[1] + 1
         expected = (own.mT @ own + torch.eye(8) / 8) / count - total.mT @ total / count**2
-        expected += 1e-3 * expected.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(8)
+        expected += RIDGE * expected.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(8)
         torch.testing.assert_close(found @ found.mT, expected)
 
 
