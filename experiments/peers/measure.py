@@ -21,7 +21,7 @@ SEEDS = 3
 LONG = 2048
 SLACK = 1.5
 """A setting is timed unless another one is better though taken to be so much slower than it seemed."""
-MOST = 6
+MOST = 8
 """Settings of a rival that are timed."""
 SLOWEST, ANY = 1.0, 500.0
 """None is timed that seemed to take so many times as long as exact attention and more than so many milliseconds."""

@@ -20,6 +20,8 @@ from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
 FILE = "plan.json"
+FEW = 12
+"""A budget below it has no window: a mean more is worth more than the query's neighbours."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,9 @@ def budget(
     slots, too few to descend a tree, both are the same.
 
     A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
-    (one slot a rank), and the others are cluster means; the split was chosen by measurement on all-MiniLM-L6-v2
-    (docs/method.md). In constant memory, about half of the slots are recent blocks of keys, on average over a block,
-    and the others means of everything before them.
+    (one slot a rank), and the others are cluster means; below 12 slots there is no window, and a quarter are outliers.
+    The split was chosen by measurement on all-MiniLM-L6-v2 (docs/method.md). In constant memory, about half of the
+    slots are recent blocks of keys, on average over a block, and the others means of everything before them.
 
     `cohorts`, a power of two such as 32, without causality: similar queries share outliers and means of their own, and
     no window is needed. About half the error at equal slots, for more time to prepare: docs/method.md has both.
@@ -196,10 +198,11 @@ def budget(
         size = 1 << ((slots // 3).bit_length() - 1)
         recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 of the own one
         return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True)
-    if slots < 8:
-        rest = ClusterMeans(slots - 1) if slots > 1 else Drop()
-        return Plan(Window(1), rest, Softmax(), exact_if_faster=slots > 1)
+    if slots == 1:
+        return Plan(Window(1), Drop(), Softmax())
     rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1
+    if slots < FEW:
+        outliers, window = max(1, slots // 4), 0
     if cohorts > 1:
         outliers, window = slots * 9 // 16, 0
     # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.

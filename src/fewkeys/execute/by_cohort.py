@@ -14,6 +14,12 @@ from fewkeys.core.rows import take
 from fewkeys.execute.problem import Problem
 
 
+def takes(problem: Problem) -> bool:
+    """Whether lists are of cohorts."""
+    columns = problem.graph.columns
+    return columns is not None and columns.place is not None
+
+
 def plain(problem: Problem) -> Problem:
     """The problem with a head for every cohort, which has the cohort's queries and the keys that it keeps.
 

@@ -35,8 +35,10 @@ def attend(problem: Problem) -> Tensor:
 
     Raises `ValueError` where the executor named cannot answer, with the reason.
     """
-    each = by_cohort.plain(problem)
-    return by_cohort.restored(problem, EXECUTORS[choose(each)[0]].attend(each))
+    name = choose(problem)[0]
+    if name == "native":  # Kernels read the queries of cohorts where they stand.
+        return native.attend(problem)
+    return by_cohort.restored(problem, EXECUTORS[name].attend(by_cohort.plain(problem)))
 
 
 def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
@@ -59,11 +61,11 @@ def attend_some(problem: Problem, queries: Sequence[int]) -> Tensor:
 
 def choose(problem: Problem) -> tuple[str, str | None]:
     """The name of the executor, and why it is not the compiled kernels where `"auto"` could not take them."""
-    problem = by_cohort.plain(problem)
     impl = problem.inputs.impl
     if impl == "auto":
         reason = native.unsupported(problem)
         return ("native", None) if reason is None else ("torch", reason)
+    problem = problem if impl == "native" else by_cohort.plain(problem)
     if (reason := EXECUTORS[impl].unsupported(problem)) is not None:
         raise ValueError(f"impl={impl!r}: {reason}; use impl='torch'")
     return impl, None

@@ -24,9 +24,10 @@ class Problem:
 
     @property
     def by_block(self) -> bool:
-        """Whether blocks of queries have lists or means of their own."""
+        """Whether blocks of consecutive queries have lists or means of their own."""
         columns = self.graph.columns
-        return isinstance(self.stand_ins, BlockStandIns) or (columns is not None and columns.blocks > 1)
+        by_list = columns is not None and columns.place is None and columns.blocks > 1
+        return by_list or isinstance(self.stand_ins, BlockStandIns)
 
     @property
     def unbiased(self) -> str | None:

@@ -158,8 +158,8 @@ def cluster(
 def represent(
     key: Tensor, value: Tensor, given: dict[str, Tensor | None], rank: int, steps: int, **numbers: float
 ) -> dict[str, Tensor]:
-    """`key`, `value`, `bias`, `factor`, `left`, `right`, `bounds` and `share` of stand-ins, as `rest.base.StandIns` has
-    them.
+    """`key`, `value`, `bias` and `share` of stand-ins, as `rest.base.StandIns` has them; with a rank, `factor`, `left`,
+    `right` and `bounds`, too.
 
     `given`: what `Represented` reads beside keys and values, by its names there, in float32, and `label` and `middle`
     of `Sums`. The subspace of the values is sought in so many steps.
@@ -182,7 +182,7 @@ def represent(
         **numbers,
     )
     call("fewkeys_represent", told, key.dtype)
-    return found
+    return found if rank else {name: found[name] for name in ("key", "value", "bias", "share")}
 
 
 def _rows(key: Tensor, value: Tensor) -> dict[str, Any]:

@@ -12,7 +12,7 @@ struct Reach {
   int count;
 };
 
-// What all queries of a key head share, in rows filled up with zeros: the list, the stand-ins, the left and right factor
+// What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the left and right factor
 // of the first-order term. Places beyond the last key are zero.
 template <class T>
 static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int deep, float *value, int wide) {
@@ -20,8 +20,8 @@ static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int d
   for (int64_t c = 0; c < p.entries; c++, key += deep, value += wide) {
     const int64_t place = p.place[head * p.entries + c];
     const bool none = place >= p.keys;
-    copy_rows(p.key.at<T>(b, h, none ? 0 : place), 0, 1, none ? 0 : p.dim, deep, key);
-    copy_rows(p.value.at<T>(b, h, none ? 0 : place), 0, 1, none ? 0 : p.value_dim, wide, value);
+    copy_rows(p.key.at<T>(b, h / p.cohorts, none ? 0 : place), 0, 1, none ? 0 : p.dim, deep, key);
+    copy_rows(p.value.at<T>(b, h / p.cohorts, none ? 0 : place), 0, 1, none ? 0 : p.value_dim, wide, value);
   }
   copy_rows(p.mean_key + head * p.means * p.dim, p.dim, p.means, p.dim, deep, key);
   copy_rows(p.mean_value + head * p.means * p.value_dim, p.value_dim, p.means, p.value_dim, wide, value);
@@ -142,6 +142,34 @@ class NearWeights {
   }
 };
 
+// A tile of queries of a cohort, which stand anywhere, and their outputs.
+template <class T>
+class Scattered {
+ public:
+  explicit Scattered(const Near &p) : p(p), query(p.order ? TILE * p.dim : 0), out(p.order ? TILE * p.value_dim : 0) {}
+  aligned_vector<T> query, out;
+
+  // Gathers those among `count` places that are of a query; returns how many.
+  int gather(int64_t b, int64_t h, int64_t first, int count) {
+    const int64_t *own = p.order + (b * p.heads + h) * p.queries + first;
+    int found = 0;
+    for (int i = 0; i < count; i++) {
+      if (own[i] < 0) continue;
+      const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, place = own[i] % p.asked;
+      std::copy_n(p.query.at<T>(b, head, place), p.dim, &query[found * p.dim]);
+      to[found++] = (T *)p.out.at<T>(b, head, place);
+    }
+    return found;
+  }
+  void scatter(int count) const {
+    for (int i = 0; i < count; i++) std::copy_n(&out[i * p.value_dim], p.value_dim, to[i]);
+  }
+
+ private:
+  const Near &p;
+  T *to[TILE];
+};
+
 template <class Products>
 class NearAttention {
  public:
@@ -149,17 +177,38 @@ class NearAttention {
   typedef typename Products::Number Number;
 
   explicit NearAttention(const Near &p)
-      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p) {}
+      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p), scattered(p) {}
 
   void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
+    const int rows = std::min<int64_t>(TILE, p.queries - first);
+    if (!p.order)
+      return attend(shared, b, h, first, rows, p.query.at<Number>(b, h, first), p.query.row,
+                    (Number *)p.out.at<Number>(b, h, first), p.out.row);
+    const int found = scattered.gather(b, h, first, rows);
+    if (found) attend(shared, b, h, first, found, scattered.query.data(), p.dim, scattered.out.data(), p.value_dim);
+    scattered.scatter(found);
+  }
+
+ private:
+  const Near &p;
+  const typename Products::Session session = {};
+  typename Products::Queries query;
+  typename Products::Mixed mixed;
+  Columns band;
+  NearWeights weights;
+  Scattered<Number> scattered;
+
+  void attend(const Columns &shared, int64_t b, int64_t h, int64_t first, int rows, const Number *from,
+              int64_t from_stride, Number *to, int64_t to_stride) {
     const int64_t shared_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + shared_head;
-    const int rows = std::min<int64_t>(TILE, p.queries - first), columns = p.entries + p.means + p.rank;
+    const int columns = p.entries + p.means + p.rank;
     const Reach reach = weights.reach_of(first, rows);
     float *score = weights.score.data(), *near = weights.near.data();
-    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
+    query.set(from, from_stride, rows);
     shared.dots(query, columns, score);
-    band.read(p.key.at<Number>(b, shared_head, reach.begin), p.key.row,
-              p.value.at<Number>(b, shared_head, reach.begin), p.value.row, reach.count);
+    const int64_t key_head = shared_head / p.cohorts;
+    band.read(p.key.at<Number>(b, key_head, reach.begin), p.key.row, p.value.at<Number>(b, key_head, reach.begin),
+              p.value.row, reach.count);
     band.dots(query, reach.count, near);
 
     Tile tile(p.scale);
@@ -174,17 +223,8 @@ class NearAttention {
       high = std::clamp<int64_t>(from + SOME + p.right, low, reach.count);
     };
     band.mix(near, reach.count, rows, reached, mixed);
-    tile.write(mixed.rows(), round_up(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
-               p.value_dim);
+    tile.write(mixed.rows(), round_up(p.value_dim), to, to_stride, rows, p.value_dim);
   }
-
- private:
-  const Near &p;
-  const typename Products::Session session = {};
-  typename Products::Queries query;
-  typename Products::Mixed mixed;
-  Columns band;
-  NearWeights weights;
 };
 
 template <class Products>

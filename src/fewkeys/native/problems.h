@@ -28,7 +28,11 @@ struct Near {
   const int64_t *label;                    // (B Hkv, Nk)
   const float *share;                      // (B Hkv, Nk)
   const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null
+  // Cohorts: each is a head with a list and stand-ins of its own, `cohorts` of them read one key head, and this tells
+  // its queries, counted through the `asking` query heads of `asked` queries that read it: (B heads, Nq), -1 for none.
+  const int64_t *order;  // or null: `cohorts` is 1
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
+  int64_t cohorts, asking, asked;
   float scale;
 };
 

@@ -1,4 +1,4 @@
-// Cluster means with their first order in the query: `fewkeys.rest.cluster_means.represent` has the equations.
+// Cluster means, with their first order in the query if there is a rank: `fewkeys.rest.cluster_means.represent` has the equations.
 #pragma once
 #include "keys.h"
 
@@ -8,8 +8,8 @@ template <class T>
 class Represent {
  public:
   explicit Represent(const Represented &p)
-      : p(p), count(p.of.count), keys(p.of.keys), dim(p.of.dim), wide(p.of.value_dim), tall(round_up(dim)),
-        across(round_up(wide)), adder(p.of), offset(dim), turned(dim), along(dim), direction(p.rank), mass(count),
+      : p(p), of(p.rank ? p.of : without_products(p.of)), count(p.of.count), keys(p.of.keys), dim(p.of.dim),
+        wide(p.of.value_dim), tall(round_up(dim)), across(round_up(wide)), adder(of), offset(dim), turned(dim), along(dim), direction(p.rank), mass(count),
         energy(count), reference(count * dim), second(dim * tall), turned_pooled(tall * across),
         square(across * across), start(p.rank * wide), next(p.rank * wide) {
     // A cosine basis, as `top_subspace` begins with.
@@ -18,7 +18,7 @@ class Represent {
   }
 
   // Sums and products of a piece of the keys.
-  int64_t size() const { return count * (dim + wide) + tall * across; }
+  int64_t size() const { return count * (dim + wide) + (p.rank ? tall * across : 0); }
 
   void add_piece(int64_t head, int64_t piece, float *sums) {
     const int64_t first = piece * PIECE, last = std::min(keys, first + PIECE);
@@ -39,6 +39,7 @@ class Represent {
     float all = 0.0f, spreads = 0.0f;
     for (float &one : mass) all += one = std::max(one, 1e-30f);  // a safe divisor, where nobody is in a cluster
     for (int64_t c = 0; c < count; c++) spreads += mass[c] * (energy[c] = spread_of(head, c, sums));
+    if (!p.rank) return;
     // The mean of (k - key_c)(v - value_c)^T over all clusters.
     for (int64_t i = 0; i < tall * across; i++) pooled[i] /= all;
     for (int64_t c = 0; c < count; c++) {
@@ -62,9 +63,15 @@ class Represent {
 
  private:
   const Represented &p;
+  const Sums of;
   const int64_t count, keys, dim, wide, tall, across;
   Adder<T> adder;
   aligned_vector<float> offset, turned, along, direction, mass, energy, reference, second, turned_pooled, square, start, next;
+
+  static Sums without_products(Sums of) {
+    of.middle = nullptr;
+    return of;
+  }
 
   // What the keys count for in their clusters.
   void weigh(int64_t head, int64_t first, int64_t last) {

@@ -133,7 +133,7 @@ def represent(
         mean_key, mean_value = (totals.sum(part) / mass for part in sums)
         return StandIns(mean_key, mean_value, label, share)
     known, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
-    if rank and compiled(x, x.key, x.value, seen.importance):
+    if compiled(x, x.key, x.value, seen.importance):
         rank = min(rank, x.head_dim, x.value_dim)
         given = {"label": label, "importance": seen.importance, "spread": seen.spread, "hidden": graph.hidden}
         given |= {"cluster_importance": importance, "mean_query": moments.mean, "second": moments.second}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
+from fewkeys.execute import by_cohort
 from fewkeys.execute.native import backward, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
@@ -51,7 +52,9 @@ def unsupported(problem: Problem) -> str | None:
 
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward` or `backward` has it."""
-    return backward.attend(problem) if _wants_gradient(problem) else forward.attend(problem)
+    if not _wants_gradient(problem):
+        return forward.attend(problem)
+    return by_cohort.restored(problem, backward.attend(by_cohort.plain(problem)))
 
 
 def attend_each(problems: Sequence[Problem]) -> list[Tensor]:

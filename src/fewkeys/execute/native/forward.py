@@ -1,7 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
-`native/near.h`: a band, one shared list and stand-ins; `native/blocks.h`: lists and means of the past by blocks;
-`native/prefill.h`: the same while the past moves on.
+`native/near.h`: a band, one shared list and stand-ins, or lists and stand-ins of cohorts; `native/blocks.h`: lists and
+means of the past by blocks; `native/prefill.h`: the same while the past moves on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.execute import by_cohort
 from fewkeys.execute.native import descent
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
@@ -45,7 +46,9 @@ def attend(problem: Problem) -> Tensor:
         return descent.attend(problem)
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
-    output = value.new_empty((*query.shape[:3], x.value_dim))
+    # Queries of no cohort are nobody's to write.
+    make = value.new_zeros if by_cohort.takes(problem) and x.valid_queries is not None else value.new_empty
+    output = make((*query.shape[:3], x.value_dim))
     if not problem.by_block:
         told, _alive = near(x, graph, cast("StandIns | None", stand_ins), output)
         call("fewkeys_attend", told, x.query.dtype)
@@ -101,11 +104,16 @@ def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) ->
         held |= {name: None if part is None else part.float() for name, part in numbers}
         held["label"] = s.label if s.mass is None else None
     held = {name: None if part is None else part.contiguous() for name, part in held.items()}
+    common = _common(x, output) | {"cohorts": 1}
+    if columns is not None and columns.place is not None:
+        held["order"] = columns.place.contiguous()
+        common |= {"heads": x.kv_heads * columns.blocks, "gqa_ratio": 1, "queries": columns.place.shape[3]}
+        common |= {"cohorts": columns.blocks, "asking": x.gqa_ratio, "asked": x.queries}
+    reach = x.keys + common["queries"] + x.offset
     # An empty band ends before it begins, for every query.
-    left, right = (0, -(x.queries + x.offset + x.keys)) if graph.band is None else graph.band
-    reach = x.keys + x.queries + x.offset
+    left, right = (0, -reach) if graph.band is None else graph.band
     told = struct("Near")(
-        **_common(x, output),
+        **common,
         **pointers(held),
         entries=0 if columns is None else columns.index.shape[3],
         means=0 if s is None else s.count,
