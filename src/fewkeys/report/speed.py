@@ -10,7 +10,7 @@ from typing import Any
 
 from fewkeys.bench.timing import Timing, growth
 from fewkeys.report.console import Column, console, print_columns
-from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
+from fewkeys.report.style import OTHERS, Look, draw, halo, logarithmic, name_lines, save, say, sheet, upright
 
 DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
 """Columns that narrower terminals leave to the JSON, in this order."""
@@ -74,12 +74,7 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
         axes.plot(lengths, [row.floor_ms / row.heads for row in own], ":", linewidth=1, color=looks[name].color)
         where = crossover(rows, name)
         if where is not None:
-            axes.axvline(where, color=looks[name].color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-            axes.annotate(
-                f" as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", (where, 0.98),
-                xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5, color=looks[name].color, ha="right",
-                va="top",
-            )  # fmt: skip
+            upright(axes, where, f"as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", looks[name].color)
     say(axes, "tokens", "ms per head")
     lengths = sorted({row.length for row in rows})
     logarithmic(axes, "x", lengths, lengths)
@@ -121,14 +116,10 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
         for row in own:
             axes.annotate(
                 row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(6, 4), textcoords="offset points",
-                fontsize=8, color=looks[name].color, zorder=5,
+                fontsize=8, color=looks[name].color, zorder=5, path_effects=halo(),
             )  # fmt: skip
     exact = next(row for row in rows if row.length == length and row.name == "exact")
-    axes.axvline(exact.ms, color="#000000", linewidth=1.4, linestyle=(0, (5, 2)))
-    axes.annotate(
-        "exact attention: error 0 ", (exact.ms, 0.98), xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5,
-        ha="right", va="top",
-    )  # fmt: skip
+    upright(axes, exact.ms, "exact attention: error 0", "#000000", strong=True)
     say(axes, "ms", "mean relative output error")
     logarithmic(axes, "x", [exact.ms, *(row.ms for own in lines.values() for row in own)])
     logarithmic(axes, "y", [row.error or 1.0 for own in lines.values() for row in own] or [1.0])
