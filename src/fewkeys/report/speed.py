@@ -15,13 +15,23 @@ from fewkeys.report.style import OTHERS, Look, draw, halo, logarithmic, name_lin
 DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
 """Columns that narrower terminals leave to the JSON, in this order."""
 
+NOTES = {
+    "ms": "median.",
+    "exact / plan": "median of the ratios, turn by turn.",
+    "quartiles": "of these ratios.",
+    "prepare": "share of selecting keys and making stand-ins.",
+    "peak MB": "what the plan's tensors hold beyond the inputs.",
+    "floor ms": "the plan's arithmetic and bytes at the machine's measured rates.",
+    "auto": "what impl='auto' runs.",
+}
+
 
 def print_timings(rows: Sequence[Timing]) -> None:
     """Print one line per plan and length. Needs rich (`pip install fewkeys[report]`)."""
     screen = console()
     cells = [_cells(row) for row in rows]
     left = ("plan", "auto")
-    print_columns(screen, [
+    shown = print_columns(screen, [
         Column(name, [cell[name] for cell in cells], "left" if name in left else "right", DROP.get(name, 0))
         for name in cells[0]
     ])  # fmt: skip
@@ -29,12 +39,8 @@ def print_timings(rows: Sequence[Timing]) -> None:
         exponent = growth(rows, name)
         if exponent is not None:
             screen.print(f"{name}: time grows with the power {exponent:.2f} of the length", markup=False)
-    screen.print(
-        "ms: median. exact / plan: median and quartiles of the ratios, turn by turn. prepare: share of selecting keys "
-        "and making stand-ins. floor: the plan's arithmetic and bytes at the machine's measured rates.",
-        style="dim",
-        markup=False,
-    )
+    explained = " ".join(f"{name}: {note}" for name, note in NOTES.items() if name in shown)
+    screen.print(explained, style="dim", markup=False)
 
 
 def _cells(row: Timing) -> dict[str, str]:

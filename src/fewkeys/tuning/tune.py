@@ -95,6 +95,8 @@ def tune(
         check_real("max_error", max_error, above=0.0)
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
     keys = max(call.key.shape[2] for call in capture.calls(0))
+    if memory != "all" and not capture.is_causal:
+        raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
     width, causal = capture.head_dim + capture.value_dim, capture.is_causal
     first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
     table = _Table(capture, directory, progress, seed)
