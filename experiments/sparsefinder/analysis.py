@@ -2,10 +2,10 @@
 
     python experiments/sparsefinder/analysis.py --work out/sparsefinder/en-de --data multi30k --out DIR
 
-Takes what `mt.py` left in --work. Writes graphs.png, for one head and sentence the gold graph, the predicted one and
-what entmax leaves of it; clusters.json and clusters.png, for every head which parts of speech its clusters hold and how
-full they are. `--tagger MODULE:FUNCTION` plugs in a tagger, a function of the words of a sentence that returns as many
-tags; the one built in knows English closed classes only.
+Takes what `mt.py` left in --work. Writes, as JSON and as pictures, graphs: for one head and sentence the gold graph,
+the predicted one and what entmax leaves of it; and clusters: for every head which parts of speech its clusters hold and
+how full they are. `--tagger MODULE:FUNCTION` plugs in a tagger, a function of the words of a sentence that returns as
+many tags; the one built in knows English closed classes only.
 """
 
 from __future__ import annotations
