@@ -8,48 +8,74 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that holds `experiments`
+sys.path.insert(0, str(Path(__file__).resolve().parent / "levattention"))  # of `vit_report` and `vit_plans`
 
 from experiments.causal import figure as causal
+from experiments.embeddings import run as embeddings
+from experiments.levattention import recovery, vit_report
+from experiments.peers import picture as peers
 from experiments.sparsefinder import analysis
 from experiments.sparsefinder import report as sparsefinder
 from experiments.sparsefinder.tags import Occupancy
+from experiments.training import picture as training
+from experiments.trees import report as trees
+from experiments.value_aware import figure as value_aware
 
 from fewkeys import ModelPlan
 from fewkeys.bench.timing import Timing
 from fewkeys.judge.result import Report
+from fewkeys.report.figure import save_figure
 from fewkeys.report.speed import headline, save_error, save_time
 from fewkeys.report.tuned import save_tuned
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 
 
 def main() -> None:
-    """Draw all, and name them."""
+    """Draw all."""
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/bench.json")):
-        data = json.loads(path.read_text())
+        data = read(path)
         rows = [Timing(**row) for row in data["rows"]]
         title = headline(data["settings"], max(row.heads for row in rows))
-        save_time(rows, path.parent / "time.png", title=title)
+        if len({row.length for row in rows}) > 1:
+            save_time(rows, path.with_name("time.png"), title=title)
         if data["settings"]["inputs"] != "random":
-            save_error(rows, path.parent / "error.png", title=title)
-        print(path.parent)
-    tuned = ROOT / "docs" / "results" / "tuned"
-    report = Report.load(tuned / "tuned.json")
-    save_tuned(ModelPlan.from_pretrained(tuned), report, ROOT / "docs" / "images" / "tuned.png")
-    print(tuned)
-    here = ROOT / "experiments"
-    folder = here / "causal" / "results"
-    causal.save_figure(json.loads((folder / "results.json").read_text()), folder / "figure.png")
+            save_error(rows, path.with_name("error.png"), title=title)
+    docs = ROOT / "docs"
+    save_figure(Report.load(docs / "results" / "demo.json"), docs / "images" / "pareto.png")
+    tuned = docs / "results" / "tuned"
+    save_tuned(ModelPlan.from_pretrained(tuned), Report.load(tuned / "tuned.json"), docs / "images" / "tuned.png")
+    for experiment, draw in {"causal": causal.save_figure, "value_aware": value_aware.save_figure}.items():
+        draw(read(HERE / experiment / "results" / "results.json"), HERE / experiment / "results" / "figure.png")
+    folder = HERE / "trees" / "results"
+    trees.save_figure(read(folder / "results.json")["cells"], folder / "figure.png")
+    folder = HERE / "levattention" / "results"
+    recovery.draw_all(read(folder / "recovery.json"), folder / "recovery.png")
+    for name in ("vit-mnist", "vit-digits"):
+        vit_report.figure(read(folder / f"{name}.json"), folder / f"{name}.png")
+    folder = HERE / "embeddings" / "results"
+    embeddings.figure(read(folder / "minilm.json"), folder / "minilm.png")
+    folder = HERE / "training" / "results"
+    training.save_picture(read(folder / "training.json"), folder / "training.png")
+    for path in sorted((HERE / "peers" / "results").glob("*.png")):
+        draw = peers.save_slots if path.stem == "smollm2" else peers.save_picture
+        draw(read(path.with_suffix(".json")), path)
+    folder = HERE / "sparsefinder" / "results"
     for name in ("en-de", "en-fr", "mlm"):
-        folder = here / "sparsefinder" / "results" / name
-        sparsefinder.save_figure(json.loads((folder / "results.json").read_text()), folder / "figure.png")
-        print(folder)
-    folder = here / "sparsefinder" / "results" / "analysis"
-    found = [Occupancy(**one) for one in json.loads((folder / "clusters.json").read_text())["clusters"]]
+        sparsefinder.save_figure(read(folder / name / "results.json"), folder / name / "figure.png")
+    folder = folder / "analysis"
+    analysis.draw_graphs(read(folder / "graphs.json"), folder / "graphs.png")
+    found = [Occupancy(**one) for one in read(folder / "clusters.json")["clusters"]]
     analysis.draw_clusters(found, folder / "clusters.png")
-    print(folder)
+
+
+def read(path: Path) -> Any:
+    """The results in a file."""
+    return json.loads(path.read_text())
 
 
 if __name__ == "__main__":

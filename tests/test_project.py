@@ -264,6 +264,18 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
 
 
+def test_pictures_have_one_style():
+    """One module draws on sheets and writes them; what is committed lies as PNG and as PDF."""
+    folders = [ROOT / name for name in ("src", "experiments", "benchmarks", "docs")]
+    drawing = {"FigureCanvas", "savefig", "pyplot"}
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    assert [path.name for path in sources if any(word in path.read_text() for word in drawing)] == ["style.py"]
+    forms = [
+        {path.with_suffix("") for folder in folders for path in folder.rglob(f"*.{form}")} for form in ("png", "pdf")
+    ]
+    assert forms[0] == forms[1] != set()
+
+
 def test_the_command_exists():
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["fewkeys"]
     module, _, name = script.partition(":")

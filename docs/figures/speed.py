@@ -148,6 +148,7 @@ def _models() -> str:
     )
 
 
+NEWCOMER = "benchmarks/results/newcomer.json"
 FIGURES: dict[str, Callable[[], str]] = {
     "sets": _sets,
     "sets.busy": _busy,
@@ -162,6 +163,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "decode.megabytes": _decode("bytes", 1, 1e6),
     "sharded.measured": lambda: _sharded("sharded.json", "rows"),
     "sharded.modelled": lambda: _sharded("sharded_model.json", "predictions"),
+    "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
+    "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
     "campaign": _campaign,
     "mutants": _mutants,
 }

@@ -40,7 +40,8 @@ LENGTH = 512
 LINES = {"budget": "budget", "cohorts": "budget, 32 cohorts", "top": "oracle: each query's top keys",
          "norm": "control: keys of largest norm", "random": "control: random keys"}  # fmt: skip
 
-LOOKS = {"budget": Look("#c1272d"), "cohorts": Look("#1f4e9c"), "top": Look("#333333", marker="D")}
+LOOKS = {"budget": Look("#009e73", width=3.4), "cohorts": Look("#0072b2"), "top": Look("#000000", marker="D"),
+         "norm": Look("#a3a3a3", width=1.3, marker="+"), "random": Look("#767676", width=1.3, marker="x")}  # fmt: skip
 
 
 class Top:
@@ -121,7 +122,6 @@ def figure(data: dict[str, Any], path: Path) -> None:
     """The agreement against slots, all on as many texts."""
     title, subtitle = "Nearest neighbours kept, all-MiniLM-L6-v2", f"{data['few']} texts of {LENGTH} tokens"
     page, (axes,) = sheet(title, f"{subtitle}, all embedded by the plan; bars are 95 % intervals")
-    looks = {name: LOOKS.get(name, Look("#999999", marker="s")) for name in LINES}
     ends, every = {}, sorted({row["slots"] for row in data["rows"] if row["line"] != "exact"})
     for name, label in LINES.items():
         rows = [row for row in data["rows"] if row["line"] == name and row["texts"] == data["few"]]
@@ -129,13 +129,13 @@ def figure(data: dict[str, Any], path: Path) -> None:
             continue
         rows.sort(key=lambda row: int(row["slots"]))
         x, y = [row["slots"] for row in rows], [100 * row["agreement"] for row in rows]
-        draw(axes, x, y, looks[name])
+        draw(axes, x, y, LOOKS[name])
         for row in rows:
-            axes.plot([row["slots"]] * 2, [100 * row["low"], 100 * row["high"]], color=looks[name].color, linewidth=1)
+            axes.plot([row["slots"]] * 2, [100 * row["low"], 100 * row["high"]], color=LOOKS[name].color, linewidth=1)
         ends[label] = (x[-1], y[-1])
     logarithmic(axes, "x", every, every)
     say(axes, "slots per query", "texts with the same nearest neighbour, %")
-    name_lines(axes, ends, {label: looks[name] for name, label in LINES.items()})
+    name_lines(axes, ends, {label: LOOKS[name] for name, label in LINES.items()})
     save(page, path)
 
 

@@ -26,6 +26,7 @@ from experiments.levattention.synthetic import planted, random_signs
 import fewkeys as fk
 from fewkeys.bench.machine import versions
 from fewkeys.core.files import write_json
+from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet, upright
 
 HERE = Path(__file__).parent / "results"
 RELEVANT, DIM, QUERIES, COMBINE, EPS = 16, 64, 512, 2, 0.2
@@ -35,7 +36,14 @@ LEAKS = [0.05, 0.1]
 LEAK = [0.0, 0.04, 0.08, 0.09, 0.1, 0.11, 0.12, 0.16, 0.2]
 SIZES = [16, 32, 64, 128, 256, 512, 768, 1024]
 SIGNS, SIGNS_EPS, SQUARES_EPS = 1024, 0.5, 0.1
-METHODS = ["oracle", "leverage", "leverage (centred)", "key norm", "random keys"]
+LOOKS = {
+    "oracle": Look("#000000", (0, (5, 2)), 1.8, "D"),
+    "leverage": Look("#e69f00", marker="^"),
+    "leverage (centred)": Look("#d55e00", marker="v"),
+    "key norm": Look("#a3a3a3", width=1.3, marker="+"),
+    "random keys": Look("#767676", width=1.3, marker="x"),
+}
+METHODS = list(LOOKS)
 
 
 def rankings(problem, heavy, seed):
@@ -118,55 +126,47 @@ def mean(values):
     return round(sum(known) / len(known), 4) if known else None
 
 
-def draw(report, path):
+def draw_all(report, path):
     """Four panels of the share of heavy entries that the kept keys hold."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    looks = {
-        "oracle": ("#000000", (0, (5, 2)), "D"),
-        "leverage": ("#e69f00", "-", "^"),
-        "leverage (centred)": ("#d55e00", "-", "v"),
-        "key norm": ("#a3a3a3", "-", "+"),
-        "random keys": ("#767676", "-", "x"),
-    }
-    figure = Figure(figsize=(11.0, 6.6), dpi=140, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2)
+    figure, panels = sheet(
+        "Which keys leverage recovers",
+        f"mean of {report['seeds']} seeds; planted: 16 keys kept; 4,096 irrelevant ones, unless swept",
+        rows=2, columns=2, size=(4.3, 2.6), names=1.6, titled=True,
+    )  # fmt: skip
     sweeps = {
         "noise": "noise of the queries",
         f"irrelevant, leak {LEAKS[-1]}": f"irrelevant keys (leak {LEAKS[-1]})",
         "leak": "leak",
     }
-    for (title, label), panel in zip(sweeps.items(), axes.flat, strict=False):
+    for (title, label), axes in zip(sweeps.items(), panels, strict=False):
         rows, sweep = report["planted"][title], title.partition(",")[0]
-        for name, (color, dash, marker) in looks.items():
-            points = [(row[sweep], row["recovery"][name]["heavy"]) for row in rows]
-            panel.plot(*zip(*points, strict=True), color=color, linestyle=dash, marker=marker, label=name, markersize=5)
-        panel.set_title(f"planted: 16 keys kept, by {label}", fontsize=10)
-        panel.set_xlabel(label)
+        places = [row[sweep] for row in rows]
         if sweep == "irrelevant":
-            panel.set_xscale("log", base=2)
-    axes[0, 1].legend(fontsize=8, frameon=False, loc="center left")
+            logarithmic(axes, "x", places, places)
+        lines(axes, {name: (places, [row["recovery"][name]["heavy"] for row in rows]) for name in METHODS})
+        say(axes, label, "share of heavy entries", f"Planted, by {label}")
     # Beyond it the largest leverage of 4096 irrelevant keys is above that of a relevant one.
     limit = (DIM + 2 * math.sqrt(DIM * math.log(4096)) + 2 * math.log(4096)) ** -0.5
-    axes[1, 0].axvline(limit, color="#56b4e9", linewidth=1)
-    axes[1, 0].text(limit - 0.002, 0.4, "predicted limit", color="#0072b2", fontsize=8, ha="right")
-    panel = axes[1, 1]
+    upright(panels[2], limit, "predicted limit", "#0072b2", top=0.6)
     softmax = next(row for row in report["random_signs"] if row["weights"] == "softmax" and row["heavy_diagonal"] == 1)
-    for name, (color, dash, marker) in looks.items():
-        points = [(int(size), value) for size, value in softmax["recovery"][name].items()]
-        panel.plot(*zip(*points, strict=True), color=color, linestyle=dash, marker=marker, markersize=5)
-    panel.set_title(f"random signs, c = {softmax['c']:g}: every line is k / n", fontsize=10)
-    panel.set_xlabel(f"keys kept of {SIGNS}")
-    for panel in axes.flat:
-        panel.set_ylim(-0.04, 1.06)
-        panel.set_ylabel("share of heavy entries", fontsize=9)
-        panel.grid(axis="y", color="#e4e4e4")
-        panel.spines[["top", "right"]].set_visible(False)
-    draft = path.with_suffix(".part")
-    figure.savefig(draft, format="png", metadata={"Software": None})
-    draft.replace(path)
+    found = {name: softmax["recovery"][name] for name in METHODS}
+    lines(panels[3], {name: ([int(size) for size in own], list(own.values())) for name, own in found.items()})
+    say(
+        panels[3],
+        f"keys kept of {SIGNS:,}",
+        "share of heavy entries",
+        "Random signs: k / n for all",
+    )
+    panels[3].xaxis.set_major_formatter("{x:,.0f}")
+    save(figure, path)
+
+
+def lines(axes, points):
+    """The lines of a panel, with their names."""
+    axes.set_ylim(-0.04, 1.06)
+    for name, (x, y) in points.items():
+        draw(axes, x, y, LOOKS[name])
+    name_lines(axes, {name: (x[-1], y[-1]) for name, (x, y) in points.items()}, LOOKS)
 
 
 def main():
@@ -205,7 +205,7 @@ def main():
     show(report)
     if not arguments.quick:
         write_json(HERE, "recovery.json", report)
-        draw(report, HERE / "recovery.png")
+        draw_all(report, HERE / "recovery.png")
 
 
 def show(report):

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vit_plans import PLANS
 
 from fewkeys.core.files import write_json
+from fewkeys.report.style import Look, draw, halo, logarithmic, name_lines, save, say, sheet
 
-
-@dataclass(frozen=True)
-class Look:
-    """How a row is drawn."""
-
-    color: str
-    dash: Any = "-"
-    marker: str = "o"
-    width: float = 1.7
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 # Colours of Okabe and Ito, which colour-blind readers tell apart. Black: the oracle. Grey: controls.
 LOOKS = {
-    "top-k oracle": Look("#000000", (0, (5, 2)), "D"),
-    "fewkeys budget": Look("#009e73", width=3.0),
-    "leverage": Look("#e69f00", marker="^", width=2.4),
+    "top-k oracle": Look("#000000", (0, (5, 2)), 1.8, "D"),
+    "fewkeys budget": Look("#009e73", width=3.4),
+    "leverage": Look("#e69f00", marker="^"),
     "leverage, centred": Look("#d55e00", marker="^"),
     "leverage + window": Look("#cc79a7", marker="v"),
     "window": Look("#56b4e9", marker="s"),
-    "key norm": Look("#767676", marker="P"),
-    "random": Look("#767676", (0, (1, 1.5)), "x"),
+    "key norm": Look("#a3a3a3", width=1.3, marker="+"),
+    "random": Look("#767676", width=1.3, marker="x"),
+    "leverage, warm start": Look("#0072b2", marker="*"),
 }
 
 
@@ -42,9 +36,7 @@ def report(out: Path, data: str, paths: Sequence[Path]) -> str:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     table = summary(data, runs)
     write_json(out, f"vit-{data}.json", table)
-    draft = out / f".vit-{data}.png"
-    _figure(table, draft)
-    draft.replace(out / f"vit-{data}.png")
+    figure(table, out / f"vit-{data}.png")
     return text(table)
 
 
@@ -132,71 +124,56 @@ def _percent(row: dict[str, Any]) -> str:
     return f"{100 * row['mean']:.1f}{spread}"
 
 
-def _figure(table: dict[str, Any], path: Path) -> None:
+def figure(table: dict[str, Any], path: Path) -> None:
     """Accuracy at inference only, captured mass, and accuracy when trained: each against k."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    panels = 3 if table["trained"] else 2
-    figure = Figure(figsize=(4.6 * panels, 5.0), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels)
+    page, panels = sheet(
+        f"Vision transformers with few keys: {table['data']}", _title(table), columns=3 if table["trained"] else 2,
+        size=(3.7, 3.1), names=1.75, titled=True,
+    )  # fmt: skip
     full = 100 * table["softmax"]["mean"]
-    titles = ["Selection at inference only", "Softmax mass on the kept keys", "Trained and tested with selection"]
-    rows = [table["inference"], table["inference"], [row for row in table["trained"] if not row["warm"]]]
-    for place, (panel, title) in enumerate(zip(axes, titles, strict=False)):
-        panel.set_title(title, fontsize=11, loc="left", weight="bold")
-        panel.set_ylabel("share of the mass, %" if place == 1 else "accuracy, %")
-        for name, look in LOOKS.items():
-            own = [row for row in rows[place] if row["selector"] == name]
-            values = [100 * row["mass" if place == 1 else "mean"] for row in own]
-            spread = [0.0 if place == 1 else 100 * (row["deviation"] or 0.0) for row in own]
-            if own:
-                panel.errorbar(
-                    [row["k"] for row in own], values, yerr=spread, label=name, color=look.color, linestyle=look.dash,
-                    linewidth=look.width, marker=look.marker, markersize=6, capsize=2, elinewidth=0.8,
-                )  # fmt: skip
-        for row in table["trained"] if place == 2 else []:
-            if row["warm"]:
-                panel.plot(
-                    row["k"], 100 * row["mean"], "*", color="#0072b2", markersize=12, label="leverage, warm start"
-                )
-        if place != 1:
-            panel.axhline(full, color="#333333", linewidth=1.0)
-            panel.annotate(f"full softmax {full:.1f}", (0.02, full), xycoords=("axes fraction", "data"), fontsize=8.5,
-                           xytext=(0, 3), textcoords="offset points")  # fmt: skip
-        _scale(panel, sorted({row["k"] for row in rows[place]}), place)
-    if panels == 3:
+    for axes in panels[:2]:
+        axes.set_ylim(0, 104)
+    say(panels[0], "keys kept by a query", "accuracy, %", "Selection at inference only")
+    _lines(panels[0], table["inference"], "mean")
+    say(panels[1], "keys kept by a query", "share of the mass, %", "Softmax mass on the kept keys")
+    _lines(panels[1], table["inference"], "mass")
+    if table["trained"]:
+        say(panels[2], "keys kept by a query", "accuracy, %", "Trained and tested with selection")
         low = min(100 * row["mean"] for row in table["trained"])
-        axes[2].set_ylim(max(0.0, low - 4), full + (full - low + 4) * 0.12)
-    handles = {
-        label: handle for panel in axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=5, fontsize=9, frameon=False)
-    figure.suptitle(_title(table), fontsize=10, color="#555555", x=0.01, ha="left")
-    figure.tight_layout(rect=(0, 0.1, 1, 0.99))
-    figure.savefig(path, format="png", metadata={"Software": None})
+        panels[2].set_ylim(max(0.0, low - 4), full + (full - low + 4) * 0.12)
+        _lines(panels[2], [{**row, "selector": _trained_name(row)} for row in table["trained"]], "mean")
+    for axes in panels[::2]:
+        axes.axhline(full, color="#000000", linewidth=1.0)
+        axes.annotate(
+            f"full softmax {full:.1f}", (0.02, full), xycoords=("axes fraction", "data"), fontsize=8.5, xytext=(0, 3),
+            textcoords="offset points", path_effects=halo(),
+        )  # fmt: skip
+    save(page, path)
 
 
-def _scale(panel: Any, counts: Sequence[int], place: int) -> None:
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(counts, [str(k) for k in counts])
-    panel.set_xticks([], minor=True)
-    panel.set_xlabel("keys kept by a query, k")
-    panel.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    panel.set_axisbelow(True)
-    if place < 2:
-        panel.set_ylim(0, 104)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+def _lines(axes: Axes, rows: Sequence[dict[str, Any]], quantity: str) -> None:
+    """One line a selector, with the deviation over the seeds as bars."""
+    counts = sorted({row["k"] for row in rows})
+    logarithmic(axes, "x", counts, counts)
+    ends = {}
+    for name, look in LOOKS.items():
+        own = [row for row in rows if row["selector"] == name]
+        if own:
+            x, y = [row["k"] for row in own], [100 * row[quantity] for row in own]
+            draw(axes, x, y, look)
+            if quantity == "mean":
+                spread = [100 * (row["deviation"] or 0.0) for row in own]
+                axes.errorbar(x, y, spread, fmt="none", ecolor=look.color, elinewidth=0.8, capsize=2)
+            ends[name] = (x[-1], y[-1])
+    name_lines(axes, ends, LOOKS)
 
 
 def _title(table: dict[str, Any]) -> str:
     model, recipe = table["settings"]["model"], table["settings"]["recipe"]
     if not model:
-        return f"{table['data']}, {table['settings']['checkpoint']}"
+        return str(table["settings"]["checkpoint"])
     tokens = (model["image_size"] // model["patch_size"]) ** 2 + 1
     return (
-        f"{table['data']}: ViT of {model['num_hidden_layers']} layers, {model['num_attention_heads']} heads, width "
+        f"ViT of {model['num_hidden_layers']} layers, {model['num_attention_heads']} heads, width "
         f"{model['hidden_size']}, {tokens} tokens, {recipe['epochs']} epochs; mean and deviation over seeds"
     )

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.peers.fronts import fronts
 from experiments.peers.registry import ORACLE, OURS, PEERS, PLAIN
 
-from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
+from fewkeys.report.style import Look, draw, halo, logarithmic, name_lines, save, say, sheet, upright
 
 LOOKS = {
     OURS: Look("#009e73", "-", 3.4, "o"),
@@ -61,22 +61,22 @@ def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     oracle = {row["settings"]["kept"]: row["error"] for row in data["rows"] if row["peer"] == ORACLE}
     oracle = {kept: oracle[kept] for kept in (64, 256) if oracle.get(kept, 0.0) > LEAST}
     machine = data["machine"]
-    subtitle = f"{data['title']}; {machine['cpu']}, {machine['threads']} threads; numbers: best keys per query (oracle)"
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    subtitle = f"{data['title']}; {machine['cpu']}, {threads}; dotted: the best 64 and 256 keys of each query (oracle)"
     figure, (axes,) = sheet(f"Error against time: {data['setting']}", subtitle, names=2.2)
     exact = data["exact_ms"]
     for name, own in lines.items():
         draw(axes, [row["ms"] for row in own], [row["error"] for row in own], LOOKS[name])
-    axes.axvline(exact, color="#000000", linewidth=1.4, linestyle=(0, (5, 2)))
-    axes.annotate(
-        "exact attention: error 0 ", (exact, 0.98), xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5,
-        ha="right", va="top",
-    )  # fmt: skip
+    upright(axes, exact, "exact attention: error 0", "#000000", strong=True)
     say(axes, "ms", "mean relative output error")
     logarithmic(axes, "x", [exact, *(row["ms"] for own in lines.values() for row in own)])
     logarithmic(axes, "y", [*(row["error"] for own in lines.values() for row in own), *oracle.values()])
     for kept, error in oracle.items():
         axes.axhline(error, color="#000000", linewidth=0.9, linestyle=(0, (1, 1.6)), zorder=1)
-        axes.annotate(f"{kept}", (0.005, error), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+        axes.annotate(
+            f"{kept}", (0.005, error), xycoords=("axes fraction", "data"), fontsize=8, va="bottom",
+            path_effects=halo(),
+        )  # fmt: skip
     name_lines(axes, {name: (own[-1]["ms"], own[-1]["error"]) for name, own in lines.items()}, LOOKS)
     save(figure, path)
 

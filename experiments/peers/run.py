@@ -97,7 +97,7 @@ def _short(value: Any) -> Any:
 def _title(x: Problem) -> str:
     batch, heads, queries, dim = x.query.shape
     keys = "" if x.key.shape[2] == queries else f" and {x.key.shape[2]:,} keys"
-    return f"{batch * heads} heads of {dim}, {queries:,} queries{keys}"
+    return f"{batch * heads} {'head' if batch * heads == 1 else 'heads'} of {dim}, {queries:,} queries{keys}"
 
 
 def _say(name: str, text: str) -> None:

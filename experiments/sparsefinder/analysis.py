@@ -2,10 +2,10 @@
 
     python experiments/sparsefinder/analysis.py --work out/sparsefinder/en-de --data multi30k --out DIR
 
-Takes what `mt.py` left in --work. Writes graphs.png, for one head and sentence the gold graph, the predicted one and
-what entmax leaves of it; clusters.json and clusters.png, for every head which parts of speech its clusters hold and how
-full they are. `--tagger MODULE:FUNCTION` plugs in a tagger, a function of the words of a sentence that returns as many
-tags; the one built in knows English closed classes only.
+Takes what `mt.py` left in --work. Writes, as JSON and as pictures, graphs: for one head and sentence the gold graph,
+the predicted one and what entmax leaves of it; and clusters: for every head which parts of speech its clusters hold and
+how full they are. `--tagger MODULE:FUNCTION` plugs in a tagger, a function of the words of a sentence that returns as
+many tags; the one built in knows English closed classes only.
 """
 
 from __future__ import annotations
@@ -86,14 +86,17 @@ def _run(given: argparse.Namespace) -> None:
     keep = selector if given.window == 0 else selector | fk.Window(given.window)
     graphs = _graphs(calls[given.sentence], keep, given.head)
     given.out.mkdir(parents=True, exist_ok=True)
-    _draw_graphs(graphs, *sides[given.sentence], given.out / "graphs.png")
+    queries, keys = sides[given.sentence]
+    held = {"queries": queries, "keys": keys, "masks": {name: mask.int().tolist() for name, mask in graphs.items()}}
+    write_json(given.out, "graphs.json", held)
+    draw_graphs(held, given.out / "graphs.png")
     groups = [selector.select(problem_of(call)).groups for call in calls]
     tagger = closed_class if given.tagger is None else _tagger(given.tagger)
     tags = [tag_tokens(keys, tagger) for _, keys in sides]
     found = occupancy([own.key[0, :, :, 0] for own in groups if own is not None], tags, given.clusters)
     write_json(given.out, "clusters.json", {"part": given.part, "clusters": [asdict(one) for one in found]})
     draw_clusters(found, given.out / "clusters.png")
-    print(f"wrote graphs.png, clusters.json and clusters.png into {given.out}")
+    print(f"wrote graphs and clusters, as JSON and pictures, into {given.out}")
 
 
 def _tagger(name: str) -> Tagger:
@@ -124,30 +127,33 @@ def _graphs(call: Any, keep: Selector, head: int) -> dict[str, Tensor]:
     return {"gold": gold, "predicted": mask, "after entmax": left}
 
 
-def _draw_graphs(graphs: dict[str, Tensor], queries: list[str], keys: list[str], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def draw_graphs(graphs: dict[str, Any], path: Path) -> None:
+    """One panel for each graph: which pairs it has, and which of the gold ones it misses."""
     from matplotlib.colors import ListedColormap
-    from matplotlib.figure import Figure
 
-    size = 0.22 * max(len(queries), len(keys)) + 1.6
-    figure = Figure(figsize=(3 * size, size), dpi=130, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    gold = graphs["gold"]
+    queries, keys, masks = graphs["queries"], graphs["keys"], graphs["masks"]
+    figure, every = sheet(
+        "Gold, predicted and remaining edges of one head",
+        "rows: queries; dark: gold edges found, orange: gold edges missed, light: others",
+        columns=len(masks), size=(0.3 * len(keys), 0.3 * len(queries)), names=0.3, titled=True,
+    )  # fmt: skip
+    gold = torch.tensor(masks["gold"], dtype=torch.bool)
     # 0 no edge, 1 an edge that is not gold, 2 a gold edge, 3 a gold edge that is missing.
     colours = ListedColormap(["#ffffff", "#c6dbef", "#08519c", "#e69f00"])
-    for axes, (name, mask) in zip(figure.subplots(1, 3), graphs.items(), strict=True):
+    for axes, (name, rows) in zip(every, masks.items(), strict=True):
+        mask = torch.tensor(rows, dtype=torch.bool)
         image = mask.int() + (mask & gold).int() + 3 * (gold & ~mask).int()
-        axes.imshow(image.numpy(), cmap=colours, vmin=0, vmax=3, aspect="equal")
+        axes.imshow(image.numpy(), cmap=colours, vmin=0, vmax=3, aspect="auto")
         kept = int((mask & gold).sum()) / max(1, int(gold.sum()))
-        axes.set_title(f"{name}: {int(mask.sum())} edges, {100 * kept:.0f} % of gold", fontsize=10, loc="left")
+        axes.set_title(f"{name}: {int(mask.sum())} edges, {100 * kept:.0f} % of gold", fontsize=9, loc="left")
         axes.set_xticks(range(len(keys)), keys, rotation=90, fontsize=7)
-        axes.set_yticks(range(len(queries)), queries, fontsize=7)
+        axes.set_yticks(range(len(queries)), queries if axes is every[0] else [], fontsize=7)
         axes.set_xticks([i - 0.5 for i in range(1, len(keys))], minor=True)
         axes.set_yticks([i - 0.5 for i in range(1, len(queries))], minor=True)
-        axes.grid(which="minor", color="#eeeeee", linewidth=0.6)
+        axes.grid(visible=False, which="major")
+        axes.grid(visible=True, axis="both", which="minor", color="#eeeeee", linewidth=0.6)
         axes.tick_params(which="both", length=0)
-    figure.supxlabel("dark: gold edges found, orange: gold edges missed, light: others", fontsize=8)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    save(figure, path)
 
 
 def draw_clusters(found: list[Occupancy], path: Path) -> None:
@@ -169,6 +175,7 @@ def draw_clusters(found: list[Occupancy], path: Path) -> None:
         say(axes, "cluster", "" if head else "keys in the cluster", f"head {head}")
         axes.set_xticks(clusters)
         axes.set_ylim(0, 1.05 * max(one.count for one in found))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     every[-1].legend(fontsize=8, frameon=False, loc="upper right", ncols=2)
     save(figure, path)
 

@@ -7,13 +7,18 @@ from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
 
+from experiments.peers.picture import DECODERS
 from experiments.trees.heads import SLOTS
 from experiments.trees.methods import EXACT, METHODS, OURS, TUNED
 from experiments.trees.tasks import TASKS
 
-from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
+from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 
 Cells = list[dict[str, Any]]
+LOOKS = DECODERS | {
+    "constant memory": DECODERS["fewkeys, constant memory"],
+    **{method: Look("#006d4f", dash, 2.4, "o") for method, dash in zip(TUNED, ("-", ":"), strict=True)},
+}
 
 
 def table(cells: Cells) -> str:
@@ -120,22 +125,18 @@ def save_figure(cells: Cells, path: Path) -> None:
     figure, (text, recall, heads) = sheet(
         "A real decoder with few slots", _about(cells), columns=3, size=(4.0, 3.6), names=1.75, titled=True
     )
-    looks = {method: Look(OTHERS[place % len(OTHERS)]) for place, method in enumerate(METHODS[1:])}
-    looks |= {
-        OURS: Look("#009e73", width=4.0),
-        **{method: Look("#009e73", dash=dash, width=4.0) for method, dash in zip(TUNED, (":", "-."), strict=True)},
-        "oracle": Look("#000000", dash="--", marker="D"),
-    }
-    _lines(text, _of(cells, "perplexity"), lambda own, _: mean(cell["ratio"] for cell in own), looks)
+    _lines(
+        text, _of(cells, "perplexity"), lambda own, _: mean(cell["ratio"] for cell in own), (1.0, 1.2, 1.5, 2.0, 3.0)
+    )
     say(text, "tokens", "over exact attention's", "Perplexity")
-    _lines(recall, _of(cells, "retrieval"), _share, looks)
+    _lines(recall, _of(cells, "retrieval"), _share)
     say(recall, "tokens", "share of exact attention's", "Right answers of retrieval")
     for cell in _of(cells, "heads")[:1]:
         needed = [sorted(layer) for layer in cell["needed"]]
         image = heads.imshow(list(zip(*needed, strict=True)), aspect="auto", cmap="magma_r", origin="lower")
         heads.grid(visible=False)
         figure.colorbar(image, cax=heads.inset_axes((1.04, 0.0, 0.04, 1.0)))
-        say(heads, "layer", "head, sorted", "Keys that hold 99 % of the mass")
+        say(heads, "layer", "head, those that need most on top", "Keys that hold 99 % of the mass")
     save(figure, path)
 
 
@@ -151,14 +152,14 @@ def _share(own: Cells, exact: Cells) -> float:
     return sum(cell["right"] for cell in own) / max(1, sum(best[cell["task"], cell["seed"]] for cell in own))
 
 
-def _lines(axes: Any, cells: Cells, figure: Any, looks: dict[str, Look]) -> None:
-    """One line a method, over the length: of the first text, and the most slots."""
+def _lines(axes: Any, cells: Cells, figure: Any, marks: Sequence[float] | None = None) -> None:
+    """One line a method, over the length: of the first text, and the most slots. Logarithmic where there are marks."""
     cells = [cell for cell in cells if cell.get("text") == cells[0].get("text")]
     if not cells:
         return
     most, ends, values = max(cell["slots"] for cell in cells), {}, [1.0]
     lengths = sorted({cell["length"] for cell in cells})
-    for method in looks:
+    for method in METHODS[1:]:
         points = []
         for length in lengths:
             own = [cell for cell in cells if (cell["method"], cell["slots"], cell["length"]) == (method, most, length)]
@@ -166,11 +167,14 @@ def _lines(axes: Any, cells: Cells, figure: Any, looks: dict[str, Look]) -> None
             if own and exact:
                 points.append((length, figure(own, exact)))
         if points:
-            draw(axes, *zip(*points, strict=True), looks[method])
+            draw(axes, *zip(*points, strict=True), LOOKS[method])
             ends[method] = points[-1]
             values += [value for _, value in points]
     axes.axhline(1.0, color="#999999", linewidth=1)
     logarithmic(axes, "x", lengths, lengths)
     low, high = min(values), max(values)
-    axes.set_ylim(max(0.0, low - 0.05 * (high - low) - 0.01), high + 0.05 * (high - low) + 0.01)
-    name_lines(axes, ends, looks)
+    if marks is None:
+        axes.set_ylim(max(0.0, low - 0.05 * (high - low) - 0.01), high + 0.05 * (high - low) + 0.01)
+    else:
+        logarithmic(axes, "y", values, marks)
+    name_lines(axes, ends, LOOKS)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.value_aware.table import TASKS
 
-from fewkeys.report.style import Look
+from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 # Black and blue: the oracles. Green: ours. Orange: published methods. Grey: controls.
 LOOKS = {
     "oblivious": Look("#000000", (0, (5, 2)), 1.8, "D"),
-    "aware": Look("#0072b2", "-", 2.6, "o"),
-    "fewkeys": Look("#009e73", "-", 2.6, "o"),
+    "aware": Look("#0072b2", "-", 2.0, "o"),
+    "fewkeys": Look("#009e73", "-", 3.4, "o"),
     "LevAttention": Look("#e69f00", "-", 1.4, "^"),
     "HyperAttention": Look("#d55e00", "-", 1.4, "v"),
     "window": Look("#56b4e9", "-", 1.4, "s"),
@@ -31,59 +30,42 @@ NOTHING = 1e-3
 
 
 def save_figure(results: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the figure as PNG, whole or not at all. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Write the figure as PNG and PDF. Needs matplotlib."""
     facts = results["facts"]
     kernels = list(dict.fromkeys(fact["kernel"] for fact in facts))
     models = list(dict.fromkeys(fact["model"] for fact in facts))
-    figure = Figure(figsize=(3.9 * len(kernels) + 0.4, 5.6 * len(models) + 1.2), dpi=130, facecolor="white")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2 * len(models), len(kernels), squeeze=False, sharex=True, sharey="row")
+    figure, panels = sheet(
+        "What few keys cost, by the kernel of attention",
+        "oblivious, aware: oracles that choose by weights alone, and by weights and values; dotted: exact attention",
+        columns=len(kernels), rows=2 * len(models), size=(3.5, 2.3), names=1.5, titled=True,
+    )  # fmt: skip
     for fact in facts:
-        first, column = 2 * models.index(fact["model"]), kernels.index(fact["kernel"])
+        place = 2 * models.index(fact["model"]) * len(kernels) + kernels.index(fact["kernel"])
         rows = [row for row in results["rows"] if (row["model"], row["kernel"]) == (fact["model"], fact["kernel"])]
-        top, bottom = grid[first][column], grid[first + 1][column]
+        top, bottom = panels[place], panels[place + len(kernels)]
+        every = [row for row in results["rows"] if row["model"] == fact["model"] and row["method"] in LOOKS]
+        errors = [max(row["output_error"], NOTHING) for row in every]
+        logarithmic(top, "y", errors, [10.0**power for power in range(-3, 2)])
+        exact = [own["exact"]["error"] for own in facts if own["model"] == fact["model"]]
+        wrong = [*exact, *(row["model_error"] for row in every)]
+        bottom.set_ylim(min(wrong) - 1.0, max(wrong) + 1.0)
         _lines(top, rows, "output_error", NOTHING)
         _lines(bottom, rows, "model_error", 0.0)
-        top.set_yscale("log")
-        bottom.axhline(fact["exact"]["error"], color="#555555", linewidth=0.9, linestyle=(0, (1, 2)))
-        mass = fact["skew"]["top-8 mass"]
-        top.set_title(f"{fact['model']}, {fact['kernel']} (8 keys hold {mass:.0%})", fontsize=10)
-        if column == 0:
-            top.set_ylabel("mean relative output error", fontsize=9)
-            bottom.set_ylabel(f"{TASKS[fact['model']]}, %", fontsize=9)
-    for axes in grid[-1]:
-        axes.set_xlabel("keys (or slots) per query", fontsize=9)
-    handles, names = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="upper center", ncols=len(names), frameon=False, fontsize=9, handlelength=2.4)
-    figure.tight_layout(rect=(0, 0, 1, 0.965))
-    draft = Path(path).with_name(f".{Path(path).name}")
-    figure.savefig(draft, format="png", metadata={"Software": None})
-    draft.replace(path)
+        bottom.axhline(fact["exact"]["error"], color="#000000", linewidth=0.9, linestyle=(0, (1, 2)))
+        name = f"{fact['model']}, {fact['kernel']}"
+        say(top, "keys (or slots) per query", "output error", f"{name} (8 keys hold {fact['skew']['top-8 mass']:.0%})")
+        say(bottom, "keys (or slots) per query", f"{TASKS[fact['model']]}, %", name)
+    save(figure, path)
 
 
 def _lines(axes: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, floor: float) -> None:
+    """One line a method."""
+    sizes = sorted({row["r"] for row in rows})
+    logarithmic(axes, "x", sizes, [r for r in sizes if r & (r - 1) == 0])
+    ends = {}
     for method, look in LOOKS.items():
         found = sorted((row["r"], max(row[quantity], floor)) for row in rows if row["method"] == method)
-        axes.plot(
-            [r for r, _ in found],
-            [value for _, value in found],
-            color=look.color,
-            linestyle=look.dash,
-            linewidth=look.width,
-            marker=look.marker,
-            markersize=5 if look.marker in "+x" else 4,
-            zorder=4 if look.width > 2 else 3,
-            label=method,
-        )
-    axes.set_xscale("log", base=2)
-    sizes = [r for r in sorted({row["r"] for row in rows}) if r & (r - 1) == 0]
-    axes.set_xticks(sizes, [str(r) for r in sizes])
-    axes.set_xticks([], minor=True)
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(labelsize=8)
+        if found:
+            draw(axes, *zip(*found, strict=True), look)
+            ends[method] = found[-1]
+    name_lines(axes, ends, LOOKS)

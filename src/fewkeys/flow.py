@@ -78,7 +78,8 @@ def prepare(inputs: Inputs, plan: Plan) -> Problem:
         graph = plan.keep.select(inputs)
     problem = Problem(inputs, graph, plan.rest.prepare(inputs, graph, plan.weights), plan.weights)
     if inputs.bias is not None and (reason := problem.unbiased) is not None:
-        raise ValueError(f"distance_bias: {reason}; use Window, Sinks or Outliers with ClusterMeans, as budget does")
+        fix = "Window, Sinks and Leverage with Drop()" if inputs.is_causal else "budget(slots), its parts, or Drop()"
+        raise ValueError(f"distance_bias: {reason}; use {fix}")
     return problem
 
 

@@ -64,7 +64,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
 
     def __str__(self) -> str:
         distinct = len({plan for plans in self.layers for plan in plans})
-        return f"{distinct} plans over {len(self.layers)} layers of {len(self.layers[0])} heads"
+        return f"{distinct} plan{'s' * (distinct > 1)} over {len(self.layers)} layers of {len(self.layers[0])} heads"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values: the distinct plans, and for each layer and head the number of its plan."""

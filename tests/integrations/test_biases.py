@@ -27,6 +27,7 @@ from transformers import (
     MptForCausalLM,
     T5Config,
     T5EncoderModel,
+    T5ForConditionalGeneration,
 )
 
 import fewkeys as fk
@@ -210,11 +211,30 @@ def test_a_plan_is_tuned_with_the_bias(monkeypatch):
     assert digest(other, 0) != digest(taken, 0)
 
 
+def test_a_decoder_is_tuned_with_the_bias():
+    """T5's: some heads look back, so that lists beat a window; the plan is refused nowhere, and runs in the decoder."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+    config = T5Config(**sizes, dropout_rate=0.0, initializer_factor=3.0, decoder_start_token_id=0)
+    model = seeded(lambda: T5ForConditionalGeneration(config))
+    inputs = {"input_ids": tokens(2, 9), "decoder_input_ids": tokens(2, 48)}
+    taken = fk.capture(model, [inputs], part="decoder")
+    assert taken.biased
+    plan, near = fk.tune(taken, 12), fk.Plan(fk.Sinks(4) | fk.Window(8))
+    assert plan.record["slots"] <= 12
+    found = fk.compare(taken, {"tuned": plan, "near": near}).rows
+    assert found[0].error == pytest.approx(plan.record["error"], rel=1e-3)
+    assert found[1].error == pytest.approx(plan.record["budget"]["error"], rel=1e-3)
+    assert found[0].error < 0.95 * found[1].error
+    exact, away = run(model, **inputs), {}
+    for name, own in {"tuned": plan, "near": [near] * 2, "exact": [EXACT] * 2}.items():
+        with fk.apply(model.decoder, [each for layer in own for each in (layer, EXACT)]):  # beside cross-attention
+            away[name] = (run(model, **inputs) - exact).norm()
+    assert away["exact"] < 1e-3 < away["tuned"] < away["near"]
+
+
 def test_where_a_bias_is_refused():
     bias = torch.randn(4, 9)
-    taken, causal = (captured(layers=1, batches=1, size=1, causal=own, bias=bias) for own in (False, True))
-    with pytest.raises(ValueError, match=r"^capture: expected attention that is not causal"):
-        fk.tune(causal, 8)
+    taken = captured(layers=1, batches=1, size=1, bias=bias)
     with pytest.raises(ValueError, match=r"^capture: .* which no predicted graph knows; use fewkeys\.tune"):
         fk.Sparsefinder.fit(taken)
     with pytest.raises(ValueError, match=r"^capture: .* which no longer text than its own is known to have"):

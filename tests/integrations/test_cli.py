@@ -201,10 +201,14 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path):
     ModelPlan(((fk.Plan(fk.Window(3)), fk.budget(8)),) * 2).save_pretrained(tuned)
     none = {"model": None, "text": None}
     given = [f"--capture={folder}", f"--plan={plan}", f"--plan={tuned}"]
+    opened = read_json(folder, "opened.json")
+    (folder / "opened.json").write_text(json.dumps(opened | {"model": "of another name"}))
     code, shown, err = run(flags=given, out=tmp_path / "out", slots=4, **none)
     assert code == 0, err
     report = Report.load(tmp_path / "out" / "results.json")
+    assert report.model == "of another name"
     assert report.row("exact").cosine is None
+    assert "cosine" not in shown
     assert report.row("mine").slots < report.row("tuned").slots
     assert "mine" in shown
     sample = Sample.load(tmp_path / "out" / report.settings["sample"])
@@ -229,6 +233,8 @@ def test_report_shows_what_compare_found(run, tmp_path, capsys):
     assert "[CLS]" in page.read_text(encoding="utf-8")
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert cli.main(["report", str(out), f"--html={tmp_path / 'words.txt' / 'page.html'}"]) == 2
+    assert "--html: expected a file that can be written" in capsys.readouterr().err
 
 
 def test_doctor_says_what_is_here(capsys, monkeypatch):
@@ -410,7 +416,12 @@ def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     refused(run("tune", out=tmp_path / "new", **{"max-error": 0.2}), "not allowed with")
     refused(run("tune", out=tmp_path / "new", slots=None, **{"held-out": 0}), "--held-out")
     refused(run("tune", out=None), "--out")
+    refused(run("tune", out=tmp_path / "new", slots=32), "--slots", "fewer than the 32 tokens")
+    refused(run("tune", ["--memory=constant"], out=tmp_path / "new"), "memory: expected 'all'", "sees the future")
     assert left(tmp_path) == ["out", "words.txt"]
+    code, shown, err = run("tune", out=out, slots=None, sequences=2, **{"max-error": 1e-9})
+    assert code == 0, err
+    assert "Held-out error: tuned 0.000, fewkeys.budget(32) 0.000." in shown
 
 
 def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):

@@ -145,6 +145,9 @@ def test_the_command_writes_json_and_pictures(tmp_path, capsys):
     assert cli.main(["bench", "--json", "--causal", "--backward", *small[:1], "--plans=window:8", *small[2:]]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["settings"]["causal"], found["settings"]["backward"]) == (True, True)
+    alone = ["--lengths=32", *small[1:-1], f"--out={tmp_path / 'alone'}"]  # no line of time against tokens
+    assert cli.main(["bench", *alone]) == 0
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["bench.json"]
 
 
 BAD = {

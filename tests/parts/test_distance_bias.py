@@ -151,7 +151,9 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"^impl='native': expected no distance_bias"):
         fk.attention(query, key, value, plan=FEW["window"], impl="native", **options)
     blocks = fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(4))
-    with pytest.raises(ValueError, match=r"^distance_bias: expected stand-ins that serve all queries"):
+    with pytest.raises(
+        ValueError, match=r"^distance_bias: expected stand-ins that serve all .*; use Window, Sinks and Lev"
+    ):
         fk.attention(query, key, value, plan=blocks, is_causal=True, **options | {"key_mask": None})
     torn = torch.ones(2, 150, dtype=torch.bool)
     torn[:, 20] = False

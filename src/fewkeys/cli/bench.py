@@ -27,7 +27,8 @@ def add_to(commands: Any) -> None:
         description="Time plans and exact attention (torch's scaled_dot_product_attention) in turns, length by length: "
         "ratio, growth, memory, distance to the machine's floor. With a model and a text, inputs are the queries, keys "
         "and values of its middle layer, segments of the text end to end, and the output error is measured too; "
-        "otherwise they are random numbers. Writes bench.json, time.png and, with a model, error.png, and both as PDF.",
+        "otherwise they are random numbers. Writes bench.json, time.png (for two or more lengths) and, with "
+        "a model, error.png, and both as PDF.",
     )
     add_model(parser, required=False)
     add_text(parser)
@@ -99,10 +100,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     what = headline(result["settings"], arguments.heads)
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-    files: dict[str, Any] = {
-        "bench.json": lambda path: write_whole(path, text),
-        **picture("time", lambda path: save_time(rows, path, title=what)),
-    }
+    files: dict[str, Any] = {"bench.json": lambda path: write_whole(path, text)}
+    if len(set(arguments.lengths)) > 1:
+        files |= picture("time", lambda path: save_time(rows, path, title=what))
     if real:
         files |= picture("error", lambda path: save_error(rows, path, title=what))
     deliver(arguments, files, text, lambda: print_timings(rows))

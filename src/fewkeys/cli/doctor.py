@@ -98,7 +98,7 @@ def _show(facts: dict[str, Any]) -> None:
         "extras": ", ".join(have) + (f"; not installed: pip install 'fewkeys[{','.join(lack)}]'" if lack else ""),
     }
     for name, line in lines.items():
-        screen.print(f"{name:14}{line}", markup=False, soft_wrap=True)
+        screen.print(f"{name:13}{line}", markup=False, soft_wrap=True)
     for name, rows in facts["auto"].items():
         times = [[in_words(row[kind]) if row[kind] else "-" for row in rows] for kind in ("exact_ms", "plan_ms")]
         columns = [

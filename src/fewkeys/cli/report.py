@@ -42,6 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
     beside = report.settings.get("sample")
     sample = Sample.load(path.parent / beside) if beside and (path.parent / beside).is_file() else None
     page: Path = arguments.html
-    page.parent.mkdir(parents=True, exist_ok=True)
-    save_page(report, page, sample)
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        save_page(report, page, sample)
+    except OSError as error:
+        raise ValueError(f"--html: expected a file that can be written, got {page} ({error.strerror})") from error
     print(f"Open {page.resolve().as_uri()}")

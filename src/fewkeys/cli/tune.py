@@ -62,6 +62,11 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Tune on one part of the text, compare on the other, print, and write the plan and the report."""
     inputs.prepare(arguments, "matplotlib")
+    if arguments.slots is not None and arguments.slots >= arguments.length:
+        raise ValueError(
+            f"--slots: expected fewer than the {arguments.length} tokens of a sequence (--length), got "
+            f"{arguments.slots}; that many keep every key"
+        )
     with progress() as step:
         opened = inputs.open_model(arguments, step)
         model = opened.model
@@ -96,8 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     def show() -> None:
         print_table(report)
-        tuned, common = report.row("tuned", paid), report.row("fewkeys budget", paid)
-        print(f"\nHeld-out error: tuned {tuned.error:.3f}, fewkeys.budget({paid}) {common.error:.3f}.")
+        error = {row.name: row.error for row in report.rows}  # of as many slots as sequences have, all is exact
+        print(f"\nHeld-out error: tuned {error['tuned']:.3f}, fewkeys.budget({paid}) {error['fewkeys budget']:.3f}.")
 
     files = {
         "model_plan.json": lambda path: plan.save_pretrained(path.parent),

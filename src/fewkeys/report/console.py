@@ -53,8 +53,10 @@ def print_columns(
     title: str = "",
     sections: Mapping[int, str] | None = None,
     styles: Sequence[str] = (),
-) -> None:
-    """Print the columns that fit. `sections`: headings above rows, by the row's number; `styles`: one for each row."""
+) -> set[str]:
+    """Print the columns that fit, and return their names. `sections`: headings above rows, by the row's number;
+    `styles`: one for each row.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -75,3 +77,4 @@ def print_columns(
             table.add_row(heading, style="bold")
         table.add_row(*cells, style=styles[number] if styles else "")
     console.print(table)
+    return {column.name for column in shown}

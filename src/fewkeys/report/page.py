@@ -51,7 +51,7 @@ def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | Non
         "title": escape(title(report)),
         "about": escape(_about(report)),
         "advice": "".join(f"<li>{escape(line)}</li>" for line in advice(report)),
-        "notes": "".join(f"<li>{escape(line)}</li>" for line in (*notes(report), *skipped(report))),
+        "notes": "".join(f"<li>{escape(line)}</li>" for line in (*notes(report).values(), *skipped(report))),
         "style": _asset("page.css"),
         "data": _json(_data(report, sample)),
         "sample": "" if sample is None else _packed(sample),

@@ -10,10 +10,20 @@ from typing import Any
 
 from fewkeys.bench.timing import Timing, growth
 from fewkeys.report.console import Column, console, print_columns
-from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
+from fewkeys.report.style import OTHERS, Look, draw, halo, logarithmic, name_lines, save, say, sheet, upright
 
 DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
 """Columns that narrower terminals leave to the JSON, in this order."""
+
+NOTES = {
+    "ms": "median.",
+    "exact / plan": "median of the ratios, turn by turn.",
+    "quartiles": "of these ratios.",
+    "prepare": "share of selecting keys and making stand-ins.",
+    "peak MB": "what the plan's tensors hold beyond the inputs.",
+    "floor ms": "the plan's arithmetic and bytes at the machine's measured rates.",
+    "auto": "what impl='auto' runs.",
+}
 
 
 def print_timings(rows: Sequence[Timing]) -> None:
@@ -21,7 +31,7 @@ def print_timings(rows: Sequence[Timing]) -> None:
     screen = console()
     cells = [_cells(row) for row in rows]
     left = ("plan", "auto")
-    print_columns(screen, [
+    shown = print_columns(screen, [
         Column(name, [cell[name] for cell in cells], "left" if name in left else "right", DROP.get(name, 0))
         for name in cells[0]
     ])  # fmt: skip
@@ -29,12 +39,8 @@ def print_timings(rows: Sequence[Timing]) -> None:
         exponent = growth(rows, name)
         if exponent is not None:
             screen.print(f"{name}: time grows with the power {exponent:.2f} of the length", markup=False)
-    screen.print(
-        "ms: median. exact / plan: median and quartiles of the ratios, turn by turn. prepare: share of selecting keys "
-        "and making stand-ins. floor: the plan's arithmetic and bytes at the machine's measured rates.",
-        style="dim",
-        markup=False,
-    )
+    explained = " ".join(f"{name}: {note}" for name, note in NOTES.items() if name in shown)
+    screen.print(explained, style="dim", markup=False)
 
 
 def _cells(row: Timing) -> dict[str, str]:
@@ -74,12 +80,7 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
         axes.plot(lengths, [row.floor_ms / row.heads for row in own], ":", linewidth=1, color=looks[name].color)
         where = crossover(rows, name)
         if where is not None:
-            axes.axvline(where, color=looks[name].color, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-            axes.annotate(
-                f" as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", (where, 0.98),
-                xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5, color=looks[name].color, ha="right",
-                va="top",
-            )  # fmt: skip
+            upright(axes, where, f"as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", looks[name].color)
     say(axes, "tokens", "ms per head")
     lengths = sorted({row.length for row in rows})
     logarithmic(axes, "x", lengths, lengths)
@@ -121,14 +122,10 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
         for row in own:
             axes.annotate(
                 row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(6, 4), textcoords="offset points",
-                fontsize=8, color=looks[name].color, zorder=5,
+                fontsize=8, color=looks[name].color, zorder=5, path_effects=halo(),
             )  # fmt: skip
     exact = next(row for row in rows if row.length == length and row.name == "exact")
-    axes.axvline(exact.ms, color="#000000", linewidth=1.4, linestyle=(0, (5, 2)))
-    axes.annotate(
-        "exact attention: error 0 ", (exact.ms, 0.98), xycoords=("data", "axes fraction"), rotation=90, fontsize=8.5,
-        ha="right", va="top",
-    )  # fmt: skip
+    upright(axes, exact.ms, "exact attention: error 0", "#000000", strong=True)
     say(axes, "ms", "mean relative output error")
     logarithmic(axes, "x", [exact.ms, *(row.ms for own in lines.values() for row in own)])
     logarithmic(axes, "y", [row.error or 1.0 for own in lines.values() for row in own] or [1.0])

@@ -105,6 +105,23 @@ def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more:
     )
 
 
+def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
+    """A dashed line from bottom to top, with its words on its left, up to `top` of the height."""
+    width, dash = (1.4, (5, 2)) if strong else (0.9, (4, 3))
+    axes.axvline(x, color=color, linewidth=width, linestyle=(0, dash), zorder=1)
+    axes.annotate(
+        words, (x, top), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
+        fontsize=8.5, color=color, ha="right", va="top", zorder=5, path_effects=halo(),
+    )  # fmt: skip
+
+
+def halo() -> list[Any]:
+    """For words that lines may run behind."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=3, foreground="white")]
+
+
 def logarithmic(axes: Axes, which: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
     """A logarithmic axis ("x" or "y") around the values, with plain numbers at `marks`, or at 1, 2, 5, 10, ..."""
     low, high = min(values) / 1.12, max(values) * 1.12
@@ -123,6 +140,7 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
 
     if not ends:
         return
+    axes.autoscale_view()  # limits that follow the data are set late otherwise
     points = axes.transAxes.inverted().transform(axes.transData.transform(np.array(list(ends.values()))))
     box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())  # in inches
     gap, inch = LINE / box.height, 1 / box.width

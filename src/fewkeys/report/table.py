@@ -33,10 +33,10 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, plain))
     cells = [_cells(row) for row in rows]
     columns = [Column(name, [cell[name] for cell in cells], drop=DROP.get(name, 0)) for name in cells[0]]
-    print_columns(
-        screen, [Column("plan", names, "left"), *columns], title=title(report), sections=sections, styles=styles
-    )
-    for line in (*notes(report), *skipped(report)):
+    columns = [Column("plan", names, "left"), *(column for column in columns if set(column.cells) != {"-"})]
+    shown = print_columns(screen, columns, title=title(report), sections=sections, styles=styles)
+    explained = " ".join(line for name, line in notes(report).items() if name in shown)
+    for line in (explained, *skipped(report)):
         screen.print(line, style="dim", markup=False)
     screen.print()
     for line in advice(report):
@@ -56,17 +56,18 @@ def title(report: Report) -> str:
     return f"{name} · {size} · {report.layers} layers × {report.query_heads} heads"
 
 
-def notes(report: Report) -> list[str]:
+def notes(report: Report) -> dict[str, str]:
     """What the columns mean."""
     batch, _, length, _ = report.settings["timed_shape"]
-    return [
-        "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers. "
-        "mass: exact attention weight on the kept keys.",
-        f"recall: share of exact weights >= {report.settings['eps']:g} that are kept. "
-        "cosine: mean-pooled last hidden states, every layer approximated, against the exact model.",
-        f"ms: one layer's attention over {batch} × {length} tokens; speed: exact attention's time / the plan's. "
-        "*: no method here has less error for as few slots.",
-    ]
+    return {
+        "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",
+        "mass": "mass: exact attention weight on the kept keys.",
+        "recall": f"recall: share of exact weights >= {report.settings['eps']:g} that are kept.",
+        "cosine": "cosine: mean-pooled last hidden states, every layer approximated, against the exact model.",
+        "ms": f"ms: one layer's attention over {batch} × {length} tokens.",
+        "speed": "speed: exact attention's time / the plan's.",
+        "plan": "*: no method here has less error for as few slots.",
+    }
 
 
 def skipped(report: Report) -> list[str]:

@@ -51,28 +51,33 @@ def splits(
     keys: int,
     width: int,
     memory: Literal["all", "constant"] = "all",
-    cohorts: bool = True,
+    biased: bool = False,
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
+
+    `biased` says that scores have a bias of the distance: then without cohorts, and causal without trees and running
+    means, sinks and a window first.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
     Not causal: outliers, window, rank of the first-order term and cluster means; without a window, all but the term for
-    cohorts of queries, unless `cohorts` says no. Causal: trees, and sinks with small windows; in constant memory,
-    recent blocks and running means, with and without sinks; and sinks, leverage (centred) and window.
+    cohorts of queries. Causal: trees, and sinks with small windows; in constant memory, recent blocks and running
+    means, with and without sinks; and sinks, leverage (centred) and window.
     """
-    found = [Candidate(budget(slots, is_causal=is_causal, memory=memory), slots)]
-    for level in SEARCHED if is_causal and memory == "all" else LEVELS:
+    listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
+    first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
+    found = [Candidate(first, slots)]
+    for level in SEARCHED if searched else LEVELS:
         size = max(2, round(slots * level))
         if size >= keys:
             continue
         if is_causal:
-            found += _searched(size, slots) if memory == "all" else _causal_splits(size)
+            found += _searched(size, slots) if searched else _lists(size) if listed else _causal_splits(size)
         else:
-            shares = [*product(COHORT_HEAVY if cohorts else (), (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
+            shares = [*product(() if biased else COHORT_HEAVY, (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
             found += [near for own in shares if (near := _split(size, width, *own)) is not None]
     # A tree of so many slots keeps every key, too, and a cache of it goes on beyond them.
-    whole = budget(keys, is_causal=True) if is_causal and memory == "all" and keys >= LEAST else Plan()
+    whole = budget(keys, is_causal=True) if searched and keys >= LEAST else Plan()
     found.append(Candidate(whole, keys))
     return list(dict.fromkeys(found))
 
@@ -126,11 +131,17 @@ def _searched(slots: int, mean: int) -> list[Candidate]:
     """A tree, and for heads that need less than the mean, sinks and a window."""
     plans = [budget(slots, is_causal=True)] if slots >= LEAST else []
     if SINKS < slots < mean:
-        plans.append(Plan(Sinks(SINKS) | Window(slots - SINKS), exact_if_faster=True))
+        plans.append(_near(slots))
     return [Candidate(plan, slots) for plan in plans]
 
 
+def _near(slots: int) -> Plan:
+    """Sinks and a window."""
+    return Plan(Sinks(SINKS) | Window(slots - SINKS) if slots > SINKS else Window(slots), exact_if_faster=True)
+
+
 def _causal_splits(slots: int) -> list[Candidate]:
+    """In constant memory."""
     found = []
     for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
         means = slots - (block + block // 2 + 1) - sinks
@@ -138,6 +149,12 @@ def _causal_splits(slots: int) -> list[Candidate]:
             recent: Selector = RecentBlocks(block)
             plan = Plan(Sinks(sinks) | recent if sinks else recent, RunningMeans(means), exact_if_faster=True)
             found.append(Candidate(plan, slots))
+    return found + _lists(slots)
+
+
+def _lists(slots: int) -> list[Candidate]:
+    """Sinks, leverage (centred) and a window, with nothing for the other keys."""
+    found = []
     for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
         heavy = int(slots * share)
         if slots - heavy - sinks < 1:

@@ -51,7 +51,8 @@ def tune(
     Every candidate split of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8
     to 4 times the mean slots, is run in every head of the captured text; so are other rules for the heavy keys (centred
     leverage, key norm) and sinks, around the splits that did best. Causal: trees, up to 6 times the mean, and sinks
-    with a window, down to 1/8; `memory="constant"`: recent blocks and running means, sinks, leverage and windows. The
+    with a window, down to 1/8; `memory="constant"`: recent blocks and running means, sinks, leverage and windows; where
+    scores have a bias of the distance (T5): sinks, leverage and windows, whose queries keep keys and nothing else. The
     choice minimises, over all heads h,
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
@@ -59,7 +60,8 @@ def tune(
     or, where the capture holds gradients, sum_h felt_h, at the price per slot that the budget allows (Lagrange; the
     optimum among all choices of that many slots). added_h is what head h adds to the squared error of the layer's
     output *after the output projection*, relative_h the relative error of its own output, felt_h what its error does to
-    the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`.
+    the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`, and
+    for causal scores with a bias sinks and a window of as many slots.
 
     Args:
         capture: queries, keys and values of the model on text like the text it will see, from `fewkeys.capture`.
@@ -93,14 +95,10 @@ def tune(
         check_real("max_error", max_error, above=0.0)
     asked = ERROR_SLOTS if slots is None else check_count("slots", slots)
     keys = max(call.key.shape[2] for call in capture.calls(0))
-    width, biased = capture.head_dim + capture.value_dim, capture.biased
-    if biased and capture.is_causal:
-        raise ValueError(
-            "capture: expected attention that is not causal where the model adds a bias of distances, got causal; the "
-            "plans of decoders know no such bias: tune the encoder, part='encoder'"
-        )
-    causal = capture.is_causal
-    first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, cohorts=not biased)
+    if memory != "all" and not capture.is_causal:
+        raise ValueError(f"memory: expected 'all' for attention that sees the future, got {memory!r}; drop it")
+    width, causal = capture.head_dim + capture.value_dim, capture.is_causal
+    first = splits(asked, is_causal=causal, keys=keys, width=width, memory=memory, biased=capture.biased)
     table = _Table(capture, directory, progress, seed)
 
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
