@@ -92,6 +92,13 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
+// How large entries are: `fewkeys.core.validation.largest_entries`.
+struct Extents {
+  Rows query, key, value;
+  float *largest;  // (3): of each
+  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
+};
+
 // How the queries of a head measure its keys and values: `fewkeys.sketch.clusters.Frame`.
 struct Framed {
   Rows query, key, value;          // (B, Hq, M, D): a sample; keys and values that are not real are zero

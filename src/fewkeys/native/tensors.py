@@ -63,8 +63,10 @@ class Rows(ctypes.Structure):
 class Told(ctypes.Structure):
     """What a kernel is told: a struct of `problems.h`. What is not given is zero."""
 
+    names: frozenset[str]
+
     def __init__(self, **values: Any) -> None:
-        if odd := values.keys() - {name for name, *_ in self._fields_}:
+        if odd := values.keys() - self.names:
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
         super().__init__(**values)
 
@@ -81,7 +83,7 @@ def struct(name: str) -> type[Told]:
         for field in declared.split(","):
             pointer = field.strip().startswith("*")
             fields.append((field.strip(" *\n"), ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
-    return type(name, (Told,), {"_fields_": fields})
+    return type(name, (Told,), {"_fields_": fields, "names": frozenset(field for field, _ in fields)})
 
 
 _KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys.core.impl import Impl
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.native.tensors import readable, suits
-from fewkeys.sketch.backend import COMPILED
 from fewkeys.tree import native
 from fewkeys.tree.metric import VALUES, features, roots
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, cover, together
