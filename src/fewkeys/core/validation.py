@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypedDict
 
 import torch
@@ -88,20 +88,16 @@ def largest_entries(*tensors: Tensor) -> list[float]:
     return [max(pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 
-def check_finite(**tensors: Tensor) -> list[float]:
-    """The largest magnitude of each; NaN and infinity are refused, by argument name."""
-    return _finite(tensors, largest_entries)
+def check_finite(**tensors: Tensor) -> None:
+    """Refuse NaN and infinity, by argument name.
 
-
-def _finite(tensors: Mapping[str, Tensor], largest: Largest) -> list[float]:
-    found = largest(*tensors.values())
-    if all(map(math.isfinite, found)):
-        return found
+    A sum tells of them at the price of one operation; that of finite numbers may be beyond what a float holds.
+    """
+    if torch.compiler.is_compiling():  # nothing is known
+        return
     for name, tensor in tensors.items():
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
+        if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
-    return found
 
 
 class Options(TypedDict, total=False):
@@ -161,7 +157,9 @@ def check_inputs(
         k = k.masked_fill(~valid[:, None, :, None], 0.0)
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
     look = largest if impl in COMPILED else largest_entries
-    top_query, top_key, top_value = _finite({"query": q, "key": k, "value": v}, look)
+    top_query, top_key, top_value = tops = look(q, k, v)
+    if not all(map(math.isfinite, tops)):
+        check_finite(query=q, key=k, value=v)
     wild = is_wild(top_query, top_key, top_value, factor, q.shape[-1], working(q[:0]).dtype)
     bias = _check_bias(distance_bias, q)
     return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl, wild=wild, bias=bias)

@@ -236,8 +236,9 @@ struct TreeRoots {
   const int64_t *asking;  // the queries that count, by their turns
   const int64_t *stop;    // (turns): how many are of this turn or of one before
   const int64_t *turn;    // (count), ascending: up to which turn
+  const double *total, *square;  // (H, D), (H, D, D): sums over `before` queries that came earlier; null where none did
   float *root;            // (H, count, D, D)
-  int64_t heads, gqa_ratio, turns, count, dim;
+  int64_t heads, gqa_ratio, turns, count, dim, before;
   float ridge;
 };
 

@@ -28,9 +28,14 @@ def suits(*tensors: Tensor | None) -> bool:
 def readable(*tensors: Tensor | None) -> bool:
     """Whether kernels can read these tensors, inside an `autograd.Function` if somebody asks for gradients."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in given):
+    return placed(*given) and missing() is None
+
+
+def placed(*tensors: Tensor) -> bool:
+    """Whether kernels, where there are some, can read these tensors."""
+    if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in tensors):
         return False
-    return _plain(*given) and missing() is None
+    return _plain(*tensors)
 
 
 def unwatched(*tensors: Tensor) -> bool:
