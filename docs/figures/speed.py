@@ -49,6 +49,16 @@ def _avx2() -> str:
     return table(["tokens", *(f"{length:,}" for length in rows)], found)
 
 
+def _avx2_causal() -> str:
+    rows = _bench("avx2-causal")
+    found = [["exact attention, ms", *(_milliseconds(row["exact"]["ms"]) for row in rows.values())]]
+    for name, told in ((PLAN, "tree"), ("constant:192", "constant memory")):
+        own = [row[name] for row in rows.values()]
+        found.append([f"{told}, ms", *(_milliseconds(one["ms"]) for one in own)])
+        found.append(["exact / plan", *(ratio(one["ratio"]) for one in own)])
+    return table(["tokens", *(f"{length:,}" for length in rows)], found)
+
+
 FORMS = {
     "with gradients": "cpu-backward",
     "bfloat16": "cpu-bfloat16",
@@ -140,8 +150,8 @@ def _models() -> str:
     rows = []
     for name, own in read("benchmarks/results/models.json")["models"].items():
         for row in own["rows"]:
-            times = [_milliseconds(row[way]["ms"]) for way in ("exact", "plan")]
-            shares = [f"{100 * row[way]['share']:.0f} %" for way in ("exact", "plan")]
+            times = [_milliseconds(row[way]) for way in ("exact_ms", "ms")]
+            shares = [f"{100 * row[way]:.0f} %" for way in ("exact_share", "share")]
             rows.append([name, f"{row['length']:,}", *times, ratio(row["ratio"]), *shares])
     return table(
         ["model", "tokens", "exact, ms", "plan, ms", "exact / plan", "attention's share", "under the plan"], rows
@@ -156,6 +166,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "bench.lengths": _lengths,
     "bench.forms": _forms,
     "bench.avx2": _avx2,
+    "bench.avx2-causal": _avx2_causal,
     "bench.short": lambda: ratio(1 / _bench("cpu")[512][PLAN]["ratio"]),
     "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
     "bench.tensors": lambda: f"{_bench('cpu')[16384][PLAN]['tensor_bytes'] / 1e6:.0f}",

@@ -8,6 +8,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from fewkeys import native
 from fewkeys.core.extent import tamed
 from fewkeys.core.gaps import has_gaps, is_torn, without_gaps
 from fewkeys.core.inputs import Inputs
@@ -30,7 +31,7 @@ def answer(
     **options: Unpack[Options],
 ) -> Tensor:
     """`fewkeys.attention` of a plan, or of one plan for each key head; `options` are those of `check_inputs`."""
-    inputs = check_inputs(query, key, value, **options)
+    inputs = check_inputs(query, key, value, largest=native.largest, **options)
     if max_error is None:
         return run(inputs, plan)
     guard = max_error if isinstance(max_error, Guard) else Guard(max_error)

@@ -1,6 +1,8 @@
 """Law 2 for the compiled kernels: they equal the reference and the torch path, or are not taken."""
 
 import ctypes
+import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ import fewkeys as fk
 from cases import PLANS, SHAPES
 from fewkeys import native
 from fewkeys.core.graph import Graph
-from fewkeys.core.validation import check_inputs
+from fewkeys.core.validation import check_inputs, largest_entries
 from fewkeys.execute import dispatch, reference
 from fewkeys.execute import native as native_plans
 from fewkeys.execute.native import forward
@@ -361,6 +363,48 @@ def test_threads_change_no_bit(tokens):
         found.append(fk.attention(q, k, v, plan=fk.budget(64).always(), impl="native"))
     torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.fixture
+def late():
+    """The calls of all threads, whose others come a fifth of a second late."""
+    library, calls = build._library(), []
+    entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    def come_late(told, data, count, flags):
+        other = threading.Timer(0.2, work(told), (data,))
+        other.start()
+        calls.append(count)
+        other.join()
+        work(told)(data)
+
+    held = entry(come_late)
+    library.fewkeys_lend(held)
+    yield calls
+    library.fewkeys_lend(build._threads())
+
+
+def test_threads_that_come_late_are_not_waited_for_again(late, monkeypatch):
+    """What the caller alone has done in less time than they were late is done, and to the same bits."""
+    q, k, v = (torch.randn(1, 2, 600, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    while not late:  # a busy machine's own threads may have come late before
+        first = native.largest(q, k, v)
+    assert native.largest(q, k, v) == first == [float(rows.abs().max()) for rows in (q, k, v)]
+    assert late == [2]
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf")])
+def test_the_largest_entries(bad, dtype):
+    q, k, v = SHAPES["grouped"].draw(dtype=dtype)
+    k, v = k.repeat(1, 1, 9, 1).mT.contiguous().mT, v.repeat(1, 1, 9, 1).transpose(0, 1).contiguous().transpose(0, 1)
+    if bad is not None:
+        v[-1, -1, -1, -1] = bad
+    found, want = native.largest(q, k, v), largest_entries(q, k, v)
+    assert all(math.isfinite(each) for each in found) == (bad is None)
+    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_whole_plans_with_and_without():

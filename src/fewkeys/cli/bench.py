@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
     from fewkeys.plan import Plan
 
-METHODS = ("budget", "tree", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
+METHODS = ("budget", "constant", "tree", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -45,6 +45,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default cpu)")
     parser.add_argument("--causal", action="store_true", help="causal attention")
+    parser.add_argument(
+        "--whole", action="store_true",
+        help="time whole models of random weights, and attention's share of them: --model names a shape (minilm, base, "
+        "smollm2) or a model whose shape is taken; no text is read",
+    )  # fmt: skip
     parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
     add_impl(parser)
     add_common(parser, "folder for the results", seed=False)
@@ -53,6 +58,9 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Time, print, and write the JSON and the pictures."""
+    if arguments.whole:
+        _run_whole(arguments)
+        return
     real = arguments.demo or arguments.model is not None
     inputs.prepare(arguments, "matplotlib", real=real)
     if arguments.text and not real:
@@ -108,6 +116,34 @@ def run(arguments: argparse.Namespace) -> None:
     deliver(arguments, files, text, lambda: print_timings(rows))
 
 
+def _run_whole(arguments: argparse.Namespace) -> None:
+    """The same of whole models."""
+    inputs.prepare(arguments)
+    if arguments.model is None or arguments.text or arguments.backward or arguments.device != "cpu":
+        raise ValueError("--whole: expected --model, and neither --text, --backward nor another --device")
+    import json
+    from dataclasses import asdict
+
+    import torch
+
+    from fewkeys.bench.machine import machine, versions
+    from fewkeys.integrations.whole import DECODERS, time_model
+    from fewkeys.report.speed import print_models
+
+    causal, dtype = arguments.causal or arguments.model in DECODERS, getattr(torch, arguments.dtype)
+    rows: list[dict[str, Any]] = []
+    each = [(name, length) for name in arguments.plans for length in arguments.lengths]
+    with progress() as step:
+        for number, (name, length) in enumerate(each):
+            step(number, len(each), f"{length} tokens, {name}")
+            rows.append({"name": name, **asdict(time_model(arguments.model, _plan(name, causal), length, dtype=dtype))})
+    settings = {"model": arguments.model, "dtype": arguments.dtype, "causal": causal}
+    result = {"machine": machine(), "versions": versions(with_transformers=True), "settings": settings, "rows": rows}
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    files = {"models.json": lambda path: write_whole(path, text)}
+    deliver(arguments, files, text, lambda: print_models(rows))
+
+
 def _problem(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:
     """Where the inputs come from."""
     import torch
@@ -147,6 +183,8 @@ def _plan(name: str, is_causal: bool) -> Plan:
     half = max(1, slots // 2)
     if method == "budget":
         return fk.budget(slots, is_causal=is_causal)
+    if method == "constant":
+        return fk.budget(slots, is_causal=is_causal, memory="constant")
     if method == "tree":
         return fk.Plan(fk.KeyTree(slots), fk.TreeMeans())
     if method in ("sample", "hyper"):

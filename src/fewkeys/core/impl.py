@@ -6,6 +6,8 @@ from typing import Literal, cast, get_args
 
 Impl = Literal["auto", "reference", "torch", "native", "triton"]
 """`"auto"` is the best of the others for a call; `fewkeys.execute.dispatch` chooses."""
+COMPILED: tuple[Impl, ...] = ("auto", "native")
+"""What takes compiled kernels, where they suit."""
 
 
 def check_impl(impl: object) -> Impl:

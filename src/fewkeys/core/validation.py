@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TypedDict
 
 import torch
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.extent import is_wild
-from fewkeys.core.impl import Impl, check_impl
+from fewkeys.core.impl import COMPILED, Impl, check_impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import lowered, working
 
@@ -74,27 +75,29 @@ def _untouchable(tensor: Tensor) -> str | None:
     return None
 
 
-def check_finite(**tensors: Tensor) -> list[float]:
-    """The largest magnitude of each; NaN and infinity are refused, by argument name.
+Largest = Callable[..., list[float]]
+"""What finds the largest entries of queries, keys and values, as `largest_entries` does."""
 
-    Costs one read of each; skipped while `torch.compile` traces, where nothing is known.
-    """
-    if torch.compiler.is_compiling():
+
+def largest_entries(*tensors: Tensor) -> list[float]:
+    """The largest magnitude of each; NaN or infinity where an entry is. Costs one read of each."""
+    if torch.compiler.is_compiling():  # nothing is known
         return [0.0] * len(tensors)
-    ends = [
-        end
-        for tensor in tensors.values()
-        for end in (tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2))
-    ]
+    ends = [end for tensor in tensors for end in (tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2))]
     found: list[float] = torch.stack(ends).abs().tolist()
-    largest = [max(pair) for pair in zip(found[::2], found[1::2], strict=True)]
-    if all(map(math.isfinite, found)):
-        return largest
+    return [max(pair) for pair in zip(found[::2], found[1::2], strict=True)]
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Refuse NaN and infinity, by argument name.
+
+    A sum tells of them at the price of one operation; that of finite numbers may be beyond what a float holds.
+    """
+    if torch.compiler.is_compiling():  # nothing is known
+        return
     for name, tensor in tensors.items():
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
+        if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):
             raise ValueError(f"{name}: expected finite numbers, got {bad} NaN or infinite entries; repair or mask them")
-    return largest
 
 
 class Options(TypedDict, total=False):
@@ -123,8 +126,12 @@ def check_inputs(
     generator: torch.Generator | None = None,
     impl: Impl = "auto",
     distance_bias: Tensor | None = None,
+    largest: Largest = largest_entries,
 ) -> Inputs:
-    """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it."""
+    """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
+
+    `largest`: what looks for the largest entries where `impl` lets compiled kernels run.
+    """
     q, k, v = (lowered(check_tensor(name, given)) for name, given in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
@@ -149,7 +156,10 @@ def check_inputs(
     if valid is not None:
         k = k.masked_fill(~valid[:, None, :, None], 0.0)
         v = v.masked_fill(~valid[:, None, :, None], 0.0)
-    top_query, top_key, top_value = check_finite(query=q, key=k, value=v)
+    look = largest if impl in COMPILED else largest_entries
+    top_query, top_key, top_value = tops = look(q, k, v)
+    if not all(map(math.isfinite, tops)):
+        check_finite(query=q, key=k, value=v)
     wild = is_wild(top_query, top_key, top_value, factor, q.shape[-1], working(q[:0]).dtype)
     bias = _check_bias(distance_bias, q)
     return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl, wild=wild, bias=bias)

@@ -11,6 +11,10 @@ class Roots {
 
   void run(int64_t head) {
     std::fill(total.begin(), total.end(), 0.0), std::fill(square.begin(), square.end(), 0.0);
+    if (p.before) {
+      std::copy_n(p.total + head * dim, dim, total.begin());
+      std::copy_n(p.square + head * dim * dim, dim * dim, square.begin());
+    }
     int64_t turn = 0, from = 0;
     for (int64_t e = 0; e < p.count; e++) {
       // Turn by turn, so that sums are the same wherever one stops.
@@ -19,7 +23,7 @@ class Roots {
         for (int64_t g = 0; g < p.gqa_ratio; g++) take(head, g, from, to);
         from = to;
       }
-      factor(from * p.gqa_ratio);
+      factor(p.before + from * p.gqa_ratio);
       float *out = p.root + (head * p.count + e) * dim * dim;
       for (int64_t i = 0; i < dim; i++)
         for (int64_t j = 0; j < dim; j++) out[i * dim + j] = j <= i ? root[j * dim + i] : 0.0;

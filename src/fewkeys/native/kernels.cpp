@@ -3,6 +3,7 @@
 #include "blocks_back.h"
 #include "cohorts.h"
 #include "descend_back.h"
+#include "extent.h"
 #include "forest.h"
 #include "frame.h"
 #include "keys.h"
@@ -33,6 +34,7 @@ EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
 EXPORT_BY_PRODUCTS(prefill, Blocks)
 EXPORT_BY_DTYPE(attend_back, NearBack)
 EXPORT_BY_DTYPE(attend_blocks_back, BlocksBack)
+EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
@@ -84,6 +86,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(NearBack);
   SIZE_OF(Blocks);
   SIZE_OF(BlocksBack);
+  SIZE_OF(Extents);
   SIZE_OF(Survey);
   SIZE_OF(Sums);
   SIZE_OF(Framed);

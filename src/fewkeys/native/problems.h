@@ -92,6 +92,13 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
+// How large entries are: `fewkeys.core.validation.largest_entries`.
+struct Extents {
+  Rows query, key, value;
+  float *largest;  // (3): of each
+  int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
+};
+
 // How the queries of a head measure its keys and values: `fewkeys.sketch.clusters.Frame`.
 struct Framed {
   Rows query, key, value;          // (B, Hq, M, D): a sample; keys and values that are not real are zero
@@ -229,8 +236,9 @@ struct TreeRoots {
   const int64_t *asking;  // the queries that count, by their turns
   const int64_t *stop;    // (turns): how many are of this turn or of one before
   const int64_t *turn;    // (count), ascending: up to which turn
+  const double *total, *square;  // (H, D), (H, D, D): sums over `before` queries that came earlier; null where none did
   float *root;            // (H, count, D, D)
-  int64_t heads, gqa_ratio, turns, count, dim;
+  int64_t heads, gqa_ratio, turns, count, dim, before;
   float ridge;
 };
 

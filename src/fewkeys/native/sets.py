@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "team.h", "lanes.h", "products.h", "tile.h", "columns.h", "matrix.h"),
     *("back.h", "near.h", "near_back.h", "blocks.h", "blocks_back.h", "keys.h", "frame.h", "lloyd.h", "stand_ins.h"),
-    *("merge.h", "scan.h", "prefill.h", "split.h", "rows.h", "leaves.h", "forest.h", "cohorts.h"),
+    *("extent.h", "merge.h", "scan.h", "prefill.h", "split.h", "rows.h", "leaves.h", "forest.h", "cohorts.h"),
     *("descender.h", "descend.h", "descend_back.h"),
 )
 FLAGS = (

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <csignal>
 #include <cstdint>
+#include <ctime>
 #include <new>
 #include <thread>
 #include <utility>
@@ -119,23 +120,68 @@ class Team {
 
 static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_THREADS); }
 
+// How late the other threads have come to calls of late, in nanoseconds: where another process has taken a core, one may
+// wait for milliseconds until it runs again, and every call waits for all. So the caller works alone for as long as they
+// would be late, and calls them for what is left: that takes at most twice as long as the better of the two would have.
+class Lateness {
+ public:
+  static int64_t now() { return read(CLOCK_MONOTONIC); }
+  // Of this thread: what it has worked, not what it has waited for its core.
+  static int64_t worked() { return read(CLOCK_THREAD_CPUTIME_ID); }
+  // Half as much after every HALF_LIFE, so that they are tried again; what sleeping threads need to wake is no lateness.
+  static int64_t expected(int64_t now) {
+    const int64_t halvings = (now - when.load(std::memory_order_relaxed)) / HALF_LIFE;
+    const int64_t left = halvings < 62 ? worst.load(std::memory_order_relaxed) >> halvings : 0;
+    return left < LEAST ? 0 : left;
+  }
+  static void note(int64_t late, int64_t now) {
+    if (late < LEAST || late < expected(now)) return;
+    worst.store(late, std::memory_order_relaxed), when.store(now, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int64_t LEAST = 500'000, HALF_LIFE = 100'000'000;
+  static inline std::atomic<int64_t> worst{0}, when{0};
+  static int64_t read(clockid_t clock) {
+    timespec found;
+    clock_gettime(clock, &found);
+    return found.tv_sec * 1'000'000'000 + found.tv_nsec;
+  }
+};
+
 // All pieces, each by one thread, in rising order; every thread makes a worker for those that it takes, `some` at once.
 template <class NewWorker, class Run>
 static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run run, int64_t some = 1) {
   Team team;
   std::atomic<int64_t> next{0};
-  // No more threads than portions: waking one that finds nothing to do costs more than a small call.
-  const int size = team_size(std::min<int64_t>(threads, (pieces + some - 1) / some));
-  on_threads(size, [&] {
+  const auto take = [&](int64_t until) {
     team.run([&] {
       auto worker = new_worker();
-      for (int64_t first; (first = next.fetch_add(some)) < pieces;)
+      for (int64_t first; (!until || Lateness::worked() < until) && (first = next.fetch_add(some)) < pieces;)
         for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
           Team::check();
           run(worker, piece);
         }
     });
+  };
+  // No more threads than portions: waking one that finds nothing to do costs more than a small call.
+  const int size = team_size(std::min<int64_t>(threads, (pieces + some - 1) / some));
+  int64_t called = size > 1 ? Lateness::now() : 0;
+  if (const int64_t late = size > 1 ? Lateness::expected(called) : 0) {
+    take(Lateness::worked() + late);
+    team.settle();
+    if (next >= pieces) return;
+    called = Lateness::now();
+  }
+  std::atomic<int64_t> last{called};
+  on_threads(size, [&] {
+    if (size > 1) {
+      const int64_t came = Lateness::now();
+      for (int64_t before = last; before < came && !last.compare_exchange_weak(before, came);) {}
+    }
+    take(0);
   });
+  if (size > 1) Lateness::note(last - called, last);
   team.settle();
 }
 

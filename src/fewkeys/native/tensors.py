@@ -28,9 +28,14 @@ def suits(*tensors: Tensor | None) -> bool:
 def readable(*tensors: Tensor | None) -> bool:
     """Whether kernels can read these tensors, inside an `autograd.Function` if somebody asks for gradients."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in given):
+    return placed(*given) and missing() is None
+
+
+def placed(*tensors: Tensor) -> bool:
+    """Whether kernels, where there are some, can read these tensors."""
+    if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in tensors):
         return False
-    return _plain(*given) and missing() is None
+    return _plain(*tensors)
 
 
 def unwatched(*tensors: Tensor) -> bool:
@@ -63,8 +68,10 @@ class Rows(ctypes.Structure):
 class Told(ctypes.Structure):
     """What a kernel is told: a struct of `problems.h`. What is not given is zero."""
 
+    names: frozenset[str]
+
     def __init__(self, **values: Any) -> None:
-        if odd := values.keys() - {name for name, *_ in self._fields_}:
+        if odd := values.keys() - self.names:
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
         super().__init__(**values)
 
@@ -81,7 +88,7 @@ def struct(name: str) -> type[Told]:
         for field in declared.split(","):
             pointer = field.strip().startswith("*")
             fields.append((field.strip(" *\n"), ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
-    return type(name, (Told,), {"_fields_": fields})
+    return type(name, (Told,), {"_fields_": fields, "names": frozenset(field for field, _ in fields)})
 
 
 _KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}

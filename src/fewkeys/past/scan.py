@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fewkeys.core.impl import Impl
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.precision import working
 from fewkeys.past import native
 from fewkeys.past.evicted import Evicted
@@ -16,7 +16,6 @@ from fewkeys.past.gradient import scan_with_gradient
 from fewkeys.past.running import RunningKeys, RunningQueries
 from fewkeys.past.state import State
 from fewkeys.past.summary import Summary
-from fewkeys.sketch.backend import COMPILED
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT
 
 

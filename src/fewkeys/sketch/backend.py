@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.impl import Impl
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.native.tensors import unwatched
 
-COMPILED: tuple[Impl, ...] = ("auto", "native")
-"""What takes compiled kernels, where they suit."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 

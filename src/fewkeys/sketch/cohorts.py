@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fewkeys.native as native
-from fewkeys.core.impl import Impl
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
-from fewkeys.sketch.backend import COMPILED, backend
+from fewkeys.sketch.backend import backend
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, centre, frame, thinned
 from fewkeys.sketch.gram import triangular_root
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.impl import Impl
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.precision import working
-from fewkeys.sketch.backend import COMPILED, backend
+from fewkeys.sketch.backend import backend
 
 
 def label_sums(

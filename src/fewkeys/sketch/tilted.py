@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.sketch.backend import COMPILED
 from fewkeys.sketch.clusters import Clusters, frame
 from fewkeys.sketch.cohorts import Cohorts, own_importance
 from fewkeys.sketch.sums import label_sums

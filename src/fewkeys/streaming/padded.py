@@ -122,6 +122,12 @@ class Padded:
             rows = torch.arange(key.shape[0], device=key.device)
             self._groups = [Group(rows, (), self._empty.begin(key, value))]
         first, plain = self.length, bool(real.all())
+        if plain and len(self._groups) == 1:
+            (group,) = self._groups
+            group.memory.make_room(key.shape[2])
+            self.length += key.shape[2]
+            (output,) = _together([group.memory.take(query, key, value, scale)])
+            return value[:, :, :0] if output is None else output
         if not plain:
             self._groups = [part for group in self._groups for part in group.by_padding(real)]
         every = torch.arange(key.shape[2], device=key.device)
@@ -131,9 +137,6 @@ class Padded:
         self.length += key.shape[2]
         if not plain:
             self._groups = [group.padded(real[group.rows[0]], first) for group in self._groups]
-        if plain and len(self._groups) == 1:
-            (output,) = _together([self._groups[0].memory.take(query, key, value, scale)])
-            return value[:, :, :0] if output is None else output
         takes = []
         for group, inside in zip(self._groups, some, strict=True):
             own = [part[group.rows] if plain else part[group.rows][:, :, inside] for part in (key, value)]

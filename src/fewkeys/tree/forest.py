@@ -9,16 +9,15 @@ its own end; nothing that comes later changes it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.impl import Impl
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.native.tensors import readable, suits
-from fewkeys.sketch.backend import COMPILED
 from fewkeys.tree import native
 from fewkeys.tree.metric import VALUES, features, roots
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, cover, together
@@ -50,6 +49,8 @@ class Forest:
 
     order: Tensor
     stands: Mapping[int, Stand]
+    known: dict[Any, Any] = field(init=False, default_factory=dict, repr=False)
+    """What kernels were told of it."""
 
     def row(self, start: int, tree: int, size: int) -> int:
         """The first of the nodes of `size` keys of the tree of `tree` keys that begins at sealed key `start`."""
@@ -116,8 +117,7 @@ def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, impl: 
     trees = [tree for stand in stands.values() for tree in stand.trees()]
     ends = torch.tensor([sum(tree) // sequences.block * sequences.is_causal for tree in trees], device=key.device)
     blocks, kind = ends.unique(return_inverse=True)
-    compiled = _compiled(impl, query.detach(), key.detach(), value.detach())
-    metric = roots(sequences, query.detach(), blocks, compiled)
+    metric = roots(sequences, query.detach(), blocks, compiled(impl, query.detach(), key.detach(), value.detach()))
     return Forest(order_of(trees, metric, kind, key, value, impl), stands)
 
 
@@ -130,7 +130,7 @@ def order_of(
     (trees,): which of them each is measured by. `impl`: as of `grow`.
     """
     key, value, metric = key.detach(), value.detach(), metric.to(key.dtype)
-    if _compiled(impl, key, value):
+    if compiled(impl, key, value):
         start, size, base = _places(trees)
         return native.grow(key, value, metric, kind, size, start + SINKS, base, VALUES)
     found, done = [], 0
@@ -145,7 +145,7 @@ def order_of(
     return torch.cat(found, 1)
 
 
-def _compiled(impl: Impl, *rows: Tensor) -> bool:
+def compiled(impl: Impl, *rows: Tensor) -> bool:
     """Whether compiled kernels read these."""
     return impl in COMPILED and all(one.dtype == torch.float32 for one in rows) and suits(*rows)
 

@@ -19,7 +19,7 @@ from fewkeys.core.precision import working
 from fewkeys.past.running import RunningQueries
 from fewkeys.tree.buffer import Buffer, room_for, widened
 from fewkeys.tree.descent import Walk
-from fewkeys.tree.forest import Forest, Stand, Table, needed, order_of, summarise
+from fewkeys.tree.forest import Forest, Stand, Table, compiled, needed, order_of, summarise
 from fewkeys.tree.leaves import Form, Held, Leaves
 from fewkeys.tree.metric import roots_after, turn_of
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, cover, exact_keys, levels_of
@@ -70,6 +70,7 @@ class Growing:
     spare: dict[Place, Tensor] = field(default_factory=dict)
     sealed: int = 0
     folded: int = 0
+    _standing: tuple[int, Cover] | None = None
 
     @staticmethod
     def empty(slots: int, held: Held, key: Tensor, value: Tensor) -> Growing:
@@ -125,17 +126,20 @@ class Growing:
 
         Builds what is to be built. A few steps are taken one by one, in place; more at once, in a forest of their own.
         """
-        seen = torch.arange(self.count - fresh + 1, self.count + 1, device=self.asked.device)
+        device, first = self.asked.device, self.count - fresh + 1
         steps = steps_after(self.count - fresh, fresh, self.slots, self.block)
         self._seal(steps[-1].sealed)
         if len(steps) <= FEW:
             for step in steps:
                 self._reach(step.sealed)
                 span, length = slice(step.start, step.stop), step.stop - step.start
+                seen = torch.arange(first + step.start, first + step.stop, device=device)
+                asking = torch.arange(length, device=device)
                 own = (replace(step, start=0, stop=length),)
-                sequences = Sequences(None, None, seen[span], seen[span] - seen[span.start], True, self.block, own)
-                yield span, Walk(sequences, Cover(self.order, {}), self.nodes, self.leaves, self.skipped)
+                sequences = Sequences(None, None, seen, asking, True, self.block, own)
+                yield span, Walk(sequences, self._cover(), self.nodes, self.leaves, self.skipped)
         else:
+            seen = torch.arange(first, self.count + 1, device=device)
             sequences = Sequences(None, None, seen, seen - seen[0], True, self.block, steps)
             forest = self._forest(sequences)
             rows = self.leaves.rows(0, steps[-1].sealed)
@@ -166,6 +170,7 @@ class Growing:
                 for size, table in self.nodes.items()
             },
             spare={tree: pick(order) for tree, order in self.spare.items()},
+            _standing=None,
         )
 
     def crop(self, count: int) -> None:
@@ -255,12 +260,18 @@ class Growing:
         query = self.query.rows.flatten(0, 1)
         if not bool(self.asked.all()):
             query, turn = query[:, :, self.asked], turn[self.asked]
-        metric = roots_after(query, turn, blocks, self.past)
+        metric = roots_after(query, turn, blocks, self.past, compiled("auto", query))
         key, value = self.leaves.rows(first, last)
         before = first + SINKS  # what is written has no sinks
         order = order_of([(start - before, size) for start, size in trees], metric, kind, key, value)
         orders = (order + before).split([size for _, size in trees], 1)
         return dict(zip(trees, orders, strict=True))
+
+    def _cover(self) -> Cover:
+        """The trees that stand; what is remembered of them is true until another comes, or all find more room."""
+        if self._standing is None or self._standing[0] != self.sealed or self._standing[1].order is not self.order:
+            self._standing = self.sealed, Cover(self.order, {})
+        return self._standing[1]
 
     def _write(self, tree: Place, order: Tensor) -> None:
         """Let a tree stand where its keys stand, and know its nodes."""

@@ -47,7 +47,9 @@ def turn_of(seen: Tensor, block: int, is_causal: bool = True) -> Tensor:
     return (seen - 1 - SINKS).div(block, rounding_mode="floor").clamp_min(-1) + 1
 
 
-def roots_after(query: Tensor, turn: Tensor, blocks: Tensor, past: RunningQueries | None = None) -> Tensor:
+def roots_after(
+    query: Tensor, turn: Tensor, blocks: Tensor, past: RunningQueries | None = None, compiled: bool = False
+) -> Tensor:
     """The same of scaled queries (H, groups, M, D) of ascending `turn` (M,), and of those of the `past` before them.
 
     past: `count` (1, 1), `total` (H, 1, D), `square` (H, D, D), in float64.
@@ -55,6 +57,9 @@ def roots_after(query: Tensor, turn: Tensor, blocks: Tensor, past: RunningQuerie
     first = min(int(blocks[0]), int(turn[0]) if turn.numel() else 0)
     turn = turn[turn <= blocks[-1]] - first
     counts = torch.bincount(turn, minlength=int(blocks[-1]) - first + 1)
+    if compiled:
+        every = torch.arange(turn.numel(), device=turn.device)
+        return native.roots(query, every, counts.cumsum(0), blocks - first, RIDGE, past)
     # One row a turn, filled up by zeros: queries stand in the order of their turns.
     query = query[:, :, : turn.numel()].double()
     place = torch.arange(int(counts.max()), device=query.device)

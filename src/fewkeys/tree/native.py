@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
+from fewkeys.past.running import RunningQueries
 
 
 def split(rows: Tensor) -> Tensor:
@@ -57,17 +58,22 @@ def grow(
     return order
 
 
-def roots(query: Tensor, asking: Tensor, stop: Tensor, turn: Tensor, ridge: float) -> Tensor:
+def roots(
+    query: Tensor, asking: Tensor, stop: Tensor, turn: Tensor, ridge: float, past: RunningQueries | None = None
+) -> Tensor:
     """What `tree.metric.roots` promises, (H, E, D, D), of scaled queries (H, gqa_ratio, Nq, D).
 
     asking (N,): the queries that count, by their turns. stop (turns,): how many are of this turn or of one before. turn
-    (E,), ascending: up to which turn.
+    (E,), ascending: up to which turn. past: the queries before them.
     """
     query = dense(query)
     heads, gqa_ratio, _, dim = query.shape
     root = query.new_empty((heads, turn.numel(), dim, dim))
     held = {"asking": asking.contiguous(), "stop": stop.contiguous(), "turn": turn.contiguous(), "root": root}
     sizes = {"heads": heads, "gqa_ratio": gqa_ratio, "turns": stop.numel(), "count": turn.numel(), "dim": dim}
+    if past is not None:
+        held |= {"total": past.total.contiguous(), "square": past.square.contiguous()}
+        sizes["before"] = int(past.count)
     call("fewkeys_roots", struct("TreeRoots")(query=Rows.of(query), **pointers(held), **sizes, ridge=ridge))
     return root
 

@@ -11,7 +11,7 @@ from fewkeys.execute import by_cohort
 from fewkeys.execute.native import backward, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
-from fewkeys.native.tensors import DTYPES, readable, wants_gradient
+from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 __all__ = ["attend", "attend_each", "unsupported"]
@@ -34,7 +34,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"expected compiled kernels, got none ({reason})"
     s = problem.stand_ins
     if problem.graph.descent is not None:
-        plain = readable(*descent.read(problem))
+        plain = placed(*descent.read(problem))
     elif isinstance(s, BlockStandIns):
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))

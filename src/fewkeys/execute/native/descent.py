@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -150,29 +151,16 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
     x, own, forest = problem.inputs, walk.sequences, walk.forest
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
     enough = cast("Descent", problem.graph.descent).enough
-    tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
-    radii: list[Tensor | None] = [None] * len(tables)
-    if enough is not None and enough.certified:
-        radii = [cast(Tensor, walk.nodes[size].radius).contiguous() for size in nodes]
-    steps: list[int] = []
-    levels: list[int] = []
-    runs: list[int] = []
-    place = {size: index for index, size in enumerate(nodes)}
-    for step in own.steps:
-        first = len(levels) // 6
-        for level in step.levels:
-            levels += (place[level.size], level.size, len(runs) // 2, len(level.trees), level.scored, level.opened)
-            for start, size in level.trees:
-                runs += (forest.row(start, size, level.size), size // level.size)
-        steps += (step.start, step.stop, step.seen, step.near, first, len(step.levels))
-    seen, order = own.seen.contiguous(), forest.order.contiguous()
-    numbers = [
+    certified = enough is not None and enough.certified
+    trees = forest.known.get((id(nodes), certified)) or _trees(walk, nodes, certified)
+    forest.known[id(nodes), certified] = trees
+    steps = [
         number
-        for one, radius in zip(tables, radii, strict=True)
-        for number in (*(part.data_ptr() for part in one), 0 if radius is None else radius.data_ptr(), one[0].shape[1])
+        for step, first in zip(own.steps, trees.first, strict=True)
+        for number in (step.start, step.stop, step.seen, step.near, first, len(step.levels))
     ]
-    held = {"steps": steps, "levels": levels, "runs": runs, "tables": numbers}
-    arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
+    seen, order = own.seen.contiguous(), forest.order.contiguous()
+    arrays = {"steps": (ctypes.c_int64 * len(steps))(*steps), **trees.arrays}
     told = struct("Descend")(
         **_leaves(walk, key, value),
         **{name: Rows.of(rows) for name, rows in (("query", query), ("key", key), ("value", value), ("out", output))},
@@ -187,11 +175,43 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
         value_dim=x.value_dim,
         sinks=SINKS,
         shown=isinstance(problem.stand_ins, NodeStandIns),
-        certified=enough is not None and enough.certified,
+        certified=certified,
         spare=-1.0 if enough is None else 1 - enough.mass,
         scale=x.scale,
         reach=REACH,
         curve=CURVE,
         highest=HIGHEST,
     )
-    return told, (query, key, value, tables, radii, seen, order, arrays)
+    return told, (query, key, value, seen, order, arrays, trees)
+
+
+@dataclass(frozen=True, eq=False)
+class _Trees:
+    """What is the same for all queries: `levels`, `runs` and `tables`; where each step's levels begin; what is read."""
+
+    arrays: dict[str, ctypes.Array[ctypes.c_int64]]
+    first: list[int]
+    alive: object
+
+
+def _trees(walk: Walk, nodes: Nodes, certified: bool) -> _Trees:
+    tables = [tuple(part.contiguous() for part in _parts(table)) for table in nodes.values()]
+    radii = [cast(Tensor, walk.nodes[size].radius).contiguous() if certified else None for size in nodes]
+    first: list[int] = []
+    levels: list[int] = []
+    runs: list[int] = []
+    place = {size: index for index, size in enumerate(nodes)}
+    for step in walk.sequences.steps:
+        first.append(len(levels) // 6)
+        for level in step.levels:
+            levels += (place[level.size], level.size, len(runs) // 2, len(level.trees), level.scored, level.opened)
+            for start, size in level.trees:
+                runs += (walk.forest.row(start, size, level.size), size // level.size)
+    numbers = [
+        number
+        for one, radius in zip(tables, radii, strict=True)
+        for number in (*(part.data_ptr() for part in one), 0 if radius is None else radius.data_ptr(), one[0].shape[1])
+    ]
+    held = {"levels": levels, "runs": runs, "tables": numbers}
+    arrays = {name: (ctypes.c_int64 * len(some))(*some) for name, some in held.items()}
+    return _Trees(arrays, first, (nodes, tables, radii))

@@ -1,0 +1,57 @@
+// How large the entries of a problem are: one look at its queries, keys and values.
+#pragma once
+#include "lanes.h"
+
+namespace fewkeys {
+
+constexpr int64_t EXTENT = 64;  // rows that are looked at by themselves
+
+// Magnitudes are compared by their bits: those of finite numbers rise with them, infinity is above all of these, and what
+// is no number above infinity.
+template <class T>
+static inline void look_at(const T *row, int64_t count, ivec &most) {
+  int64_t d = 0;
+  for (; d + LANES <= count; d += LANES) {
+    const ivec bits = (ivec)load(row + d) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  for (; d < count; d++) {
+    const float x = to_float(row[d]);
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    most[0] = std::max<int32_t>(most[0], bits & 0x7fffffff);
+  }
+}
+
+template <class T>
+static void extents(const Extents &p, int threads) {
+  struct Part {
+    const Rows &rows;
+    int64_t heads, count, dim, pieces;
+  };
+  const auto part = [&](const Rows &rows, int64_t heads, int64_t count, int64_t dim) {
+    return Part{rows, heads, count, dim, p.batch * heads * ((count + EXTENT - 1) / EXTENT)};
+  };
+  const Part parts[] = {part(p.query, p.heads * p.gqa_ratio, p.queries, p.dim), part(p.key, p.heads, p.keys, p.dim),
+                        part(p.value, p.heads, p.keys, p.value_dim)};
+  std::atomic<int32_t> most[3] = {};
+  const auto look = [&](int, int64_t piece) {
+    int at = 0;
+    for (; piece >= parts[at].pieces; at++) piece -= parts[at].pieces;
+    const Part &own = parts[at];
+    const int64_t each = (own.count + EXTENT - 1) / EXTENT, head = piece / each, first = piece % each * EXTENT;
+    ivec seen = {};
+    for (int64_t n = first; n < std::min(own.count, first + EXTENT); n++)
+      look_at(own.rows.template at<T>(head / own.heads, head % own.heads, n), own.dim, seen);
+    int32_t found = 0;
+    for (int l = 0; l < LANES; l++) found = std::max<int32_t>(found, seen[l]);
+    for (int32_t before = most[at]; before < found && !most[at].compare_exchange_weak(before, found);) {}
+  };
+  in_parallel(threads, parts[0].pieces + parts[1].pieces + parts[2].pieces, [] { return 0; }, look, 4);
+  for (int at = 0; at < 3; at++) {
+    const int32_t bits = most[at];
+    memcpy(p.largest + at, &bits, sizeof bits);
+  }
+}
+
+}  // namespace fewkeys
