@@ -49,6 +49,14 @@ def main():
     return any(result["failed"] for result in results.values())
 
 
+def wrong_with(part, seed):
+    """What a part says of a seed; an error that it does not expect is a failure, too."""
+    try:
+        return part(seed)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def count_up(part):
     """Tries seeds from the first on, until the time is over: how many, and those that failed."""
 
@@ -56,7 +64,7 @@ def count_up(part):
         tried, failed, end = 0, [], time.monotonic() + 60 * minutes
         while not tried or (not only and time.monotonic() < end):
             seed = first + tried
-            wrong = part(seed)
+            wrong = wrong_with(part, seed)
             tried += 1
             failed += [] if wrong is None else [{"seed": seed, "what": wrong}]
         return tried, failed
@@ -103,7 +111,7 @@ def told_apart(first, minutes, only, path):
 
     def part(seed):
         Path(path).write_text(json.dumps([seed, failed]))
-        if (wrong := kernels(seed)) is not None:
+        if (wrong := wrong_with(kernels, seed)) is not None:
             failed.append({"seed": seed, "what": wrong})
             Path(path).write_text(json.dumps([seed, failed]))
 
