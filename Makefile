@@ -23,7 +23,7 @@ help:
 	@echo 'make sets   the kernels agree with the reference, by every instruction set of this machine'
 	@echo 'make qemu   the same on an emulated aarch64'
 	@echo 'make broken break kernels on purpose; do the laws notice? half an hour'
-	@echo 'make mutants small changes of six rooms; do their tests notice? an hour and a half'
+	@echo 'make mutants small changes of some rooms; do their tests notice? an hour and a half'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
 	@echo 'make audit  known vulnerabilities of the pinned packages'
 	@echo 'make lint   ruff: rules and format'
