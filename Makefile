@@ -23,7 +23,7 @@ help:
 	@echo 'make sets   the kernels agree with the reference, by every instruction set of this machine'
 	@echo 'make qemu   the same on an emulated aarch64'
 	@echo 'make broken break kernels on purpose; do the laws notice? half an hour'
-	@echo 'make mutants small changes of six rooms; do their tests notice? an hour and a half'
+	@echo 'make mutants small changes of some rooms; do their tests notice? an hour and a half'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
 	@echo 'make audit  known vulnerabilities of the pinned packages'
 	@echo 'make lint   ruff: rules and format'
@@ -61,8 +61,7 @@ broken: $(VENV)/.installed-dev
 MINUTES ?= 60
 
 campaign: $(VENV)/.installed-dev
-	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --out ../out/campaign/campaign.json
-	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --parts kernels --sanitize --out ../out/campaign/sanitized.json
+	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --sanitize --out ../out/campaign/campaign.json
 
 mutants: $(VENV)/.installed-dev
 	cd tests && PYTHONPATH=. ../$(BIN)/python -m mutants --out mutants/results.json

@@ -4,10 +4,12 @@
     python -m campaign --minutes 1 --parts files,kills
     python -m campaign --parts kernels --seed 4711     # one seed again
 
-`--sanitize` compiles the kernels under address and undefined-behaviour sanitizers, for the part `kernels`.
+The part `kernels, sanitized` (`--parts sanitized`) is `kernels` compiled under address and undefined-behaviour
+sanitizers, which takes a minute; it is left out where no part is named, unless `--sanitize` asks for it.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import time
 from pathlib import Path
 
 SANITIZE = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
+SANITIZED = "kernels, sanitized"
 
 
 def main():
@@ -24,48 +27,95 @@ def main():
     parser.add_argument("--parts", default="")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this one alone")
-    parser.add_argument("--sanitize", action="store_true")
+    parser.add_argument("--sanitize", action="store_true", help="the sanitized kernels, too")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     given = parser.parse_args()
-    if given.sanitize and "asan" not in os.environ.get("LD_PRELOAD", ""):
-        return sanitized()
 
-    from campaign.parts import PARTS, SHARES, as_json, told
+    from campaign.parts import PARTS, SHARES, told
 
-    names = given.parts.split(",") if given.parts else list(PARTS)
+    names = [SANITIZED if name == "sanitized" else name for name in given.parts.split(",") if name]
+    names = names or [*PARTS, *[SANITIZED] * given.sanitize]
     results, shares = {}, sum(SHARES.get(name, 1) for name in names)
     for name in names:
-        part, tried, failed = PARTS[name](), 0, []
-        end = time.monotonic() + 60 * given.minutes * SHARES.get(name, 1) / shares
-        while (given.seed is None and time.monotonic() < end) or not tried:
-            seed = given.first + tried if given.seed is None else given.seed
-            wrong = part(seed)
-            tried += 1
-            failed += [] if wrong is None else [{"seed": seed, "what": wrong}]
-        key = f"{name}, sanitized" if given.sanitize else name
-        results[key] = {"promise": told(name), "tried": tried, "seeds": [given.first, given.first + tried - 1]}
-        results[key]["failed"] = failed
-        print(f"{key:20} tried {tried:7} failed {len(failed):3}  {failed[:1] or ''}", flush=True)
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(as_json({"minutes": given.minutes, "parts": results}))
+        minutes = given.minutes * SHARES.get(name, 1) / shares
+        first, only = (given.first, False) if given.seed is None else (given.seed, True)
+        tried, failed = (sanitized if name == SANITIZED else count_up(PARTS[name]()))(first, minutes, only)
+        promise = told("kernels" if name == SANITIZED else name)
+        results[name] = {"promise": promise, "tried": tried, "seeds": [first, first + tried - 1], "failed": failed}
+        print(f"{name:20} tried {tried:7} failed {len(failed):3}  {failed[:1] or ''}", flush=True)
+        if given.out:
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.write_text(json.dumps({"minutes": given.minutes, "parts": results}, indent=1) + "\n")
     return any(result["failed"] for result in results.values())
 
 
-def sanitized():
-    """The same command in a process that has the sanitizers' library, and a cache of its own."""
+def wrong_with(part, seed):
+    """What a part says of a seed; an error that it does not expect is a failure, too."""
+    try:
+        return part(seed)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def count_up(part):
+    """Tries seeds from the first on, until the time is over: how many, and those that failed."""
+
+    def run(first, minutes, only):
+        tried, failed, end = 0, [], time.monotonic() + 60 * minutes
+        while not tried or (not only and time.monotonic() < end):
+            seed = first + tried
+            wrong = wrong_with(part, seed)
+            tried += 1
+            failed += [] if wrong is None else [{"seed": seed, "what": wrong}]
+        return tried, failed
+
+    return run
+
+
+def sanitized(first, minutes, only):
+    """The same of `kernels`, in processes that have the sanitizers' library, which end at the first fault."""
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    with tempfile.TemporaryDirectory() as cache:
-        compiler = Path(cache) / "compiler"  # what stands last decides: -O1, which compiles in a minute
+    tried, failed, end = 0, [], None
+    with tempfile.TemporaryDirectory() as folder:
+        compiler, said = Path(folder) / "compiler", Path(folder) / "said"  # what stands last decides: -O1 is quick
         compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {SANITIZE}\n')
         compiler.chmod(0o755)
         env = os.environ | {
             "LD_PRELOAD": runtime.stdout.strip(),
             "ASAN_OPTIONS": "detect_leaks=0",
             "CXX": str(compiler),
-            "FEWKEYS_CACHE": cache,
+            "FEWKEYS_CACHE": folder,
         }
-        return subprocess.run([sys.executable, "-m", "campaign", *sys.argv[1:]], env=env, check=False).returncode
+        while not tried or (not only and time.monotonic() < end):
+            left = minutes if end is None else (end - time.monotonic()) / 60
+            code = (
+                f"from campaign.__main__ import told_apart; told_apart({first + tried}, {left}, {only}, {str(said)!r})"
+            )
+            end = end or time.monotonic() + 60 * minutes
+            process = subprocess.run(
+                [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True, check=False
+            )
+            last, wrong = json.loads(said.read_text())
+            tried, failed = last - first + 1, failed + wrong
+            if process.returncode:
+                lines = [line for line in process.stderr.splitlines() if "rror" in line]
+                failed.append({"seed": last, "what": lines[0] if lines else f"exit code {process.returncode}"})
+    return tried, failed
+
+
+def told_apart(first, minutes, only, path):
+    """Tries seeds of `kernels`, and says at every moment in a file at which it is, and what has failed."""
+    from campaign.kernels import kernels
+
+    failed = []
+
+    def part(seed):
+        Path(path).write_text(json.dumps([seed, failed]))
+        if (wrong := wrong_with(kernels, seed)) is not None:
+            failed.append({"seed": seed, "what": wrong})
+            Path(path).write_text(json.dumps([seed, failed]))
+
+    count_up(part)(first, minutes, only)
 
 
 if __name__ == "__main__":

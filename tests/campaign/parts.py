@@ -1,7 +1,6 @@
 """The parts of the campaign: each tries one thing with one seed, and says in a line what went wrong, or nothing."""
 
 import copy
-import json
 import math
 import multiprocessing
 import os
@@ -18,62 +17,19 @@ from pathlib import Path
 import torch
 
 import fewkeys as fk
+from campaign.kernels import kernels
 from campaign.models import Caches, Commands
-from cases import PLANS, RUNNING_PLANS
 from distributed_faults import CALLS, LOST, OTHERS, meet, wrong
 from fewkeys.core.records import parse
 from parts.test_loaders import WRITTEN, damaged
 
 TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())
-CAUSAL = {**RUNNING_PLANS, "tree": TREE}
 STREAMS = [
     fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(6)),
     fk.budget(32, is_causal=True, memory="constant"),
     fk.Plan(fk.Window(9) | fk.Sinks(3)),
     TREE,
 ]
-
-
-def kernels(seed):
-    """A random plan, shape, dtype and layout: compiled kernels against the reference in float64, no address out of
-    bounds.
-    """
-    draw = random.Random(seed)
-    causal = draw.random() < 0.5
-    name = draw.choice(sorted(CAUSAL if causal else PLANS))
-    plan = (CAUSAL if causal else PLANS)[name].always()
-    ratio, heads, batch = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([1, 2])
-    tokens, dim, value_dim = draw.randint(1, 300), draw.randint(1, 70), draw.randint(1, 70)
-    g = torch.Generator().manual_seed(seed)
-    strength = draw.choice([0.1, 1.0, 1.0, 5.0])
-    shapes = ((ratio * heads, dim), (heads, dim), (heads, value_dim))
-    q, k, v = (torch.randn(batch, count, tokens, size, generator=g) for count, size in shapes)
-    q = q * strength
-    if draw.random() < 0.3:
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    options = {"is_causal": causal}
-    if draw.random() < 0.3:
-        options["lengths"] = torch.tensor([draw.randint(0, tokens) for _ in range(batch)])
-    try:
-        found = fk.attention(q, k, v, plan=plan, impl="native", **options)
-    except ValueError as error:
-        return None if "impl='native'" in str(error) or "expected" in str(error) else str(error)
-    if not found.isfinite().all():
-        return f"{name}: not finite"
-    # What the kernels choose may hang on rounding; then torch in float32 differs from float64 as well.
-    want = fk.attention(*(x.double() for x in (q, k, v)), plan=plan, impl="reference", **options)
-    beside = fk.attention(q, k, v, plan=plan, impl="torch", **options)
-    size = want.abs().max().clamp_min(1e-6)
-    error, usual = ((found - want).abs().max() / size).item(), ((beside - want).abs().max() / size).item()
-    near = ((found - beside).abs().max() / size).item()
-    if min(error, near) <= 1e-3 + 10 * usual:
-        return None
-    # A choice that hangs on rounding is right where it is that of inputs which differ by rounding.
-    for _ in range(20):
-        moved = [x * (1 + 1.2e-7 * torch.randn(x.shape, generator=g, dtype=torch.float64)) for x in (q, k, v)]
-        if (found - fk.attention(*moved, plan=plan, impl="reference", **options)).abs().max() <= 1e-3 * size:
-            return None
-    return f"{name}: {error:.2g} off, torch {usual:.2g}"
 
 
 def streams(seed):
@@ -353,7 +309,7 @@ PARTS = {
     "soak": Soak,
 }
 """What makes each part."""
-SHARES = {"files": 3, "kernels": 2, "streams": 2, "caches": 2}
+SHARES = {"files": 3, "kernels": 2, "kernels, sanitized": 2, "streams": 2, "caches": 2}
 """Of the time, where it is not one."""
 
 
@@ -362,7 +318,3 @@ def told(part):
     made = PARTS[part]
     text = (made if isinstance(made, type) else made()).__doc__
     return " ".join(text.split()).rstrip(".")
-
-
-def as_json(value):
-    return json.dumps(value, indent=1) + "\n"

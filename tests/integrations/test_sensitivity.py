@@ -158,6 +158,11 @@ def test_slots_go_where_the_model_feels_errors(causal, length, slots):
             assert paid[loud] > 1.5 * paid[1 - loud]
 
 
+def test_one_layer_and_one_batch_with_gradients_are_some():
+    assert captured(layers=1, batches=1, gradients=1.0).gradients
+    assert not captured(layers=1, batches=1).gradients
+
+
 def test_scores_by_gradients_are_those_by_definition():
     size = torch.linspace(0.5, 2, 4).view(4, 1, 1)
     taken = captured(lengths=[40, 17, 1], gradients=size)

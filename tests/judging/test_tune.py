@@ -64,6 +64,7 @@ def test_scores_are_the_errors_by_definition(lengths, known, monkeypatch):
         expected = by_definition(taken, 1, candidate.plan, weight.double())
         torch.testing.assert_close(scores.relative[:, index], expected[0], rtol=1e-3, atol=1e-6)
         torch.testing.assert_close(scores.added[:, index], expected[1], rtol=1e-3, atol=1e-6)
+    assert not scores.felt.any()
 
 
 def test_the_error_of_a_layer_is_that_of_its_heads_together(monkeypatch):
@@ -168,6 +169,13 @@ def test_tuning_beats_the_budget_at_no_more_slots():
     assert rows.row("budget").error == pytest.approx(found.record["budget"]["error"], rel=1e-3)
     gains = [found.record[name] / found.record["budget"][name] for name in ("error", "layer_error")]
     assert max(gains) < 0.9
+
+
+def test_errors_of_both_kinds_count_by_those_of_the_budget(monkeypatch):
+    costs, inner = [], module.within_slots
+    monkeypatch.setattr(module, "within_slots", lambda cost, *rest: costs.append(cost) or inner(cost, *rest))
+    fk.tune(captured(batches=1), 8)
+    assert float(costs[0][:, 0].mean()) == pytest.approx(2)
 
 
 def test_slots_go_where_the_projection_looks(monkeypatch):

@@ -62,6 +62,13 @@ NEWEST = {
     ),
 }
 """What holds the youngest files."""
+STATISTICS = (
+    *("parts/test_stand_ins.py", "parts/test_odd_inputs.py", "parts/test_cohorts.py", "kernels/test_native.py"),
+    *("parts/test_selectors.py", *law(2, "forward"), *law(3, "bidirectional"), *law(5)),
+)
+STORED = ("integrations/test_capture.py", "integrations/test_sensitivity.py", "parts/test_loaders.py")
+TUNED = ("judging/test_tune.py", "integrations/test_sensitivity.py", "judging/test_model_plan.py")
+"""What holds files that survey keys and queries, store them, and choose plans by them."""
 ROOMS = {
     "graph": Room(
         ("core/graph.py", "core/groups.py"),
@@ -159,6 +166,15 @@ ROOMS = {
         (),
         more=NEWEST,
     ),
+    "measured": Room(
+        ("sketch/clusters.py", "sketch/gram.py", "native/keys.py", "captures/*.py", "tuning/*.py"),
+        (),
+        more={
+            **dict.fromkeys(("clusters", "gram", "keys"), STATISTICS),
+            **dict.fromkeys(("capture", "writer"), STORED),
+            **dict.fromkeys(("tune", "allocate", "candidates", "score"), TUNED),
+        },
+    ),
 }
 EQUIVALENT = {
     "core/graph.py band_block": "how many queries share a tile of a band: time alone",
@@ -172,6 +188,9 @@ EQUIVALENT = {
     "past/gradient.py _Scanned.forward: 1 -> 2": "an excess that claims a gradient, which nothing passes on",
     "execute/exact.py attend: x.keys - 1 ->": "a mask that hides nothing, or none: time alone",
     "execute/torch/by_block.py attend: graph.columns.blocks > 1": "one list by blocks, or at once: time alone",
+    "past/tokens.py Tokens.empty: torch.zeros": "numbers of a tensor that has none",
+    "sketch/gram.py whitener: info == 0": "Cholesky or eigenvalues, of which W W^T is the same: time alone",
+    "sketch/clusters.py pieces": "which pieces are looked at together: memory and time alone",
     "core/graph.py _join_columns: a.blocks > b.blocks": "lists of equal blocks are refined into themselves",
 }
 """Why a change changes nothing that could be asked for: by the beginning of its line."""

@@ -148,6 +148,16 @@ def test_top_subspace_finds_leading_eigenvectors(rank):
     assert (held > 0.9999 * sum(10.0**-i for i in range(rank))).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_subspace_has_no_direction_that_rounding_chose(dtype):
+    """Gradients go along every direction, also where outputs do not."""
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randn(50, 2, 46, generator=g, dtype=dtype)
+    found = top_subspace(rows.mT @ rows, 4)
+    lengths = found.norm(dim=-2)
+    torch.testing.assert_close(lengths, torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=dtype).expand(50, -1))
+
+
 @pytest.mark.parametrize("kept", [1, 2, 60])
 @pytest.mark.parametrize("count", [4, 7, 23])
 def test_a_sampled_key_is_of_the_share_it_speaks_for(kept, count):

@@ -46,18 +46,19 @@ class TileBack {
 
   // Products (count, TILE) of keys with the queries, of values with the gradients.
   void key_products(const KeyValues &at, int first, int count, float *found) const {
-    dots(&at.key[first * deep], deep, count, dim, query_lanes.data(), found);
+    dots(at.key.data() + first * deep, deep, count, dim, query_lanes.data(), found);
   }
   void value_products(const KeyValues &at, int first, int count, float *found) const {
-    dots(&at.value[first * wide], wide, count, value_dim, out_lanes.data(), found);
+    dots(at.value.data() + first * wide, wide, count, value_dim, out_lanes.data(), found);
   }
 
   // Adds to the gradients of queries, keys and values, by weights P and score gradients S (count, TILE).
   void accumulate(const float *weight, const float *grad, KeyValues &with, int first, int count) {
+    if (!count) return;
     for (int i = 0; i < rows; i += SOME)
-      mix(&with.key[first * deep], deep, count, deep, grad + i, TILE, &to_query[i * deep], deep);
-    accumulate_rows(grad, query, deep, &with.to_key[first * deep], count);
-    accumulate_rows(weight, out, wide, &with.to_value[first * wide], count);
+      mix(with.key.data() + first * deep, deep, count, deep, grad + i, TILE, to_query.data() + i * deep, deep);
+    accumulate_rows(grad, query, deep, with.to_key.data() + first * deep, count);
+    accumulate_rows(weight, out, wide, with.to_value.data() + first * wide, count);
   }
 
   void write(float *to) const {

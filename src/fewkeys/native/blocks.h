@@ -79,7 +79,7 @@ class BlockAttention {
     if (p.causal)
       while (seen && place[seen - 1] > position + rows - 1) seen--;
     query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
-    float *mean_score = &score[round_up(seen, STEP) * TILE];
+    float *mean_score = score.data() + round_up(seen, STEP) * TILE;
     list.dots(query, seen, score.data());
     means.dots(query, p.means, mean_score);
     Tile tile(p.scale);

@@ -53,9 +53,9 @@ class BlockAttentionBack {
       copy_rows(p.value.at<T>(b, h, place[e]), 0, 1, value_dim, pairs.wide, &pairs.value[e * pairs.wide]);
     }
     copy_rows(p.mean_key.at<float>(b, h, block * p.means), p.mean_key.row, p.means, dim, pairs.deep,
-              &pairs.key[listed * pairs.deep]);
+              pairs.key.data() + listed * pairs.deep);
     copy_rows(p.mean_value.at<float>(b, h, block * p.means), p.mean_value.row, p.means, value_dim, pairs.wide,
-              &pairs.value[listed * pairs.wide]);
+              pairs.value.data() + listed * pairs.wide);
   }
 
   void attend_tile(int64_t b, int64_t h, int64_t first, int rows) {
@@ -64,7 +64,7 @@ class BlockAttentionBack {
     tile_back.key_products(pairs, 0, columns, weight.data());
     Tile tile(p.scale);
     show_list(p, tile, place.data(), listed, first + p.offset, weight.data());
-    tile.show_means(&weight[listed * TILE], bias, p.means);
+    tile.show_means(weight.data() + listed * TILE, bias, p.means);
     tile.settle();
     tile.weigh(weight.data(), columns);
     vec inverse[WIDE], mean[WIDE] = {};

@@ -80,6 +80,7 @@ struct LaneProducts {
       for (int i = 0; i < rows; i += SOME) {
         int low = 0, high = count;
         reach(i, low, high);
+        if (low == high) continue;
         fewkeys::mix(value + low * value_stride, value_stride, high - low, wide, weight + low * TILE + i, TILE,
                     &into.sums[i * wide], wide);
       }

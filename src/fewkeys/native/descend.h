@@ -29,7 +29,7 @@ class DescentAttention {
     }
     tile.settle();
     tile.weigh(found.score.data(), count);
-    for (int i = 0; i < found.rows; i += SOME)
+    for (int i = 0; count && i < found.rows; i += SOME)
       mix(found.value.data(), wide, count, wide, &found.score[i], TILE, &mixed[i * wide], wide);
     for (int i = 0; i < found.rows; i++) {
       const float sum = tile.sum[i / LANES][i % LANES], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;

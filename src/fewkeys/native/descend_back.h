@@ -151,9 +151,9 @@ class DescentAttentionBack {
       point(closed, i, node_row, [&](const ClosedAt &at) { return table_of(at).key + at.row * dim; });
       point(closed, i, variance_row, [&](const ClosedAt &at) { return table_of(at).variance + at.row * dim; });
       point(leaf, i, leaf_row, [&](int64_t at) { return leaf_of(p.key, at); });
-      mix_rows(node_row.data(), &closed.grad[closed.start[i]], nodes, dim, own);
-      mix_rows(variance_row.data(), &slope[closed.start[i]], nodes, dim, square);
-      mix_rows(leaf_row.data(), &leaf.grad[leaf.start[i]], keys, dim, own);
+      mix_rows(node_row.data(), closed.grad.data() + closed.start[i], nodes, dim, own);
+      mix_rows(variance_row.data(), slope.data() + closed.start[i], nodes, dim, square);
+      mix_rows(leaf_row.data(), leaf.grad.data() + leaf.start[i], keys, dim, own);
       const float *q = &found.asked[i * dim];
       float *to = all.query + ((found.batch * p.heads + found.query_head[i]) * all.queries + found.query_place[i]) * dim;
       for (int d = 0; d < dim; d++) to[d] = p.scale * (own[d] + 2 * q[d] * square[d]);

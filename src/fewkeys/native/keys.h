@@ -149,13 +149,13 @@ static void label_sums(const Sums &p, int threads) {
   aligned_vector<float> parts(heads * pieces * (size + square));
   const auto add_piece = [&](Adder<T> &adder, int64_t t) {
     const int64_t first = t % pieces * PIECE;
-    float *sums = &parts[t * (size + square)];
+    float *sums = parts.data() + t * (size + square);
     adder.add_all(t / pieces, first, std::min(p.keys, first + PIECE), sums, sums + size);
   };
   in_parallel(threads, heads * pieces, [&] { return Adder<T>(p); }, add_piece);
   in_parallel(threads, heads, [&](int64_t head) {
     for (int64_t piece = 0; piece < pieces; piece++) {
-      const float *from = &parts[(head * pieces + piece) * (size + square)];
+      const float *from = parts.data() + (head * pieces + piece) * (size + square);
       add(p.sums + head * size, from, 1.0f, size);
       for (int64_t d = 0; p.middle && d < p.dim; d++)
         add(p.products + (head * p.dim + d) * p.value_dim, from + size + d * wide, 1.0f, p.value_dim);

@@ -235,7 +235,7 @@ static void attend(const Near &p, int threads) {
   std::vector<typename Products::Columns> shared(lists, {(int)p.dim, (int)p.value_dim});
   aligned_vector<float> rows(lists * columns * (p.dim + wide));
   const auto gather = [&](int, int64_t i) {
-    float *key = &rows[i * columns * (p.dim + wide)], *value = key + columns * p.dim;
+    float *key = rows.data() + i * columns * (p.dim + wide), *value = key + columns * p.dim;
     gather_shared<typename Products::Number>(p, i / shared_heads, i % shared_heads, key, p.dim, value, wide);
     shared[i].read(key, p.dim, value, wide, columns);
   };

@@ -40,7 +40,7 @@ class Prefill {
       const int64_t slot = block % HELD;
       // Where nobody helps, this thread attends to them all.
       while (free[slot].load(std::memory_order_acquire) != block) attend_one(mine);
-      summary.write(&rows[slot * p.means * w.wide], &excess[slot * p.means], nullptr);
+      summary.write(rows.data() + slot * p.means * w.wide, excess.data() + slot * p.means, nullptr);
       made.store(block + 1, std::memory_order_release);
     }
     while (done.load(std::memory_order_acquire) < p.blocks) attend_one(mine);
@@ -92,8 +92,8 @@ class Prefill {
       if (block >= made.load(std::memory_order_acquire)) return false;
     } while (!begun.compare_exchange_weak(block, block + 1));
     const int64_t slot = block % HELD, wide = p.dim + p.value_dim;
-    const float *row = &rows[slot * p.means * wide];
-    mine.attend(head, block, {row, row + p.dim, &excess[slot * p.means], wide, wide});
+    const float *row = rows.data() + slot * p.means * wide;
+    mine.attend(head, block, {row, row + p.dim, excess.data() + slot * p.means, wide, wide});
     free[slot].store(block + HELD, std::memory_order_release);
     done.fetch_add(1, std::memory_order_release);
     return true;

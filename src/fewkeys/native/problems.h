@@ -143,7 +143,7 @@ struct Represented {
   float *key, *value, *bias, *factor;      // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, C), (B Hkv, C)
   float *left, *right, *bounds;            // (B Hkv, D, r), (B Hkv, r, Dv), (B Hkv, 2, r)
   int64_t rank, steps;
-  float tilt, largest_tilt, largest_spread, reach;
+  float tilt, largest_tilt, largest_spread, reach, least;
 };
 
 // How the means of the past move on, block by block: `fewkeys.past.scan`.

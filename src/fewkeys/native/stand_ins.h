@@ -128,7 +128,8 @@ class Represent {
       std::fill(next.begin(), next.end(), 0.0f);
       for (int64_t r = 0; r < p.rank; r++)
         for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * across], right[r * wide + e], wide);
-      for (int64_t r = 0; r < p.rank; r++) straighten(r);
+      const float largest = std::sqrt(product(next.data(), next.data(), wide));
+      for (int64_t r = 0; r < p.rank; r++) straighten(r, largest);
       std::copy(next.begin(), next.end(), right);
     }
     float *low = p.bounds + head * 2 * p.rank;
@@ -143,17 +144,16 @@ class Represent {
     }
   }
 
-  // Makes row r of `next` one of length one that stands across those before, zero where nothing but rounding is left.
-  void straighten(int64_t r) {
+  // Makes row r of `next` one of length one that stands across those before, zero where too little is left.
+  void straighten(int64_t r, float largest) {
     float *own = &next[r * wide];
-    const float before = std::sqrt(product(own, own, wide));
     for (int twice = 0; twice < 2; twice++)
       for (int64_t other = 0; other < r; other++) {
         const float *across = &next[other * wide];
         add(own, across, -product(own, across, wide), wide);
       }
     const float length = std::sqrt(product(own, own, wide));
-    const bool left = length > 8 * std::numeric_limits<float>::epsilon() * before;
+    const bool left = length > p.least * largest;
     for (int64_t d = 0; d < wide; d++) own[d] = left ? own[d] / length : 0.0f;
   }
 };
@@ -164,9 +164,9 @@ static void represent(const Represented &p, int threads) {
   const int64_t size = pieces * Represent<T>(p).size();
   aligned_vector<float> sums(heads * size);
   const auto add_piece = [&](Represent<T> &one, int64_t head, int64_t piece) {
-    one.add_piece(head, piece, &sums[head * size + piece * one.size()]);
+    one.add_piece(head, piece, sums.data() + head * size + piece * one.size());
   };
-  const auto finish = [&](Represent<T> &one, int64_t head, int64_t) { one.finish(head, pieces, &sums[head * size]); };
+  const auto finish = [&](Represent<T> &one, int64_t head, int64_t) { one.finish(head, pieces, sums.data() + head * size); };
   in_phases(threads, heads, pieces == 1, [&] { return Represent<T>(p); }, Phase{pieces, add_piece}, Phase{1, finish});
 }
 

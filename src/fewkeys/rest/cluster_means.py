@@ -20,7 +20,7 @@ from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
 from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
-from fewkeys.sketch.gram import SUBSPACE_STEPS, top_subspace
+from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
 
 LARGEST_TILT = 2.0
@@ -139,6 +139,7 @@ def represent(
         given |= {"cluster_importance": importance, "mean_query": moments.mean, "second": moments.second}
         given |= {"middle": known.mean, "unit": known.unit, "root": known.root}
         numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
+        numbers["least"] = LEAST_DIRECTION
         found = native.represent(x.key, x.value, given, rank, SUBSPACE_STEPS, **numbers)
         return StandIns(label=label, **found)
     with torch.no_grad():

@@ -13,6 +13,8 @@ from torch import Tensor
 BLOCK = 4096
 """Rows that are converted to float64 and summed at once."""
 SUBSPACE_STEPS = 3
+LEAST_DIRECTION = 4e-6
+"""What a direction of a subspace must hold, as a part of the strongest: above what float32 rounds, in every dtype."""
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -98,11 +100,14 @@ def top_subspace(matrix: Tensor, rank: int) -> Tensor:
     """Orthonormal columns (..., D, rank) near the leading eigenvectors of a positive semidefinite matrix (..., D, D).
 
     Block power iteration from a fixed start (a cosine basis), far cheaper than an eigendecomposition on small
-    batches; any orthonormal result is a valid choice, the leading one is merely the best.
+    batches; any orthonormal result is a valid choice, the leading one is merely the best. Columns that
+    stand for at most `LEAST_DIRECTION` of the first are zero: rounding would choose them, and gradients follow them.
     """
     basis = cosines(matrix, rank).expand(*matrix.shape[:-1], rank)
     for _ in range(SUBSPACE_STEPS):
-        basis = torch.linalg.qr(matrix @ basis).Q
+        basis, sizes = torch.linalg.qr(matrix @ basis)
+        sizes = sizes.diagonal(dim1=-2, dim2=-1).abs().unsqueeze(-2)
+        basis = basis * (sizes > LEAST_DIRECTION * sizes[..., :1])
     return basis
 
 
