@@ -2,7 +2,7 @@
 
 On each level, from coarse to leaf, a query q meets nodes of z keys with mean mu and variances D by
 
-    score = q . mu        spread = sum_i q_i^2 D_i        rank = score + c(z) sqrt(spread)       c(z) = 0.43 log2 z
+    score = q . mu        spread = sum_i q_i^2 D_i        rank = score + c(z) sqrt(spread)       c(z) = 0.6 log2 z
 
 A mean hides its strongest key: the rank asks how high a key inside may score. The nodes of largest rank are opened,
 of equal ones those that come first. Every other candidate stands in for its keys with the mean value and
@@ -30,7 +30,7 @@ from fewkeys.tree.leaves import Leaves
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, scored
 from fewkeys.tree.sequences import Sequences, Step, sequences_of
 
-REACH = 0.43
+REACH = 0.6
 """c(z) / log2 z."""
 CURVE, HIGHEST = 0.3, 3.0
 """What part of the spread a stand-in's logit gains, and at most how much."""
