@@ -71,7 +71,8 @@ import os, signal, threading, torch
 import fewkeys as fk
 from fewkeys.native import build
 
-plan, done = {plan}, 0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what they run in the background
+plan = {plan}
 x = torch.randn(1, 1, {tokens}, 32)
 build.counters()
 
