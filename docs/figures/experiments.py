@@ -95,11 +95,6 @@ def _lost(method: str) -> list[float]:
     return sorted(100 * (cell["ratio"] - 1) for cell in _stretches(method, 256).values())
 
 
-def _apart(slots: int, length: int) -> str:
-    """KL of the trees on the stretch that begins at a third."""
-    return f"{_stretches('fewkeys', slots, length=length)['1/3']['kl']:.3f}"
-
-
 def _answers(method: str, slots: int, length: int = 2048) -> str:
     """Right answers of a method, of how many of exact attention's, over the prompts that both were given."""
 
@@ -261,8 +256,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trees.costs": _costs,
     "trees.even": lambda: _answers("fewkeys", 256),
     "trees.tuned": lambda: _answers("fewkeys, tuned", 256),
-    "trees.kl-128": lambda: _apart(128, 2048),
-    "trees.kl-8192": lambda: _apart(256, 8192),
     "trees.window": lambda: _answers("sinks + window", 256),
     "trees.oracle": lambda: _answers("oracle", 256),
     "trees.even-8192": lambda: _answers("fewkeys", 256, 8192),
