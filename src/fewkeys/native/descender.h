@@ -275,7 +275,8 @@ class Descender {
         const int64_t from = tree * table.rows + run.first;
         std::copy_n(table.key + from * dim, run.count * dim, key.data() + (near + to) * dim);
         std::copy_n(table.variance + from * dim, run.count * dim, variance.data() + to * dim);
-        copy_rows(table.value + from * p.value_dim, p.value_dim, run.count, p.value_dim, wide, value.data() + (near + to) * wide);
+        copy_rows(table.value + from * p.value_dim, p.value_dim, run.count, p.value_dim, wide,
+                  value.data() + (near + to) * wide);
         to += run.count;
       }
     }

@@ -1,4 +1,5 @@
-// Cluster means, with their first order in the query if there is a rank: `fewkeys.rest.cluster_means.represent` has the equations.
+// Cluster means, with their first order in the query if there is a rank: `fewkeys.rest.cluster_means.represent` has the
+// equations.
 #pragma once
 #include "keys.h"
 
@@ -9,9 +10,9 @@ class Represent {
  public:
   explicit Represent(const Represented &p)
       : p(p), of(p.rank ? p.of : without_products(p.of)), count(p.of.count), keys(p.of.keys), dim(p.of.dim),
-        wide(p.of.value_dim), tall(round_up(dim)), across(round_up(wide)), adder(of), offset(dim), turned(dim), along(dim), direction(p.rank), mass(count),
-        energy(count), reference(count * dim), second(dim * tall), turned_pooled(tall * across),
-        square(across * across), start(p.rank * wide), next(p.rank * wide) {
+        wide(p.of.value_dim), tall(round_up(dim)), across(round_up(wide)), adder(of), offset(dim), turned(dim),
+        along(dim), direction(p.rank), mass(count), energy(count), reference(count * dim), second(dim * tall),
+        turned_pooled(tall * across), square(across * across), start(p.rank * wide), next(p.rank * wide) {
     // A cosine basis, as `top_subspace` begins with.
     for (int64_t r = 0; r < p.rank; r++)
       for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
