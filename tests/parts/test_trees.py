@@ -15,7 +15,7 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.tree import rule
-from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, descend
+from fewkeys.tree.descent import CURVE, HIGHEST, Descent, descend
 from fewkeys.tree.metric import RIDGE, roots
 from fewkeys.tree.split import split
 from largest import Largest
@@ -145,7 +145,7 @@ def test_what_is_opened_has_the_largest_ranks(shape):
                 assert len(candidates) == level.scored
                 spread = {c: float(q.square() @ table.variance[head, c]) for c in candidates}
                 score = {c: float(q @ table.key[head, c]) for c in candidates}
-                rank = {c: score[c] + REACH * math.log2(level.size) * spread[c] ** 0.5 for c in candidates}
+                rank = {c: score[c] + math.sqrt(2 * math.log(level.size) * spread[c]) for c in candidates}
                 best = sorted(candidates, key=lambda c: -rank[c])
                 own, rows = set(best[: level.opened]), closed[place].rows[head, i].tolist()
                 assert set(rows) == candidates - own

@@ -125,11 +125,11 @@ class Descender {
         four_dots(variance_rows, square, dim, &width[c]);
       }
       // Ranks, negated: places count what is before.
-      const float reach = p.reach * std::log2((float)level.size), size = std::log((float)level.size);
+      const float size = std::log((float)level.size);
       count_multiply_adds(4 * count);
       for (int v = 0; v < whole; v += LANES) {
         const vec x = load(&own[v]), w = load(&width[v]);
-        const vec negated = -(x + root(w) * reach);
+        const vec negated = -(x + root(w * (2 * size)));
         store(&rank[v], negated == negated ? negated : broadcast(INFINITY));
         store(&staying[v], x + (size + gain(w)));
       }

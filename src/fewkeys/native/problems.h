@@ -275,7 +275,7 @@ struct Descend {
   int64_t shown;      // whether unopened nodes stand in
   int64_t certified;  // whether masses are bounded; else they are estimated
   float spare;        // the share of the mass that may stay closed; negative: slots alone decide
-  float scale, reach, curve, highest;
+  float scale, curve, highest;
 };
 
 // Several of them at once.

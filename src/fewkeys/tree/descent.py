@@ -2,10 +2,10 @@
 
 On each level, from coarse to leaf, a query q meets nodes of z keys with mean mu and variances D by
 
-    score = q . mu        spread = sum_i q_i^2 D_i        rank = score + c(z) sqrt(spread)       c(z) = 0.6 log2 z
+    score = q . mu        spread = sum_i q_i^2 D_i        rank = score + sqrt(2 ln z spread)
 
-A mean hides its strongest key: the rank asks how high a key inside may score. The nodes of largest rank are opened,
-of equal ones those that come first. Every other candidate stands in for its keys with the mean value and
+A mean hides its strongest key: the rank bounds the highest of z Gaussian scores, on average. The nodes of largest rank
+are opened, of equal ones those that come first. Every other candidate stands in for its keys with the mean value and
 
     logit = score + log z + min(0.3 spread, 3)
 
@@ -30,8 +30,6 @@ from fewkeys.tree.leaves import Leaves
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, scored
 from fewkeys.tree.sequences import Sequences, Step, sequences_of
 
-REACH = 0.6
-"""c(z) / log2 z."""
 CURVE, HIGHEST = 0.3, 3.0
 """What part of the spread a stand-in's logit gains, and at most how much."""
 PIECE = 2**22
@@ -84,7 +82,7 @@ def descend(
             spread = torch.cat([spread, along(take(table.variance, children), square)], -1)
         logit = score + (math.log(level.size) + (CURVE * spread).clamp_max(HIGHEST))
         with torch.no_grad():
-            rank = score + REACH * math.log2(level.size) * spread.sqrt()
+            rank = score + (2 * math.log(level.size) * spread).sqrt()
             rank = rank if there is None else rank.masked_fill(~there, -torch.inf)
             order = rank.argsort(dim=-1, descending=True, stable=True)
         if mass is None:

@@ -80,7 +80,7 @@ def levels_of(slots: int, sealed: int, exact: int, block: int) -> tuple[Level, .
     if sealed <= room:
         return ()
     first = LEAF * BRANCH
-    while sealed // first > slots // 8:
+    while sealed // first > slots // 4:
         first *= BRANCH
     sizes = [first]
     while sizes[-1] > LEAF:

@@ -14,7 +14,7 @@ from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.rest.base import NodeStandIns
-from fewkeys.tree.descent import CURVE, HIGHEST, REACH, Descent, Walk
+from fewkeys.tree.descent import CURVE, HIGHEST, Descent, Walk
 from fewkeys.tree.forest import Nodes, Table
 from fewkeys.tree.leaves import CHUNK
 from fewkeys.tree.rule import SINKS
@@ -178,7 +178,6 @@ def _told(problem: Problem, walk: Walk, nodes: Nodes, output: Tensor) -> tuple[T
         certified=certified,
         spare=-1.0 if enough is None else 1 - enough.mass,
         scale=x.scale,
-        reach=REACH,
         curve=CURVE,
         highest=HIGHEST,
     )
