@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,23 +46,17 @@ class CompileKernels(BuildHookInterface):
         folder = Path(self.directory) / "libraries" / (machine or "here")
         folder.mkdir(parents=True, exist_ok=True)
         changed = max(path.stat().st_mtime for path in (*Path(sets.HERE).iterdir(), Path(__file__)))
-        made = []
-        for one in sets.of_machine(machine):
-            into, draft = folder / f"{one}.so", folder / f"{one}.draft.so"
-            if into.is_file() and into.stat().st_mtime > changed:
-                made.append(into)
-                continue
-            self.app.display_info(f"compiling the kernels for {one}")
-            command = sets.command(compiler, one, str(draft), "-s")
-            if machine:  # Zig spells processors so, and takes what to tune for as one
-                command = [part.replace("x86-64-v", "x86_64_v") for part in command if part != "-mtune=generic"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-            if done.returncode == 0:
-                made.append(draft.replace(into))
-            elif machine:
-                raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr}")
-            else:
+        todo = [one for one in sets.of_machine(machine) if not _newer(folder / f"{one}.so", changed)]
+        if todo:
+            self.app.display_info(f"compiling the kernels for {', '.join(map(str, todo))}")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            errors = pool.map(lambda one: _compile(sets, compiler, one, folder), todo)
+        for one, error in zip(todo, errors, strict=True):
+            if error and machine:
+                raise RuntimeError(f"{one}: {error}")
+            if error:
                 self.app.display_warning(f"no kernels for {one}: {shlex.join(compiler)} cannot compile them")
+        made = [path for one in sets.of_machine(machine) if _newer(path := folder / f"{one}.so", changed)]
         if made:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform(machine)}"
@@ -76,6 +71,27 @@ def _sets(root: Path) -> ModuleType:
     sys.modules["sets"] = found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+def _newer(path: Path, than: float) -> bool:
+    return path.is_file() and path.stat().st_mtime > than
+
+
+def _compile(sets: ModuleType, compiler: list[str], one: Any, folder: Path) -> str | None:
+    """What went wrong. Linked by a command without the set's options: Zig makes a C++ library for whatever a command
+    names, in a minute.
+    """
+    unit, draft = folder / f"{one}.o", folder / f"{one}.draft.so"
+    compiled = [flag for flag in sets.command(compiler, one, str(unit), "-c") if flag != "-shared"]
+    if "ziglang" in compiler:  # Zig spells processors so, and takes what to tune for as one
+        compiled = [part.replace("x86-64-v", "x86_64_v") for part in compiled if part != "-mtune=generic"]
+    for command in (compiled, [*compiler, *sets.FLAGS, "-s", str(unit), "-o", str(draft)]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            return f"{shlex.join(command)} failed: {done.stderr}"
+    unit.unlink()
+    draft.replace(folder / f"{one}.so")
+    return None
 
 
 def _zig(machine: str) -> list[str]:
