@@ -45,7 +45,8 @@ class CompileKernels(BuildHookInterface):
             return
         folder = Path(self.directory) / "libraries" / (machine or "here")
         folder.mkdir(parents=True, exist_ok=True)
-        changed = max(path.stat().st_mtime for path in (*Path(sets.HERE).iterdir(), Path(__file__)))
+        told = (*(sets.HERE / name for name in sets.SOURCES), Path(sets.__file__), Path(__file__))
+        changed = max(path.stat().st_mtime for path in told)
         todo = [one for one in sets.of_machine(machine) if not _newer(folder / f"{one}.so", changed)]
         if todo:
             self.app.display_info(f"compiling the kernels for {', '.join(map(str, todo))}")

@@ -31,7 +31,7 @@ def answer(
     **options: Unpack[Options],
 ) -> Tensor:
     """`fewkeys.attention` of a plan, or of one plan for each key head; `options` are those of `check_inputs`."""
-    inputs = check_inputs(query, key, value, largest=native.largest, **options)
+    inputs = check_inputs(query, key, value, largest=native.largest, clear=False, **options)
     if max_error is None:
         return run(inputs, plan)
     guard = max_error if isinstance(max_error, Guard) else Guard(max_error)
@@ -52,6 +52,7 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
     checked_whole = guard is not None and inputs.queries <= guard.queries
     if checked_whole or answers_exactly(inputs, plan):
         return exact.attend(inputs, plan.weights)
+    inputs = inputs.clear()
     if inputs.wild:
         tame, unit = tamed(inputs)
         return run(tame, plan, guard) * unit

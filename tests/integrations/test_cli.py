@@ -27,6 +27,7 @@ from fewkeys.judge.result import Report
 from fewkeys.judge.sample import Sample
 from fewkeys.judge.standard import standard_plans
 from fewkeys.model_plan import ModelPlan
+from fewkeys.native import build
 
 WORDS = ["the", "a", "key", "query", "value", "window", "of", "and", "few", "many", "."]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -262,7 +263,14 @@ def test_doctor_says_what_is_here(capsys, monkeypatch):
     monkeypatch.setattr("fewkeys.cost.crossover.expected", lambda *_: Expected(1.0, 120.0))
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    for part in (torch.__version__, torch.backends.cpu.get_cpu_capability(), "16,384", "120 ms", "kernels"):
+    for part in (
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        "16,384",
+        "120 ms",
+        "kernels",
+        str(build.place() or "none"),
+    ):
         assert part in shown
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -88,3 +88,14 @@ def test_lengths_and_the_same_key_mask_agree():
     plan = fk.budget(16)
     by_lengths = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="torch")
     assert torch.equal(by_lengths, fk.attention(q, k, v, plan=plan, key_mask=mask, impl="torch"))
+
+
+@pytest.mark.parametrize("filler", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("keep", [None, fk.Sinks(90)], ids=str)
+def test_padding_may_be_anything_where_the_answer_is_exact(keep, filler):
+    """It is not zero there; scores beyond all floats would be no numbers under a mask."""
+    q, k, v = SHAPES["cross"].draw(dtype=torch.float32)
+    q = 100 * q
+    alone = fk.attention(q, k[:, :, :41], v[:, :, :41], keep=keep)
+    k[:, :, 41:], v[:, :, 41:] = filler, -filler
+    torch.testing.assert_close(fk.attention(q, k, v, keep=keep, lengths=torch.tensor([41, 41])), alone)

@@ -38,12 +38,13 @@ def run(arguments: argparse.Namespace) -> None:
     import fewkeys as fk
     from fewkeys.bench.machine import machine, versions
     from fewkeys.core.files import cache_folder
+    from fewkeys.native.build import place
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     plans = {"budget(192)": fk.budget(192), "budget(256, is_causal=True)": fk.budget(256, is_causal=True)}
     with progress() as step:
-        step(0, 1, "kernels for this processor, compiled at their first use")
+        step(0, 1, "kernels for this processor, compiled now unless they have been")
         found = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
         auto = {}
         for number, (name, plan) in enumerate(plans.items()):
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     facts = {
         "versions": versions(with_transformers=True),
         "machine": found | {"gpu": gpu},
+        "library": str(place() or "none"),
         "cache": str(cache_folder()),
         "extras": {extra: find_spec(module) is not None for extra, module in EXTRAS.items()},
         "auto": {name: [dict(zip(AUTO, row, strict=True)) for row in rows] for name, rows in auto.items()},
@@ -93,6 +95,7 @@ def _show(facts: dict[str, Any]) -> None:
         "processor": f"{own['cpu']}, {own['cores']} cores, threads in use: {own['threads']}",
         "instructions": f"{own['instructions']} (as torch has it)",
         "kernels": own["kernels"],
+        "library": facts["library"],
         "gpu": own["gpu"] or "none that torch finds",
         "cache": facts["cache"],
         "extras": ", ".join(have) + (f"; not installed: pip install 'fewkeys[{','.join(lack)}]'" if lack else ""),

@@ -43,6 +43,7 @@ class Inputs:
     `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more. `impl`
     says which code may read all this: kernels of statistics and executors ask here. `wild`: entries or scores are so
     large that statistics need other units first (`fewkeys.core.extent`). `bias`: what distances add to the scores.
+    Until `cleared`, keys and values of padding are as they came: finite and not wild, which is enough under a mask.
     """
 
     query: Tensor
@@ -58,6 +59,7 @@ class Inputs:
     impl: Impl = "auto"
     wild: bool = False
     bias: DistanceBias | None = None
+    cleared: bool = True
     _memory: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -123,6 +125,14 @@ class Inputs:
         """The same problem with the places of all earlier tokens filled, so that the first query is at position 0."""
         query = pad(self.query, (0, 0, self.offset, 0))
         return replace(self, query=query, offset=0, filler=self.offset, _memory={})
+
+    def clear(self) -> Inputs:
+        """The same problem with keys and values of padding zero."""
+        if self.cleared or self.valid is None:
+            return self
+        # A product is several times as fast as to fill what is hidden.
+        key, value = (rows * self.valid[:, None, :, None].to(rows.dtype) for rows in (self.key, self.value))
+        return replace(self, key=key, value=value, cleared=True)
 
     def branch(self) -> Inputs:
         """The same problem, remembering what this one does; what it learns from now on goes with it."""

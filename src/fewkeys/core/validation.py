@@ -127,10 +127,12 @@ def check_inputs(
     impl: Impl = "auto",
     distance_bias: Tensor | None = None,
     largest: Largest = largest_entries,
+    clear: bool = True,
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
 
-    `largest`: what looks for the largest entries where `impl` lets compiled kernels run.
+    `largest`: what looks for the largest entries where `impl` lets compiled kernels run. `clear`: whether keys and
+    values of padding have to be zero at once.
     """
     q, k, v = (lowered(check_tensor(name, given)) for name, given in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
@@ -153,16 +155,18 @@ def check_inputs(
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
-    if valid is not None:
-        k = k.masked_fill(~valid[:, None, :, None], 0.0)
-        v = v.masked_fill(~valid[:, None, :, None], 0.0)
-    look = largest if impl in COMPILED else largest_entries
-    top_query, top_key, top_value = tops = look(q, k, v)
+    look, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
+    tops = look(q, k, v)
+    cleared = valid is None
+    if valid is not None and (clear or not all(map(math.isfinite, tops)) or is_wild(*tops, *shape)):
+        k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
+        tops, cleared = look(q, k, v), True
     if not all(map(math.isfinite, tops)):
         check_finite(query=q, key=k, value=v)
-    wild = is_wild(top_query, top_key, top_value, factor, q.shape[-1], working(q[:0]).dtype)
+    wild = is_wild(*tops, *shape)
     bias = _check_bias(distance_bias, q)
-    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, impl=impl, wild=wild, bias=bias)
+    how = {"impl": impl, "wild": wild, "bias": bias, "cleared": cleared}
+    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, **how)
 
 
 def _check_bias(table: object, query: Tensor) -> DistanceBias | None:

@@ -18,11 +18,12 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
 
     Queries that see no key give zero.
     """
-    x = inputs
-    if x.impl == "reference":
-        return reference.attend_exact(x, weights)
+    if inputs.impl == "reference":
+        return reference.attend_exact(inputs.clear(), weights)
     if not isinstance(weights, Softmax):
+        x = inputs.clear()
         return reference.attend_in_pieces(Problem(x, Graph(x, full=True), None, weights))
+    x = inputs
     if x.bias is not None:
         seen = visible(x, 0, x.queries)
         empty = ~seen.any(-1, keepdim=True)
@@ -37,12 +38,11 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
     seen = visible(x, 0, x.queries) if causal else x.valid[:, None, None]  # type: ignore[index]
     # A row that sees nothing would be 0 / 0: it is allowed everything and then set to zero.
     empty = ~seen.any(-1, keepdim=True)
-    return _sdpa(x, seen | empty, False).masked_fill(empty, 0.0)
+    output = _sdpa(x, seen | empty, False)
+    return output.masked_fill(empty, 0.0) if bool(empty.any()) else output
 
 
 def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
-    if mask is not None:
-        mask = mask.expand(-1, -1, x.queries, -1)
     query, scale = x.query, x.scale
     if scale <= 0 and x.bias is None:
         # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.

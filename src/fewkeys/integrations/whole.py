@@ -2,9 +2,10 @@
 
 Weights are random, since times do not depend on them: a shape is all it takes, that of a model of one's own, or one of
 
-    minilm    encoder of all-MiniLM-L6-v2's size: 6 layers, 384 wide, 12 heads of 32
-    base      encoder of BERT-base's: 12 layers, 768 wide, 12 heads of 64
-    smollm2   decoder SmolLM2-135M: 30 layers, 576 wide, 9 query and 3 key heads of 64; without the vocabulary's head
+    minilm      encoder of all-MiniLM-L6-v2's size: 6 layers, 384 wide, 12 heads of 32
+    base        encoder of BERT-base's: 12 layers, 768 wide, 12 heads of 64
+    modernbert  encoder of ModernBERT-base's: 22 layers, 768 wide, 12 heads of 64, two of three layers within a window
+    smollm2     decoder SmolLM2-135M: 30 layers, 576 wide, 9 query and 3 key heads of 64; without the vocabulary's head
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ TOKENS = 1000
 SHAPES: dict[str, dict[str, Any]] = {
     "minilm": {"model_type": "bert", "num_hidden_layers": 6, "hidden_size": 384, "intermediate_size": 1536},
     "base": {"model_type": "bert", "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072},
+    "modernbert": {
+        "model_type": "modernbert",
+        "num_hidden_layers": 22,
+        "hidden_size": 768,
+        "intermediate_size": 1152,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+    },
     "smollm2": {
         "model_type": "llama",
         "num_hidden_layers": 30,

@@ -58,6 +58,12 @@ def instruction_set() -> str | None:
     return None if isinstance(found, str) else found.fewkeys_set().decode()
 
 
+def place() -> Path | None:
+    """The library that the kernels are in, None where there are no kernels."""
+    found = _found()
+    return None if isinstance(found, str) else Path(str(found._name))
+
+
 def identity() -> str:
     """What tells these kernels from all others; "none" where there are none."""
     found = _found()

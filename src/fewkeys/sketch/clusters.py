@@ -129,7 +129,7 @@ def key_statistics(inputs: Inputs) -> KeyStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some of the keys: every `stride`-th, or where sequences are padded the keys at `index`, real where `real` says.
+    """Some of the keys: every `stride`-th, or those at `index`; where sequences are padded, real where `real` says.
 
     Which keys are taken depends on a sequence's real keys alone, so padding changes nothing.
     """
@@ -141,11 +141,15 @@ class Subset:
 
     def take(self, rows: Tensor) -> Tensor:
         """The chosen rows (B, H, M, ...) of (B, H, N, ...), zero where they are not real."""
-        if self.index is None or self.real is None:
-            return rows[:, :, self.start :: self.stride]
-        shape = (self.index.shape[0], 1, self.index.shape[1], *[1] * (rows.ndim - 3))
-        index = self.index.view(shape).expand(-1, rows.shape[1], -1, *rows.shape[3:])
-        return rows.gather(2, index).masked_fill(~self.real.view(shape), 0.0)
+        if self.index is None:
+            rows = rows[:, :, self.start :: self.stride]
+        else:
+            shape = (self.index.shape[0], 1, self.index.shape[1], *[1] * (rows.ndim - 3))
+            rows = rows.gather(2, self.index.view(shape).expand(-1, rows.shape[1], -1, *rows.shape[3:]))
+        if self.real is None:
+            return rows
+        real = self.real.to(rows.dtype)[(slice(None), None, ..., *[None] * (rows.ndim - 3))]
+        return rows[:, :, : real.shape[2]] * real  # several times as fast as to fill them
 
 
 def subset(inputs: Inputs, count: int) -> Subset:
@@ -158,16 +162,19 @@ def thinned(inputs: Inputs, most: int) -> Subset:
     if inputs.valid is None:
         stride = max(1, inputs.whole.keys // most)
         return Subset(stride, -inputs.whole.first_key % stride)
-    return Subset(1, 0, *_thinned(inputs.valid, most))
+    return _thinned(inputs.valid, most)
 
 
-def _thinned(real: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Places (B, M) of every s-th true entry of each row (B, N), s such that about `most` remain, and which count."""
+def _thinned(real: Tensor, most: int) -> Subset:
+    """Every s-th true entry of each row (B, N), s such that about `most` remain."""
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     chosen = real & ((real.cumsum(-1) - 1) % stride == 0)
     longest = max(1, int(chosen.sum(-1).max()))
+    step = int(stride.max())
+    if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # nothing has to be moved
+        return Subset(step, 0, None, chosen[:, ::step][:, :longest])
     index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
-    return index, chosen.gather(-1, index)
+    return Subset(1, 0, index, chosen.gather(-1, index))
 
 
 def clusters(inputs: Inputs, count: int) -> Clusters:
@@ -206,9 +213,9 @@ def _asked(inputs: Inputs) -> _Asked:
         stride = max(1, whole.queries // QUERY_SAMPLE)
         rows = query[:, :, -whole.first_query % stride :: stride]
         return _Asked(rows, -(-whole.queries // stride) * inputs.gqa_ratio)
-    index, there = (part[:, None, :, None] for part in _thinned(real, QUERY_SAMPLE))
-    rows = query.gather(2, index.expand(*query.shape[:2], -1, query.shape[3])).masked_fill(~there, 0.0)
-    return _Asked(rows, (there.sum(2, keepdim=True) * inputs.gqa_ratio).clamp_min(1))
+    some = _thinned(real, QUERY_SAMPLE)
+    count = chosen.sum(-1) if (chosen := some.real) is not None else real.sum(-1)
+    return _Asked(some.take(query), (count[:, None, None, None] * inputs.gqa_ratio).clamp_min(1))
 
 
 def _query_moments(inputs: Inputs) -> QueryMoments:
