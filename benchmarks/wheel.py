@@ -82,8 +82,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         install = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", f"{folder}/site", given.wheel)
         subprocess.run(install, check=True)
-        here = {"PYTHONPATH": f"{folder}/site", "PATH": "", "HOME": folder, "FEWKEYS_CACHE": f"{folder}/cache"}
-        result = {"wheel": child(**here), "this tree": child(**os.environ)}
+        here = {
+            "PYTHONPATH": f"{folder}/site",
+            "PATH": "",
+            "CXX": "",
+            "HOME": folder,
+            "FEWKEYS_CACHE": f"{folder}/cache",
+        }
+        result = {"wheel": child(**os.environ | here), "this tree": child(**os.environ)}
     for name, own in result.items():
         print(name, json.dumps({key: value for key, value in own.items() if key not in ("machine", "versions")}))
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")

@@ -158,11 +158,36 @@ def _models() -> str:
     )
 
 
+def _wheel() -> str:
+    rows = []
+    for name, own in read("benchmarks/results/wheel.json").items():
+        times = [_milliseconds(own[way]) for way in ("first_ms", "later_ms", "exact_ms", "ms")]
+        rows.append([name, f"`{own['library']}`", ", ".join(own["compilers"]) or "none", *times, ratio(own["ratio"])])
+    return table(
+        ["", "library", "compilers", "first call, ms", "later, ms", "16,384: exact, ms", "plan, ms", "exact / plan"],
+        rows,
+    )
+
+
+def _short() -> str:
+    rows = [
+        [
+            f"{row['sequences']} of {row['length']}" + (" at most" if row["padded"] else ""),
+            *(_milliseconds(row["ms"][way]) for way in ("exact", "auto", "kernels")),
+            *(ratio(row["over_exact"][way]) for way in ("auto", "kernels")),
+        ]
+        for row in read("benchmarks/results/short.json")["rows"]
+    ]
+    return table(["sequences", "exact, ms", "`auto`, ms", "kernels, ms", "`auto` / exact", "kernels / exact"], rows)
+
+
 NEWCOMER = "benchmarks/results/newcomer.json"
 FIGURES: dict[str, Callable[[], str]] = {
     "sets": _sets,
     "sets.busy": _busy,
     "models": _models,
+    "wheel": _wheel,
+    "short": _short,
     "bench.lengths": _lengths,
     "bench.forms": _forms,
     "bench.avx2": _avx2,

@@ -1,5 +1,6 @@
 """Compiling the kernels, and keeping them: whole, trusted, once. Without a compiler that works, torch does the work."""
 
+import hashlib
 import os
 import shutil
 import stat
@@ -24,7 +25,10 @@ def wheel(tmp_path_factory):
     """The folder of a wheel's libraries, with that of the highest set."""
     folder, wanted = tmp_path_factory.mktemp("libraries"), sets.chosen()
     chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
-    subprocess.run(sets.command([chosen], wanted, str(folder / f"{wanted}.so"), "-O0"), check=True)
+    path = folder / f"{wanted}.so"
+    subprocess.run(sets.command([chosen], wanted, str(path), "-O0"), check=True)
+    library = path.read_bytes()
+    path.write_bytes(library + hashlib.sha256(library).digest())
     return folder
 
 
@@ -166,6 +170,17 @@ def test_a_wheels_libraries_need_no_compiler(wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "chosen", lambda: other)
     with pytest.raises(RuntimeError, match=r"expected those of other in .*other.so, got those of"):
         native.missing()
+
+
+def test_a_wheels_library_that_is_damaged_is_named(wheel, tmp_path, monkeypatch):
+    """A loader that maps a truncated one dies."""
+    (whole,) = wheel.iterdir()
+    damaged = tmp_path / whole.name
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    for size in (0, 1000, whole.stat().st_size - 1):
+        damaged.write_bytes(whole.read_bytes()[:size])
+        build._load.cache_clear()
+        assert native.missing() == f"{damaged} is damaged; install fewkeys again"
 
 
 @pytest.mark.parametrize("threads", [build._threads(), None], ids=["torch's", "its own"])

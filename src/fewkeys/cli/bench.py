@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--whole", action="store_true",
         help="time whole models of random weights, and attention's share of them: --model names a shape (minilm, base, "
-        "smollm2) or a model whose shape is taken; no text is read",
+        "modernbert, smollm2) or a model whose shape is taken; no text is read",
     )  # fmt: skip
     parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
     add_impl(parser)

@@ -165,8 +165,8 @@ def check_inputs(
         check_finite(query=q, key=k, value=v)
     wild = is_wild(*tops, *shape)
     bias = _check_bias(distance_bias, q)
-    how = {"impl": impl, "wild": wild, "bias": bias, "cleared": cleared}
-    return Inputs(q, k, v, factor, bool(is_causal), query_offset, valid, generator, **how)
+    at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
+    return Inputs(*at, impl=impl, wild=wild, bias=bias, cleared=cleared)
 
 
 def _check_bias(table: object, query: Tensor) -> DistanceBias | None:

@@ -150,8 +150,10 @@ def _load(switch: str | None, forced: str | None, counting: bool) -> ctypes.CDLL
         return f"there are kernels for {names}, none of which this processor ({platform.machine()}) has"
     with _LOADING:
         shipped = LIBRARIES / f"{wanted}.so"
-        taken = switch != "jit" and not counting and shipped.is_file()
-        found = _opened(shipped, wanted) if taken else _made(wanted, counting)
+        if switch == "jit" or counting or not shipped.is_file():
+            found = _made(wanted, counting)
+        else:
+            found = _opened(shipped, wanted) if _undamaged(shipped) else f"{shipped} is damaged; install fewkeys again"
     if isinstance(found, str) and forced:
         raise RuntimeError(f"{sets.FORCED}={wanted}: expected kernels of this set, got none ({found})")
     return found
@@ -195,11 +197,12 @@ def _made(wanted: InstructionSet, counting: bool) -> ctypes.CDLL | str:
 
 
 def _whole(path: Path) -> bool:
-    """Whether a library is what was compiled, by a user who may run code here: a truncated one would end the process
-    that loads it.
-    """
-    if not (path.is_file() and is_own(path)):
-        return False
+    """Whether a library is what was compiled, by a user who may run code here."""
+    return path.is_file() and is_own(path) and _undamaged(path)
+
+
+def _undamaged(path: Path) -> bool:
+    """A truncated library would end the process that loads it."""
     library, digest = (held := path.read_bytes())[:-DIGEST], held[-DIGEST:]
     return hashlib.sha256(library).digest() == digest
 
