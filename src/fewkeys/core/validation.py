@@ -158,12 +158,12 @@ def check_inputs(
     look, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
     tops = look(q, k, v)
     cleared = valid is None
-    if valid is not None and (clear or not all(map(math.isfinite, tops)) or is_wild(*tops, *shape)):
+    if valid is not None and (clear or not all(map(math.isfinite, tops)) or is_wild(tops[0], tops[1], tops[2], *shape)):
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
         tops, cleared = look(q, k, v), True
     if not all(map(math.isfinite, tops)):
         check_finite(query=q, key=k, value=v)
-    wild = is_wild(*tops, *shape)
+    wild = is_wild(tops[0], tops[1], tops[2], *shape)
     bias = _check_bias(distance_bias, q)
     at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
     return Inputs(*at, impl=impl, wild=wild, bias=bias, cleared=cleared)
