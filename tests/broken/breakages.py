@@ -1,6 +1,7 @@
 """Deliberately broken kernels, and the laws that must notice: one text of one file each, and what is put in its place.
 
-`promises.py` has more of them, of all code. `run.py` compiles each and runs its laws; `tests/test_broken.py` sees that every text is still there.
+`promises.py` has more of them, of all code. `run.py` compiles each and runs its tests; `tests/test_broken.py` sees that
+every text is still there.
 """
 
 from __future__ import annotations

@@ -46,13 +46,6 @@ PROMISES = (
         (Law("03_masked_is_deleted", "long_padding"),),
     ),
     Breakage(
-        "the same bits for any number of threads: pieces go by it",
-        "native/frame.h",
-        "in_phases(threads, heads, small,",
-        "in_phases(threads, heads, small && heads >= threads,",
-        (Law("kernels/test_native", "threads_change_no_bit"),),
-    ),
-    Breakage(
         "in any order or refused: what moved counts as there",
         "streaming/summarised.py",
         "if count >= self._state.moved or any(",
@@ -104,8 +97,8 @@ PROMISES = (
     Breakage(
         "every file is checked: the checksum leaves out the facts",
         "core/tensor_files.py",
-        'found = hashlib.sha256(kind.encode())',
-        'found = hashlib.sha256(kind[:6].encode())',
+        "found = hashlib.sha256(kind.encode())",
+        "found = hashlib.sha256(kind[:6].encode())",
         (Law("parts/test_loaders", "under_its_checksum"),),
     ),
     Breakage(
@@ -158,26 +151,11 @@ PROMISES = (
         (Law("kernels/test_native_building", "another_users"),),
     ),
     Breakage(
-        "compiled once: nobody waits for who compiles",
-        "native/build.py",
-        "fcntl.flock(handle, fcntl.LOCK_EX)",
-        "fcntl.flock(handle, fcntl.LOCK_SH)",
-        (Law("kernels/test_native_building", "processes_and_threads"),),
-    ),
-    Breakage(
         "the error names the rank: who is late is who is lost",
         "distributed/communicator.py",
         "lost = self._behind(self._name) or silent or late",
         "lost = late",
         (Law("parts/test_distributed", "merely_slow"),),
-    ),
-    Breakage(
-        "no rank waits for ever: a sum may last",
-        "distributed/communicator.py",
-        "        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == \"sum\" else dist.ReduceOp.MAX)\n"
-        "        options.timeout = timedelta(seconds=self.timeout)\n",
-        "        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM if op == \"sum\" else dist.ReduceOp.MAX)\n",
-        (Law("parts/test_distributed", "lost_rank"),),
     ),
     Breakage(
         "the weights of the published hash: they are not looked at",

@@ -43,7 +43,13 @@ def main():
         tried, failed = (sanitized if name == SANITIZED else count_up(PARTS[name]()))(first, minutes, only)
         promise = told("kernels" if name == SANITIZED else name)
         seeds = [first, first + tried - 1]
-        results[name] = {"promise": promise, "tried": tried, "minutes": round(minutes, 2), "seeds": seeds, "failed": failed}
+        results[name] = {
+            "promise": promise,
+            "tried": tried,
+            "minutes": round(minutes, 2),
+            "seeds": seeds,
+            "failed": failed,
+        }
         print(f"{name:20} tried {tried:7} failed {len(failed):3}  {failed[:1] or ''}", flush=True)
         if given.out:
             given.out.parent.mkdir(parents=True, exist_ok=True)
