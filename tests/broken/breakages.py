@@ -1,6 +1,7 @@
 """Deliberately broken kernels, and the laws that must notice: one text of one file each, and what is put in its place.
 
-`tests/broken/run.py` compiles each and runs its laws; `tests/test_broken.py` sees that every text is still there.
+`promises.py` has more of them, of all code. `run.py` compiles each and runs its tests; `tests/test_broken.py` sees that
+every text is still there.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from typing import NamedTuple
 
 
 class Law(NamedTuple):
-    """Tests of one file of `tests/laws`: those that `-k` chooses."""
+    """Tests of one file, those that `-k` chooses. `file`: of a law, its name from the number on, else its path."""
 
     file: str
     chosen: str
+
+    @property
+    def path(self) -> str:
+        """Below `tests`."""
+        return f"laws/test_law_{self.file}.py" if self.file[0].isdigit() else f"{self.file}.py"
 
 
 class Breakage(NamedTuple):

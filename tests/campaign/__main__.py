@@ -28,25 +28,33 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--sanitize", action="store_true", help="the sanitized kernels, too")
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, help="where the JSON goes; parts that it has already stay there")
     given = parser.parse_args()
 
     from campaign.parts import PARTS, SHARES, told
 
     names = [SANITIZED if name == "sanitized" else name for name in given.parts.split(",") if name]
     names = names or [*PARTS, *[SANITIZED] * given.sanitize]
-    results, shares = {}, sum(SHARES.get(name, 1) for name in names)
+    results = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    shares = sum(SHARES.get(name, 1) for name in names)
     for name in names:
         minutes = given.minutes * SHARES.get(name, 1) / shares
         first, only = (given.first, False) if given.seed is None else (given.seed, True)
         tried, failed = (sanitized if name == SANITIZED else count_up(PARTS[name]()))(first, minutes, only)
         promise = told("kernels" if name == SANITIZED else name)
-        results[name] = {"promise": promise, "tried": tried, "seeds": [first, first + tried - 1], "failed": failed}
+        seeds = [first, first + tried - 1]
+        results[name] = {
+            "promise": promise,
+            "tried": tried,
+            "minutes": round(minutes, 2),
+            "seeds": seeds,
+            "failed": failed,
+        }
         print(f"{name:20} tried {tried:7} failed {len(failed):3}  {failed[:1] or ''}", flush=True)
         if given.out:
             given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(json.dumps({"minutes": given.minutes, "parts": results}, indent=1) + "\n")
-    return any(result["failed"] for result in results.values())
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
+    return any(results[name]["failed"] for name in names)
 
 
 def wrong_with(part, seed):

@@ -239,6 +239,9 @@ def test_folders_that_are_not_free(tmp_path):
         capture(bert(), [tokens()], tmp_path / "b" / "thesis.txt")
     with pytest.raises(ValueError, match="is not a folder"):
         Capture.load(tmp_path / "c")
+    (tmp_path / "d").mkdir()
+    with pytest.raises(ValueError, match="is empty"):
+        Capture.load(tmp_path / "d")
 
 
 def test_damage_is_told(tmp_path):
@@ -319,6 +322,9 @@ def test_layers_must_agree(tmp_path):
         writer.write(AttentionInputs(one, one, one, 0.25, False))
     with pytest.raises(ValueError, match="expected 1 attention calls"):
         writer.end_batch()
+    writer.write(AttentionInputs(one, one, one, 0.5, False))
+    with pytest.raises(ValueError, match="layer 1 changed its scale, or is new, in batch 1"):
+        writer.write(AttentionInputs(one, one, one, 0.5, False))
     writer.abort()
     assert tmp_path.is_dir()
     assert list(tmp_path.iterdir()) == []

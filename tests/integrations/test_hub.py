@@ -85,6 +85,13 @@ def test_what_is_not_there(hub, tmp_path):
             fk.Plan.from_pretrained(name)
 
 
+def test_a_folder_that_is_named_like_a_repository_asks_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    monkeypatch.chdir(tmp_path)
+    MANY.save_pretrained("me/plan")
+    assert fk.ModelPlan.from_pretrained("me/plan") == MANY
+
+
 def test_plans_by_layer():
     """A dictionary of layers is a value that JSON keeps; one plan of a layer is that of all its heads."""
     one, other = fk.Plan(fk.Window(3)), fk.Plan(fk.Sinks(2))

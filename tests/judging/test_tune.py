@@ -15,8 +15,8 @@ from fewkeys.integrations.compare import compare
 from fewkeys.integrations.transformers import capture
 from fewkeys.plan import Plan
 from fewkeys.tuning import tune as module
-from fewkeys.tuning.allocate import within_error, within_slots
-from fewkeys.tuning.candidates import Candidate, splits, variants
+from fewkeys.tuning.allocate import _spend, within_error, within_slots
+from fewkeys.tuning.candidates import SINKS, Candidate, splits, variants
 from fewkeys.tuning.score import layer_error, score_layer
 from tiny_models import MODELS, tokens
 
@@ -296,3 +296,22 @@ def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
     assert found[0].plan == fk.budget(128, is_causal=True, memory=memory)
     trees = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.TreeMeans)}
     assert trees == ({64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())
+    parts = {(*map(type, candidate.plan.parts), type(candidate.plan.rest)) for candidate in found[1:-1]}
+    lists = [(fk.Window,), (fk.Leverage, fk.Window), (fk.Sinks, fk.Window), (fk.Sinks, fk.Leverage, fk.Window)]
+    pasts = [(fk.RecentBlocks, fk.RunningMeans), (fk.Sinks, fk.RecentBlocks, fk.RunningMeans)]
+    of_memory = {"all": [(fk.KeyTree, fk.TreeMeans), (fk.Sinks, fk.Window, fk.Drop)]}
+    assert parts == {*of_memory.get(memory, [*pasts, *((*own, fk.Drop) for own in lists)])}
+
+
+def test_what_is_left_is_spent_where_a_slot_gains_most():
+    cost = torch.tensor([[1.0, 0.5], [1.0, 0.8]])
+    slots = torch.tensor([[1.0, 1.5], [1.0, 1.1]])
+    none = torch.zeros(2, dtype=torch.int64)
+    assert _spend(cost, slots, none, 1.25).tolist() == [0, 1]
+    assert _spend(cost, slots, none, 1.35).tolist() == [1, 1]
+
+
+def test_near_a_candidate_the_means_pay_for_sinks():
+    first = splits(64, is_causal=False, keys=1000, width=64)[0]
+    found = [one for one in variants(first, width=64) if any(isinstance(part, fk.Sinks) for part in one.plan.parts)]
+    assert [first.plan.rest.count - one.plan.rest.count for one in found] == [SINKS]

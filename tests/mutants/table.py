@@ -64,6 +64,7 @@ NEWEST = {
 """What holds the youngest files."""
 STATISTICS = (
     *("parts/test_stand_ins.py", "parts/test_odd_inputs.py", "parts/test_cohorts.py", "kernels/test_native.py"),
+    "parts/test_few_queries.py",
     *("parts/test_selectors.py", *law(2, "forward"), *law(3, "bidirectional"), *law(5)),
 )
 STORED = ("integrations/test_capture.py", "integrations/test_sensitivity.py", "parts/test_loaders.py")

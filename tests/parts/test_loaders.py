@@ -156,6 +156,21 @@ def test_damage_is_a_value_error_or_nothing(name, written):
     load(folder)
 
 
+def test_every_digit_of_a_files_facts_is_under_its_checksum(written):
+    """Another digit is another length, scale or plan that a stream could well have."""
+    held, folder, load = written["stream"]
+    ((path, data),) = held.items()
+    start = data.index(b'"fewkeys":"') + len(b'"fewkeys":"')
+    facts = data[start : data.index(b'}"', start)]
+    digits = [start + place for place, letter in enumerate(facts) if chr(letter).isdigit()]
+    assert len(digits) > 8
+    for place in digits:
+        path.write_bytes(data[:place] + (b"1" if data[place : place + 1] != b"1" else b"2") + data[place + 1 :])
+        with pytest.raises(ValueError, match="checksum"):
+            load(folder)
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "[" * 900 + "]" * 900, "null", "[]", "{}", '"', "\x00", '{"format": 1}']
 )

@@ -215,6 +215,35 @@ def test_merging_and_cropping_inside_the_last_unit(plan, length, cropped):
     torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
 
 
+def test_a_merge_ends_what_could_be_taken_back():
+    """What was held at the ends of units before knows nothing of the tokens that the other stream brought."""
+    plan = fk.Plan(fk.Window(20) | fk.Sinks(2))
+    q, k, v = SHAPES[0].draw()
+    first, second = fk.Stream(plan, undo=64), fk.stream(plan)
+    for stream, part in ((first, slice(0, 64)), (second, slice(64, 120))):
+        feed(stream, q[:, :, part], k[:, :, part], v[:, :, part], real(SHAPES[0])[:, part], [part.stop - part.start])
+    first.check_crop(10)
+    first.merge(second)
+    with pytest.raises(ValueError, match="length"):
+        first.crop(70)
+
+
+@pytest.mark.parametrize("plan", [FULL, fk.budget(64, is_causal=True).always()], ids=str)
+@pytest.mark.parametrize("left", [86, 93, 100, 104])
+def test_cropping_inside_padding(plan, left):
+    """Of padding that stands across the new end, what is behind it is forgotten, too."""
+    q, k, v = SHAPES[0].draw()
+    mask = torch.ones(2, 150, dtype=torch.bool)
+    mask[0, 88:100] = False
+    stream, other = fk.Stream(plan, undo=64), fk.stream(plan)
+    feed(stream, q[:, :, :104], k[:, :, :104], v[:, :, :104], mask[:, :104], [104])
+    stream.crop(left)
+    mask[0, left:] = True
+    want = feed(other, q, k, v, mask, [left, 150 - left])[:, :, left:]
+    found = feed(stream, q[:, :, left:], k[:, :, left:], v[:, :, left:], mask[:, left:], [150 - left])
+    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+
+
 @pytest.mark.parametrize("weights", [fk.Power(2.0), fk.Elu(), fk.Softmax()], ids=str)
 @pytest.mark.parametrize("heavy", [fk.Leverage(5), fk.RandomKeys(9), fk.Leverage(4) | fk.RandomKeys(7)], ids=str)
 @pytest.mark.parametrize("recent", [fk.RecentBlocks(16), fk.RecentBlocks(64, 1)], ids=str)

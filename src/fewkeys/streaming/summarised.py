@@ -124,8 +124,8 @@ class Summarised:
             raise ValueError(
                 f"other: expected this stream to stand at a multiple of {self.parts.aligned} tokens, got {length}"
             )
-        self._before = []
         self._state = self._merged(self._moved(self._state), other._state, other._heavy)
+        self._before = []  # which know nothing of what came from the other
 
     def like(self) -> tuple[Tensor, Tensor]:
         return self._state.near.key, self._state.near.value

@@ -117,7 +117,7 @@ def grow(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, impl: 
     trees = [tree for stand in stands.values() for tree in stand.trees()]
     ends = torch.tensor([sum(tree) // sequences.block * sequences.is_causal for tree in trees], device=key.device)
     blocks, kind = ends.unique(return_inverse=True)
-    metric = roots(sequences, query.detach(), blocks, compiled(impl, query.detach(), key.detach(), value.detach()))
+    metric = roots(sequences, query.detach(), blocks, by_kernels(impl, query.detach(), key.detach(), value.detach()))
     return Forest(order_of(trees, metric, kind, key, value, impl), stands)
 
 
@@ -130,7 +130,7 @@ def order_of(
     (trees,): which of them each is measured by. `impl`: as of `grow`.
     """
     key, value, metric = key.detach(), value.detach(), metric.to(key.dtype)
-    if compiled(impl, key, value):
+    if by_kernels(impl, key, value):
         start, size, base = _places(trees)
         return native.grow(key, value, metric, kind, size, start + SINKS, base, VALUES)
     found, done = [], 0
@@ -145,8 +145,8 @@ def order_of(
     return torch.cat(found, 1)
 
 
-def compiled(impl: Impl, *rows: Tensor) -> bool:
-    """Whether compiled kernels read these."""
+def by_kernels(impl: Impl, *rows: Tensor) -> bool:
+    """Whether compiled kernels grow trees of these: float32 that they can read."""
     return impl in COMPILED and all(one.dtype == torch.float32 for one in rows) and suits(*rows)
 
 

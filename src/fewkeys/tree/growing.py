@@ -19,7 +19,7 @@ from fewkeys.core.precision import working
 from fewkeys.past.running import RunningQueries
 from fewkeys.tree.buffer import Buffer, room_for, widened
 from fewkeys.tree.descent import Walk
-from fewkeys.tree.forest import Forest, Stand, Table, compiled, needed, order_of, summarise
+from fewkeys.tree.forest import Forest, Stand, Table, by_kernels, needed, order_of, summarise
 from fewkeys.tree.leaves import Form, Held, Leaves
 from fewkeys.tree.metric import roots_after, turn_of
 from fewkeys.tree.rule import BRANCH, LEAF, SINKS, block_of, cover, exact_keys, levels_of
@@ -260,7 +260,7 @@ class Growing:
         query = self.query.rows.flatten(0, 1)
         if not bool(self.asked.all()):
             query, turn = query[:, :, self.asked], turn[self.asked]
-        metric = roots_after(query, turn, blocks, self.past, compiled("auto", query))
+        metric = roots_after(query, turn, blocks, self.past, by_kernels("auto", query))
         key, value = self.leaves.rows(first, last)
         before = first + SINKS  # what is written has no sinks
         order = order_of([(start - before, size) for start, size in trees], metric, kind, key, value)

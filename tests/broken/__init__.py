@@ -1,0 +1,1 @@
+"""What is broken on purpose, and the tests that must notice."""
