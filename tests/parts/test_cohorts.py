@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fewkeys as fk
+import fewkeys.native as native
 import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-import fewkeys.native as native
 from fewkeys.sketch.cohorts import cohorts, described, own_importance, split
 from native_cases import needs_compiler
 

@@ -91,7 +91,8 @@ class CohortMeans {
     float all = 0.0f, spreads = 0.0f;
     for (int64_t c = 0; c < count; c++) {
       float square = 0.0f;
-      for (int64_t d = 0; d < tall; d += TILE) square += product(&offset[c * tall + d], &turned[d * count + c * TILE], TILE);
+      for (int64_t d = 0; d < tall; d += TILE)
+        square += product(&offset[c * tall + d], &turned[d * count + c * TILE], TILE);
       const float along = product(&offset[c * tall], asked, dim);
       const float seen = p.tilt * (p.level[first + c] - along - 0.5f * square);
       p.bias[first + c] = std::clamp(seen, -p.largest_tilt, p.largest_tilt);

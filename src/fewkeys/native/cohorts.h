@@ -12,13 +12,14 @@ static inline uint64_t sortable(float number, int64_t place) {
   return (uint64_t)ordered(number == number ? number : 0.0f) << 32 | (uint64_t)place;
 }
 
-// Splits one set of rows after another, as `fewkeys.sketch.cohorts.split` says, and tells what the halves of halves have
-// in common. Directions are sums of rows; products with them are taken in the metric.
+// Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums of
+// rows; products with them are taken in the metric.
 class Halver {
  public:
   explicit Halver(const Halves &p)
       : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count), order(size),
-        others(size), key(std::max(size, 2 * SAMPLE)), sorted(size), some(2 * SAMPLE * wide), along(dim), turned(dim), middle(dim), square(wide * wide) {}
+        others(size), key(std::max(size, 2 * SAMPLE)), sorted(size), some(2 * SAMPLE * wide), along(wide),
+        turned(wide), middle(wide), square(wide * wide) {}
 
   void split(int64_t set) {
     rows = p.rows + set * p.rows_each * dim, metric = p.metric + set * dim * dim;
@@ -64,36 +65,55 @@ class Halver {
     for (int64_t d = 0; d < dim; d++) add(turned.data(), metric + d * dim, along[d], dim);
   }
 
-  // The direction along which to cut.
+  // The direction along which to cut. Rows that fill up to FOUR are zero.
   void look(const int32_t *own, int64_t span, int64_t real) {
     const int64_t step = std::max<int64_t>(1, span / SAMPLE), count = (real + step - 1) / step;
+    const int64_t full = round_up(count, FOUR);
+    float by[2 * SAMPLE];
     std::fill(middle.begin(), middle.end(), 0.0f);
     for (int64_t i = 0; i < count; i++) add(middle.data(), rows + own[i * step] * dim, 1.0f, dim);
     for (float &x : middle) x /= count;
     float longest = -1.0f;
-    for (int64_t i = 0; i < count; i++) {
-      float *row = &some[i * dim];
+    for (int64_t i = 0; i < full; i++) {
+      float *row = &some[i * wide];
+      std::fill_n(row, wide, 0.0f);
+      if (i >= count) continue;
       std::copy_n(rows + own[i * step] * dim, dim, row);
-      add(row, middle.data(), -1.0f, dim);
-      const float square = product(row, row, dim);
-      if (square > longest) longest = square, std::copy_n(row, dim, along.begin());
+      add(row, middle.data(), -1.0f, wide);
+      const float square = product(row, row, wide);
+      if (square > longest) longest = square, copy(along.data(), row, wide);
     }
     turn();
     for (int i = 0; i < POWER; i++) {
-      std::fill(along.begin(), along.end(), 0.0f);
-      for (int64_t j = 0; j < count; j++) add(along.data(), &some[j * dim], product(&some[j * dim], turned.data(), dim), dim);
+      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, by + j);
+      sum(by, full);
       turn();
-      const float square = product(along.data(), turned.data(), dim), least = std::numeric_limits<float>::min();
+      const float square = product(along.data(), turned.data(), wide), least = std::numeric_limits<float>::min();
       const float length = std::max(least, std::sqrt(std::max(0.0f, square)));
       for (float &x : turned) x /= length;
     }
-    const int64_t half = (span + step - 1) / step / 2;
+    const int64_t half = std::min((span + step - 1) / step / 2, count);
     for (int i = 0; i < REFINE; i++) {
-      for (int64_t j = 0; j < count; j++) key[j] = sortable(product(&some[j * dim], turned.data(), dim), j);
+      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, by + j);
+      for (int64_t j = 0; j < count; j++) key[j] = sortable(by[j], j);
       if (half < count) std::nth_element(key.begin(), key.begin() + half, key.begin() + count);
-      std::fill(along.begin(), along.end(), 0.0f);
-      for (int64_t j = 0; j < std::min(half, count); j++) add(along.data(), &some[(uint32_t)key[j] * dim], -1.0f, dim);
+      std::fill_n(by, full, 0.0f);
+      for (int64_t j = 0; j < half; j++) by[(uint32_t)key[j]] = -1.0f;
+      sum(by, full);
       turn();
+    }
+  }
+
+  // along <- the sum of the rows, each times its number.
+  void sum(const float *by, int64_t count) {
+    count_multiply_adds(count * wide);
+    for (int64_t d = 0; d < wide; d += LANES) {
+      vec all = {};
+      for (int64_t j = 0; j < count; j += FOUR) {
+#pragma GCC unroll 4
+        for (int r = 0; r < FOUR; r++) all += load(&some[(j + r) * wide + d]) * by[j + r];
+      }
+      store(&along[d], all);
     }
   }
 
@@ -121,8 +141,9 @@ class Halver {
           mix(some.data(), wide, count, wide, &some[d], wide, &square[d * wide], wide);
       }
     }
+    const float rows_seen = std::max<int64_t>(1, all);
     for (int64_t d = 0; d < dim; d++)
-      for (int64_t e = 0; e < dim; e++) p.within[(set * dim + d) * dim + e] = square[d * wide + e] / std::max<int64_t>(1, all);
+      for (int64_t e = 0; e < dim; e++) p.within[(set * dim + d) * dim + e] = square[d * wide + e] / rows_seen;
   }
 };
 

@@ -73,8 +73,8 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
 def tilt(
     key: Tensor, value: Tensor, told: dict[str, Tensor | None], count: int, *, tilt: float, largest: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Mass, energy, rows, weight and importance of `sketch.tilted.Tilted`, for `count` clusters. `told`: what `Tilts` in
-    `problems.h` reads.
+    """Mass, energy, rows, weight and importance of `sketch.tilted.Tilted`, for `count` clusters. `told`: what `Tilts`
+    of `problems.h` reads.
     """
     key, value = alike(key, value)
     held = {name: None if part is None else part.contiguous() for name, part in told.items()}

@@ -29,8 +29,9 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     if columns is None or columns.place is None:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
     told = tilted_sums(x, known, clusters(x, count), columns.index, columns.used)
-    middle, together, spoken = frame(x).mean, None, told.mass.flatten(1, 2)
+    middle, spoken = frame(x).mean, told.mass.flatten(1, 2)
     none = torch.zeros((*spoken.shape[:2], 0), dtype=torch.int64, device=spoken.device)
+    together: Tensor | None = None
     if rank:
         one = torch.zeros_like(told.weight, dtype=torch.int64)
         *_, together = sums_and_products(x.key, x.value, one, told.weight, 1, middle, x.impl)

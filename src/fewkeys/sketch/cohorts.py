@@ -154,7 +154,7 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 
 def _metric(inputs: Inputs) -> Tensor:
-    """G (B, Hkv, D, D) with `(q - q')^T G (q - q')` the sum of squared differences of two queries' scores of some keys."""
+    """G (B, Hkv, D, D): `(q - q')^T G (q - q')` is the sum, over some keys, of squared differences of two scores."""
     some = thinned(inputs, QUERY_SAMPLE)
     key = centre(working(some.take(inputs.key.detach())), some.real)
     return key.mT @ key
