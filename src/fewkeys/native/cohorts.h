@@ -31,7 +31,7 @@ class Halver {
   }
 
  private:
-  static constexpr int64_t SAMPLE = 64;
+  static constexpr int64_t SAMPLE = 128;
   const Halves &p;
   const int64_t dim, wide, size;
   const float *rows = nullptr, *metric = nullptr;

@@ -27,7 +27,7 @@ from fewkeys.sketch.backend import backend
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, centre, frame, thinned
 from fewkeys.sketch.gram import triangular_root
 
-POWER, REFINE, SPLIT_SAMPLE = 2, 2, 64
+POWER, REFINE, SPLIT_SAMPLE = 2, 2, 128
 """Steps towards a direction, steps of 2-means from there, and about how many rows of a set they look at."""
 
 
