@@ -25,7 +25,7 @@ from fewkeys.core.metrics import output_error
 
 FILE = "cohorts.json"
 SETTINGS = ("minilm", "minilm-4096", "minilm-16384")
-SLOTS, COHORTS = (64, 96, 128, 192, 256, 384), (1, 8, 32)
+SLOTS, COHORTS = (64, 96, 128, 192, 256, 384), (1, 8, 16, 32)
 
 
 def main(arguments: list[str] | None = None) -> int:

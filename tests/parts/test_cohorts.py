@@ -4,11 +4,19 @@ import pytest
 import torch
 
 import fewkeys as fk
+import fewkeys.native as native
 import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.cohorts import cohorts, own_importance, split
+from fewkeys.sketch.cohorts import cohorts, described, own_importance, split
 from native_cases import needs_compiler
+
+
+def metric(dim, seed=0):
+    """One of every direction and one of almost none."""
+    root = torch.randn(dim, dim, generator=torch.Generator().manual_seed(seed))
+    root[0] *= 0.01
+    return root @ root.mT
 
 
 def sets(place):
@@ -20,7 +28,7 @@ def sets(place):
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
 def test_a_split_is_balanced_and_has_every_row_once(many, count):
     rows = torch.randn(3, many, 5, generator=torch.Generator().manual_seed(many))
-    place = split(rows, count, "torch")
+    place = split(rows, metric(5).expand(3, -1, -1), count)
     most = -(-many // count)
     assert place.shape == (3, count, most)
     for one in sets(place):
@@ -33,7 +41,7 @@ def test_a_split_finds_far_sets_of_rows():
     centre = 20 * torch.randn(4, 6, generator=g)
     whose = torch.arange(4).repeat_interleave(9)[torch.randperm(36, generator=g)]
     rows = centre[whose] + torch.randn(36, 6, generator=g)
-    found = split(rows[None], 4, "torch")[0]
+    found = split(rows[None], torch.eye(6)[None], 4)[0]
     assert all(len(set(whose[own].tolist())) == 1 for own in found)
 
 
@@ -41,7 +49,10 @@ def test_a_split_finds_far_sets_of_rows():
 @pytest.mark.parametrize(("many", "count"), [(33, 4), (70, 32), (300, 8), (3000, 32)])
 def test_the_kernel_splits_as_torch_does(many, count):
     rows = torch.randn(2, many, 11, generator=torch.Generator().manual_seed(1))
-    assert sets(split(rows, count, "native")) == sets(split(rows, count, "torch"))
+    how = torch.stack([metric(11, 2), metric(11, 3)])
+    place, *found = native.halve(rows, how, count, 3)
+    assert sets(place) == sets(split(rows, how, count))
+    torch.testing.assert_close(found, [*described(rows, place, 3)], rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_of_cohorts_are_those_of_their_queries():
@@ -76,7 +87,6 @@ def told(x, h, clusters, kept):
         "own": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
         "middle": torch.randn(*heads, 1, x.head_dim, generator=g, dtype=x.key.dtype),
         "mean": torch.zeros(*heads, h, x.head_dim, dtype=x.key.dtype),
-        "level": torch.rand(*heads, h, clusters, generator=g, dtype=x.key.dtype),
         "index": index,
         "used": torch.rand(*heads, h, kept, generator=g) > 0.2,
     }
@@ -88,7 +98,7 @@ def test_sums_have_exact_gradients():
     x = check_inputs(q[:, :, :9], k[:, :, :9], v[:, :, :9])
     facts = told(x, 2, 3, 2)
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda k, v: tilted._Sums.apply(k, v, None, facts, False)[2], (key, value))
+    assert torch.autograd.gradcheck(lambda k, v: tilted._Sums.apply(k, v, None, facts, 3, False)[2], (key, value))
 
 
 @needs_compiler
@@ -99,8 +109,8 @@ def test_the_kernel_adds_up_what_torch_does(h, dtype):
     x = check_inputs(q, k, v, lengths=torch.tensor([70, 33]))
     facts = told(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=torch.Generator().manual_seed(2))}
     key, value = x.key.to(dtype), x.value.to(dtype)
-    found = tilted._Sums.apply(key, value, x.valid, facts, True)
-    for one, other in zip(found, tilted._Sums.apply(key, value, x.valid, facts, False), strict=True):
+    found = tilted._Sums.apply(key, value, x.valid, facts, 5, True)
+    for one, other in zip(found, tilted._Sums.apply(key, value, x.valid, facts, 5, False), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5 * float(other.abs().max()))
 
 

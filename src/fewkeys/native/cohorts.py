@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, pointers
+from fewkeys.native.tensors import Rows, alike, pointers, struct
 
 LANES = 32
 """Cohorts whose weights of a key are added up by the kernel."""
@@ -17,8 +17,8 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 class _Halves(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("rows", "place")),
-        *((name, _SIZE) for name in ("sets", "rows_each", "dim", "count")),
+        *((name, _POINTER) for name in ("rows", "metric", "place", "mean", "within")),
+        *((name, _SIZE) for name in ("sets", "rows_each", "dim", "count", "step")),
     )
 
 
@@ -33,21 +33,24 @@ class _Best(ctypes.Structure):
 class _Tilts(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("key", "value")),
-        *((name, _POINTER) for name in ("real", "label", "own", "middle", "mean", "level", "index", "used")),
-        *((name, _POINTER) for name in ("mass", "energy", "rows", "weight")),
+        *((name, _POINTER) for name in ("real", "label", "own", "middle", "mean", "index", "used")),
+        *((name, _POINTER) for name in ("level", "mass", "energy", "rows", "weight")),
         *((name, _SIZE) for name in ("batch", "heads", "keys", "dim", "value_dim", "cohorts", "count", "kept")),
         *((name, ctypes.c_float) for name in ("tilt", "largest")),
     )
 
 
-def halve(rows: Tensor, count: int) -> Tensor:
-    """What `sketch.cohorts.split` promises, of float32 rows (R, m, F)."""
+def halve(rows: Tensor, metric: Tensor, count: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places (R, count, M), means (R, count, F) and covariance (R, F, F) of float32 rows (R, m, F): what
+    `sketch.cohorts.split` and `sketch.cohorts.described` promise.
+    """
     sets, many, dim = rows.shape
-    rows, each = rows.contiguous(), -(-many // count)
-    place = torch.empty((sets, count, each), dtype=torch.int64, device="cpu")
-    told = pointers({"rows": rows, "place": place})
-    call("fewkeys_halve", _Halves(**told, sets=sets, rows_each=many, dim=dim, count=count))
-    return place
+    place = torch.empty((sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
+    found = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
+    held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **found}
+    sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
+    call("fewkeys_halve", _Halves(**pointers(held), **sizes))
+    return found["place"], found["mean"], found["within"]
 
 
 def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -68,22 +71,41 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
 
 
 def tilt(
-    key: Tensor, value: Tensor, told: dict[str, Tensor | None], *, tilt: float, largest: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mass, energy, rows and weight of `sketch.tilted.Tilted`. `told`: what `Tilts` in `problems.h` reads."""
+    key: Tensor, value: Tensor, told: dict[str, Tensor | None], count: int, *, tilt: float, largest: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Mass, energy, rows, weight and importance of `sketch.tilted.Tilted`, for `count` clusters. `told`: what `Tilts`
+    of `problems.h` reads.
+    """
     key, value = alike(key, value)
     held = {name: None if part is None else part.contiguous() for name, part in told.items()}
-    level, index = held["level"], held["index"]
-    if level is None or index is None:
-        raise ValueError("told: expected the level of every cluster and the keys kept, got none")
-    batch, heads, cohorts, count = level.shape
-    dim, value_dim = key.shape[3], value.shape[3]
-    mass, energy = level.new_empty((2, *level.shape)).unbind()
-    rows = level.new_empty((*level.shape, dim + value_dim))
-    weight = level.new_zeros((batch, heads, -(-cohorts // LANES), key.shape[2]))
-    held |= {"mass": mass, "energy": energy, "rows": rows, "weight": weight}
+    mean, index = held["mean"], held["index"]
+    if mean is None or index is None:
+        raise ValueError("told: expected the mean of every cohort and the keys kept, got none")
+    batch, heads, cohorts, dim = mean.shape
+    value_dim = value.shape[3]
+    mass, energy, level = mean.new_empty((3, batch, heads, cohorts, count)).unbind()
+    rows = mean.new_empty((*level.shape, dim + value_dim))
+    weight = mean.new_zeros((batch, heads, -(-cohorts // LANES), key.shape[2]))
+    held |= {"mass": mass, "energy": energy, "rows": rows, "weight": weight, "level": level}
     sizes = {"batch": batch, "heads": heads, "keys": key.shape[2], "dim": dim, "value_dim": value_dim}
     sizes |= {"cohorts": cohorts, "count": count, "kept": index.shape[3]}
     problem = _Tilts(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, tilt=tilt, largest=largest)
     call("fewkeys_tilt", problem, key.dtype)
-    return mass, energy, rows, weight.sum(2)
+    return mass, energy, rows, weight.sum(2), level
+
+
+def cohort_means(told: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
+    """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.StandIns` has them; with a rank,
+    `factor`, `left`, `right` and `bounds`, too. `told`: what `CohortStandIns` in `problems.h` reads, in float32.
+    """
+    held = {name: part.contiguous() for name, part in told.items()}
+    rows, together = held["rows"], held["together"]
+    batch, heads, cohorts, count, _ = rows.shape
+    dim, value_dim = together.shape[2:]
+    shapes = {"key": (count, dim), "value": (count, value_dim), "bias": (count,), "factor": (count,)}
+    shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
+    found = {name: rows.new_empty((batch, heads * cohorts, *shape)) for name, shape in shapes.items()}
+    sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
+    problem = struct("CohortStandIns")(**pointers(held | found), **sizes, rank=rank, steps=steps, **numbers)
+    call("fewkeys_cohort_means", problem)
+    return found if rank else {name: found[name] for name in ("key", "value", "bias")}

@@ -227,24 +227,51 @@ class NearAttention {
   }
 };
 
+// What a list and its stand-ins hold, side by side, and the rows that they are read from.
+template <class Products>
+class Shared {
+ public:
+  typename Products::Columns columns;
+
+  explicit Shared(const Near &p)
+      : columns(p.dim, p.value_dim), p(p), count(p.entries + p.means + p.rank), wide(round_up(p.value_dim)),
+        rows(count * (p.dim + wide)) {}
+
+  void read(int64_t b, int64_t h) {
+    float *value = rows.data() + count * p.dim;
+    gather_shared<typename Products::Number>(p, b, h, rows.data(), p.dim, value, wide);
+    columns.read(rows.data(), p.dim, value, wide, count);
+  }
+
+ private:
+  const Near &p;
+  const int64_t count, wide;
+  aligned_vector<float> rows;
+};
+
 template <class Products>
 static void attend(const Near &p, int threads) {
   const int64_t shared_heads = p.heads / p.gqa_ratio, lists = p.batch * shared_heads;
   const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
-  const int64_t columns = p.entries + p.means + p.rank, wide = round_up(p.value_dim);
-  std::vector<typename Products::Columns> shared(lists, {(int)p.dim, (int)p.value_dim});
-  aligned_vector<float> rows(lists * columns * (p.dim + wide));
-  const auto gather = [&](int, int64_t i) {
-    float *key = rows.data() + i * columns * (p.dim + wide), *value = key + columns * p.dim;
-    gather_shared<typename Products::Number>(p, i / shared_heads, i % shared_heads, key, p.dim, value, wide);
-    shared[i].read(key, p.dim, value, wide, columns);
-  };
-  in_parallel(threads, lists, [] { return 0; }, gather, 16);
-  const auto attend = [&](NearAttention<Products> &attention, int64_t t) {
+  typedef NearAttention<Products> Attention;
+  if (p.order && lists >= 4 * threads) {
+    // Lists of cohorts are many and serve few queries each: one is held at a time.
+    const auto new_worker = [&] { return std::pair<Attention, Shared<Products>>(p, p); };
+    return in_parallel(threads, lists, new_worker, [&](auto &worker, int64_t i) {
+      auto &[attention, shared] = worker;
+      shared.read(i / shared_heads, i % shared_heads);
+      for (int64_t first = 0; first < p.queries; first += TILE)
+        attention.attend(shared.columns, i / shared_heads, i % shared_heads, first);
+    });
+  }
+  std::vector<Shared<Products>> shared(lists, Shared<Products>(p));
+  const auto read = [&](int, int64_t i) { shared[i].read(i / shared_heads, i % shared_heads); };
+  in_parallel(threads, lists, [] { return 0; }, read, 16);
+  const auto attend = [&](Attention &attention, int64_t t) {
     const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
-    attention.attend(shared[b * shared_heads + h / p.gqa_ratio], b, h, t % tiles * TILE);
+    attention.attend(shared[b * shared_heads + h / p.gqa_ratio].columns, b, h, t % tiles * TILE);
   };
-  in_parallel(threads, work, [&] { return NearAttention<Products>(p); }, attend, 4);
+  in_parallel(threads, work, [&] { return Attention(p); }, attend, 4);
 }
 
 }  // namespace fewkeys

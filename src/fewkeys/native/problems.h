@@ -180,9 +180,12 @@ struct PastBack {
 
 // Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
 struct Halves {
-  const float *rows;  // (sets, rows_each, dim)
-  int64_t *place;     // (sets, rows_each filled up to a multiple of count): -1 for none
-  int64_t sets, rows_each, dim, count;
+  const float *rows;    // (sets, rows_each, dim)
+  const float *metric;  // (sets, dim, dim)
+  int64_t *place;       // (sets, rows_each filled up to a multiple of count): -1 for none
+  float *mean;          // (sets, count, dim)
+  float *within;        // (sets, dim, dim)
+  int64_t sets, rows_each, dim, count, step;
 };
 
 // The best keys of every cohort: `fewkeys.sketch.tilted.best`.
@@ -203,14 +206,26 @@ struct Tilts {
   const float *own;      // (B Hkv, Nk): k^T W k / 2
   const float *middle;   // (B Hkv, D): the mean key
   const float *mean;     // (B Hkv, H, D)
-  const float *level;    // (B Hkv, H, C): g_hc
   const int64_t *index;  // (B Hkv, H, S): keys that a cohort keeps
   const uint8_t *used;   // (B Hkv, H, S)
+  float *level;          // (B Hkv, H, C): g_hc
   float *mass, *energy;  // (B Hkv, H, C)
   float *rows;           // (B Hkv, H, C, D + Dv)
   float *weight;         // (B Hkv, tiles of cohorts, Nk): zeros, where the weights of real keys are written
   int64_t batch, heads, keys, dim, value_dim, cohorts, count, kept;
   float tilt, largest;
+};
+
+// The stand-ins of cohorts, from these sums: `fewkeys.rest.cohort_means`.
+struct CohortStandIns {
+  const float *mass, *energy, *rows, *level;  // as `Tilts` has them
+  const float *together;                      // (B Hkv, D, Dv): products of keys and values, by their weight
+  const float *mean, *within;                 // (B Hkv, H, D), (B Hkv, D, D)
+  const float *middle, *unit;                 // (B Hkv, D), (B Hkv)
+  float *key, *value, *bias, *factor;         // (B Hkv, H, C, D), (B Hkv, H, C, Dv), (B Hkv, H, C), the same
+  float *left, *right, *bounds;               // (B Hkv, H, D, r), (B Hkv, H, r, Dv), (B Hkv, H, 2, r)
+  int64_t heads, cohorts, count, dim, value_dim, rank, steps;
+  float tilt, largest_tilt, largest_spread, reach, least;
 };
 
 // Trees of rows: `fewkeys.tree.split`.

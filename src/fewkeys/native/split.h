@@ -52,6 +52,13 @@ static inline uint32_t ordered(float x) {
   memcpy(&bits, &x, sizeof bits);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
+// And back.
+static inline float number_of(uint32_t bits) {
+  bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
 
 class Splitter {
  public:

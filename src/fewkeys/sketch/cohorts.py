@@ -27,7 +27,7 @@ from fewkeys.sketch.backend import backend
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, centre, frame, thinned
 from fewkeys.sketch.gram import triangular_root
 
-POWER, REFINE, SPLIT_SAMPLE = 2, 2, 256
+POWER, REFINE, SPLIT_SAMPLE = 2, 2, 128
 """Steps towards a direction, steps of 2-means from there, and about how many rows of a set they look at."""
 
 
@@ -68,23 +68,22 @@ def own_importance(inputs: Inputs, known: Cohorts) -> Tensor:
     return inputs.remember(("own importance", known.count), compute)
 
 
-def split(rows: Tensor, count: int, impl: Impl) -> Tensor:
+def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
     """Places (R, count, M) of rows (R, m, F) in `count`, a power of two, sets of M = ceil(m / count); -1 for none.
 
-    A set of rows, centred to y_j, is ordered along a direction u and cut in the middle. u starts as the longest y_j,
-    goes through power iterations, and then through steps of balanced 2-means: minus the sum of the left half. Rows
-    of a set stay in their order; places that are left over stand last in the last sets. Directions of large sets see
-    every s-th row only.
+    A set of rows, centred to y_j, is ordered by `y_j . metric u`, metric (R, F, F), and cut in the middle. u starts as
+    the longest y_j, goes through power iterations, and then through steps of balanced 2-means: minus the sum of the
+    left half. Rows of a set stay in their order; places that are left over stand last in the last sets. Directions of
+    large sets see every s-th row only.
     """
-    if impl in COMPILED and native.readable(rows) and rows.dtype == torch.float32:
-        return native.halve(rows, count)
     sets, rest = rows.shape[0], -rows.shape[1] % count
     place = pad(torch.arange(rows.shape[1], device=rows.device), (0, rest), value=-1).expand(sets, -1)
     size = place.shape[1]
     rows = pad(rows, (0, 0, 0, rest))
     while size > place.shape[1] // count:
         own, real = rows.reshape(-1, size, rows.shape[-1]), (place >= 0).reshape(-1, size)
-        order = _along(own, real).argsort(dim=-1, stable=True)
+        each = metric.repeat_interleave(own.shape[0] // sets, 0)
+        order = _along(own, each, real).argsort(dim=-1, stable=True)
         # Rows of a half stay in their old order.
         order = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
         rows = own.gather(1, order.unsqueeze(-1).expand_as(own)).reshape(rows.shape)
@@ -94,29 +93,43 @@ def split(rows: Tensor, count: int, impl: Impl) -> Tensor:
     return found
 
 
-def _along(rows: Tensor, real: Tensor) -> Tensor:
+def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, both of every `step`-th
+    row of each set.
+    """
+    some = place[..., ::step]
+    real = (some >= 0).unsqueeze(-1)
+    sets = take(rows.unsqueeze(0), some.clamp_min(0).unsqueeze(0)).squeeze(0)
+    mean = (sets * real).sum(2) / real.sum(2).clamp_min(1)
+    off = sets.sub_(mean.unsqueeze(2)).mul_(real).flatten(1, 2)
+    return mean, off.mT @ off / real.sum((1, 2)).clamp_min(1).unsqueeze(-1)
+
+
+def _along(rows: Tensor, metric: Tensor, real: Tensor) -> Tensor:
     """Numbers (R, m) by which to order rows (R, m, F), infinite where they are not real."""
     step = max(1, rows.shape[1] // SPLIT_SAMPLE)
     some, there = rows[:, ::step], real[:, ::step]
     total = there.sum(1)[:, None, None].clamp_min(1)
     some = (some - (some * there.unsqueeze(-1)).sum(1, keepdim=True) / total) * there.unsqueeze(-1)
     longest = some.square().sum(-1).argmax(1)
-    along = some.gather(1, longest[:, None, None].expand(-1, 1, rows.shape[-1]))
+    along = some.gather(1, longest[:, None, None].expand(-1, 1, rows.shape[-1])) @ metric
     for _ in range(POWER):
-        along = (some @ along.mT).mT @ some
-        along = along / torch.linalg.vector_norm(along, dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+        moved = (some @ along.mT).mT @ some
+        along = moved @ metric
+        length = (moved * along).sum(-1, keepdim=True).clamp_min(0).sqrt()
+        along = along / length.clamp_min(torch.finfo(rows.dtype).tiny)
     for _ in range(REFINE):
         order = (some @ along.mT).squeeze(-1).masked_fill(~there, torch.inf).argsort(dim=-1, stable=True)
         left = order[:, : order.shape[1] // 2].unsqueeze(-1).expand(-1, -1, rows.shape[-1])
-        along = -some.gather(1, left).sum(1, keepdim=True)
+        along = -some.gather(1, left).sum(1, keepdim=True) @ metric
     return (rows @ along.mT).squeeze(-1).masked_fill(~real, torch.inf)
 
 
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:
-    x, real, root = inputs, inputs.valid_queries, _key_root(inputs)
+    x, real, metric = inputs, inputs.valid_queries, _metric(inputs)
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
-        place, mean, within = _of(rows, root, count, x.impl)
+        place, mean, within = _of(rows, metric, count, x.impl)
         return Cohorts(place, mean * x.scale, within * x.scale**2)
     # Sequences with as many real queries are split together: a cohort depends on nothing else.
     flat = real[:, None].expand(-1, x.gqa_ratio, -1).flatten(1)
@@ -127,7 +140,7 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
         own = (sizes == size).nonzero().squeeze(-1)
         index = flat[own].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
         index = index[:, None].expand(-1, x.kv_heads, -1)
-        place, mean, within = _of(take(rows[own], index), root[own], count, x.impl)
+        place, mean, within = _of(take(rows[own], index), metric[own], count, x.impl)
         if size:
             place = index.gather(2, place.clamp_min(0).flatten(2)).view_as(place).masked_fill_(place < 0, -1)
         found.append((place, mean, within))
@@ -140,16 +153,14 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     return Cohorts(place[back], mean[back] * x.scale, within[back] * x.scale**2)
 
 
-def _key_root(inputs: Inputs) -> Tensor:
-    """L (B, Hkv, D, D) with `L L^T` the covariance of the keys: `|L^T (q - q')|^2` is the mean square difference of the
-    scores of two queries.
-    """
+def _metric(inputs: Inputs) -> Tensor:
+    """G (B, Hkv, D, D): `(q - q')^T G (q - q')` is the sum, over some keys, of squared differences of two scores."""
     some = thinned(inputs, QUERY_SAMPLE)
     key = centre(working(some.take(inputs.key.detach())), some.real)
-    return triangular_root(key.mT @ key, RIDGE)
+    return key.mT @ key
 
 
-def _of(rows: Tensor, root: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
+def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
     """Place, mean and W of the rows (B, H, m, D), all real."""
     batch, heads, many, dim = rows.shape
     if not many:
@@ -157,10 +168,11 @@ def _of(rows: Tensor, root: Tensor, count: int, impl: Impl) -> tuple[Tensor, Ten
         return none, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim))
     while count > 1 and count // 2 >= many:
         count //= 2
-    place = split((rows @ root).flatten(0, 1), count, impl).unflatten(0, (batch, heads))
-    some = place[..., :: max(1, many // QUERY_SAMPLE)]
-    real = (some >= 0).unsqueeze(-1)
-    sets = take(rows, some.clamp_min(0))
-    mean = (sets * real).sum(3) / real.sum(3).clamp_min(1)
-    off = sets.sub_(mean.unsqueeze(3)).mul_(real).flatten(2, 3)
-    return place, mean, off.mT @ off / real.sum((2, 3)).clamp_min(1).unsqueeze(-1)
+    flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, many // QUERY_SAMPLE)
+    if impl in COMPILED and native.readable(flat) and flat.dtype == torch.float32:
+        found = native.halve(flat, metric, count, step)
+    else:
+        place = split(flat, metric, count)
+        found = place, *described(flat, place, step)
+    place, mean, within = (part.unflatten(0, (batch, heads)) for part in found)
+    return place, mean, within

@@ -23,7 +23,6 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.sketch.clusters import Clusters, frame
 from fewkeys.sketch.cohorts import Cohorts, own_importance
-from fewkeys.sketch.sums import label_sums
 
 TILT = 0.8
 LARGEST_TILT = 2.0
@@ -63,32 +62,31 @@ def tilted_sums(inputs: Inputs, known: Cohorts, found: Clusters, index: Tensor, 
     """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`. Gradients flow through keys and
     values, not through what they weigh. Cost O(n H (D + Dv)).
     """
-    x, middle = inputs, frame(inputs).mean
-    with torch.no_grad():
-        level = _levels(x, known, found)
-    told = {"label": found.label, "own": own_importance(x, known), "middle": middle, "mean": known.mean}
-    told |= {"level": level, "index": index, "used": used}
-    compiled = x.impl in COMPILED and native.readable(x.key, x.value, known.mean, level)
-    mass, energy, rows, weight = _Sums.apply(x.key, x.value, x.valid, told, compiled)  # type: ignore[no-untyped-call]
-    return Tilted(mass, energy, rows, weight, level)
+    x, count = inputs, found.importance.shape[-1]
+    told = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
+    told |= {"index": index, "used": used}
+    compiled = x.impl in COMPILED and native.readable(x.key, x.value, known.mean)
+    sums = _Sums.apply(x.key, x.value, x.valid, told, count, compiled)  # type: ignore[no-untyped-call]
+    return Tilted(*sums)
 
 
-def _levels(x: Inputs, known: Cohorts, found: Clusters) -> Tensor:
+def _levels(key: Tensor, real: Tensor | None, told: dict[str, Tensor], count: int) -> Tensor:
     """g_hc: that of a cluster's mean key and mean `k^T W k / 2`."""
-    own, count = own_importance(x, known), found.importance.shape[-1]
-    real = torch.ones_like(own) if x.valid is None else x.valid[:, None].to(own.dtype).expand_as(own).contiguous()
+    label, own = told["label"], told["own"]
+    there = torch.ones_like(own) if real is None else real[:, None].to(own.dtype).expand_as(own)
     size, quad = own.new_zeros((2, *own.shape[:2], count)).unbind()
-    size.scatter_add_(-1, found.label, real).clamp_min_(1)
-    quad.scatter_add_(-1, found.label, real * own)
-    total, _ = label_sums(x.key.detach(), x.value[..., :0].detach(), found.label, real, count, x.impl)
-    return known.mean @ (total / size.unsqueeze(-1) - frame(x).mean).mT + (quad / size).unsqueeze(2)
+    size.scatter_add_(-1, label, there).clamp_min_(1)
+    quad.scatter_add_(-1, label, there * own)
+    where, total = label.unsqueeze(-1).expand_as(key), own.new_zeros((*size.shape, key.shape[-1]))
+    total.scatter_add_(2, where, (working(key) - told["middle"]) * there.unsqueeze(-1))
+    return told["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
 
 
-def _weights(key: Tensor, real: Tensor | None, told: dict[str, Tensor]) -> Tensor:
+def _weights(key: Tensor, real: Tensor | None, told: dict[str, Tensor], level: Tensor) -> Tensor:
     """e_hj (B, Hkv, H, Nk), zero for padding and for keys that the cohort keeps."""
     label = told["label"].unsqueeze(2).expand(-1, -1, told["mean"].shape[2], -1)
     exponent = told["mean"] @ (working(key) - told["middle"]).mT + told["own"].unsqueeze(2)
-    e = exponent.sub_(told["level"].gather(-1, label)).mul_(TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    e = exponent.sub_(level.gather(-1, label)).mul_(TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])
     return e.scatter_reduce_(-1, told["index"], (~told["used"]).to(e.dtype), "prod")
@@ -99,14 +97,14 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, key: Tensor, value: Tensor, real: Tensor | None, told: dict[str, Tensor], compiled: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(key, value, *told.values())
-        ctx.real, ctx.names = real, tuple(told)
+        ctx: Any, key: Tensor, value: Tensor, real: Tensor | None, told: dict[str, Tensor], count: int, compiled: bool
+    ) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...]
         if compiled:
-            found = native.tilt(key, value, {**told, "real": real}, tilt=TILT, largest=LARGEST_TILT)
+            found = native.tilt(key, value, {**told, "real": real}, count, tilt=TILT, largest=LARGEST_TILT)
         else:
-            e, label, level = _weights(key, real, told), told["label"], told["level"]
+            level, label = _levels(key, real, told, count), told["label"]
+            e = _weights(key, real, told, level)
             where = label.unsqueeze(2).expand_as(e)
             mass, energy = level.new_zeros((2, *level.shape)).unbind()
             mass.scatter_add_(-1, where, e)
@@ -115,18 +113,20 @@ class _Sums(torch.autograd.Function):
             rows = both.new_zeros((*level.shape, both.shape[-1]))
             for h in range(e.shape[2]):
                 rows[:, :, h].scatter_add_(2, label.unsqueeze(-1).expand_as(both), both * e[:, :, h].unsqueeze(-1))
-            found = mass, energy, rows, e.sum(2)
-        ctx.mark_non_differentiable(found[0], found[1], found[3])
+            found = mass, energy, rows, e.sum(2), level
+        ctx.save_for_backward(key, value, found[4], *told.values())
+        ctx.real, ctx.names = real, tuple(told)
+        ctx.mark_non_differentiable(found[0], found[1], found[3], found[4])
         return found
 
     @staticmethod
-    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, gradient: Tensor, _weight: Tensor) -> Any:
-        key, value, *parts = ctx.saved_tensors
+    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, gradient: Tensor, *_others: Tensor) -> Any:
+        key, value, level, *parts = ctx.saved_tensors
         told = dict(zip(ctx.names, parts, strict=True))
-        e, label = _weights(key.detach(), ctx.real, told), told["label"]
+        e, label = _weights(key.detach(), ctx.real, told, level), told["label"]
         where = label.unsqueeze(-1).expand(*label.shape, gradient.shape[-1])
         found = gradient.new_zeros(where.shape)
         for h in range(e.shape[2]):
             found = found + gradient[:, :, h].gather(2, where) * e[:, :, h].unsqueeze(-1)
         to_key, to_value = found.split([key.shape[-1], value.shape[-1]], -1)
-        return to_key.to(key.dtype), to_value.to(value.dtype), None, None, None
+        return to_key.to(key.dtype), to_value.to(value.dtype), None, None, None, None
