@@ -145,7 +145,7 @@ def test_what_is_opened_has_the_largest_ranks(shape):
                 assert len(candidates) == level.scored
                 spread = {c: float(q.square() @ table.variance[head, c]) for c in candidates}
                 score = {c: float(q @ table.key[head, c]) for c in candidates}
-                rank = {c: score[c] + math.sqrt(2 * math.log(level.size) * spread[c]) for c in candidates}
+                rank = {c: score[c] + (1 + math.log2(level.size)) / 2 * spread[c] ** 0.5 for c in candidates}
                 best = sorted(candidates, key=lambda c: -rank[c])
                 own, rows = set(best[: level.opened]), closed[place].rows[head, i].tolist()
                 assert set(rows) == candidates - own

@@ -125,11 +125,11 @@ class Descender {
         four_dots(variance_rows, square, dim, &width[c]);
       }
       // Ranks, negated: places count what is before.
-      const float size = std::log((float)level.size);
+      const float reach = (1 + std::log2((float)level.size)) / 2, size = std::log((float)level.size);
       count_multiply_adds(4 * count);
       for (int v = 0; v < whole; v += LANES) {
         const vec x = load(&own[v]), w = load(&width[v]);
-        const vec negated = -(x + root(w * (2 * size)));
+        const vec negated = -(x + root(w) * reach);
         store(&rank[v], negated == negated ? negated : broadcast(INFINITY));
         store(&staying[v], x + (size + gain(w)));
       }
@@ -310,7 +310,7 @@ class Descender {
     int c = 0;
     for (int64_t l = 0; l < step.levels; l++) {
       const LevelOf &level = level_of(step, l);
-      const float size = std::log((float)level.size);
+      const float reach = (1 + std::log2((float)level.size)) / 2, size = std::log((float)level.size);
       for (int64_t stop = c + entering_of(level); c < stop; c++)
         for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
           tile.top[w] = max(tile.top[w], load(&score[(near + c) * TILE + v]) + (size + gain(load(&spread[c * TILE + v]))));
