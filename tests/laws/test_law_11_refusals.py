@@ -5,6 +5,7 @@ import torch
 
 import fewkeys as fk
 from cases import SHAPES, places
+from fewkeys.select import Joined
 
 Q, K, V = SHAPES["plain"].draw(dtype=torch.float32)
 
@@ -68,6 +69,7 @@ CALLS = {
     "UniformSample count": lambda: fk.UniformSample(0),
     "slots: expected at least 1, got 0": lambda: fk.budget(0),
     "slots: expected an integer, got bool": lambda: fk.budget(True),
+    "Joined key: expected a floating tensor": lambda: Joined(torch.ones(2, 4, 3), None, torch.ones(2, 4, 4).bool()),
     "alpha: expected a finite number": lambda: fk.Entmax(1.0),
     "p: expected a finite number": lambda: fk.Power(0),
     "cap: expected a finite number in \\(0.0, 80.0\\), got 80": lambda: fk.Softcap(80.0),

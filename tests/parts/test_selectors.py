@@ -65,16 +65,33 @@ def test_outliers_are_the_keys_of_largest_score(lengths):
     assert torch.equal(mask, chosen.repeat_interleave(3, 1).unsqueeze(2).expand_as(mask))
 
 
+@pytest.mark.parametrize("cohorts", [1, 4])
 @pytest.mark.parametrize("far", [4.0, 20.0])
-def test_a_key_that_is_its_own_cluster_ranks_alike_in_every_precision(far):
+def test_a_key_that_is_its_own_cluster_ranks_alike_in_every_precision(far, cohorts):
     """Its distance from the centre is nothing, of which rounding leaves something, or not."""
+    keep = fk.Outliers(5, 8, cohorts=cohorts)
     for seed in range(12):
         draw = torch.Generator().manual_seed(seed)
         rows = [torch.randn(1, 2, 100, 8, generator=draw) for _ in range(3)]
         rows[1][:, :, 7] *= far
-        want = fk.Outliers(5, 8).select(check_inputs(*(part.double() for part in rows), impl="reference")).to_mask()
+        want = keep.select(check_inputs(*(part.double() for part in rows), impl="reference")).to_mask()
         for impl in ("torch", "auto"):
-            assert torch.equal(fk.Outliers(5, 8).select(check_inputs(*rows, impl=impl)).to_mask(), want)
+            assert torch.equal(keep.select(check_inputs(*rows, impl=impl)).to_mask(), want)
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_running_leverage_scores_all_keys_so_far(centre):
+    """As a block of 32 is complete, its keys compete with those held, by scores against all keys before."""
+    keys, count = 32 * 5, 40
+    k = torch.randn(1, 1, keys, 6, generator=torch.Generator().manual_seed(0)).double() + 2.0
+    held = []
+    for stop in range(32, keys, 32):
+        held += range(stop - 32, stop)
+        rows = k[0, 0, :stop] - centre * k[0, 0, :stop].mean(0)
+        score = torch.einsum("nd,de,ne->n", rows, torch.linalg.pinv(rows.mT @ rows), rows)
+        held = sorted(held, key=lambda j, score=score: -score[j])[:count]
+    mask = fk.Leverage(count, centre=centre).graph(k, k, is_causal=True).to_mask()
+    assert mask[0, 0, -1].nonzero().flatten().tolist() == sorted(held)
 
 
 def test_lists_for_cohorts_have_no_alternatives():

@@ -59,7 +59,7 @@ class BlockClusters(Selector):
 
     @property
     def _near(self) -> RecentBlocks:
-        return RecentBlocks(self.size, (self.window + 1) // 2)
+        return RecentBlocks(self.size, self.window // 2 + 1)
 
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
