@@ -266,15 +266,22 @@ def test_a_folder_that_cannot_be_written_compiles_once_for_all_processes(tmp_pat
 
 
 def test_processes_and_threads_compile_once(tmp_path, compiler):
-    """A compiler that counts its calls."""
+    """A compiler that counts its calls, and takes long enough for both processes to want it."""
     calls = tmp_path / "calls"
-    count = compiler("count", f'case "$*" in *kernels.cpp*) echo 1 >> {calls};; esac')
+    count = compiler("count", f'case "$*" in *kernels.cpp*) echo 1 >> {calls}; sleep 1;; esac')
     code = "import threading\nfrom fewkeys import native\n"
-    code += "every = [threading.Thread(target=native.missing) for _ in range(4)]\n"
+    code += "every = [threading.Thread(target=native.missing) for _ in range(4)]\nprint(flush=True)\ninput()\n"
     code += "[one.start() for one in every], [one.join() for one in every]\nassert native.missing() is None"
-    env = os.environ | {"CXX": count, "FEWKEYS_CACHE": str(tmp_path / "shared")}
-    every = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
-    assert [one.wait() for one in every] == [0, 0]
+    env, pipes = os.environ | {"CXX": count, "FEWKEYS_CACHE": str(tmp_path / "shared")}, {"text": True}
+    pipes |= dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    every = [subprocess.Popen([sys.executable, "-c", code], env=env, **pipes) for _ in range(2)]
+    assert [one.stdout.readline() for one in every] == ["\n", "\n"]  # both stand before the first call
+    for one in every:
+        one.stdin.write("\n")
+        one.stdin.flush()
+    for one in every:
+        one.communicate()
+    assert [one.returncode for one in every] == [0, 0]
     assert calls.read_text().split() == ["1"]
 
 
