@@ -185,4 +185,11 @@ PROMISES = (
         "    except Exception:\n        shutil.rmtree(staged, ignore_errors=True)\n        raise",
         (Law("integrations/test_cli", "failure_at_the_end or compare_prints"),),
     ),
+    Breakage(
+        "one compiles for all: the lock is shared",
+        "native/build.py",
+        "fcntl.LOCK_EX",
+        "fcntl.LOCK_SH",
+        (Law("kernels/test_native_building", "compile_once"),),
+    ),
 )
