@@ -139,8 +139,8 @@ PROMISES = (
     Breakage(
         "no library of another user: of anybody",
         "native/build.py",
-        "if not (path.is_file() and is_own(path)):",
-        "if not path.is_file():",
+        "return path.is_file() and is_own(path) and _undamaged(path)",
+        "return path.is_file() and _undamaged(path)",
         (Law("kernels/test_native_building", "another_users"),),
     ),
     Breakage(

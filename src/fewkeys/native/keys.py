@@ -133,6 +133,7 @@ def cluster(
         importance of every cluster (B, H, count).
     """
     *rows, real = some
+    real = None if real is None else real.contiguous()
     key, value, *rows = alike(key, value, *rows)
     held: dict[str, Tensor | None] = {name: part.contiguous() for name, part in seen.items()}
     form = seen["form"]
@@ -141,7 +142,7 @@ def cluster(
     own, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
     centre = form.new_empty((*own.shape, key.shape[3] + value.shape[3]))
     held |= {"centre": centre, "constant": constant}
-    lloyd = pointers(held | {"importance": own, "real": None if real is None else real.contiguous()})
+    lloyd = pointers(held | {"importance": own, "real": real})
     numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
     found = {"spread": spread, "importance": importance, "nearest": nearest, "square": square, "label": label}
     survey = pointers({name: part for name, part in held.items() if name != "unit"} | found)

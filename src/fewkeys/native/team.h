@@ -25,17 +25,29 @@ constexpr int MOST_THREADS = 256;
 typedef void (*OpenMp)(void (*)(void *), void *, unsigned, unsigned);
 inline OpenMp open_mp = nullptr;
 
+// A function that has one copy: compilers that make one for each caller may round differently in each, and the number
+// of threads would change bits.
+#ifdef __clang__
+#define ONE_COPY __attribute__((noinline))
+#else
+#define ONE_COPY __attribute__((noipa))
+#endif
+
+template <class Work>
+ONE_COPY static void begin(void *work) {
+  (*(Work *)work)();
+}
+
 // Runs `work` on `count` threads, one of them the caller's; on fewer where there are no more. It must not throw.
 template <class Work>
 static void on_threads(int count, Work work) {
-  if (count == 1) return work();
-  if (open_mp) return open_mp([](void *told) { (*(Work *)told)(); }, &work, count, 0);
+  if (count > 1 && open_mp) return open_mp(begin<Work>, &work, count, 0);
   std::vector<std::thread> others;
   try {
-    for (int i = 1; i < count; i++) others.emplace_back(work);
+    for (int i = 1; i < count; i++) others.emplace_back(begin<Work>, &work);
   } catch (...) {
   }
-  work();
+  begin<Work>(&work);
   for (std::thread &other : others) other.join();
 }
 
@@ -149,20 +161,25 @@ class Lateness {
   }
 };
 
+// What one thread takes of all pieces, `some` at once, and only as long as it has not worked `until` then, 0: no end.
+template <class NewWorker, class Run>
+ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int64_t some, int64_t until,
+                                 NewWorker &new_worker, Run &run) {
+  auto worker = new_worker();
+  for (int64_t first; (!until || Lateness::worked() < until) && (first = next.fetch_add(some)) < pieces;)
+    for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
+      Team::check();
+      run(worker, piece);
+    }
+}
+
 // All pieces, each by one thread, in rising order; every thread makes a worker for those that it takes, `some` at once.
 template <class NewWorker, class Run>
 static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run run, int64_t some = 1) {
   Team team;
   std::atomic<int64_t> next{0};
   const auto take = [&](int64_t until) {
-    team.run([&] {
-      auto worker = new_worker();
-      for (int64_t first; (!until || Lateness::worked() < until) && (first = next.fetch_add(some)) < pieces;)
-        for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
-          Team::check();
-          run(worker, piece);
-        }
-    });
+    team.run([&] { take_pieces(next, pieces, some, until, new_worker, run); });
   };
   // No more threads than portions: waking one that finds nothing to do costs more than a small call.
   const int size = team_size(std::min<int64_t>(threads, (pieces + some - 1) / some));

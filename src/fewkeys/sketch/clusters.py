@@ -152,11 +152,6 @@ class Subset:
         return rows[:, :, : real.shape[2]] * real  # several times as fast as to fill them
 
 
-def subset(inputs: Inputs, count: int) -> Subset:
-    """About `KEYS_PER_CLUSTER * count` keys of every sequence, evenly spread over its real ones."""
-    return thinned(inputs, KEYS_PER_CLUSTER * count)
-
-
 def thinned(inputs: Inputs, most: int) -> Subset:
     """About `most` keys of every sequence, evenly spread over its real ones."""
     if inputs.valid is None:
@@ -282,7 +277,7 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
-    known, some = frame(inputs), subset(inputs, count)
+    known, some = frame(inputs), thinned(inputs, KEYS_PER_CLUSTER * count)
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled(inputs, key, value, known.form):
         given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
