@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -12,32 +10,6 @@ from fewkeys.native.tensors import Rows, alike, pointers, struct
 
 LANES = 32
 """Cohorts whose weights of a key are added up by the kernel."""
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-
-
-class _Halves(ctypes.Structure):
-    _fields_ = (
-        *((name, _POINTER) for name in ("rows", "metric", "place", "mean", "within")),
-        *((name, _SIZE) for name in ("sets", "rows_each", "dim", "count", "step")),
-    )
-
-
-class _Best(ctypes.Structure):
-    _fields_ = (
-        ("key", Rows),
-        *((name, _POINTER) for name in ("mean", "offset", "index", "used")),
-        *((name, _SIZE) for name in ("batch", "heads", "keys", "dim", "cohorts", "count")),
-    )
-
-
-class _Tilts(ctypes.Structure):
-    _fields_ = (
-        *((name, Rows) for name in ("key", "value")),
-        *((name, _POINTER) for name in ("real", "label", "own", "middle", "mean", "index", "used")),
-        *((name, _POINTER) for name in ("level", "mass", "energy", "rows", "weight")),
-        *((name, _SIZE) for name in ("batch", "heads", "keys", "dim", "value_dim", "cohorts", "count", "kept")),
-        *((name, ctypes.c_float) for name in ("tilt", "largest")),
-    )
 
 
 def halve(rows: Tensor, metric: Tensor, count: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +21,7 @@ def halve(rows: Tensor, metric: Tensor, count: int, step: int) -> tuple[Tensor, 
     found = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
     held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **found}
     sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
-    call("fewkeys_halve", _Halves(**pointers(held), **sizes))
+    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes))
     return found["place"], found["mean"], found["within"]
 
 
@@ -66,7 +38,7 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
     )
     told = pointers({"mean": mean, "offset": offset, "index": index, "used": used})
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
-    call("fewkeys_best", _Best(key=Rows.of(key), **told, **sizes), key.dtype)
+    call("fewkeys_best", struct("Best")(key=Rows.of(key), **told, **sizes), key.dtype)
     return index, used.bool()
 
 
@@ -89,23 +61,6 @@ def tilt(
     held |= {"mass": mass, "energy": energy, "rows": rows, "weight": weight, "level": level}
     sizes = {"batch": batch, "heads": heads, "keys": key.shape[2], "dim": dim, "value_dim": value_dim}
     sizes |= {"cohorts": cohorts, "count": count, "kept": index.shape[3]}
-    problem = _Tilts(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, tilt=tilt, largest=largest)
+    problem = struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, tilt=tilt, largest=largest)
     call("fewkeys_tilt", problem, key.dtype)
     return mass, energy, rows, weight.sum(2), level
-
-
-def cohort_means(told: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
-    """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.StandIns` has them; with a rank,
-    `factor`, `left`, `right` and `bounds`, too. `told`: what `CohortStandIns` in `problems.h` reads, in float32.
-    """
-    held = {name: part.contiguous() for name, part in told.items()}
-    rows, together = held["rows"], held["together"]
-    batch, heads, cohorts, count, _ = rows.shape
-    dim, value_dim = together.shape[2:]
-    shapes = {"key": (count, dim), "value": (count, value_dim), "bias": (count,), "factor": (count,)}
-    shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
-    found = {name: rows.new_empty((batch, heads * cohorts, *shape)) for name, shape in shapes.items()}
-    sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
-    problem = struct("CohortStandIns")(**pointers(held | found), **sizes, rank=rank, steps=steps, **numbers)
-    call("fewkeys_cohort_means", problem)
-    return found if rank else {name: found[name] for name in ("key", "value", "bias")}
