@@ -8,7 +8,6 @@ medians of the ratios turn by turn. Writes benchmarks/results/short.json.
 import json
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
+from fewkeys.core.clock import clock
 from fewkeys.core.files import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "short.json"
@@ -38,10 +38,9 @@ def measure(sequences: int, length: int, padded: bool) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(TURNS + 1):
         for name, call in calls.items():
-            start = perf_counter()
-            call()
+            took = clock(call, tensors[0].device)
             if turn:
-                times[name].append(1000 * (perf_counter() - start))
+                times[name].append(took)
     over = {name: median(b / a for a, b in zip(times["exact"], own, strict=True)) for name, own in times.items()}
     ms = {name: median(own) for name, own in times.items()}
     return {"sequences": sequences, "length": length, "padded": padded, "ms": ms, "over_exact": over}

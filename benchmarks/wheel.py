@@ -15,8 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
+
+from fewkeys.core.files import write_whole
 
 RESULTS = Path(__file__).parent / "results" / "wheel.json"
 COMPILERS = ("g++", "gcc", "c++", "cc", "clang++", "clang", "zig")
@@ -30,14 +31,13 @@ def measure() -> dict[str, Any]:
 
     import fewkeys as fk
     from fewkeys.bench.machine import machine, versions
+    from fewkeys.core.clock import clock
     from fewkeys.native.build import place
 
     plan = fk.budget(192).always()
 
     def timed(attend: Any, *tensors: Any) -> float:
-        start = perf_counter()
-        attend(*tensors)
-        return 1000 * (perf_counter() - start)
+        return clock(lambda: attend(*tensors), torch.device("cpu"))
 
     def ours(q: Any, k: Any, v: Any) -> Any:
         return fk.attention(q, k, v, plan=plan, impl="native")
@@ -92,7 +92,7 @@ def main() -> None:
         result = {"wheel": child(**os.environ | here), "this tree": child(**os.environ)}
     for name, own in result.items():
         print(name, json.dumps({key: value for key, value in own.items() if key not in ("machine", "versions")}))
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(RESULTS, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

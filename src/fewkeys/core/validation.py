@@ -156,9 +156,9 @@ def check_inputs(
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
     look, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
-    tops = look(q, k, v)
-    cleared = valid is None
-    if valid is not None and (clear or not all(map(math.isfinite, tops)) or is_wild(tops[0], tops[1], tops[2], *shape)):
+    tops, cleared = look(q, k, v), valid is None
+    if valid is not None and (not all(map(math.isfinite, tops)) or is_wild(tops[0], tops[1], tops[2], *shape)):
+        # It may be padding that is: what stands there must not decide, and times zero need not be zero.
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
         tops, cleared = look(q, k, v), True
     if not all(map(math.isfinite, tops)):
@@ -166,7 +166,8 @@ def check_inputs(
     wild = is_wild(tops[0], tops[1], tops[2], *shape)
     bias = _check_bias(distance_bias, q)
     at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
-    return Inputs(*at, impl=impl, wild=wild, bias=bias, cleared=cleared)
+    inputs = Inputs(*at, impl=impl, wild=wild, bias=bias, cleared=cleared)
+    return inputs.clear() if clear else inputs
 
 
 def _check_bias(table: object, query: Tensor) -> DistanceBias | None:

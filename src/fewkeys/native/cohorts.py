@@ -61,6 +61,8 @@ def tilt(
     held |= {"mass": mass, "energy": energy, "rows": rows, "weight": weight, "level": level}
     sizes = {"batch": batch, "heads": heads, "keys": key.shape[2], "dim": dim, "value_dim": value_dim}
     sizes |= {"cohorts": cohorts, "count": count, "kept": index.shape[3]}
-    problem = struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, tilt=tilt, largest=largest)
+    problem = struct("Tilts")(
+        key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, tilt=tilt, largest=largest
+    )
     call("fewkeys_tilt", problem, key.dtype)
     return mass, energy, rows, weight.sum(2), level

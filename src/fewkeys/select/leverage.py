@@ -15,10 +15,10 @@ from fewkeys.core.work import Work
 from fewkeys.select.base import Best, Remembered, Selector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.select.controls import KeyNorm
-from fewkeys.sketch.clusters import centre
 from fewkeys.sketch.gram import gram, score_rows, whitener
 from fewkeys.sketch.leverage import ROUNDING, leverage_scores, universal_set
 from fewkeys.sketch.lewis import sensitivity_bounds
+from fewkeys.sketch.sample import centre
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.sketch.backend import backend, compiled
 from fewkeys.sketch.gram import triangular_root
+from fewkeys.sketch.sample import Subset, sample, sample_keys
 from fewkeys.sketch.sums import label_sums
 
 TILT = 0.5
@@ -127,68 +128,10 @@ def key_statistics(inputs: Inputs) -> KeyStatistics:
         return inputs.remember("key_statistics", lambda: KeyStatistics(*_seen(inputs, frame(inputs))))
 
 
-@dataclass(frozen=True, eq=False)
-class Subset:
-    """Some of the keys: every `stride`-th, or those at `index`; where sequences are padded, real where `real` says.
-
-    Which keys are taken depends on a sequence's real keys alone, so padding changes nothing.
-    """
-
-    stride: int
-    start: int = 0
-    index: Tensor | None = None  # (B, M)
-    real: Tensor | None = None  # (B, M)
-
-    def take(self, rows: Tensor) -> Tensor:
-        """The chosen rows (B, H, M, ...) of (B, H, N, ...), zero where they are not real."""
-        if self.index is None:
-            rows = rows[:, :, self.start :: self.stride]
-        else:
-            shape = (self.index.shape[0], 1, self.index.shape[1], *[1] * (rows.ndim - 3))
-            rows = rows.gather(2, self.index.view(shape).expand(-1, rows.shape[1], -1, *rows.shape[3:]))
-        if self.real is None:
-            return rows
-        real = self.real.to(rows.dtype)[(slice(None), None, ..., *[None] * (rows.ndim - 3))]
-        return rows[:, :, : real.shape[2]] * real  # several times as fast as to fill them
-
-
-def thinned(inputs: Inputs, most: int) -> Subset:
-    """About `most` keys of every sequence, evenly spread over its real ones."""
-    if inputs.valid is None:
-        stride = max(1, inputs.whole.keys // most)
-        return Subset(stride, -inputs.whole.first_key % stride)
-    return _thinned(inputs.valid, most)
-
-
-def _thinned(real: Tensor, most: int) -> Subset:
-    """Every s-th true entry of each row (B, N), s such that about `most` remain."""
-    stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
-    chosen = real & ((real.cumsum(-1) - 1) % stride == 0)
-    longest = max(1, int(chosen.sum(-1).max()))
-    step = int(stride.max())
-    if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # nothing has to be moved
-        return Subset(step, 0, None, chosen[:, ::step][:, :longest])
-    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
-    return Subset(1, 0, index, chosen.gather(-1, index))
-
-
 def clusters(inputs: Inputs, count: int) -> Clusters:
     """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
     with torch.no_grad():
         return inputs.remember(("clusters", count), lambda: _clusters(inputs, count))
-
-
-def centre(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """Rows (B, H, N, D) minus their mean over the real ones; the others become zero."""
-    centred = rows - mean(rows, valid)
-    return centred if valid is None else centred.masked_fill(~valid[:, None, :, None], 0.0)
-
-
-def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """The mean real row (B, H, 1, D) of rows (B, H, N, D) that are zero where they are not real."""
-    if valid is None:
-        return rows.mean(-2, keepdim=True)
-    return rows.sum(-2, keepdim=True) / valid.sum(-1)[:, None, None, None].clamp_min(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,9 +151,8 @@ def _asked(inputs: Inputs) -> _Asked:
         stride = max(1, whole.queries // QUERY_SAMPLE)
         rows = query[:, :, -whole.first_query % stride :: stride]
         return _Asked(rows, -(-whole.queries // stride) * inputs.gqa_ratio)
-    some = _thinned(real, QUERY_SAMPLE)
-    count = chosen.sum(-1) if (chosen := some.real) is not None else real.sum(-1)
-    return _Asked(some.take(query), (count[:, None, None, None] * inputs.gqa_ratio).clamp_min(1))
+    some, chosen = sample(real, QUERY_SAMPLE)
+    return _Asked(some.take(query), (chosen.sum(-1)[:, None, None, None] * inputs.gqa_ratio).clamp_min(1))
 
 
 def _query_moments(inputs: Inputs) -> QueryMoments:
@@ -277,7 +219,7 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
-    known, some = frame(inputs), thinned(inputs, KEYS_PER_CLUSTER * count)
+    known, some = frame(inputs), sample_keys(inputs, KEYS_PER_CLUSTER * count)
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled(inputs, key, value, known.form):
         given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}

@@ -3,9 +3,10 @@
 Sealed keys 0 .. T - 1 (the first keys after the sinks) are covered by trees of 32, 128, 512, ... keys, at most three of
 each, and for blocks of 16 one of 16: as T / 32 is written in base 4. The largest come first, so that a tree of z keys
 begins at a multiple of z. In base 2 every key would be in twice as many trees in its time, for answers as good.
-Nodes have 8, 32, 128, ... keys. The query scores all nodes of the coarsest level, opens the best, scores their four
-children each, and so on; the leaves that it opens, of 8 keys, are attended to exactly. Trees smaller than the nodes of
-a level enter at the first level that has nodes as small. So the number of nodes scored is known before any data is:
+Nodes have 8, 32, 128, ... keys. The query scores all nodes of the coarsest level, which has at most a quarter as many
+as it has slots, opens the best, scores their four children each, and so on; the leaves that it opens, of 8 keys, are
+attended to exactly. Trees smaller than the nodes of a level enter at the first level that has nodes as small. So the
+number of nodes scored is known before any data is:
 
     scored_l = entering_l + 4 opened_(l-1)          opened_l = min(beam_l, scored_l)
 

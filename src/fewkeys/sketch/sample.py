@@ -1,0 +1,74 @@
+"""Real rows of padded sequences: evenly spread samples of them, their mean, and their offsets from it.
+
+What is taken depends on a sequence's real rows alone, so padding changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.inputs import Inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Some rows of every sequence: from `start` on every `stride`-th, or those at `index` (B, M); the first are real
+    where `real` (B, M) says, None where all are.
+    """
+
+    stride: int = 1
+    start: int = 0
+    index: Tensor | None = None
+    real: Tensor | None = None
+
+    def take(self, rows: Tensor) -> Tensor:
+        """The chosen rows (B, H, M, F) of (B, H, N, F), zero where they are not real."""
+        if self.index is None:
+            rows = rows[:, :, self.start :: self.stride]
+        else:
+            index = self.index[:, None, :, None]
+            rows = rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3]))
+        if self.real is None:
+            return rows
+        # A product is several times as fast as to fill what is not real.
+        return rows[:, :, : self.real.shape[1]] * self.real[:, None, :, None].to(rows.dtype)
+
+
+def sample(real: Tensor, most: int) -> tuple[Subset, Tensor]:
+    """Every s-th true entry of each row of `real` (B, N), s such that about `most` remain, and which of them stand for
+    one (B, M).
+    """
+    stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
+    chosen = real & ((real.cumsum(-1) - 1) % stride == 0)
+    longest = max(1, int(chosen.sum(-1).max()))
+    step = int(stride.max())
+    if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # nothing has to be moved
+        chosen = chosen[:, ::step][:, :longest]
+        return Subset(step, real=chosen), chosen
+    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
+    chosen = chosen.gather(-1, index)
+    return Subset(index=index, real=chosen), chosen
+
+
+def sample_keys(inputs: Inputs, most: int) -> Subset:
+    """About `most` keys of every sequence, evenly spread over its real ones."""
+    if inputs.valid is not None:
+        return sample(inputs.valid, most)[0]
+    stride = max(1, inputs.whole.keys // most)
+    return Subset(stride, -inputs.whole.first_key % stride)
+
+
+def centre(rows: Tensor, valid: Tensor | None) -> Tensor:
+    """Rows (B, H, N, D) minus their mean over the real ones; the others become zero."""
+    centred = rows - mean(rows, valid)
+    return centred if valid is None else centred.masked_fill(~valid[:, None, :, None], 0.0)
+
+
+def mean(rows: Tensor, valid: Tensor | None) -> Tensor:
+    """The mean real row (B, H, 1, D) of rows (B, H, N, D) that are zero where they are not real."""
+    if valid is None:
+        return rows.mean(-2, keepdim=True)
+    return rows.sum(-2, keepdim=True) / valid.sum(-1)[:, None, None, None].clamp_min(1)
