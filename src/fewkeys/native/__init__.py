@@ -7,7 +7,7 @@ results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the envi
 """
 
 from fewkeys.native.build import counters, instruction_set, missing
-from fewkeys.native.cohorts import best, halve, tilt
+from fewkeys.native.cohorts import best, cohort_means, halve, tilt
 from fewkeys.native.extent import largest
 from fewkeys.native.keys import assign, cluster, frame, label_sums, represent, statistics, sums_and_products, survey
 from fewkeys.native.tensors import readable, suits
@@ -16,6 +16,7 @@ __all__ = [
     "assign",
     "best",
     "cluster",
+    "cohort_means",
     "counters",
     "frame",
     "halve",

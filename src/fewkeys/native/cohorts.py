@@ -66,3 +66,20 @@ def tilt(
     )
     call("fewkeys_tilt", problem, key.dtype)
     return mass, energy, rows, weight.sum(2), level
+
+
+def cohort_means(told: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
+    """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.StandIns` has them; with a rank,
+    `factor`, `left`, `right` and `bounds`, too. `told`: what `CohortStandIns` in `problems.h` reads, in float32.
+    """
+    held = {name: part.contiguous() for name, part in told.items()}
+    rows, together = held["rows"], held["together"]
+    batch, heads, cohorts, count, _ = rows.shape
+    dim, value_dim = together.shape[2:]
+    shapes = {"key": (count, dim), "value": (count, value_dim), "bias": (count,), "factor": (count,)}
+    shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
+    found = {name: rows.new_empty((batch, heads * cohorts, *shape)) for name, shape in shapes.items()}
+    sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
+    problem = struct("CohortStandIns")(**pointers(held | found), **sizes, rank=rank, steps=steps, **numbers)
+    call("fewkeys_cohort_means", problem)
+    return found if rank else {name: found[name] for name in ("key", "value", "bias")}

@@ -1,6 +1,7 @@
 // What the library exports: every kernel, and what a loader asks it. One unit, so that the products that all kernels
 // share are compiled once.
 #include "blocks_back.h"
+#include "cohort_means.h"
 #include "cohorts.h"
 #include "descend_back.h"
 #include "extent.h"
@@ -10,7 +11,6 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "prefill.h"
-#include "stand_ins.h"
 
 namespace fewkeys {
 
@@ -45,6 +45,7 @@ EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT(scan_back, PastBack)
+EXPORT(cohort_means, CohortStandIns)
 EXPORT(halve, Halves)
 EXPORT(split, Split)
 EXPORT(grow, Trees)
@@ -98,6 +99,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);
+  SIZE_OF(CohortStandIns);
   SIZE_OF(Split);
   SIZE_OF(Trees);
   SIZE_OF(TreeRoots);

@@ -216,6 +216,18 @@ struct Tilts {
   float tilt, largest;
 };
 
+// The stand-ins of cohorts, from these sums: `fewkeys.rest.cohort_means`.
+struct CohortStandIns {
+  const float *mass, *energy, *rows, *level;  // as `Tilts` has them
+  const float *together;                      // (B Hkv, D, Dv): products of keys and values, by their weight
+  const float *mean, *within;                 // (B Hkv, H, D), (B Hkv, D, D)
+  const float *middle, *unit;                 // (B Hkv, D), (B Hkv)
+  float *key, *value, *bias, *factor;         // (B Hkv, H, C, D), (B Hkv, H, C, Dv), (B Hkv, H, C), the same
+  float *left, *right, *bounds;               // (B Hkv, H, D, r), (B Hkv, H, r, Dv), (B Hkv, H, 2, r)
+  int64_t heads, cohorts, count, dim, value_dim, rank, steps;
+  float tilt, largest_tilt, largest_spread, reach, least;
+};
+
 // Trees of rows: `fewkeys.tree.split`.
 struct Split {
   const float *rows;  // (count, size, dim)

@@ -1,21 +1,68 @@
-// Cluster means, with their first order in the query if there is a rank: `fewkeys.rest.cluster_means.represent` has the equations.
+// Cluster means, with their first order in the query if there is a rank: `fewkeys.rest.cluster_means.represent` has the
+// equations.
 #pragma once
 #include "keys.h"
 
 namespace fewkeys {
+
+// Directions of the values along which products with keys move most: `fewkeys.sketch.gram.top_subspace`.
+class Subspace {
+ public:
+  Subspace(int64_t dim, int64_t wide, int64_t rank, int64_t steps, float least)
+      : dim(dim), wide(wide), rank(rank), steps(steps), tall(round_up(dim)), across(round_up(wide)), least(least),
+        second(dim * tall), turned(tall * across), square(across * across), start(rank * wide), next(rank * wide) {
+    for (int64_t r = 0; r < rank; r++)
+      for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
+  }
+
+  // Writes both factors, (D, r) and (r, Dv), of pooled products (D, Dv), filled up on both sides, in the metric (D, D).
+  void find(const float *metric, const float *pooled, float *left, float *right) {
+    for (int64_t d = 0; d < dim; d++) std::copy_n(metric + d * dim, dim, &second[d * tall]);
+    std::fill(turned.begin(), turned.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
+    for (int64_t d = 0; d < tall; d += SOME)
+      mix(pooled, across, dim, across, &second[d], tall, &turned[d * across], across);
+    for (int64_t e = 0; e < across; e += SOME)
+      mix(turned.data(), across, dim, across, pooled + e, across, &square[e * across], across);
+    std::copy(start.begin(), start.end(), right);
+    for (int64_t step = 0; step < steps; step++) {
+      std::fill(next.begin(), next.end(), 0.0f);
+      for (int64_t r = 0; r < rank; r++)
+        for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * across], right[r * wide + e], wide);
+      const float largest = std::sqrt(product(next.data(), next.data(), wide));
+      for (int64_t r = 0; r < rank; r++) straighten(r, largest);
+      std::copy(next.begin(), next.end(), right);
+    }
+    for (int64_t r = 0; r < rank; r++)
+      for (int64_t d = 0; d < dim; d++) left[d * rank + r] = product(&pooled[d * across], right + r * wide, wide);
+  }
+
+ private:
+  const int64_t dim, wide, rank, steps, tall, across;
+  const float least;
+  aligned_vector<float> second, turned, square, start, next;
+
+  // Makes row r of `next` one of length one that stands across those before, zero where too little is left.
+  void straighten(int64_t r, float largest) {
+    float *own = &next[r * wide];
+    for (int twice = 0; twice < 2; twice++)
+      for (int64_t other = 0; other < r; other++) {
+        const float *across = &next[other * wide];
+        add(own, across, -product(own, across, wide), wide);
+      }
+    const float length = std::sqrt(product(own, own, wide));
+    const bool left = length > least * largest;
+    for (int64_t d = 0; d < wide; d++) own[d] = left ? own[d] / length : 0.0f;
+  }
+};
 
 template <class T>
 class Represent {
  public:
   explicit Represent(const Represented &p)
       : p(p), of(p.rank ? p.of : without_products(p.of)), count(p.of.count), keys(p.of.keys), dim(p.of.dim),
-        wide(p.of.value_dim), tall(round_up(dim)), across(round_up(wide)), adder(of), offset(dim), turned(dim), along(dim), direction(p.rank), mass(count),
-        energy(count), reference(count * dim), second(dim * tall), turned_pooled(tall * across),
-        square(across * across), start(p.rank * wide), next(p.rank * wide) {
-    // A cosine basis, as `top_subspace` begins with.
-    for (int64_t r = 0; r < p.rank; r++)
-      for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
-  }
+        wide(p.of.value_dim), tall(round_up(dim)), across(round_up(wide)), adder(of),
+        subspace(dim, wide, p.rank, p.steps, p.least), offset(dim), turned(dim), along(dim), direction(p.rank),
+        mass(count), energy(count), reference(count * dim) {}
 
   // Sums and products of a piece of the keys.
   int64_t size() const { return count * (dim + wide) + (p.rank ? tall * across : 0); }
@@ -47,7 +94,7 @@ class Represent {
       const float *mean = p.of.middle + head * dim;
       for (int64_t d = 0; d < dim; d++) add(&pooled[d * across], value, -(mass[c] / all) * (key[d] - mean[d]), wide);
     }
-    subspace(head, pooled);
+    reach_along(head, pooled);
     const float *left = p.left + head * dim * p.rank, *right = p.right + head * p.rank * wide;
     const float *low = p.bounds + head * 2 * p.rank, *high = low + p.rank;
     for (int64_t c = 0; c < count; c++) {
@@ -66,7 +113,8 @@ class Represent {
   const Sums of;
   const int64_t count, keys, dim, wide, tall, across;
   Adder<T> adder;
-  aligned_vector<float> offset, turned, along, direction, mass, energy, reference, second, turned_pooled, square, start, next;
+  Subspace subspace;
+  aligned_vector<float> offset, turned, along, direction, mass, energy, reference;
 
   static Sums without_products(Sums of) {
     of.middle = nullptr;
@@ -114,47 +162,15 @@ class Represent {
   }
 
   // Writes both factors of the pooled products, and how far queries reach along them.
-  void subspace(int64_t head, const float *pooled) {
-    const float *asked = p.mean_query + head * dim;
-    for (int64_t d = 0; d < dim; d++) std::copy_n(p.second + (head * dim + d) * dim, dim, &second[d * tall]);
-    std::fill(turned_pooled.begin(), turned_pooled.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
-    for (int64_t d = 0; d < tall; d += SOME)
-      mix(pooled, across, dim, across, &second[d], tall, &turned_pooled[d * across], across);
-    for (int64_t e = 0; e < across; e += SOME)
-      mix(turned_pooled.data(), across, dim, across, pooled + e, across, &square[e * across], across);
-    float *right = p.right + head * p.rank * wide, *left = p.left + head * dim * p.rank;
-    std::copy(start.begin(), start.end(), right);
-    for (int64_t step = 0; step < p.steps; step++) {
-      std::fill(next.begin(), next.end(), 0.0f);
-      for (int64_t r = 0; r < p.rank; r++)
-        for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * across], right[r * wide + e], wide);
-      const float largest = std::sqrt(product(next.data(), next.data(), wide));
-      for (int64_t r = 0; r < p.rank; r++) straighten(r, largest);
-      std::copy(next.begin(), next.end(), right);
-    }
-    float *low = p.bounds + head * 2 * p.rank;
+  void reach_along(int64_t head, const float *pooled) {
+    const float *asked = p.mean_query + head * dim, reach = p.reach / p.unit[head];
+    float *left = p.left + head * dim * p.rank, *low = p.bounds + head * 2 * p.rank;
+    subspace.find(p.second + head * dim * dim, pooled, left, p.right + head * p.rank * wide);
     for (int64_t r = 0; r < p.rank; r++) {
       float middle = 0.0f;
-      for (int64_t d = 0; d < dim; d++) {
-        left[d * p.rank + r] = product(&pooled[d * across], right + r * wide, wide);
-        middle += asked[d] * left[d * p.rank + r];
-      }
-      const float reach = p.reach / p.unit[head];
+      for (int64_t d = 0; d < dim; d++) middle += asked[d] * left[d * p.rank + r];
       low[r] = p.tilt * middle - reach, low[p.rank + r] = p.tilt * middle + reach;
     }
-  }
-
-  // Makes row r of `next` one of length one that stands across those before, zero where too little is left.
-  void straighten(int64_t r, float largest) {
-    float *own = &next[r * wide];
-    for (int twice = 0; twice < 2; twice++)
-      for (int64_t other = 0; other < r; other++) {
-        const float *across = &next[other * wide];
-        add(own, across, -product(own, across, wide), wide);
-      }
-    const float length = std::sqrt(product(own, own, wide));
-    const bool left = length > p.least * largest;
-    for (int64_t d = 0; d < wide; d++) own[d] = left ? own[d] / length : 0.0f;
   }
 };
 

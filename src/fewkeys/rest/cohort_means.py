@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import fewkeys.native as native
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.rest.base import StandIns, bounds_around
+from fewkeys.rest.base import REACH, StandIns, bounds_around
+from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
-from fewkeys.sketch.gram import top_subspace
+from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
 from fewkeys.sketch.sums import sums_and_products
 from fewkeys.sketch.tilted import LARGEST_TILT, TILT, tilted_sums
 
@@ -27,7 +29,21 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     if columns is None or columns.place is None:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
     told = tilted_sums(x, known, clusters(x, count), columns.index, columns.used)
-    middle, mass = frame(x).mean, told.mass.clamp_min(1e-30).unsqueeze(-1)
+    middle, spoken = frame(x).mean, told.mass.flatten(1, 2)
+    none = torch.zeros((*spoken.shape[:2], 0), dtype=torch.int64, device=spoken.device)
+    together: Tensor | None = None
+    if rank:
+        one = torch.zeros_like(told.weight, dtype=torch.int64)
+        *_, together = sums_and_products(x.key, x.value, one, told.weight, 1, middle, x.impl)
+    if together is not None and compiled(x, x.key, x.value, known.mean):
+        given = {"mass": told.mass, "energy": told.energy, "rows": told.rows, "level": told.importance}
+        given |= {"together": together, "mean": known.mean, "within": known.within}
+        given |= {"middle": middle, "unit": frame(x).unit}
+        numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
+        rank = min(rank, x.head_dim, x.value_dim)
+        found = native.cohort_means(given, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
+        return StandIns(label=none, share=none.to(spoken.dtype), mass=spoken, **found)
+    mass = told.mass.clamp_min(1e-30).unsqueeze(-1)
     offset, value = (told.rows / mass).split([x.head_dim, x.value_dim], -1)
     with torch.no_grad():
         on_key = offset @ known.within.unsqueeze(2)
@@ -35,9 +51,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         seen = (offset * query).sum(-1) + 0.5 * square
         bias = (TILT * (told.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
     left = right = factor = bounds = None
-    if rank:
-        one = torch.zeros_like(told.weight, dtype=torch.int64)
-        *_, together = sums_and_products(x.key, x.value, one, told.weight, 1, middle, x.impl)
+    if together is not None:
         between = (told.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
         pooled = (together - between) / told.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
         with torch.no_grad():
@@ -52,9 +66,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         bounds, each = limits.flatten(1, 2), (*known.mean.shape[:3], -1, -1)
         left, right = (part.unsqueeze(2).expand(each).flatten(1, 2) for part in (left, right))
         factor = factor.flatten(1, 2)
-    parts_of = (offset + middle.unsqueeze(2), value, bias, told.mass)
-    key, value, bias, spoken = (part.flatten(1, 2) for part in parts_of)
-    none = torch.zeros((*spoken.shape[:2], 0), dtype=torch.int64, device=spoken.device)
+    key, value, bias = (part.flatten(1, 2) for part in (offset + middle.unsqueeze(2), value, bias))
     return StandIns(key, value, none, none.to(spoken.dtype), bias, left, right, factor, bounds=bounds, mass=spoken)
 
 

@@ -1,0 +1,127 @@
+// Stand-ins of every cohort, from what `cohorts.h` adds up: `fewkeys.rest.cohort_means` has the equations.
+#pragma once
+#include "stand_ins.h"
+
+namespace fewkeys {
+
+class CohortMeans {
+ public:
+  explicit CohortMeans(const CohortStandIns &p)
+      : p(p), count(p.count), dim(p.dim), wide(p.value_dim), tall(round_up(dim, TILE)), across(round_up(wide)),
+        ranks(round_up(p.rank, TILE)), subspace(dim, wide, p.rank, p.steps, p.least), pooled(tall * across),
+        weighted(count * tall), values(count * across), offset(count * tall), within(dim * tall), left(dim * ranks),
+        moving(dim * ranks), turned(count * tall), moved(count * ranks), start(ranks), spread(count) {}
+
+  void represent(int64_t head) {
+    for (int64_t h = 0; h < p.cohorts; h++) divide(head * p.cohorts + h, head);
+    const float *own = p.within + head * dim * dim;
+    to_columns(own, dim, within.data());
+    float *first = p.left + head * p.cohorts * dim * p.rank, *right = p.right + head * p.cohorts * p.rank * wide;
+    if (p.rank) {
+      pool(head);
+      subspace.find(own, pooled.data(), first, right);
+      to_columns(first, p.rank, left.data());
+      for (int64_t r = 0; r < ranks; r += TILE) dots(own, dim, dim, dim, &left[r * dim], &moving[r * dim]);
+    }
+    for (int64_t h = 0; h < p.cohorts; h++) {
+      std::copy_n(first, dim * p.rank, first + h * dim * p.rank);
+      std::copy_n(right, p.rank * wide, right + h * p.rank * wide);
+      finish(head, head * p.cohorts + h, right);
+    }
+  }
+
+ private:
+  const CohortStandIns &p;
+  const int64_t count, dim, wide, tall, across, ranks;
+  Subspace subspace;
+  aligned_vector<float> pooled, weighted, values, offset;
+  aligned_vector<float> within, left, moving;  // W, the left factor and W times it, TILE columns after the other
+  aligned_vector<float> turned, moved, start, spread;
+
+  // A safe divisor, where nobody is in a cluster.
+  float mass_of(int64_t at) const { return std::max(p.mass[at], 1e-30f); }
+
+  // Columns of rows (D, width), TILE at a time: what `dots` takes for lanes.
+  void to_columns(const float *rows, int64_t width, float *to) {
+    for (int64_t e = 0; e < width; e++)
+      for (int64_t d = 0; d < dim; d++) to[(e / TILE * dim + d) * TILE + e % TILE] = rows[d * width + e];
+  }
+
+  // The means of a cohort.
+  void divide(int64_t cohort, int64_t head) {
+    const float *middle = p.middle + head * dim;
+    count_multiply_adds(count * (dim + wide));
+    for (int64_t at = cohort * count; at < (cohort + 1) * count; at++) {
+      const float *sums = p.rows + at * (dim + wide), inverse = 1.0f / mass_of(at);
+      for (int64_t d = 0; d < dim; d++) p.key[at * dim + d] = sums[d] * inverse + middle[d];
+      for (int64_t d = 0; d < wide; d++) p.value[at * wide + d] = sums[dim + d] * inverse;
+    }
+  }
+
+  // The mean of (k - key_c)(v - value_c)^T over all clusters of all cohorts.
+  void pool(int64_t head) {
+    std::fill(pooled.begin(), pooled.end(), 0.0f);
+    float all = 0.0f;
+    for (int64_t h = 0; h < p.cohorts; h++) {
+      const int64_t first = (head * p.cohorts + h) * count;
+      for (int64_t c = 0; c < count; c++) {
+        all += p.mass[first + c];
+        std::copy_n(p.rows + (first + c) * (dim + wide), dim, &weighted[c * tall]);
+        std::copy_n(p.value + (first + c) * wide, wide, &values[c * across]);
+      }
+      for (int64_t d = 0; d < tall; d += SOME)
+        mix(values.data(), across, count, across, &weighted[d], tall, &pooled[d * across], across);
+    }
+    const float *together = p.together + head * dim * wide;
+    for (int64_t d = 0; d < dim; d++)
+      for (int64_t e = 0; e < wide; e++) {
+        float &one = pooled[d * across + e];
+        one = (together[d * wide + e] - one) / std::max(all, 1e-30f);
+      }
+  }
+
+  // Bias, factors and bounds of a cohort, and its values where the first-order term is zero.
+  void finish(int64_t head, int64_t cohort, const float *right) {
+    const float *middle = p.middle + head * dim, *asked = p.mean + cohort * dim;
+    const int64_t first = cohort * count;
+    for (int64_t c = 0; c < count; c++)
+      for (int64_t d = 0; d < dim; d++) offset[c * tall + d] = p.key[(first + c) * dim + d] - middle[d];
+    for (int64_t d = 0; d < tall; d += TILE)
+      dots(offset.data(), tall, count, dim, &within[d * dim], &turned[d * count]);
+    float all = 0.0f, spreads = 0.0f;
+    for (int64_t c = 0; c < count; c++) {
+      float square = 0.0f;
+      for (int64_t d = 0; d < tall; d += TILE)
+        square += product(&offset[c * tall + d], &turned[d * count + c * TILE], TILE);
+      const float along = product(&offset[c * tall], asked, dim);
+      const float seen = p.tilt * (p.level[first + c] - along - 0.5f * square);
+      p.bias[first + c] = std::clamp(seen, -p.largest_tilt, p.largest_tilt);
+      // A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+      const float energy = p.energy[first + c] / mass_of(first + c), epsilon = std::numeric_limits<float>::epsilon();
+      spread[c] = energy - square > 64 * epsilon * energy ? energy - square : 0.0f;
+      all += p.mass[first + c], spreads += p.mass[first + c] * spread[c];
+    }
+    if (!p.rank) return;
+    const float mean = std::max(spreads / std::max(all, 1e-30f), 1e-30f), reach = p.reach / p.unit[head];
+    float *low = p.bounds + cohort * 2 * p.rank, *high = low + p.rank;
+    for (int64_t r = 0; r < ranks; r += TILE) {
+      dots(asked, dim, 1, dim, &left[r * dim], &start[r]);
+      dots(offset.data(), tall, count, dim, &moving[r * dim], &moved[r * count]);
+    }
+    for (int64_t r = 0; r < p.rank; r++) low[r] = p.tilt * start[r] - reach, high[r] = p.tilt * start[r] + reach;
+    for (int64_t c = 0; c < count; c++) {
+      const float factor = p.factor[first + c] = std::min(std::sqrt(spread[c] / mean), p.largest_spread);
+      for (int64_t r = 0; r < p.rank; r++) {
+        const float x = p.tilt * (start[r] + moved[r / TILE * TILE * count + c * TILE + r % TILE]);
+        add(p.value + (first + c) * wide, right + r * wide, -factor * std::min(std::max(x, low[r]), high[r]), wide);
+      }
+    }
+  }
+};
+
+static void cohort_means(const CohortStandIns &p, int threads) {
+  const auto represent = [](CohortMeans &one, int64_t head) { one.represent(head); };
+  in_parallel(threads, p.heads, [&] { return CohortMeans(p); }, represent);
+}
+
+}  // namespace fewkeys
