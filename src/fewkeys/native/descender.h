@@ -140,14 +140,13 @@ class Descender {
         const bool stays = p.shown && place[c] >= beam;
         score[(near + from + c) * TILE + i] = stays ? staying[c] : -INFINITY;
       }
-      for (int c = 0; c < count; c++) {
-        if (place[c] < beam) {
-          next[place[c]] = row[c];
-        } else if (p.shown && c >= shared) {
-          logit[closed] = staying[c];
-          closed_at[closed] = {level.table, first + row[c], width[c]};
-          closed_value[closed++] = table.value + (first + row[c]) * p.value_dim;
-        }
+      // Without branches, which nothing could foretell: what does not stay is written over.
+      for (int c = 0; c < count; c++) next[place[c]] = row[c];
+      for (int c = shared; p.shown && c < count; c++) {
+        logit[closed] = staying[c];
+        closed_at[closed] = {level.table, first + row[c], width[c]};
+        closed_value[closed] = table.value + (first + row[c]) * p.value_dim;
+        closed += place[c] >= beam;
       }
       open = beam, from += shared;
       std::swap(opened, next);
@@ -256,9 +255,9 @@ class Descender {
     make_room(key, room * dim), make_room(value, room * wide), make_room(variance, entering * dim);
     make_room(score, room * TILE), make_room(spread, entering * TILE);
     make_room(row, whole), make_room(own, whole), make_room(width, whole), make_room(rank, whole);
-    make_room(staying, whole), make_room(place, whole), make_room(opened, whole), make_room(next, whole);
+    make_room(staying, whole), make_room(place, whole), make_room(opened, whole + 1), make_room(next, whole + 1);
     if (p.spare >= 0) make_room(lower, whole), make_room(upper, whole), make_room(chosen, whole);
-    make_room(logit, all), make_room(closed_value, total), make_room(closed_at, total);
+    make_room(logit, all), make_room(closed_value, total + 1), make_room(closed_at, total + 1);
     leaves.make_room(most_keys);
     for (int j = 0; j < near; j++) {
       const int64_t at = near_at(index, j);

@@ -7,7 +7,8 @@ namespace fewkeys {
 // The lower triangular roots of the covariance of all queries up to some turns: `fewkeys.tree.metric.roots`.
 class Roots {
  public:
-  explicit Roots(const TreeRoots &p) : p(p), dim(p.dim), total(dim), plain(dim), asked(FOUR * dim), square(dim * dim), root(dim * dim) {}
+  explicit Roots(const TreeRoots &p)
+      : p(p), dim(p.dim), wide(round_up(dim)), total(dim), mean(dim), asked(FOUR * dim), square(dim * dim), root(wide * wide) {}
 
   void run(int64_t head) {
     std::fill(total.begin(), total.end(), 0.0), std::fill(square.begin(), square.end(), 0.0);
@@ -26,14 +27,15 @@ class Roots {
       factor(p.before + from * p.gqa_ratio);
       float *out = p.root + (head * p.count + e) * dim * dim;
       for (int64_t i = 0; i < dim; i++)
-        for (int64_t j = 0; j < dim; j++) out[i * dim + j] = j <= i ? root[j * dim + i] : 0.0;
+        for (int64_t j = 0; j < dim; j++) out[i * dim + j] = j <= i ? root[j * wide + i] : 0.0f;
     }
   }
 
  private:
   const TreeRoots &p;
-  const int64_t dim;
-  aligned_vector<double> total, plain, asked, square, root;  // of the matrices, what stands on the diagonal and right of it
+  const int64_t dim, wide;
+  aligned_vector<double> total, mean, asked, square;
+  aligned_vector<float> root;  // of this and of `square`, what stands on the diagonal and right of it
 
   // Adds queries, FOUR at a time.
   void take(int64_t head, int64_t group, int64_t from, int64_t to) {
@@ -53,36 +55,28 @@ class Roots {
     }
   }
 
-  // One imagined query of covariance I / D makes it defined before the first one.
+  // One imagined query of covariance I / D makes it defined before the first one. With three times the mean variance in
+  // all directions it is so well conditioned that floats factorise it.
   void factor(double count) {
-    const double all = count + 1;
+    const double by = 1 / (count + 1);
     double trace = 0;
     for (int64_t i = 0; i < dim; i++) {
-      for (int64_t j = i; j < dim; j++)
-        root[i * dim + j] = (square[i * dim + j] + (i == j ? 1.0 / dim : 0.0)) / all - total[i] / all * (total[j] / all);
-      trace += root[i * dim + i];
+      mean[i] = total[i] * by;
+      trace += variance(i, by);
     }
     const double least = p.ridge * trace / dim + std::numeric_limits<float>::min();
-    for (int64_t i = 0; i < dim; i++) root[i * dim + i] += least;
-    count_multiply_adds(dim * dim * dim / 6);
-    for (int64_t i = 0; i < dim; i++) plain[i] = root[i * dim + i];
-    for (int64_t k = 0; k < dim; k++) {
-      double *__restrict__ row = &root[k * dim];
-      if (!(row[k] > 0)) {
-        // What rounding has made indefinite is measured coordinate by coordinate.
-        std::fill(root.begin(), root.end(), 0.0);
-        for (int64_t i = 0; i < dim; i++) root[i * dim + i] = std::sqrt(std::max(plain[i], 0.0));
-        return;
-      }
-      const double by = 1 / std::sqrt(row[k]);
-      for (int64_t j = k; j < dim; j++) row[j] *= by;
-      for (int64_t i = k + 1; i < dim; i++) {
-        double *__restrict__ to = &root[i * dim];
-        const double scale = row[i];
-        for (int64_t j = i; j < dim; j++) to[j] -= scale * row[j];
-      }
+    for (int64_t i = 0; i < dim; i++) {
+      const double *__restrict__ row = &square[i * dim], own = mean[i];
+      float *__restrict__ to = &root[i * wide];
+      for (int64_t j = i; j < dim; j++) to[j] = row[j] * by - own * mean[j];
+      to[i] = variance(i, by) + least;
     }
+    if (factorise(root.data(), wide, dim)) return;
+    // What rounding has made indefinite is measured coordinate by coordinate.
+    std::fill(root.begin(), root.end(), 0.0f);
+    for (int64_t i = 0; i < dim; i++) root[i * wide + i] = std::sqrt(std::max(variance(i, by) + least, 0.0));
   }
+  double variance(int64_t i, double by) const { return (square[i * dim + i] + 1.0 / dim) * by - mean[i] * mean[i]; }
 };
 
 static void roots(const TreeRoots &p, int threads) {

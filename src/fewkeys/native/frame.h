@@ -81,22 +81,12 @@ class Framing {
     p.unit[head] = 1.0f / std::sqrt(std::max(square, std::numeric_limits<float>::min()));
   }
 
-  // L^T into the form, row by row: each takes its part from the rows below.
+  // L^T into the form.
   void factorise(int64_t head, float ridge) {
     float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
     std::copy_n(p.second + head * dim * dim, dim * dim, form);
     for (int64_t d = 0; d < dim; d++) form[d * dim + d] += ridge;
-    for (int64_t d = 0; d < dim; d++) {
-      float *row = form + d * dim;
-      if (!(row[d] > 0.0f)) {
-        __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
-        return;
-      }
-      std::fill_n(row, d, 0.0f);
-      const float inverse = 1.0f / std::sqrt(row[d]);
-      for (int64_t e = d; e < dim; e++) row[e] *= inverse;
-      for (int64_t e = d + 1; e < dim; e++) add(form + e * dim + e, row + e, -row[e], dim - e);
-    }
+    if (!fewkeys::factorise(form, dim, dim)) __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
     for (int64_t d = 0; d < dim; d++)
       for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];
   }

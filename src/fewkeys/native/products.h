@@ -3,6 +3,9 @@
 // Queries (or keys) stand side by side: a tile holds TILE of them, one in each lane, dimension after dimension. So rows
 // of scores are vectors too, and no score is ever summed across lanes.
 #pragma once
+#include <limits>
+#include <type_traits>
+
 #include "lanes.h"
 
 namespace fewkeys {
@@ -110,6 +113,39 @@ static inline void mix(const float *value, int64_t stride, int count, int dim, c
   int v = 0;
   for (; v + STEP <= dim; v += STEP) mix_of<SOME, ABREAST>(value + v, stride, count, weight, pitch, into + v, to);
   for (; v + LANES <= dim; v += LANES) mix_of<SOME, 1>(value + v, stride, count, weight, pitch, into + v, to);
+}
+
+// U of A = U^T U in the place of a symmetric matrix (dim, dim), rows `stride` apart, of which what stands on the diagonal
+// and right of it is read, and zeros below. False, and no such matrix, where A is not positive definite.
+static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, int64_t dim) {
+  count_multiply_adds(dim * dim * dim / 6);
+  // Takes from the row `to`, from column e on, `count` rows from `row` on, each times its number in column e.
+  const auto take = [=](float *to, int64_t e, const float *row, auto count) {
+    float by[SOME];
+    for (int r = 0; r < count; r++) by[r] = row[r * stride + e];
+    int64_t d = e / LANES * LANES;
+    for (; d + LANES <= dim; d += LANES) {
+      vec left = load(to + d);
+      for (int r = 0; r < count; r++) left -= load(row + r * stride + d) * by[r];
+      store(to + d, left);
+    }
+    for (; d < dim; d++)
+      for (int r = 0; r < count; r++) to[d] -= row[r * stride + d] * by[r];
+  };
+  for (int64_t first = 0; first < dim; first += SOME) {
+    float *rows = matrix + first * stride;
+    const int64_t stop = std::min(dim, first + SOME);
+    for (int64_t d = first; d < stop; d++) {
+      float *row = matrix + d * stride;
+      take(row, d, rows, int(d - first));
+      if (!(row[d] > 0.0f && row[d] <= std::numeric_limits<float>::max())) return false;
+      const float inverse = 1.0f / std::sqrt(row[d]);
+      for (int64_t e = d; e < dim; e++) row[e] *= inverse;
+    }
+    for (int64_t e = stop; e < dim; e++) take(matrix + e * stride, e, rows, std::integral_constant<int, SOME>());
+  }
+  for (int64_t d = 1; d < dim; d++) std::fill_n(matrix + d * stride, d, 0.0f);
+  return true;
 }
 
 }  // namespace fewkeys
