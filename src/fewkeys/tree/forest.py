@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -54,8 +55,13 @@ class Forest:
 
     def row(self, start: int, tree: int, size: int) -> int:
         """The first of the nodes of `size` keys of the tree of `tree` keys that begins at sealed key `start`."""
-        stand = self.stands[tree]
-        return (stand.base + (_number(start, tree) - stand.first) * tree) // size
+        return self.place[start, tree] // size
+
+    @cached_property
+    def place(self) -> dict[tuple[int, int], int]:
+        """Where each tree, its first sealed key and its size, begins in the order."""
+        trees = self.trees()
+        return dict(zip(trees, accumulate((size for _, size in trees), initial=0), strict=False))
 
     def trees(self) -> list[tuple[int, int]]:
         """The first sealed key and the size of every tree, in their order."""
@@ -91,15 +97,11 @@ Nodes = Mapping[int, Table]
 
 def needed(sequences: Sequences) -> dict[int, Stand]:
     """The trees that some step reads."""
-    ranges: dict[int, tuple[int, int]] = {}
-    for step in sequences.steps:
-        for start, size in cover(step.sealed, sequences.block) if step.levels else ():
-            number = _number(start, size)
-            low, high = ranges.get(size, (number, number))
-            ranges[size] = min(low, number), max(high, number)
+    trees = {tree for step in sequences.steps if step.levels for tree in cover(step.sealed, sequences.block)}
     stands, base = {}, 0
-    for size in sorted(ranges, reverse=True):
-        low, high = ranges[size]
+    for size, some in groupby(sorted(trees, key=lambda tree: -tree[1]), lambda tree: tree[1]):
+        starts = [start for start, _ in some]
+        low, high = _number(min(starts), size), _number(max(starts), size)
         stands[size] = Stand(size, low, high - low + 1, base)
         base += stands[size].count * size
     return stands

@@ -54,6 +54,7 @@ def exact_keys(block: int) -> int:
     return SINKS + block // 2 + 1
 
 
+@lru_cache(4096)
 def cover(sealed: int, block: int) -> tuple[tuple[int, int], ...]:
     """Start and size of the trees over the first `sealed` keys, a multiple of `block`."""
     sizes, found, start = [block], [], 0

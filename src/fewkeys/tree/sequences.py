@@ -86,9 +86,8 @@ def steps_of(seen: Tensor, is_causal: bool, slots: int, block: int) -> tuple[Ste
     sealed = (seen - int(is_causal) - SINKS).clamp_min(0) // block * block
     found, start = [], 0
     kinds, counts = sealed.unique_consecutive(return_counts=True)
-    for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-        stop = start + count
-        most = int(seen[stop - 1])
+    stops = counts.cumsum(0)
+    for kind, stop, most in zip(kinds.tolist(), stops.tolist(), seen[stops - 1].tolist(), strict=True):
         exact = exact_keys(block) if is_causal else min(SINKS, most) + max(0, most - SINKS - kind)
         found.append(Step(start, stop, most, kind, levels_of(slots, kind, exact, block)))
         start = stop
