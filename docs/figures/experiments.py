@@ -129,6 +129,28 @@ def _layers(data: str) -> str:
     return fence(text(read(f"experiments/levattention/results/vit-{data}-evidence.json")))
 
 
+def _leaves() -> str:
+    rows = [
+        [
+            *(row["leaves"], f"{row['bytes']:,}", f"{row['apart']:.3f} ({row['worst']:.3f})" if row["apart"] else "0"),
+            *(f"{row['error']:.4f}", f"{row['ratio']:.3f}", f"{row['kl']:.4f}"),
+        ]
+        for row in read("experiments/trees/results/leaves.json")["rows"]
+    ]
+    titles = ["leaves", "bytes of a token, a layer", "apart", "error against exact", "perplexity / exact", "KL"]
+    return table(titles, rows)
+
+
+def _mass() -> str:
+    rows = []
+    for row in read("experiments/trees/results/mass.json")["rows"]:
+        plan = row["plan"]
+        name = f"{plan['slots']} slots" if plan["mass"] is None else f"at most {plan['slots']}, mass {plan['mass']}"
+        shown = (f"{row[part]:.3f}" for part in ("error", "mass", "told"))
+        rows.append([name + ", certified" * plan["certified"], f"{row['slots']:.0f}", *shown])
+    return table(["", "slots paid", "error", "mass on kept keys", "as told"], rows)
+
+
 VALUES = "experiments/value_aware/results/results.json"
 METHODS = ("oblivious", "aware", "fewkeys", "LevAttention", "HyperAttention", "window", "key norm", "random keys")
 
@@ -238,6 +260,8 @@ def _faster() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "training": _training,
+    "trees.leaves": _leaves,
+    "trees.mass": _mass,
     "training.first": lambda: f"{_training_runs()[1][0]['seconds']:.0f}",
     "training.faster": _faster,
     "training.off": lambda: f"{_training_runs()[1][-1]['exact'] - _training_runs()[1][-1]['plan']:.3f}",

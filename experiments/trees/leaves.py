@@ -6,13 +6,16 @@ One stretch of `--length` tokens; its second half is judged. A line for each way
 the leaves of one layer, and in all that a cache holds; by head and layer, mean and worst relative error of the output
 against leaves that are held as they come, and the mean against exact attention, on what exact attention is given;
 perplexity over that of exact attention, and the mean over tokens of KL(exact || cache), with a cache in all layers.
+Writes results/leaves.json beside this file.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +27,13 @@ from experiments.trees.decoder import options as decoder_options
 from experiments.trees.likelihood import Stretch
 
 import fewkeys as fk
+from fewkeys.bench.machine import versions
 from fewkeys.captures.capture import AttentionInputs
+from fewkeys.core.files import write_json
 from fewkeys.integrations.interface import attach
 from fewkeys.tree.leaves import Form
 
+RESULTS = Path(__file__).parent / "results"
 WAYS = (None, "bfloat16", "int8")
 
 
@@ -52,19 +58,20 @@ def main() -> None:
     detach = attach(model, measured).detach
     exact = likelihood(use_cache=False)
     detach()
+    rows: list[dict[str, Any]] = []
     for way in WAYS:
         cache = fk.cache(model, plan, leaves=way)
         few = likelihood(past_key_values=cache)
         ratio = (exact - few).gather(1, told).mean().exp().item()
         apart = (exact.exp() * (exact - few)).sum(-1).mean().item()
         between, off = (torch.tensor(errors[way]) for errors in (measured.between, measured.off))
-        print(
-            f"{way or 'float32'}: {measured.bytes[way]} bytes of a token in leaves, {cache.memory() / length:.0f} in "
-            f"all; error {between.mean():.5f}, worst head {between.max():.4f}, against exact {off.mean():.4f}; ratio "
-            f"{ratio:.4f}, KL {apart:.5f}",
-            flush=True,
-        )
+        row = {"leaves": way or "float32", "bytes": measured.bytes[way], "bytes_in_all": cache.memory() / length}
+        row |= {"apart": between.mean().item(), "worst": between.max().item(), "error": off.mean().item()}
+        rows.append(row | {"ratio": ratio, "kl": apart})
+        print(json.dumps(rows[-1]), flush=True)
         cache.close()
+    of = {"model": options.gguf or Path(options.model).name, "length": length, "place": str(options.place)}
+    write_json(RESULTS, "leaves.json", {"of": of, "rows": rows, "versions": versions(with_transformers=True)})
 
 
 class Measured:

@@ -4,14 +4,17 @@
 
 Queries, keys and values of some layers on the first tokens of a text (gzipped or plain). A line for each plan: slots
 paid, mean relative error of the output, the share of the softmax mass that is truly on kept keys, and the share that
-the plan says is, by its estimate or, certified, at least. Means over layers, heads and queries.
+the plan says is, by its estimate or, certified, at least. Means over layers, heads and queries. Writes
+results/mass.json beside this file.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,11 +25,14 @@ from experiments.trees.decoder import options as decoder_options
 from experiments.trees.likelihood import Stretch
 
 import fewkeys as fk
+from fewkeys.bench.machine import versions
+from fewkeys.core.files import write_json
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute import dispatch
 from fewkeys.flow import prepare
 
+RESULTS = Path(__file__).parent / "results"
 FIXED = (96, 128, 160, 192, 224, 256)
 MASS = (0.5, 0.8, 0.9, 0.95, 0.99, 0.999)
 
@@ -42,10 +48,14 @@ def main() -> None:
     capture = fk.capture(model, [{"input_ids": stretch.tokens}])
     plans = [fk.KeyTree(slots) for slots in FIXED] + [fk.KeyTree(256, mass) for mass in MASS]
     plans += [fk.KeyTree(256, 0.5, certified=True)]
-    print("plan: slots, error, mass kept, mass told", flush=True)
+    rows: list[dict[str, Any]] = []
     for keep in plans:
         found = [judge(keep, next(iter(capture.calls(layer)))) for layer in options.layers]
-        print(f"{keep}: {', '.join(f'{sum(part) / len(part):.3f}' for part in zip(*found, strict=True))}", flush=True)
+        slots, error, kept, told = (sum(part) / len(part) for part in zip(*found, strict=True))
+        rows.append({"plan": asdict(keep), "slots": slots, "error": error, "mass": kept, "told": told})
+        print(f"{keep}: {slots:.1f} slots, error {error:.3f}, mass kept {kept:.3f}, told {told:.3f}", flush=True)
+    of = {"model": options.gguf or Path(options.model).name, "length": options.length, "layers": options.layers}
+    write_json(RESULTS, "mass.json", {"of": of, "rows": rows, "versions": versions(with_transformers=True)})
 
 
 @torch.no_grad()
