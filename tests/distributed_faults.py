@@ -86,7 +86,7 @@ def wrong(folder, world, fault, call, victim):
         if not file.exists():
             return f"{fault}, {call}: rank {rank} of {world} did not end"
         said, seconds = json.loads(file.read_text())
-        kind = ("ValueError", "RuntimeError") if fault in OTHERS else ("RuntimeError",)
+        kind = "RuntimeError" if fault in (*LOST, "another call") else "ValueError"
         named = rank == victim or re.search(rf"ranks? ([0-9], )*{victim}\b", said)
         if not said.startswith(kind) or not named or seconds > 2 * TIMEOUT + 5:
             return f"{fault} on rank {victim}, {call}: rank {rank} of {world} after {seconds:.1f} s: {said}"

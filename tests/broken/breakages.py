@@ -53,6 +53,9 @@ TRITON_ONCE = Law("07_no_double_counting", "triton")
 WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
 TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 
+COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
+FOUND = Law("kernels/test_native_tree", "find_what_torch_finds and long")
+
 NEAR, BLOCKS, DESCEND = "native/near.h", "native/blocks.h", "native/descender.h"
 
 BREAKAGES = (
@@ -111,6 +114,27 @@ BREAKAGES = (
         "store(left + v, load(left + v) - within(lane + v, low, high, broadcast(share), broadcast(0.0f)));",
         "store(left + v, load(left + v));",
         (AGREE, ONCE),
+    ),
+    Breakage(
+        "cohorts: all query heads ask as the first of their key head",
+        NEAR,
+        "const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, place",
+        "const int64_t head = h / p.cohorts * p.asking, place",
+        (COHORTS,),
+    ),
+    Breakage(
+        "cohorts: lists hold keys of the first head",
+        NEAR,
+        "copy_rows(p.key.at<T>(b, h / p.cohorts, none ? 0 : place)",
+        "copy_rows(p.key.at<T>(b, 0, none ? 0 : place)",
+        (COHORTS,),
+    ),
+    Breakage(
+        "cohorts: lists held one at a time are those of the first cohort",
+        NEAR,
+        "shared.read(i / shared_heads, i % shared_heads);",
+        "shared.read(i / shared_heads, i % shared_heads / p.cohorts * p.cohorts);",
+        (COHORTS,),
     ),
     Breakage(
         "stand-ins keep the mass that their mean key would give them",
@@ -314,6 +338,27 @@ BREAKAGES = (
         "const int64_t h = head * p.gqa_ratio + (first + i) / length, n",
         "const int64_t h = head * p.gqa_ratio, n",
         (AGREE,),
+    ),
+    Breakage(
+        "trees: ranks reach one deviation far, however many keys a node has",
+        DESCEND,
+        "const float reach = (1 + std::log2((float)level.size)) / 2, size",
+        "const float reach = 1.0f, size",
+        (FOUND,),
+    ),
+    Breakage(
+        "trees: ranks reach half as far",
+        DESCEND,
+        "const float reach = (1 + std::log2((float)level.size)) / 2, size",
+        "const float reach = (1 + std::log2((float)level.size)) / 4, size",
+        (FOUND,),
+    ),
+    Breakage(
+        "trees: masses of the last nodes of a level are their logarithms",
+        DESCEND,
+        "const int whole = (count + LANES - 1) / LANES * LANES;\n    float top",
+        "const int whole = count / LANES * LANES;\n    float top",
+        (Law("kernels/test_native_tree", "stop_where_those_of_torch_stop"),),
     ),
     Breakage(
         "trees, gradients: spreads count where they are cut off",

@@ -40,7 +40,7 @@ PROMISES = (
     ),
     Breakage(
         "padding changes nothing: the stride of a sample counts it",
-        "sketch/clusters.py",
+        "sketch/sample.py",
         "stride = (real.sum(-1, keepdim=True) // most)",
         "stride = (real.new_full((len(real), 1), real.shape[-1], dtype=torch.int64) // most)",
         (Law("03_masked_is_deleted", "long_padding"),),
@@ -72,6 +72,13 @@ PROMISES = (
         "sum(min(stop, length) - start for start, stop",
         "sum(stop - start for start, stop",
         (Law("parts/test_streams", "cropping_inside_padding"),),
+    ),
+    Breakage(
+        "the same bits for any number of threads: sums are split by it",
+        "native/keys.h",
+        "const int64_t pieces = (p.keys + PIECE - 1) / PIECE, heads",
+        "const int64_t PIECE = p.keys / threads + 1, pieces = (p.keys + PIECE - 1) / PIECE, heads",
+        (Law("kernels/test_native", "threads_change_no_bit and 5000 and Power"),),
     ),
     Breakage(
         "half a quantum: numbers are cut off",
@@ -144,11 +151,32 @@ PROMISES = (
         (Law("kernels/test_native_building", "another_users"),),
     ),
     Breakage(
+        "no library that is damaged: whatever it holds",
+        "native/build.py",
+        "return path.is_file() and is_own(path) and _undamaged(path)",
+        "return path.is_file() and is_own(path)",
+        (Law("kernels/test_native_building", "damaged_is_compiled_again"),),
+    ),
+    Breakage(
         "no library of another user: it is written over",
         "native/build.py",
         " or (path.exists() and not is_own(path)):",
         ":",
         (Law("kernels/test_native_building", "another_users"),),
+    ),
+    Breakage(
+        "no rank waits for ever: a gather that failed goes on in the background",
+        "distributed/communicator.py",
+        "options = AllgatherOptions()\n        options.timeout = timedelta(seconds=self.timeout)\n",
+        "options = AllgatherOptions()\n",
+        (Law("parts/test_distributed", "lost_rank_is_an_error"),),
+    ),
+    Breakage(
+        "no rank waits for ever: who refuses its arguments tells nobody",
+        "distributed/agreement.py",
+        'comm.exchange({"call": call, "refused": str(error)})',
+        "pass",
+        (Law("parts/test_distributed", "named and number"),),
     ),
     Breakage(
         "the error names the rank: who is late is who is lost",

@@ -354,13 +354,16 @@ def test_sums_of_many_keys():
 
 
 @pytest.mark.parametrize("tokens", [300, 5000])
-def test_threads_change_no_bit(tokens):
+@pytest.mark.parametrize(
+    "plan", [fk.budget(64).always(), fk.Plan(fk.KeyNorm(4), fk.ClusterMeans(8), fk.Power(2.0))], ids=str
+)
+def test_threads_change_no_bit(plan, tokens):
     """Heads that one thread does from beginning to end, and heads that all share."""
     q, k, v = (torch.randn(1, 2, tokens, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
     before, found = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(fk.attention(q, k, v, plan=fk.budget(64).always(), impl="native"))
+        found.append(fk.attention(q, k, v, plan=plan, impl="auto"))
     torch.set_num_threads(before)
     assert all(torch.equal(found[0], other) for other in found[1:])
 

@@ -165,7 +165,7 @@ def assert_alike(found, dtype):
             assert off <= UNITS[dtype] * other.double().abs().max(), name
 
 
-PREPARING = ("means, softmax", "first-order means", "running means", "tree means")
+PREPARING = ("means, softmax", "first-order means", "running means", "tree means", "cohorts")
 PREPARED = [
     pytest.param(plan, form, id=f"{name}-{form}")
     for form, plans in {"grouped": PLANS, "padded": PLANS, "causal grouped": CAUSAL_PLANS}.items()

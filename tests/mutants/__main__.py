@@ -36,7 +36,10 @@ PATIENCE = 120
 
 
 class Some:
-    """Of every test function, at most `most` cases, those whose names have one of `words`, spread over the table."""
+    """Of every test function, at most `most` cases, spread over the table: those whose names have one of `words`.
+
+    Beside the laws, a function none of whose cases bears such a name is not of the table: of it, any.
+    """
 
     def __init__(self, most, words=()):
         self.most, self.words = most, words
@@ -48,9 +51,10 @@ class Some:
         found = {}
         for item in items:
             name, table = item.name.partition("[")[2].lower(), "laws" in item.path.parts or item.path.stem in TABLED
-            if not (name and table and self.words) or any(word in name for word in self.words):
-                found.setdefault((item.path, item.originalname), []).append(item)
-        spread = [own if "refusals" in own[0].path.stem else self.some(own) for own in found.values()]
+            fits = not (name and table and self.words) or any(word in name for word in self.words)
+            found.setdefault((item.path, item.originalname), ([], []))[fits].append(item)
+        chosen = [own or ([] if "laws" in others[0].path.parts else others) for others, own in found.values()]
+        spread = [own if own and "refusals" in own[0].path.stem else self.some(own) for own in chosen]
         items[:] = sorted((item for own in spread for item in own), key=items.index)
 
 

@@ -55,7 +55,10 @@ NEWEST = {
     "kept": ("parts/test_crossover.py",),
     "door": ("integrations/test_contexts.py", "integrations/test_transformers.py"),
     "terms": ("integrations/test_terms.py", "integrations/test_windows.py", "integrations/test_biases.py"),
-    "gaps": ("integrations/test_cache.py", "parts/test_tree_streams.py"),
+    "gaps": (
+        *("integrations/test_cache.py", "parts/test_tree_streams.py"),
+        "parts/test_distance_bias.py::test_refusals",
+    ),
     "padded": (
         *("integrations/test_cache.py", "parts/test_tree_streams.py", "parts/test_loaders.py"),
         "parts/test_streams.py::test_padding_anywhere_is_as_if_it_never_came",
@@ -105,7 +108,8 @@ ROOMS = {
             "global_tokens": ("global",),
         },
         {
-            **dict.fromkeys(("groupings", "memberships", "predicted", "projection", "rows"), PREDICTED),
+            **dict.fromkeys(("groupings", "predicted", "projection", "rows"), PREDICTED),
+            "memberships": (*PREDICTED, "parts/test_baselines.py::test_routing"),
             "block_clusters": tuple(
                 f"parts/test_baselines.py::test_{one}"
                 for one in ("block_clusters", "sequences_stand_alone", "refusals")
@@ -124,6 +128,10 @@ ROOMS = {
             "running_means": ("running",),
             "tree_means": ("tree",),
             "uniform_sample": ("sample",),
+        },
+        {
+            "cohort_means": law(2, "what_kernels_prepare_is_what_torch_prepares"),
+            "running_means": ("parts/test_running_means.py",),
         },
     ),
     "execute": Room(
@@ -192,6 +200,7 @@ EQUIVALENT = {
     "past/tokens.py Tokens.empty: torch.zeros": "numbers of a tensor that has none",
     "sketch/gram.py whitener: info == 0": "Cholesky or eigenvalues, of which W W^T is the same: time alone",
     "sketch/clusters.py pieces": "which pieces are looked at together: memory and time alone",
+    "cost/crossover.py exact_is_faster: own > SHIPPED": "a plan of exactly as many operations: either may run",
     "core/graph.py _join_columns: a.blocks > b.blocks": "lists of equal blocks are refined into themselves",
 }
 """Why a change changes nothing that could be asked for: by the beginning of its line."""

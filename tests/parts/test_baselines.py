@@ -172,11 +172,11 @@ def test_routing_by_given_nearest_centroids_is_causal():
 
 @pytest.mark.parametrize("form", BOTH_WAYS.values(), ids=BOTH_WAYS)
 @pytest.mark.parametrize("inside", [False, True], ids=["version 1", "version 2"])
-@pytest.mark.parametrize(("size", "top"), [(1, 3), (4, 2), (4, 50), (8, 1)])
-def test_block_clusters(form, inside, size, top):
+@pytest.mark.parametrize(("size", "top", "window"), [(1, 3, 5), (4, 2, 3), (4, 50, 1), (8, 1, 3)])
+def test_block_clusters(form, inside, size, top, window):
     """Blocks are ranked by the squared distance of their mean, of their own cluster's only in version 2."""
     places, space = centroids(form.query_heads, 5, 3), projection(form.query_heads)
-    keep = fk.BlockClusters(size, top, places, space, inside)
+    keep = fk.BlockClusters(size, top, places, space, inside, window)
     mask = mask_of(keep, form)
     q, k = raw(form)
     for b, counts in enumerate(real_counts(form)):
@@ -195,7 +195,7 @@ def test_block_clusters(form, inside, size, top):
                 held.append(own)
             for i, j in itertools.product(range(counts[0]), range(counts[1])):
                 place = i + form.query_offset
-                near = abs(place // size - j // size) <= 1
+                near = abs(place // size - j // size) <= window // 2
                 same = any(place in held[0][c] and j in held[1][c] for c in range(5))
                 assert mask[b, h, i, j] == (near or same)
 

@@ -16,9 +16,11 @@ PLANS = [
     (fk.Plan(fk.Outliers(4, 6) | fk.Window(5), fk.ClusterMeans(6, 3)), 1 + math.sqrt(3)),
     (fk.Plan(fk.Window(3), fk.ClusterMeans(5, 2)), 1 + math.sqrt(2)),
     (fk.budget(64), 1 + math.sqrt(8)),
+    (fk.Plan(fk.Outliers(4, 6, cohorts=8), fk.ClusterMeans(6, 3, cohorts=8)), 1 + math.sqrt(3)),
     (fk.Plan(fk.Window(5), fk.ClusterMeans(7)), 1.0),
     (fk.Plan(fk.Window(5), fk.Moments()), 2.0),
     (fk.Plan(fk.Window(5), fk.UniformSample(7)), 1.0),
+    (fk.Plan(fk.Routing(7), fk.GroupMeans(7)), 1.0),
 ]
 CAUSAL = [(fk.budget(32, is_causal=True, memory="constant"), 1.0), (fk.budget(64, is_causal=True), 1.0)]
 
@@ -45,14 +47,14 @@ def test_outputs_stay_within_the_stated_multiple(kind, strength, impl):
     q, k, v = inputs(strength, kind=kind)
     for plans, causal in ((PLANS, False), (CAUSAL, True)):
         for plan, multiple in plans:
-            if impl == "native" and isinstance(plan.rest, fk.Moments):
+            if impl == "native" and isinstance(plan.rest, fk.Moments | fk.GroupMeans):
                 continue
             output = fk.attention(q, k, v, plan=plan.always(), impl=impl, is_causal=causal)
             assert largest(output) <= multiple * largest(v) * (1 + 1e-5), (plan, largest(output) / largest(v))
 
 
 @given(
-    st.sampled_from(PLANS[:3]),
+    st.sampled_from(PLANS[:4]),
     st.floats(0.01, 1e6),
     st.sampled_from(["normal", "aligned", "few"]),
     st.integers(0, 2**31),

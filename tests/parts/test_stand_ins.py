@@ -65,6 +65,13 @@ def test_cluster_means_follow_their_equations(shape):
                 torch.testing.assert_close(found.value[b, h, c], expected, **CLOSE)
 
 
+@pytest.mark.parametrize(("count", "rank"), [(26, 0), (26, 4), (7, 1)])
+def test_slots_of_means_are_their_products(count, rank):
+    """A mean is met as a key is, d + dv products; a direction as often; and what they say of directions, one a mean."""
+    products = (count + rank) * (48 + 16) + count * (rank > 0)
+    assert fk.ClusterMeans(count, rank).slots(48, 16) == pytest.approx(products / (48 + 16))
+
+
 def test_moments_are_exact_for_gaussian_keys():
     """n (keys, values) drawn jointly Gaussian: the Gaussian integral is the limit of the sum, value and mass alike."""
     g = torch.Generator().manual_seed(0)

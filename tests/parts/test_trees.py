@@ -203,6 +203,14 @@ def test_slots_are_those_counted_one_by_one(slots, is_causal):
     assert (kept + nodes).max() <= slots + (walk.sequences.block // 2 if is_causal else 0)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("keys", [64, 65, 200])
+def test_a_tree_covers_where_it_keeps_every_key(keys, is_causal):
+    x = check_inputs(*Shape(queries=keys, keys=keys).draw(), is_causal=is_causal)
+    mask, seen = fk.KeyTree(64).select(x).to_mask(), visible(x, 0, keys)
+    assert fk.KeyTree(64).covers(x) == torch.equal(mask, seen.expand_as(mask))
+
+
 @pytest.mark.parametrize("slots", [64, 96, 128, 256, 512])
 def test_slots_hold_at_every_length_and_most_are_spent(slots):
     block = rule.block_of(slots)

@@ -309,7 +309,7 @@ class Descender {
     int c = 0;
     for (int64_t l = 0; l < step.levels; l++) {
       const LevelOf &level = level_of(step, l);
-      const float reach = (1 + std::log2((float)level.size)) / 2, size = std::log((float)level.size);
+      const float size = std::log((float)level.size);
       for (int64_t stop = c + entering_of(level); c < stop; c++)
         for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
           tile.top[w] = max(tile.top[w], load(&score[(near + c) * TILE + v]) + (size + gain(load(&spread[c * TILE + v]))));
