@@ -8,8 +8,9 @@ import pytest
 import fewkeys as fk
 from broken.breakages import BREAKAGES as KERNELS
 from broken.promises import PROMISES
+from broken.trees import TREES
 
-BREAKAGES = (*KERNELS, *PROMISES)
+BREAKAGES = (*KERNELS, *TREES, *PROMISES)
 
 PACKAGE = Path(fk.__file__).parent
 HERE = Path(__file__).parent

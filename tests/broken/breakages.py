@@ -1,7 +1,7 @@
 """Deliberately broken kernels, and the laws that must notice: one text of one file each, and what is put in its place.
 
-`promises.py` has more of them, of all code. `run.py` compiles each and runs its tests; `tests/test_broken.py` sees that
-every text is still there.
+`trees.py` has those of trees, `promises.py` more of all code. `run.py` compiles each and runs its tests;
+`tests/test_broken.py` sees that every text is still there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ ODD = Law("02_impls_agree", "odd_dimensions")
 ROUNDED = Law("02_impls_agree", "rounding")
 GRADIENTS = Law("02_impls_agree", "their_gradients_agree")
 PAST_GRADIENTS = Law("02_impls_agree", "their_causal_gradients_agree")
-TREE_GRADIENTS = Law("02_impls_agree", "gradients_through_what_kernels_prepare and tree")
 GRADCHECK = Law("02_gradients", "gradcheck")
 PADDED = Law("03_masked_is_deleted", "native")
 CAUSAL = Law("04_causal_means_causal", "native")
@@ -54,9 +53,8 @@ WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
 TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
-FOUND = Law("kernels/test_native_tree", "find_what_torch_finds and long")
 
-NEAR, BLOCKS, DESCEND = "native/near.h", "native/blocks.h", "native/descender.h"
+NEAR, BLOCKS = "native/near.h", "native/blocks.h"
 
 BREAKAGES = (
     Breakage(
@@ -317,83 +315,6 @@ BREAKAGES = (
         "p.mean[head * dim + d] = sums[d] / keys;",
         "p.mean[head * dim + d] = sums[d];",
         (PREPARED,),
-    ),
-    Breakage(
-        "trees: one key too many is near",
-        DESCEND,
-        "const vec x = last[w] > at ? load(to) : broadcast(-INFINITY);",
-        "const vec x = last[w] >= at ? load(to) : broadcast(-INFINITY);",
-        (CAUSAL, AGREE),
-    ),
-    Breakage(
-        "trees: opened nodes stand in as well",
-        DESCEND,
-        "const bool stays = p.shown && place[c] >= beam;",
-        "const bool stays = p.shown;",
-        (AGREE, ONCE),
-    ),
-    Breakage(
-        "trees: all query heads ask as the first of their key head",
-        DESCEND,
-        "const int64_t h = head * p.gqa_ratio + (first + i) / length, n",
-        "const int64_t h = head * p.gqa_ratio, n",
-        (AGREE,),
-    ),
-    Breakage(
-        "trees: ranks reach one deviation far, however many keys a node has",
-        DESCEND,
-        "const float reach = (1 + std::log2((float)level.size)) / 2, size",
-        "const float reach = 1.0f, size",
-        (FOUND,),
-    ),
-    Breakage(
-        "trees: ranks reach half as far",
-        DESCEND,
-        "const float reach = (1 + std::log2((float)level.size)) / 2, size",
-        "const float reach = (1 + std::log2((float)level.size)) / 4, size",
-        (FOUND,),
-    ),
-    Breakage(
-        "trees: masses of the last nodes of a level are their logarithms",
-        DESCEND,
-        "const int whole = (count + LANES - 1) / LANES * LANES;\n    float top",
-        "const int whole = count / LANES * LANES;\n    float top",
-        (Law("kernels/test_native_tree", "stop_where_those_of_torch_stop"),),
-    ),
-    Breakage(
-        "trees, gradients: spreads count where they are cut off",
-        "native/descend_back.h",
-        "slope[c] = closed.at[c].spread * p.curve > p.highest ? 0.0f : p.curve * closed.grad[c];",
-        "slope[c] = p.curve * closed.grad[c];",
-        (TREE_GRADIENTS,),
-    ),
-    Breakage(
-        "trees, gradients: variances of children do not count for those above them",
-        "native/forest.h",
-        "add(to + dim, own + dim, 1.0f / FOUR, dim);",
-        "",
-        (TREE_GRADIENTS,),
-    ),
-    Breakage(
-        "trees, gradients: the mean gradient leaves out the keys of leaves",
-        "native/descend_back.h",
-        "mean += mean_of(leaf, i, leaf_row.data(), inverse);",
-        "mean_of(leaf, i, leaf_row.data(), inverse);",
-        (GRADIENTS, TREE_GRADIENTS),
-    ),
-    Breakage(
-        "trees: leaves' means leave out a key",
-        "native/forest.h",
-        "moments(value, nullptr, count, p.value_dim,",
-        "moments(value, nullptr, count - 1, p.value_dim,",
-        (ONCE, PREPARED),
-    ),
-    Breakage(
-        "trees: the halves of a small set change places inside a leaf",
-        "native/split.h",
-        "for (int i = 0; i < half; i++) to[i] = was[at[side][i]];",
-        "for (int i = 0; i < half; i++) to[i] = was[at[side][i & ~1]];",
-        (ONCE, PREPARED),
     ),
     Breakage(
         "every tile multiplies with its band as often as there are tiles of keys",

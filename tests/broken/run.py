@@ -22,6 +22,7 @@ from pathlib import Path
 
 from broken.breakages import BREAKAGES, Breakage, Law
 from broken.promises import PROMISES
+from broken.trees import TREES
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 500
@@ -111,7 +112,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only breakages whose names have one of these")
     parser.add_argument("--out", type=Path, help="also write the results as JSON; others that it has stay there")
     options = parser.parse_args()
-    every = (*BREAKAGES, *PROMISES)
+    every = (*BREAKAGES, *TREES, *PROMISES)
     chosen = [b for b in every if not options.words or any(word in b.name for word in options.words)]
     begun, found = time.time(), []
     with tempfile.TemporaryDirectory() as cache:
