@@ -8,7 +8,7 @@ import fewkeys.native as native
 import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.cohorts import cohorts, described, own_importance, split
+from fewkeys.sketch.cohorts import POWER, REFINE, SPLIT_SAMPLE, cohorts, described, own_importance, split
 from native_cases import needs_compiler
 
 
@@ -50,7 +50,8 @@ def test_a_split_finds_far_sets_of_rows():
 def test_the_kernel_splits_as_torch_does(many, count):
     rows = torch.randn(2, many, 11, generator=torch.Generator().manual_seed(1))
     how = torch.stack([metric(11, 2), metric(11, 3)])
-    place, *found = native.halve(rows, how, count, 3)
+    rows[0] += 50  # so that all numbers have one sign
+    place, *found = native.halve(rows, how, count, step=3, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
     assert sets(place) == sets(split(rows, how, count))
     torch.testing.assert_close(found, [*described(rows, place, 3)], rtol=1e-4, atol=1e-5)
 

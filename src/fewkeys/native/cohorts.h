@@ -1,7 +1,7 @@
 // Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.sketch.tilted.best`. Cohorts stand
 // in the lanes, keys are rows.
 #pragma once
-#include "split.h"
+#include "rows.h"
 
 namespace fewkeys {
 
@@ -17,9 +17,9 @@ static inline uint64_t sortable(float number, int64_t place) {
 class Halver {
  public:
   explicit Halver(const Halves &p)
-      : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count), order(size),
-        others(size), key(std::max(size, 2 * SAMPLE)), sorted(size), some(2 * SAMPLE * wide), along(wide),
-        turned(wide), middle(wide), square(wide * wide) {}
+      : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
+        most(round_up(2 * p.sample, FOUR)), order(size), others(size), bin(size), key(std::max(size, most)), left(size),
+        some(most * wide), by(most), along(wide), turned(wide), middle(wide), square(wide * wide) {}
 
   void split(int64_t set) {
     rows = p.rows + set * p.rows_each * dim, metric = p.metric + set * dim * dim;
@@ -31,13 +31,14 @@ class Halver {
   }
 
  private:
-  static constexpr int64_t SAMPLE = 128;
+  static constexpr int64_t AHEAD = 8;
+  static constexpr int BITS = 10;  // of a number, that decide its bin: the sign, the exponent and a bit
   const Halves &p;
-  const int64_t dim, wide, size;
+  const int64_t dim, wide, size, most;  // most: rows that directions are found by
   const float *rows = nullptr, *metric = nullptr;
-  std::vector<int32_t> order, others;
-  std::vector<uint64_t> key, sorted;
-  aligned_vector<float> some, along, turned, middle, square;
+  std::vector<int32_t> order, others, bin;
+  std::vector<uint64_t> key, left;
+  aligned_vector<float> some, by, along, turned, middle, square;
 
   // The smaller half of the real ones to the front; fillings stand at the end all along.
   void cut(int32_t *own, int64_t span) {
@@ -45,11 +46,8 @@ class Halver {
     while (real && own[real - 1] < 0) real--;
     if (real <= span / 2) return;
     look(own, span, real);
-    for (int64_t i = 0; i < real; i++) key[i] = sortable(product(rows + own[i] * dim, turned.data(), dim), i);
-    std::copy_n(key.begin(), real, sorted.begin());
-    std::nth_element(sorted.begin(), sorted.begin() + span / 2, sorted.begin() + real);
+    const uint64_t first = measure(own, real, span / 2);
     // Rows of a half stay in their old order.
-    const uint64_t first = sorted[span / 2];
     int64_t low = 0, high = 0;
     for (int64_t i = 0; i < real; i++) {
       const bool below = key[i] < first;
@@ -57,6 +55,33 @@ class Halver {
       low += below, high += !below;
     }
     std::copy_n(others.begin(), high, own + low);
+  }
+
+  // Writes the keys of all rows, and returns the one of which `rank` are smaller. Numbers go to bins by how far they are
+  // from that of the mean row: bins near it are narrow, and so few share that of the middle one.
+  uint64_t measure(const int32_t *own, int64_t real, int64_t rank) {
+    int32_t count[1 << BITS] = {};
+    const float mean = product(middle.data(), turned.data(), dim);
+    for (int64_t i = 0; i < real; i += FOUR) {
+      const float *row[FOUR];
+      float found[FOUR];
+      for (int r = 0; r < FOUR; r++) {
+        row[r] = rows + own[std::min(i + r, real - 1)] * dim;
+        prefetch(rows + own[std::min(i + r + AHEAD, real - 1)] * dim, dim * sizeof(float));
+      }
+      four_dots(row, turned.data(), dim, found);
+      for (int r = 0; r < FOUR && i + r < real; r++) {
+        key[i + r] = sortable(found[r], i + r);
+        bin[i + r] = sortable(number_of(key[i + r] >> 32) - mean, 0) >> (64 - BITS);
+        count[bin[i + r]]++;
+      }
+    }
+    int32_t its = 0;
+    for (; rank >= count[its]; its++) rank -= count[its];
+    int64_t inside = 0;
+    for (int64_t i = 0; i < real; i++) left[inside] = key[i], inside += bin[i] == its;
+    std::nth_element(left.begin(), left.begin() + rank, left.begin() + inside);
+    return left[rank];
   }
 
   // What is multiplied with rows for their products with `along`.
@@ -67,9 +92,8 @@ class Halver {
 
   // The direction along which to cut. Rows that fill up to FOUR are zero.
   void look(const int32_t *own, int64_t span, int64_t real) {
-    const int64_t step = std::max<int64_t>(1, span / SAMPLE), count = (real + step - 1) / step;
+    const int64_t step = std::max<int64_t>(1, span / p.sample), count = (real + step - 1) / step;
     const int64_t full = round_up(count, FOUR);
-    float by[2 * SAMPLE];
     std::fill(middle.begin(), middle.end(), 0.0f);
     for (int64_t i = 0; i < count; i++) add(middle.data(), rows + own[i * step] * dim, 1.0f, dim);
     for (float &x : middle) x /= count;
@@ -84,28 +108,28 @@ class Halver {
       if (square > longest) longest = square, copy(along.data(), row, wide);
     }
     turn();
-    for (int i = 0; i < POWER; i++) {
-      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, by + j);
-      sum(by, full);
+    for (int i = 0; i < p.power; i++) {
+      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, &by[j]);
+      sum(full);
       turn();
       const float square = product(along.data(), turned.data(), wide), least = std::numeric_limits<float>::min();
       const float length = std::max(least, std::sqrt(std::max(0.0f, square)));
       for (float &x : turned) x /= length;
     }
     const int64_t half = std::min((span + step - 1) / step / 2, count);
-    for (int i = 0; i < REFINE; i++) {
-      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, by + j);
+    for (int i = 0; i < p.refine; i++) {
+      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, &by[j]);
       for (int64_t j = 0; j < count; j++) key[j] = sortable(by[j], j);
       if (half < count) std::nth_element(key.begin(), key.begin() + half, key.begin() + count);
-      std::fill_n(by, full, 0.0f);
+      std::fill_n(by.begin(), full, 0.0f);
       for (int64_t j = 0; j < half; j++) by[(uint32_t)key[j]] = -1.0f;
-      sum(by, full);
+      sum(full);
       turn();
     }
   }
 
   // along <- the sum of the rows, each times its number.
-  void sum(const float *by, int64_t count) {
+  void sum(int64_t count) {
     count_multiply_adds(count * wide);
     for (int64_t d = 0; d < wide; d += LANES) {
       vec all = {};
@@ -130,8 +154,8 @@ class Halver {
       for (int64_t i = 0; i < each && own[i] >= 0; i += p.step, real++) add(mean, rows + own[i] * dim, 1.0f, dim);
       for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<int64_t>(1, real);
       all += real;
-      for (int64_t begin = 0; begin < real; begin += SAMPLE) {
-        const int count = std::min(SAMPLE, real - begin);
+      for (int64_t begin = 0; begin < real; begin += p.sample) {
+        const int count = std::min(p.sample, real - begin);
         for (int j = 0; j < count; j++) {
           float *row = &some[j * wide];
           std::fill_n(std::copy_n(rows + own[(begin + j) * p.step] * dim, dim, row), wide - dim, 0.0f);

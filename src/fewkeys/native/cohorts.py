@@ -11,16 +11,19 @@ from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, Told, alike, pointers, struct
 
 
-def halve(rows: Tensor, metric: Tensor, count: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def halve(
+    rows: Tensor, metric: Tensor, count: int, *, step: int, sample: int, power: int, refine: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Places (R, count, M), means (R, count, F) and covariance (R, F, F) of float32 rows (R, m, F): what
-    `sketch.cohorts.split` and `sketch.cohorts.described` promise.
+    `sketch.cohorts.split`, from about `sample` rows of a set in so many steps, and `sketch.cohorts.described` promise.
     """
     sets, many, dim = rows.shape
     place = torch.empty((sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
     found = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
     held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **found}
     sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
-    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes))
+    steps = {"sample": sample, "power": power, "refine": refine}
+    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes, **steps))
     return found["place"], found["mean"], found["within"]
 
 

@@ -185,7 +185,7 @@ struct Halves {
   int64_t *place;       // (sets, rows_each filled up to a multiple of count): -1 for none
   float *mean;          // (sets, count, dim)
   float *within;        // (sets, dim, dim)
-  int64_t sets, rows_each, dim, count, step;
+  int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
 // The best keys of every cohort: `fewkeys.sketch.tilted.best`.
