@@ -48,9 +48,11 @@ def test_a_split_finds_far_sets_of_rows():
 @needs_compiler
 @pytest.mark.parametrize(("many", "count"), [(33, 4), (70, 32), (300, 8), (3000, 32)])
 def test_the_kernel_splits_as_torch_does(many, count):
-    rows = torch.randn(2, many, 11, generator=torch.Generator().manual_seed(1))
-    how = torch.stack([metric(11, 2), metric(11, 3)])
-    rows[0] += 50  # so that all numbers have one sign
+    """Rows on both sides of zero, on one, and equal ones, which stay in their order."""
+    rows = torch.randn(3, many, 11, generator=torch.Generator().manual_seed(1))
+    rows[1] += 50
+    rows[2] = 0
+    how = torch.stack([metric(11, 2), metric(11, 3), metric(11, 4)])
     place, *found = native.halve(rows, how, count, step=3, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
     assert sets(place) == sets(split(rows, how, count))
     torch.testing.assert_close(found, [*described(rows, place, 3)], rtol=1e-4, atol=1e-5)
