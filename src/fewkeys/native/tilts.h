@@ -251,53 +251,57 @@ class TiltingBack {
   }
 };
 
-// How many heads are held in order at a time.
-static int64_t slots(const Tilts &p, int threads) {
-  return std::min<int64_t>(p.batch * p.heads, 4 * team_size(threads));
-}
+// What is held of a head while its clusters are added up.
+struct Held {
+  const int64_t wide, size;
+  ByCluster order;
+  aligned_vector<float> products;  // (C, D, Dv), filled up on both sides, where they are asked for
 
-// `run(worker, order, slot, head, cluster)` for all clusters of the heads in slots 0 .. now - 1, then
-// `finish(from, now)`, `from` the first of these heads; and so on until all heads are through.
-template <class NewWorker, class Run, class Finish>
-static void by_cluster(const Tilts &p, int threads, NewWorker new_worker, Run run, Finish finish) {
-  const int64_t heads = p.batch * p.heads, some = slots(p, threads);
-  std::vector<ByCluster> order(some);
-  for (int64_t from = 0; from < heads; from += some) {
-    const int64_t now = std::min(some, heads - from);
-    in_parallel(threads, now, [&](int64_t i) { order[i].sort(p, from + i); });
-    in_parallel(threads, now * p.count, new_worker, [&](auto &worker, int64_t i) {
-      run(worker, order[i / p.count], i / p.count, from + i / p.count, i % p.count);
+  explicit Held(const Tilts &p)
+      : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), products(p.count * size) {}
+};
+
+// `run(worker, held, head, cluster)` for all clusters, and then `finish(held, head)`. Where heads are many, each is one
+// thread's: a call of all threads costs as much as some clusters.
+template <class Worker, class Told, class Run, class... Finish>
+static void by_head(const Told &told, const Tilts &p, int threads, Run run, Finish... finish) {
+  const int64_t heads = p.batch * p.heads;
+  if (heads >= 4 * team_size(threads))
+    return in_parallel(threads, heads, [&] { return std::pair<Worker, Held>(told, p); }, [&](auto &one, int64_t head) {
+      one.second.order.sort(p, head);
+      for (int64_t c = 0; c < p.count; c++) Team::check(), run(one.first, one.second, head, c);
+      (finish(one.second, head), ...);
     });
-    finish(from, now);
-  }
+  std::vector<Held> held(heads, Held(p));
+  in_parallel(threads, heads, [&](int64_t head) { held[head].order.sort(p, head); });
+  in_parallel(threads, heads * p.count, [&] { return Worker(told); }, [&](Worker &worker, int64_t i) {
+    run(worker, held[i / p.count], i / p.count, i % p.count);
+  });
+  (in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); }), ...);
 }
 
 template <class T>
 static void tilt(const Tilts &p, int threads) {
-  const int64_t wide = round_up(p.value_dim), size = p.together ? round_up(p.dim) * wide : 0;
-  aligned_vector<float> parts(slots(p, threads) * p.count * size);
-  const auto add_up = [&](Tilting<T> &one, const ByCluster &order, int64_t slot, int64_t head, int64_t cluster) {
-    float *products = parts.data() + (slot * p.count + cluster) * size;
-    std::fill_n(products, size, 0.0f);
-    one.add_up(order, head, cluster, size ? products : nullptr);
+  const auto add_up = [](Tilting<T> &one, Held &held, int64_t head, int64_t cluster) {
+    float *products = held.products.data() + cluster * held.size;
+    std::fill_n(products, held.size, 0.0f);
+    one.add_up(held.order, head, cluster, held.size ? products : nullptr);
   };
-  const auto finish = [&](int64_t from, int64_t now) {
-    if (!size) return;
-    in_parallel(threads, now, [&](int64_t i) {
-      float *sum = &parts[i * p.count * size], *to = p.together + (from + i) * p.dim * p.value_dim;
-      for (int64_t c = 1; c < p.count; c++) add(sum, sum + c * size, 1.0f, size);
-      for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * wide, p.value_dim, to + d * p.value_dim);
-    });
+  const auto finish = [&](Held &held, int64_t head) {
+    if (!held.size) return;
+    float *sum = held.products.data(), *to = p.together + head * p.dim * p.value_dim;
+    for (int64_t c = 1; c < p.count; c++) add(sum, sum + c * held.size, 1.0f, held.size);
+    for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * held.wide, p.value_dim, to + d * p.value_dim);
   };
-  by_cluster(p, threads, [&] { return Tilting<T>(p); }, add_up, finish);
+  by_head<Tilting<T>>(p, p, threads, add_up, finish);
 }
 
 template <class T>
 static void tilt_back(const TiltsBack &all, int threads) {
-  const auto pass_on = [](TiltingBack<T> &one, const ByCluster &order, int64_t, int64_t head, int64_t cluster) {
-    one.pass_on(order, head, cluster);
+  const auto pass_on = [](TiltingBack<T> &one, Held &held, int64_t head, int64_t cluster) {
+    one.pass_on(held.order, head, cluster);
   };
-  by_cluster(all.of, threads, [&] { return TiltingBack<T>(all); }, pass_on, [](int64_t, int64_t) {});
+  by_head<TiltingBack<T>>(all, all.of, threads, pass_on);
 }
 
 }  // namespace fewkeys
