@@ -9,7 +9,8 @@ namespace fewkeys {
 // The real keys of one head, cluster by cluster.
 struct ByCluster {
   aligned_vector<int32_t> place, begin;
-  std::vector<std::pair<int32_t, int32_t>> kept;  // which of them which cohorts keep, in order
+  std::vector<std::pair<int32_t, int32_t>> kept;  // which of them which cohorts keep
+  aligned_vector<int32_t> kept_begin;
 
   void sort(const Tilts &p, int64_t head) {
     const int64_t *label = p.label + head * p.keys;
@@ -21,12 +22,15 @@ struct ByCluster {
     next.assign(begin.begin(), begin.end() - 1);
     for (int64_t j = 0; j < p.keys; j++)
       if (!real || real[j]) place[rank[j] = next[label[j]]++] = j;
-    kept.clear();
-    for (int64_t at = 0; at < p.cohorts * p.kept; at++) {
-      const int64_t from = head * p.cohorts * p.kept + at;
-      if (p.used[from]) kept.push_back({rank[p.index[from]], int32_t(at / p.kept)});
-    }
-    std::sort(kept.begin(), kept.end());
+    const int64_t lists = p.cohorts * p.kept, *index = p.index + head * lists;
+    const uint8_t *used = p.used + head * lists;
+    kept_begin.assign(p.count + 1, 0);
+    for (int64_t i = 0; i < lists; i++) kept_begin[label[index[i]] + 1] += used[i];
+    for (int64_t c = 0; c < p.count; c++) kept_begin[c + 1] += kept_begin[c];
+    next.assign(kept_begin.begin(), kept_begin.end() - 1);
+    kept.resize(kept_begin[p.count]);
+    for (int64_t i = 0; i < lists; i++)
+      if (used[i]) kept[next[label[index[i]]]++] = {rank[index[i]], int32_t(i / p.kept)};
   }
 
  private:
@@ -55,8 +59,7 @@ class Cluster {
       for (int64_t t = 0; t < (int64_t)cohorts.size(); t++)
         cohorts[t].read(p.mean + of * p.cohorts * dim, p.cohorts, t, dim);
     head = of, order = keys.place.data(), at = keys.begin[cluster], end = keys.begin[cluster + 1];
-    last = keys.kept.data() + keys.kept.size();
-    kept = std::lower_bound(keys.kept.data(), last, std::pair<int32_t, int32_t>(at, 0));
+    kept = keys.kept.data() + keys.kept_begin[cluster], last = keys.kept.data() + keys.kept_begin[cluster + 1];
   }
 
   // g_hc: that of the mean key and the mean k^T W k / 2.
@@ -65,9 +68,7 @@ class Cluster {
     float quad = 0.0f;
     for (int64_t i = at; i < end; i++) {
       prefetch(key(order[std::min(i + AHEAD, end - 1)]), dim * sizeof(T));
-      const T *from = key(order[i]);
-      const float *middle = p.middle + head * dim;
-      for (int64_t d = 0; d < dim; d++) row[d] += to_float(from[d]) - middle[d];
+      add(row.data(), key(order[i]), 1.0f, dim), add(row.data(), p.middle + head * dim, -1.0f, dim);
       quad += p.own[head * p.keys + order[i]];
     }
     const float size = std::max<int64_t>(1, end - at);
@@ -94,8 +95,9 @@ class Cluster {
       dots(row.data(), both, count, dim, cohorts[t].means.data(), &score[t * CHUNK * TILE], cohorts[t].used);
       weigh(t, count);
     }
-    for (; kept != last && kept->first < at + count; kept++)
-      score[(kept->second / TILE * CHUNK + kept->first - at) * TILE + kept->second % TILE] = 0.0f;
+    for (const auto *one = kept; one != last; one++)
+      if (const int64_t j = one->first - at; j >= 0 && j < count)
+        score[(one->second / TILE * CHUNK + j) * TILE + one->second % TILE] = 0.0f;
     for (size_t t = 0; t < cohorts.size(); t++)
       for (int j = 0; j < count; j++) weight[j] += weight_of(&score[(t * CHUNK + j) * TILE], cohorts[t].used);
     at += count;
@@ -142,7 +144,7 @@ template <class T>
 class Tilting {
  public:
   explicit Tilting(const Tilts &p)
-      : p(p), keys(p), wide(keys.both - keys.deep), lanes(keys.cohorts.size() * TILE), mass(lanes), energy(lanes),
+      : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, 2 * LANES)), mass(lanes), energy(lanes),
         sums(lanes * keys.both), weighted(CHUNK * keys.deep) {}
 
   // The sums of one cluster; `products` (D, Dv) filled up on both sides.
