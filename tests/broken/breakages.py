@@ -50,6 +50,8 @@ ALONE = Law("05_invariance", "native")
 ONCE = Law("07_no_double_counting", "native")
 TRITON_ONCE = Law("07_no_double_counting", "triton")
 WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
+SPLITS = Law("parts/test_cohorts", "kernel_splits")
+SUMS = Law("parts/test_cohorts", "kernel_adds_up")
 TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
@@ -378,5 +380,33 @@ BREAKAGES = (
         'held += dot(inside, upper, "ieee") + dot(inside, lower, "ieee")',
         'held += 0 * dot(inside, upper, "ieee") + dot(inside, lower, "ieee")',
         (TRITON_AGREES,),
+    ),
+    Breakage(
+        "cohorts: of equal numbers the last row comes first",
+        "native/cohorts.h",
+        "key[i + r] = sortable(found[r], i + r);",
+        "key[i + r] = sortable(found[r], real - i - r);",
+        (SPLITS,),
+    ),
+    Breakage(
+        "sums of cohorts: exponents without an upper end",
+        "native/tilts.h",
+        "x = x > p.largest ? broadcast(p.largest) : x;",
+        "",
+        (SUMS,),
+    ),
+    Breakage(
+        "gradients of the sums of cohorts: the last one is left out",
+        "native/tilts.h",
+        "mix(grad.data(), both, p.cohorts, both, &turned[j]",
+        "mix(grad.data(), both, p.cohorts - 1, both, &turned[j]",
+        (SUMS,),
+    ),
+    Breakage(
+        "gradients of the products of cohorts: every key weighs one",
+        "native/tilts.h",
+        "scale(&keys.row[j * both], keys.weight[j], both)",
+        "scale(&keys.row[j * both], 1.0f, both)",
+        (SUMS,),
     ),
 )

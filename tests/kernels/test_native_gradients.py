@@ -23,6 +23,7 @@ pytestmark = needs_compiler
 
 CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 2e-4}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
 BY_BLOCKS = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(20), fk.RunningMeans(8))
+COHORTS = fk.Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_head_sizes(plan, dim, value_dim):
         torch.testing.assert_close(*pair, **CLOSE[torch.float32])
 
 
-@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS, COHORTS], ids=str)
 def test_the_number_of_threads_changes_nothing(plan):
     """Keys that many queries see get their gradients in the same order."""
     form = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["grouped"]
@@ -93,7 +94,7 @@ def test_long_sequences(plan):
         torch.testing.assert_close(*pair, **CLOSE[torch.float32])
 
 
-@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
+@pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS, COHORTS], ids=str)
 def test_gradients_of_gradients(plan, taken):
     """They go through torch's operations, whatever made the first ones."""
 

@@ -8,7 +8,7 @@ import fewkeys.native as native
 import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.cohorts import cohorts, described, own_importance, split
+from fewkeys.sketch.cohorts import POWER, REFINE, SPLIT_SAMPLE, cohorts, described, own_importance, split
 from native_cases import needs_compiler
 
 
@@ -48,9 +48,12 @@ def test_a_split_finds_far_sets_of_rows():
 @needs_compiler
 @pytest.mark.parametrize(("many", "count"), [(33, 4), (70, 32), (300, 8), (3000, 32)])
 def test_the_kernel_splits_as_torch_does(many, count):
-    rows = torch.randn(2, many, 11, generator=torch.Generator().manual_seed(1))
-    how = torch.stack([metric(11, 2), metric(11, 3)])
-    place, *found = native.halve(rows, how, count, 3)
+    """Rows on both sides of zero, on one, and equal ones, which stay in their order."""
+    rows = torch.randn(3, many, 11, generator=torch.Generator().manual_seed(1))
+    rows[1] += 50
+    rows[2] = 0
+    how = torch.stack([metric(11, 2), metric(11, 3), metric(11, 4)])
+    place, *found = native.halve(rows, how, count, step=3, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
     assert sets(place) == sets(split(rows, how, count))
     torch.testing.assert_close(found, [*described(rows, place, 3)], rtol=1e-4, atol=1e-5)
 
@@ -98,20 +101,33 @@ def test_sums_have_exact_gradients():
     x = check_inputs(q[:, :, :9], k[:, :, :9], v[:, :, :9])
     facts = told(x, 2, 3, 2)
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda k, v: tilted._Sums.apply(k, v, None, facts, 3, False)[2], (key, value))
+
+    def found(k, v):
+        _, _, rows, _, together = tilted._Sums.apply(k, v, None, facts, 3, True, False)
+        return rows, together
+
+    assert torch.autograd.gradcheck(found, (key, value))
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("h", [2, 32, 40])
-def test_the_kernel_adds_up_what_torch_does(h, dtype):
+def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dtype):
+    """Of clusters of more than one chunk of keys, of less and of none; padded, kept by some, and centred elsewhere."""
     q, k, v = SHAPES["padded"].draw(dtype=torch.float32)
-    x = check_inputs(q, k, v, lengths=torch.tensor([70, 33]))
-    facts = told(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=torch.Generator().manual_seed(2))}
-    key, value = x.key.to(dtype), x.value.to(dtype)
-    found = tilted._Sums.apply(key, value, x.valid, facts, 5, True)
-    for one, other in zip(found, tilted._Sums.apply(key, value, x.valid, facts, 5, False), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5 * float(other.abs().max()))
+    x = check_inputs(q, k, v[..., :5], lengths=torch.tensor([70, 33]))
+    g = torch.Generator().manual_seed(2)
+    facts = told(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=g)}
+    facts["label"] = facts["label"].where(torch.rand(facts["label"].shape, generator=g) < 0.4, 0)
+    found, coming = [], (torch.randn(2, 2, h, 6, 13, generator=g), torch.randn(2, 2, 8, 5, generator=g))
+    for compiled in (True, False):
+        given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
+        sums = tilted._Sums.apply(*given, x.valid, facts, 6, True, compiled)
+        passed = torch.autograd.grad([sums[2], sums[4]], given, coming)
+        found.append([*(part.detach() for part in sums), *passed])
+    for one, other in zip(*found, strict=True):
+        exact = one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=2e-5 if exact else 2e-2, atol=2e-5 * float(other.abs().max()))
 
 
 def test_every_cohort_keeps_what_it_should():

@@ -2,12 +2,12 @@
 
 They are C++ of this package, compiled by the machine's own compiler when first needed (some seconds, once per
 machine and version), and loaded with ctypes. What they do has no gradient of its own: `execute.native`,
-`past.gradient` and `sketch.sums` give it one. Where there is no compiler, torch does the same work with the same
-results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
+`past.gradient`, `sketch.sums` and `sketch.tilted` give it one. Where there is no compiler, torch does the same work
+with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
 
 from fewkeys.native.build import counters, instruction_set, missing
-from fewkeys.native.cohorts import best, cohort_means, halve, tilt
+from fewkeys.native.cohorts import best, cohort_means, halve, tilt, tilt_back
 from fewkeys.native.extent import largest
 from fewkeys.native.keys import assign, cluster, frame, label_sums, represent, statistics, sums_and_products, survey
 from fewkeys.native.tensors import readable, suits
@@ -31,4 +31,5 @@ __all__ = [
     "sums_and_products",
     "survey",
     "tilt",
+    "tilt_back",
 ]

@@ -1,7 +1,7 @@
-// Cohorts of queries, the keys that each keeps, and the sums of the others as each sees them: `fewkeys.sketch.cohorts`,
-// `fewkeys.sketch.tilted`. Cohorts stand in the lanes, keys are rows.
+// Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.sketch.tilted.best`. Cohorts stand
+// in the lanes, keys are rows.
 #pragma once
-#include "split.h"
+#include "rows.h"
 
 namespace fewkeys {
 
@@ -17,9 +17,9 @@ static inline uint64_t sortable(float number, int64_t place) {
 class Halver {
  public:
   explicit Halver(const Halves &p)
-      : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count), order(size),
-        others(size), key(std::max(size, 2 * SAMPLE)), sorted(size), some(2 * SAMPLE * wide), along(wide),
-        turned(wide), middle(wide), square(wide * wide) {}
+      : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
+        most(round_up(2 * p.sample, FOUR)), order(size), others(size), bin(size), key(std::max(size, most)), left(size),
+        some(most * wide), by(most), along(wide), turned(wide), middle(wide), square(wide * wide) {}
 
   void split(int64_t set) {
     rows = p.rows + set * p.rows_each * dim, metric = p.metric + set * dim * dim;
@@ -31,13 +31,14 @@ class Halver {
   }
 
  private:
-  static constexpr int64_t SAMPLE = 128;
+  static constexpr int64_t AHEAD = 8;
+  static constexpr int BITS = 10;  // of a number, that decide its bin: the sign, the exponent and a bit
   const Halves &p;
-  const int64_t dim, wide, size;
+  const int64_t dim, wide, size, most;  // most: rows that directions are found by
   const float *rows = nullptr, *metric = nullptr;
-  std::vector<int32_t> order, others;
-  std::vector<uint64_t> key, sorted;
-  aligned_vector<float> some, along, turned, middle, square;
+  std::vector<int32_t> order, others, bin;
+  std::vector<uint64_t> key, left;
+  aligned_vector<float> some, by, along, turned, middle, square;
 
   // The smaller half of the real ones to the front; fillings stand at the end all along.
   void cut(int32_t *own, int64_t span) {
@@ -45,11 +46,8 @@ class Halver {
     while (real && own[real - 1] < 0) real--;
     if (real <= span / 2) return;
     look(own, span, real);
-    for (int64_t i = 0; i < real; i++) key[i] = sortable(product(rows + own[i] * dim, turned.data(), dim), i);
-    std::copy_n(key.begin(), real, sorted.begin());
-    std::nth_element(sorted.begin(), sorted.begin() + span / 2, sorted.begin() + real);
+    const uint64_t first = measure(own, real, span / 2);
     // Rows of a half stay in their old order.
-    const uint64_t first = sorted[span / 2];
     int64_t low = 0, high = 0;
     for (int64_t i = 0; i < real; i++) {
       const bool below = key[i] < first;
@@ -57,6 +55,33 @@ class Halver {
       low += below, high += !below;
     }
     std::copy_n(others.begin(), high, own + low);
+  }
+
+  // Writes the keys of all rows, and returns the one of which `rank` are smaller. Numbers go to bins by how far they are
+  // from that of the mean row: bins near it are narrow, and so few share that of the middle one.
+  uint64_t measure(const int32_t *own, int64_t real, int64_t rank) {
+    int32_t count[1 << BITS] = {};
+    const float mean = product(middle.data(), turned.data(), dim);
+    for (int64_t i = 0; i < real; i += FOUR) {
+      const float *row[FOUR];
+      float found[FOUR];
+      for (int r = 0; r < FOUR; r++) {
+        row[r] = rows + own[std::min(i + r, real - 1)] * dim;
+        prefetch(rows + own[std::min(i + r + AHEAD, real - 1)] * dim, dim * sizeof(float));
+      }
+      four_dots(row, turned.data(), dim, found);
+      for (int r = 0; r < FOUR && i + r < real; r++) {
+        key[i + r] = sortable(found[r], i + r);
+        bin[i + r] = sortable(number_of(key[i + r] >> 32) - mean, 0) >> (64 - BITS);
+        count[bin[i + r]]++;
+      }
+    }
+    int32_t its = 0;
+    for (; rank >= count[its]; its++) rank -= count[its];
+    int64_t inside = 0;
+    for (int64_t i = 0; i < real; i++) left[inside] = key[i], inside += bin[i] == its;
+    std::nth_element(left.begin(), left.begin() + rank, left.begin() + inside);
+    return left[rank];
   }
 
   // What is multiplied with rows for their products with `along`.
@@ -67,9 +92,8 @@ class Halver {
 
   // The direction along which to cut. Rows that fill up to FOUR are zero.
   void look(const int32_t *own, int64_t span, int64_t real) {
-    const int64_t step = std::max<int64_t>(1, span / SAMPLE), count = (real + step - 1) / step;
+    const int64_t step = std::max<int64_t>(1, span / p.sample), count = (real + step - 1) / step;
     const int64_t full = round_up(count, FOUR);
-    float by[2 * SAMPLE];
     std::fill(middle.begin(), middle.end(), 0.0f);
     for (int64_t i = 0; i < count; i++) add(middle.data(), rows + own[i * step] * dim, 1.0f, dim);
     for (float &x : middle) x /= count;
@@ -84,28 +108,28 @@ class Halver {
       if (square > longest) longest = square, copy(along.data(), row, wide);
     }
     turn();
-    for (int i = 0; i < POWER; i++) {
-      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, by + j);
-      sum(by, full);
+    for (int i = 0; i < p.power; i++) {
+      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, &by[j]);
+      sum(full);
       turn();
       const float square = product(along.data(), turned.data(), wide), least = std::numeric_limits<float>::min();
       const float length = std::max(least, std::sqrt(std::max(0.0f, square)));
       for (float &x : turned) x /= length;
     }
     const int64_t half = std::min((span + step - 1) / step / 2, count);
-    for (int i = 0; i < REFINE; i++) {
-      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, by + j);
+    for (int i = 0; i < p.refine; i++) {
+      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, &by[j]);
       for (int64_t j = 0; j < count; j++) key[j] = sortable(by[j], j);
       if (half < count) std::nth_element(key.begin(), key.begin() + half, key.begin() + count);
-      std::fill_n(by, full, 0.0f);
+      std::fill_n(by.begin(), full, 0.0f);
       for (int64_t j = 0; j < half; j++) by[(uint32_t)key[j]] = -1.0f;
-      sum(by, full);
+      sum(full);
       turn();
     }
   }
 
   // along <- the sum of the rows, each times its number.
-  void sum(const float *by, int64_t count) {
+  void sum(int64_t count) {
     count_multiply_adds(count * wide);
     for (int64_t d = 0; d < wide; d += LANES) {
       vec all = {};
@@ -130,8 +154,8 @@ class Halver {
       for (int64_t i = 0; i < each && own[i] >= 0; i += p.step, real++) add(mean, rows + own[i] * dim, 1.0f, dim);
       for (int64_t d = 0; d < dim; d++) mean[d] /= std::max<int64_t>(1, real);
       all += real;
-      for (int64_t begin = 0; begin < real; begin += SAMPLE) {
-        const int count = std::min(SAMPLE, real - begin);
+      for (int64_t begin = 0; begin < real; begin += p.sample) {
+        const int count = std::min(p.sample, real - begin);
         for (int j = 0; j < count; j++) {
           float *row = &some[j * wide];
           std::fill_n(std::copy_n(rows + own[(begin + j) * p.step] * dim, dim, row), wide - dim, 0.0f);
@@ -234,144 +258,6 @@ static void best(const Best &p, int threads) {
   const int64_t tiles = (p.cohorts + TILE - 1) / TILE;
   const auto choose = [&](Choosing<T> &choosing, int64_t i) { choosing.choose(i / tiles, i % tiles); };
   in_parallel(threads, p.batch * p.heads * tiles, [&] { return Choosing<T>(p); }, choose);
-}
-
-// The real keys of one head, cluster by cluster.
-struct Sorted {
-  aligned_vector<float> rows, own;       // centred keys and values side by side, filled up; k^T W k / 2
-  aligned_vector<float> centre, middle;  // the mean key of every cluster, and its mean k^T W k / 2
-  aligned_vector<int32_t> place, begin;
-  std::vector<std::pair<int32_t, int32_t>> kept;  // which rows which cohorts keep, in order
-
-  template <class T>
-  void sort(const Tilts &p, int64_t head) {
-    const int64_t b = head / p.heads, h = head % p.heads, both = p.dim + p.value_dim, wide = round_up(both);
-    const int64_t *label = p.label + head * p.keys;
-    const uint8_t *real = p.real ? p.real + b * p.keys : nullptr;
-    rows.resize(p.keys * wide), own.resize(p.keys), place.resize(p.keys), rank.assign(p.keys, -1);
-    begin.assign(p.count + 1, 0), centre.assign(p.count * p.dim, 0.0f), middle.assign(p.count, 0.0f);
-    for (int64_t j = 0; j < p.keys; j++)
-      if (!real || real[j]) begin[label[j] + 1]++;
-    for (int64_t c = 0; c < p.count; c++) begin[c + 1] += begin[c];
-    aligned_vector<int32_t> next(begin.begin(), begin.end() - 1);
-    for (int64_t j = 0; j < p.keys; j++) {
-      if (real && !real[j]) continue;
-      const int32_t at = next[label[j]]++;
-      float *row = &rows[at * wide];
-      rank[j] = at, place[at] = j, own[at] = p.own[head * p.keys + j];
-      copy_rows(p.key.at<T>(b, h, j), 0, 1, p.dim, p.dim, row);
-      add(row, p.middle + head * p.dim, -1.0f, p.dim);
-      copy_rows(p.value.at<T>(b, h, j), 0, 1, p.value_dim, wide - p.dim, row + p.dim);
-      add(&centre[label[j] * p.dim], row, 1.0f, p.dim), middle[label[j]] += own[at];
-    }
-    for (int64_t c = 0; c < p.count; c++) {
-      const float size = std::max(1, begin[c + 1] - begin[c]);
-      for (int64_t d = 0; d < p.dim; d++) centre[c * p.dim + d] /= size;
-      middle[c] /= size;
-    }
-    kept.clear();
-    for (int64_t at = 0; at < p.cohorts * p.kept; at++) {
-      const int64_t from = head * p.cohorts * p.kept + at;
-      if (p.used[from]) kept.push_back({rank[p.index[from]], int32_t(at / p.kept)});
-    }
-    std::sort(kept.begin(), kept.end());
-  }
-
- private:
-  aligned_vector<int32_t> rank;
-};
-
-class Tilting {
- public:
-  explicit Tilting(const Tilts &p)
-      : p(p), dim(p.dim), wide(round_up(p.dim + p.value_dim)), cohorts(dim), score(CHUNK * TILE), level(TILE),
-        sums(TILE * wide) {}
-
-  // The sums of one cluster for a tile of cohorts.
-  void add_up(const Sorted &keys, int64_t head, int64_t tile, int64_t cluster) {
-    cohorts.read(p.mean + head * p.cohorts * dim, p.cohorts, tile, dim);
-    const int64_t tiles = (p.cohorts + TILE - 1) / TILE, first = head * p.cohorts + tile * TILE;
-    dots(&keys.centre[cluster * dim], dim, 1, dim, cohorts.means.data(), level.data(), cohorts.used);
-    for (float &one : level) one += keys.middle[cluster];
-    std::fill(sums.begin(), sums.end(), 0.0f);
-    float mass[TILE] = {}, energy[TILE] = {};
-    const std::pair<int32_t, int32_t> start(keys.begin[cluster], 0);
-    auto kept = std::lower_bound(keys.kept.begin(), keys.kept.end(), start);
-    for (int64_t begin = keys.begin[cluster]; begin < keys.begin[cluster + 1]; begin += CHUNK) {
-      const int rows = std::min<int64_t>(CHUNK, keys.begin[cluster + 1] - begin);
-      dots(&keys.rows[begin * wide], wide, rows, dim, cohorts.means.data(), score.data(), cohorts.used);
-      weigh(&keys.own[begin], rows);
-      for (; kept != keys.kept.end() && kept->first < begin + rows; kept++)
-        if (kept->second / TILE == tile) score[(kept->first - begin) * TILE + kept->second % TILE] = 0.0f;
-      total(&keys.own[begin], rows, mass, energy, [&](int j, float x) {
-        p.weight[(head * tiles + tile) * p.keys + keys.place[begin + j]] = x;
-      });
-      for (int i = 0; i < cohorts.count; i += SOME)
-        mix(&keys.rows[begin * wide], wide, rows, wide, &score[i], TILE, &sums[i * wide], wide);
-    }
-    for (int i = 0; i < cohorts.count; i++) {
-      const int64_t to = (first + i) * p.count + cluster, both = dim + p.value_dim;
-      p.mass[to] = mass[i], p.energy[to] = 2 * energy[i], p.level[to] = level[i];
-      std::copy_n(&sums[i * wide], both, p.rows + to * both);
-    }
-  }
-
- private:
-  const Tilts &p;
-  const int dim;
-  const int64_t wide;
-  CohortLanes cohorts;
-  aligned_vector<float> score, level, sums;
-
-  // Scores become e; lanes of no cohort weigh nothing.
-  void weigh(const float *own, int rows) {
-    const ivec lane = count_up();
-    const float most = std::exp(p.largest);
-    count_multiply_adds(rows * cohorts.used * 2);
-    for (int v = 0; v < cohorts.used; v += LANES) {
-      const vec least = load(&level[v]);
-      const ivec there = lane + v < cohorts.count;
-      for (int j = 0; j < rows; j++) {
-        float *to = &score[j * TILE + v];
-        vec x = (load(to) + own[j] - least) * p.tilt;
-        x = x > p.largest ? broadcast(p.largest) : x;
-        x = x < -p.largest ? broadcast(-p.largest) : x;
-        x = exponential(x - p.largest) * most;
-        store(to, there ? x : vec{});
-      }
-    }
-  }
-
-  template <class Write>
-  void total(const float *own, int rows, float *mass, float *energy, Write write) {
-    count_multiply_adds(rows * cohorts.used * 2);
-    for (int j = 0; j < rows; j++) {
-      vec sum = {};
-      for (int v = 0; v < cohorts.used; v += LANES) {
-        const vec e = load(&score[j * TILE + v]);
-        sum += e;
-        store(mass + v, load(mass + v) + e);
-        store(energy + v, load(energy + v) + e * own[j]);
-      }
-      write(j, sum_of_lanes(sum));
-    }
-  }
-};
-
-template <class T>
-static void tilt(const Tilts &p, int threads) {
-  const int64_t tiles = (p.cohorts + TILE - 1) / TILE, heads = p.batch * p.heads;
-  const int64_t some = std::min<int64_t>(heads, 4 * team_size(threads));  // heads whose keys are held in order at a time
-  std::vector<Sorted> keys(some);
-  for (int64_t from = 0; from < heads; from += some) {
-    const int64_t now = std::min(some, heads - from);
-    in_parallel(threads, now, [&](int64_t i) { keys[i].template sort<T>(p, from + i); });
-    const auto add_up = [&](Tilting &tilting, int64_t i) {
-      const int64_t head = i / p.count / tiles;
-      tilting.add_up(keys[head], from + head, i / p.count % tiles, i % p.count);
-    };
-    in_parallel(threads, now * tiles * p.count, [&] { return Tilting(p); }, add_up, 4);
-  }
 }
 
 }  // namespace fewkeys

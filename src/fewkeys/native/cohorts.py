@@ -1,4 +1,6 @@
-"""Cohorts of queries and what they see of the keys, by the compiled kernels (`native/cohorts.h`); without gradient."""
+"""Cohorts of queries and what they see of the keys (`native/cohorts.h`, `tilts.h`, `cohort_means.h`); no gradients of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,22 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, pointers, struct
-
-LANES = 32
-"""Cohorts whose weights of a key are added up by the kernel."""
+from fewkeys.native.tensors import Rows, Told, alike, pointers, struct
 
 
-def halve(rows: Tensor, metric: Tensor, count: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+def halve(
+    rows: Tensor, metric: Tensor, count: int, *, step: int, sample: int, power: int, refine: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Places (R, count, M), means (R, count, F) and covariance (R, F, F) of float32 rows (R, m, F): what
-    `sketch.cohorts.split` and `sketch.cohorts.described` promise.
+    `sketch.cohorts.split`, from about `sample` rows of a set in so many steps, and `sketch.cohorts.described` promise.
     """
     sets, many, dim = rows.shape
     place = torch.empty((sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
     found = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
     held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **found}
     sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
-    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes))
+    steps = {"sample": sample, "power": power, "refine": refine}
+    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes, **steps))
     return found["place"], found["mean"], found["within"]
 
 
@@ -43,29 +45,51 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
 
 
 def tilt(
-    key: Tensor, value: Tensor, told: dict[str, Tensor | None], count: int, *, tilt: float, largest: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Mass, energy, rows, weight and importance of `sketch.tilted.Tilted`, for `count` clusters. `told`: what `Tilts`
-    of `problems.h` reads.
+    key: Tensor, value: Tensor, given: dict[str, Tensor | None], count: int, together: bool, **numbers: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Mass, energy, rows, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for `count`
+    clusters. `given` and `numbers`: what `Tilts` of `problems.h` reads, by its names there.
     """
-    key, value = alike(key, value)
-    held = {name: None if part is None else part.contiguous() for name, part in told.items()}
-    mean, index = held["mean"], held["index"]
-    if mean is None or index is None:
-        raise ValueError("told: expected the mean of every cohort and the keys kept, got none")
-    batch, heads, cohorts, dim = mean.shape
-    value_dim = value.shape[3]
-    mass, energy, level = mean.new_empty((3, batch, heads, cohorts, count)).unbind()
-    rows = mean.new_empty((*level.shape, dim + value_dim))
-    weight = mean.new_zeros((batch, heads, -(-cohorts // LANES), key.shape[2]))
-    held |= {"mass": mass, "energy": energy, "rows": rows, "weight": weight, "level": level}
-    sizes = {"batch": batch, "heads": heads, "keys": key.shape[2], "dim": dim, "value_dim": value_dim}
-    sizes |= {"cohorts": cohorts, "count": count, "kept": index.shape[3]}
-    problem = struct("Tilts")(
-        key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, tilt=tilt, largest=largest
-    )
-    call("fewkeys_tilt", problem, key.dtype)
-    return mass, energy, rows, weight.sum(2), level
+    (key, value), held = alike(key, value), _dense(given)
+    mean = held["mean"]
+    mass, energy, level = mean.new_empty((3, *mean.shape[:3], count)).unbind()
+    rows = mean.new_empty((*level.shape, key.shape[3] + value.shape[3]))
+    products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
+    found = {"mass": mass, "energy": energy, "rows": rows, "level": level}
+    told = _tilts(key, value, held | found, numbers)
+    told.together = None if products is None else products.data_ptr()
+    call("fewkeys_tilt", told, key.dtype)
+    return mass, energy, rows, level, products
+
+
+def tilt_back(
+    key: Tensor,
+    value: Tensor,
+    given: dict[str, Tensor | None],
+    gradients: tuple[Tensor, Tensor | None],
+    **numbers: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values, float32, from those of rows and `together`. `given`: as `tilt` has it, and the
+    `level` that it found.
+    """
+    (key, value), held = alike(key, value), _dense(given)
+    coming = _dense(dict(zip(("rows", "together"), gradients, strict=True)))
+    found = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
+    told = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(coming | found))
+    call("fewkeys_tilt_back", told, key.dtype)
+    return found["key"], found["value"]
+
+
+def _dense(given: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: part.contiguous() for name, part in given.items() if part is not None}
+
+
+def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[str, float]) -> Told:
+    """The struct `Tilts` of contiguous tensors."""
+    batch, heads, keys, dim = key.shape
+    sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
+    sizes |= {"cohorts": held["mean"].shape[2], "count": held["level"].shape[3], "kept": held["index"].shape[3]}
+    return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, **numbers)
 
 
 def cohort_means(told: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:

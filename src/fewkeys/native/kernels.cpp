@@ -11,6 +11,7 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "prefill.h"
+#include "tilts.h"
 
 namespace fewkeys {
 
@@ -44,6 +45,7 @@ EXPORT_BY_DTYPE(descend, Descents)
 EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
+EXPORT_BY_DTYPE(tilt_back, TiltsBack)
 EXPORT(scan_back, PastBack)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(halve, Halves)
@@ -99,6 +101,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);
+  SIZE_OF(TiltsBack);
   SIZE_OF(CohortStandIns);
   SIZE_OF(Split);
   SIZE_OF(Trees);

@@ -185,7 +185,7 @@ struct Halves {
   int64_t *place;       // (sets, rows_each filled up to a multiple of count): -1 for none
   float *mean;          // (sets, count, dim)
   float *within;        // (sets, dim, dim)
-  int64_t sets, rows_each, dim, count, step;
+  int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
 // The best keys of every cohort: `fewkeys.sketch.tilted.best`.
@@ -211,9 +211,15 @@ struct Tilts {
   float *level;          // (B Hkv, H, C): g_hc
   float *mass, *energy;  // (B Hkv, H, C)
   float *rows;           // (B Hkv, H, C, D + Dv)
-  float *weight;         // (B Hkv, tiles of cohorts, Nk): zeros, where the weights of real keys are written
+  float *together;       // (B Hkv, D, Dv): over all keys and cohorts, of e (k - middle) v^T; null: not asked
   int64_t batch, heads, keys, dim, value_dim, cohorts, count, kept;
   float tilt, largest;
+};
+
+struct TiltsBack {
+  Tilts of;                      // its level is read, its sums are not
+  const float *rows, *together;  // that come, as those of `of`
+  float *key, *value;            // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, where the gradients of real keys are written
 };
 
 // The stand-ins of cohorts, from these sums: `fewkeys.rest.cohort_means`.

@@ -45,16 +45,16 @@ static inline void places_of(const float *x, int count, int32_t *place) {
   }
 }
 
-// The bits of a float, ordered as floats are; zeros are equal.
+// The bits of a float, ordered as floats are; zeros are equal. No branch: signs at random would be mispredicted.
 static inline uint32_t ordered(float x) {
   x += 0.0f;
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  return bits ^ (-(bits >> 31) | 0x80000000u);
 }
 // And back.
 static inline float number_of(uint32_t bits) {
-  bits = bits >> 31 ? bits & 0x7fffffffu : ~bits;
+  bits ^= ((bits >> 31) - 1) | 0x80000000u;
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;

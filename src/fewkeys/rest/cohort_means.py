@@ -13,7 +13,6 @@ from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
 from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
-from fewkeys.sketch.sums import sums_and_products
 from fewkeys.sketch.tilted import LARGEST_TILT, TILT, tilted_sums
 
 LARGEST_SPREAD = 2.0
@@ -28,13 +27,10 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     x, known, columns = inputs, cohorts(inputs, parts), graph.columns
     if columns is None or columns.place is None:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
-    told = tilted_sums(x, known, clusters(x, count), columns.index, columns.used)
+    told = tilted_sums(x, known, clusters(x, count), columns.index, columns.used, together=rank > 0)
     middle, spoken = frame(x).mean, told.mass.flatten(1, 2)
     none = torch.zeros((*spoken.shape[:2], 0), dtype=torch.int64, device=spoken.device)
-    together: Tensor | None = None
-    if rank:
-        one = torch.zeros_like(told.weight, dtype=torch.int64)
-        *_, together = sums_and_products(x.key, x.value, one, told.weight, 1, middle, x.impl)
+    together = told.together
     if together is not None and compiled(x, x.key, x.value, known.mean):
         given = {"mass": told.mass, "energy": told.energy, "rows": told.rows, "level": told.importance}
         given |= {"together": together, "mean": known.mean, "within": known.within}

@@ -171,7 +171,7 @@ def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, T
         count //= 2
     flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, many // QUERY_SAMPLE)
     if impl in COMPILED and native.readable(flat) and flat.dtype == torch.float32:
-        found = native.halve(flat, metric, count, step)
+        found = native.halve(flat, metric, count, step=step, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
     else:
         place = split(flat, metric, count)
         found = place, *described(flat, place, step)

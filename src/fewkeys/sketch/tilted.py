@@ -33,15 +33,15 @@ class Tilted:
     """Sums over the keys of every cluster that a cohort does not keep, each key weighing e_hj.
 
     `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `rows` (B, Hkv, H, C, D + Dv):
-    of centred keys and values; `weight` (B, Hkv, Nk): what a key weighs in all cohorts together; `importance`
-    (B, Hkv, H, C): g_hc.
+    of centred keys and values; `importance` (B, Hkv, H, C): g_hc, without gradient; `together` (B, Hkv, D, Dv): of
+    products of centred keys and values, over all clusters and cohorts, or None.
     """
 
     mass: Tensor
     energy: Tensor
     rows: Tensor
-    weight: Tensor
     importance: Tensor
+    together: Tensor | None
 
 
 def best(inputs: Inputs, known: Cohorts, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -58,15 +58,17 @@ def best(inputs: Inputs, known: Cohorts, offset: Tensor, count: int) -> tuple[Te
     return index, (top.values > -torch.inf).gather(-1, order)
 
 
-def tilted_sums(inputs: Inputs, known: Cohorts, found: Clusters, index: Tensor, used: Tensor) -> Tilted:
-    """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`. Gradients flow through keys and
-    values, not through what they weigh. Cost O(n H (D + Dv)).
+def tilted_sums(
+    inputs: Inputs, known: Cohorts, found: Clusters, index: Tensor, used: Tensor, *, together: bool
+) -> Tilted:
+    """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`; products only if they are asked
+    for. Gradients flow through keys and values, not through what they weigh. Cost O(n H (D + Dv) + n D Dv).
     """
     x, count = inputs, found.importance.shape[-1]
     told = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
     told |= {"index": index, "used": used}
     compiled = x.impl in COMPILED and native.readable(x.key, x.value, known.mean)
-    sums = _Sums.apply(x.key, x.value, x.valid, told, count, compiled)  # type: ignore[no-untyped-call]
+    sums = _Sums.apply(x.key, x.value, x.valid, told, count, together, compiled)  # type: ignore[no-untyped-call]
     return Tilted(*sums)
 
 
@@ -93,15 +95,22 @@ def _weights(key: Tensor, real: Tensor | None, told: dict[str, Tensor], level: T
 
 
 class _Sums(torch.autograd.Function):
-    """Mass, energy, rows and weight; the rows' gradients are of keys and values, one cohort after another."""
+    """What `Tilted` has, in its order; the gradients are of keys and values, through rows and products."""
 
     @staticmethod
     def forward(
-        ctx: Any, key: Tensor, value: Tensor, real: Tensor | None, told: dict[str, Tensor], count: int, compiled: bool
-    ) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...]
+        ctx: Any,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        told: dict[str, Tensor],
+        count: int,
+        together: bool,
+        compiled: bool,
+    ) -> tuple[Tensor | None, ...]:
+        found: tuple[Tensor | None, ...]
         if compiled:
-            found = native.tilt(key, value, {**told, "real": real}, count, tilt=TILT, largest=LARGEST_TILT)
+            found = native.tilt(key, value, {**told, "real": real}, count, together, tilt=TILT, largest=LARGEST_TILT)
         else:
             level, label = _levels(key, real, told, count), told["label"]
             e = _weights(key, real, told, level)
@@ -109,24 +118,45 @@ class _Sums(torch.autograd.Function):
             mass, energy = level.new_zeros((2, *level.shape)).unbind()
             mass.scatter_add_(-1, where, e)
             energy.scatter_add_(-1, where, e * (2 * told["own"]).unsqueeze(2))
-            both = torch.cat([working(key) - told["middle"], working(value)], -1)
+            centred, values = working(key) - told["middle"], working(value)
+            both = torch.cat([centred, values], -1)
             rows = both.new_zeros((*level.shape, both.shape[-1]))
             for h in range(e.shape[2]):
                 rows[:, :, h].scatter_add_(2, label.unsqueeze(-1).expand_as(both), both * e[:, :, h].unsqueeze(-1))
-            found = mass, energy, rows, e.sum(2), level
-        ctx.save_for_backward(key, value, found[4], *told.values())
-        ctx.real, ctx.names = real, tuple(told)
-        ctx.mark_non_differentiable(found[0], found[1], found[3], found[4])
+            products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if together else None
+            found = mass, energy, rows, level, products
+        ctx.save_for_backward(key, value, found[3], *told.values())
+        ctx.real, ctx.names, ctx.compiled = real, tuple(told), compiled
+        ctx.mark_non_differentiable(found[0], found[1], found[3])
         return found
 
     @staticmethod
-    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, gradient: Tensor, *_others: Tensor) -> Any:
+    def backward(
+        ctx: Any, _mass: Tensor, _energy: Tensor, gradient: Tensor, _level: Tensor, products: Tensor | None
+    ) -> Any:
         key, value, level, *parts = ctx.saved_tensors
         told = dict(zip(ctx.names, parts, strict=True))
-        e, label = _weights(key.detach(), ctx.real, told, level), told["label"]
-        where = label.unsqueeze(-1).expand(*label.shape, gradient.shape[-1])
-        found = gradient.new_zeros(where.shape)
-        for h in range(e.shape[2]):
-            found = found + gradient[:, :, h].gather(2, where) * e[:, :, h].unsqueeze(-1)
-        to_key, to_value = found.split([key.shape[-1], value.shape[-1]], -1)
-        return to_key.to(key.dtype), to_value.to(value.dtype), None, None, None, None
+        # Derivatives of the gradients go through torch's operations.
+        if ctx.compiled and not torch.is_grad_enabled():
+            given = {**told, "real": ctx.real, "level": level}
+            found = native.tilt_back(key, value, given, (gradient, products), tilt=TILT, largest=LARGEST_TILT)
+        else:
+            found = _passed_on(key, value, _weights(key.detach(), ctx.real, told, level), told, (gradient, products))
+        return (*(part.to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)), *[None] * 5)
+
+
+def _passed_on(
+    key: Tensor, value: Tensor, e: Tensor, told: dict[str, Tensor], gradients: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values, one cohort after another."""
+    rows, products = gradients
+    where = told["label"].unsqueeze(-1).expand(*e.shape[:2], e.shape[3], rows.shape[-1])
+    found = rows.new_zeros(where.shape)
+    for h in range(e.shape[2]):
+        found = found + rows[:, :, h].gather(2, where) * e[:, :, h].unsqueeze(-1)
+    to_key, to_value = found.split([key.shape[-1], value.shape[-1]], -1)
+    if products is None:
+        return to_key, to_value
+    weight = e.sum(2).unsqueeze(-1)
+    to_key = to_key + weight * (working(value) @ products.mT)
+    return to_key, to_value + weight * ((working(key) - told["middle"]) @ products)

@@ -1,0 +1,309 @@
+// Sums over clusters as every cohort sees them, and their gradients: `fewkeys.sketch.tilted`. Cohorts stand in the
+// lanes, keys are rows.
+#pragma once
+#include "cohorts.h"
+#include "rows.h"
+
+namespace fewkeys {
+
+// The real keys of one head, cluster by cluster.
+struct ByCluster {
+  aligned_vector<int32_t> place, begin;
+  std::vector<std::pair<int32_t, int32_t>> kept;  // which of them which cohorts keep
+  aligned_vector<int32_t> kept_begin;
+
+  void sort(const Tilts &p, int64_t head) {
+    const int64_t *label = p.label + head * p.keys;
+    const uint8_t *real = p.real ? p.real + head / p.heads * p.keys : nullptr;
+    place.resize(p.keys), rank.assign(p.keys, -1), begin.assign(p.count + 1, 0);
+    for (int64_t j = 0; j < p.keys; j++)
+      if (!real || real[j]) begin[label[j] + 1]++;
+    for (int64_t c = 0; c < p.count; c++) begin[c + 1] += begin[c];
+    next.assign(begin.begin(), begin.end() - 1);
+    for (int64_t j = 0; j < p.keys; j++)
+      if (!real || real[j]) place[rank[j] = next[label[j]]++] = j;
+    const int64_t lists = p.cohorts * p.kept, *index = p.index + head * lists;
+    const uint8_t *used = p.used + head * lists;
+    kept_begin.assign(p.count + 1, 0);
+    for (int64_t i = 0; i < lists; i++) kept_begin[label[index[i]] + 1] += used[i];
+    for (int64_t c = 0; c < p.count; c++) kept_begin[c + 1] += kept_begin[c];
+    next.assign(kept_begin.begin(), kept_begin.end() - 1);
+    kept.resize(kept_begin[p.count]);
+    for (int64_t i = 0; i < lists; i++)
+      if (used[i]) kept[next[label[index[i]]]++] = {rank[index[i]], int32_t(i / p.kept)};
+  }
+
+ private:
+  aligned_vector<int32_t> rank, next;
+};
+
+// The keys of a cluster, CHUNK at a time, and what they weigh.
+template <class T>
+class Cluster {
+ public:
+  const int64_t dim, value_dim, deep, both;  // deep: a key filled up; both: and its value, filled up as well
+  std::vector<CohortLanes> cohorts;          // tile by tile
+  aligned_vector<float> level;               // g_hc of every lane
+  aligned_vector<float> row;                 // (CHUNK, both): centred keys, values
+  aligned_vector<float> score;               // (tiles, CHUNK, TILE): e
+  float own[CHUNK], weight[CHUNK];           // k^T W k / 2, and what a key weighs in all cohorts together
+  const int32_t *place = nullptr;            // of the keys that are looked at
+
+  explicit Cluster(const Tilts &p)
+      : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
+        cohorts((p.cohorts + TILE - 1) / TILE, CohortLanes(dim)), level(cohorts.size() * TILE), row(CHUNK * both),
+        score(cohorts.size() * CHUNK * TILE), p(p) {}
+
+  void take(const ByCluster &keys, int64_t of, int64_t cluster) {
+    if (head != of)
+      for (int64_t t = 0; t < (int64_t)cohorts.size(); t++)
+        cohorts[t].read(p.mean + of * p.cohorts * dim, p.cohorts, t, dim);
+    head = of, order = keys.place.data(), at = keys.begin[cluster], end = keys.begin[cluster + 1];
+    kept = keys.kept.data() + keys.kept_begin[cluster], last = keys.kept.data() + keys.kept_begin[cluster + 1];
+  }
+
+  // g_hc: that of the mean key and the mean k^T W k / 2.
+  void find_level() {
+    std::fill_n(row.begin(), deep, 0.0f);
+    float quad = 0.0f;
+    for (int64_t i = at; i < end; i++) {
+      prefetch(key(order[std::min(i + AHEAD, end - 1)]), dim * sizeof(T));
+      add(row.data(), key(order[i]), 1.0f, dim), add(row.data(), p.middle + head * dim, -1.0f, dim);
+      quad += p.own[head * p.keys + order[i]];
+    }
+    const float size = std::max<int64_t>(1, end - at);
+    for (int64_t d = 0; d < dim; d++) row[d] /= size;
+    for (size_t t = 0; t < cohorts.size(); t++)
+      dots(row.data(), deep, 1, dim, cohorts[t].means.data(), &level[t * TILE], cohorts[t].used);
+    for (float &one : level) one += quad / size;
+  }
+
+  // The next keys; returns how many.
+  int look() {
+    const int count = std::min<int64_t>(CHUNK, end - at);
+    place = order + at;
+    for (int j = 0; j < count; j++) {
+      const int64_t ahead = place[std::min<int64_t>(j + AHEAD, end - at - 1)];
+      prefetch(key(ahead), dim * sizeof(T)), prefetch(value(ahead), value_dim * sizeof(T));
+      float *to = &row[j * both];
+      copy_rows(key(place[j]), 0, 1, dim, deep, to);
+      add(to, p.middle + head * dim, -1.0f, dim);
+      copy_rows(value(place[j]), 0, 1, value_dim, both - deep, to + deep);
+      own[j] = p.own[head * p.keys + place[j]], weight[j] = 0.0f;
+    }
+    for (size_t t = 0; t < cohorts.size(); t++) {
+      dots(row.data(), both, count, dim, cohorts[t].means.data(), &score[t * CHUNK * TILE], cohorts[t].used);
+      weigh(t, count);
+    }
+    for (const auto *one = kept; one != last; one++)
+      if (const int64_t j = one->first - at; j >= 0 && j < count)
+        score[(one->second / TILE * CHUNK + j) * TILE + one->second % TILE] = 0.0f;
+    for (size_t t = 0; t < cohorts.size(); t++)
+      for (int j = 0; j < count; j++) weight[j] += weight_of(&score[(t * CHUNK + j) * TILE], cohorts[t].used);
+    at += count;
+    return count;
+  }
+
+ private:
+  static constexpr int64_t AHEAD = 8;
+  const Tilts &p;
+  int64_t head = -1, at = 0, end = 0;
+  const int32_t *order = nullptr;
+  const std::pair<int32_t, int32_t> *kept = nullptr, *last = nullptr;
+
+  const T *key(int64_t j) const { return p.key.at<T>(head / p.heads, head % p.heads, j); }
+  const T *value(int64_t j) const { return p.value.at<T>(head / p.heads, head % p.heads, j); }
+
+  // Scores of a tile of cohorts become e; lanes of no cohort weigh nothing.
+  void weigh(int64_t tile, int count) {
+    const ivec lane = count_up();
+    const float most = std::exp(p.largest);
+    count_multiply_adds(count * cohorts[tile].used * 2);
+    for (int v = 0; v < cohorts[tile].used; v += LANES) {
+      const vec least = load(&level[tile * TILE + v]);
+      const ivec there = lane + v < cohorts[tile].count;
+      for (int j = 0; j < count; j++) {
+        float *to = &score[(tile * CHUNK + j) * TILE + v];
+        vec x = (load(to) + own[j] - least) * p.tilt;
+        x = x > p.largest ? broadcast(p.largest) : x;
+        x = x < -p.largest ? broadcast(-p.largest) : x;
+        x = exponential(x - p.largest) * most;
+        store(to, there ? x : vec{});
+      }
+    }
+  }
+
+  static float weight_of(const float *e, int used) {
+    vec sum = {};
+    for (int v = 0; v < used; v += LANES) sum += load(e + v);
+    return sum_of_lanes(sum);
+  }
+};
+
+template <class T>
+class Tilting {
+ public:
+  explicit Tilting(const Tilts &p)
+      : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, 2 * LANES)), mass(lanes), energy(lanes),
+        sums(lanes * keys.both), weighted(CHUNK * keys.deep) {}
+
+  // The sums of one cluster; `products` (D, Dv) filled up on both sides.
+  void add_up(const ByCluster &order, int64_t head, int64_t cluster, float *products) {
+    const int64_t both = keys.both, deep = keys.deep;
+    keys.take(order, head, cluster);
+    keys.find_level();
+    for (auto *some : {&mass, &energy, &sums}) std::fill(some->begin(), some->end(), 0.0f);
+    while (const int count = keys.look()) {
+      for (int64_t i = 0; i < p.cohorts; i += SOME)
+        mix(keys.row.data(), both, count, both, &keys.score[i / TILE * CHUNK * TILE + i % TILE], TILE, &sums[i * both],
+            both);
+      total(count);
+      if (!products) continue;
+      for (int j = 0; j < count; j++) {
+        copy(&weighted[j * deep], &keys.row[j * both], deep);
+        scale(&weighted[j * deep], keys.weight[j], deep);
+      }
+      for (int64_t d = 0; d < deep; d += SOME)
+        mix(&keys.row[deep], both, count, wide, &weighted[d], deep, products + d * wide, wide);
+    }
+    for (int64_t h = 0; h < p.cohorts; h++) {
+      const int64_t to = (head * p.cohorts + h) * p.count + cluster;
+      p.mass[to] = mass[h], p.energy[to] = 2 * energy[h], p.level[to] = keys.level[h];
+      float *row = p.rows + to * (p.dim + p.value_dim);
+      std::copy_n(&sums[h * both + deep], p.value_dim, std::copy_n(&sums[h * both], p.dim, row));
+    }
+  }
+
+ private:
+  const Tilts &p;
+  Cluster<T> keys;
+  const int64_t wide, lanes;
+  aligned_vector<float> mass, energy, sums, weighted;
+
+  void total(int count) {
+    count_multiply_adds(count * lanes * 2);
+    for (int64_t v = 0; v < lanes; v += LANES) {
+      const float *e = &keys.score[v / TILE * CHUNK * TILE + v % TILE];
+      vec all = load(&mass[v]), quad = load(&energy[v]);
+      for (int j = 0; j < count; j++) all += load(e + j * TILE), quad += load(e + j * TILE) * keys.own[j];
+      store(&mass[v], all), store(&energy[v], quad);
+    }
+  }
+};
+
+// Key and value j of cluster c have the gradient sum_h e_hj G_hc, G that of the sums. With the gradient P of the
+// products and the key's weight w_j over all cohorts, the key has w_j P v_j besides, the value w_j P^T (k_j - middle).
+template <class T>
+class TiltingBack {
+ public:
+  explicit TiltingBack(const TiltsBack &all)
+      : all(all), p(all.of), keys(p), wide(keys.both - keys.deep), grad(p.cohorts * keys.both),
+        turned(keys.cohorts.size() * TILE * TILE), lanes(keys.both * TILE), found(CHUNK * keys.both),
+        products(all.together ? keys.deep * wide : 0), across(products.size()) {}
+
+  void pass_on(const ByCluster &order, int64_t head, int64_t cluster) {
+    const int64_t both = keys.both, deep = keys.deep;
+    keys.take(order, head, cluster);
+    for (int64_t h = 0; h < p.cohorts; h++) {
+      const int64_t from = (head * p.cohorts + h) * p.count + cluster;
+      const float *row = all.rows + from * (p.dim + p.value_dim);
+      keys.level[h] = p.level[from];
+      std::copy_n(row, p.dim, &grad[h * both]), std::copy_n(row + p.dim, p.value_dim, &grad[h * both + deep]);
+    }
+    if (all.together) read_products(head);
+    while (const int count = keys.look()) {
+      for (size_t t = 0; t < keys.cohorts.size(); t++)
+        to_lanes(&keys.score[t * CHUNK * TILE], TILE, count, TILE, 1.0f, &turned[t * TILE * TILE]);
+      if (all.together) {
+        for (int j = 0; j < count; j++) scale(&keys.row[j * both], keys.weight[j], both);
+        to_lanes(keys.row.data(), both, count, both, 1.0f, lanes.data());
+      }
+      std::fill(found.begin(), found.end(), 0.0f);
+      for (int j = 0; j < count; j += SOME) {
+        float *to = &found[j * both];
+        mix(grad.data(), both, p.cohorts, both, &turned[j], TILE, to, both);
+        if (!all.together) continue;
+        mix(across.data(), deep, p.value_dim, deep, &lanes[deep * TILE + j], TILE, to, both);
+        mix(products.data(), wide, p.dim, wide, &lanes[j], TILE, to + deep, both);
+      }
+      for (int j = 0; j < count; j++) {
+        const int64_t at = head * p.keys + keys.place[j];
+        std::copy_n(&found[j * both], p.dim, all.key + at * p.dim);
+        std::copy_n(&found[j * both + deep], p.value_dim, all.value + at * p.value_dim);
+      }
+    }
+  }
+
+ private:
+  const TiltsBack &all;
+  const Tilts &p;
+  Cluster<T> keys;
+  const int64_t wide;
+  aligned_vector<float> grad, turned;  // G (H, both), filled up; e (tiles x TILE, CHUNK)
+  aligned_vector<float> lanes, found;
+  aligned_vector<float> products, across;  // P (D, Dv) and P^T, filled up on both sides
+  int64_t held = -1;                       // whose these are
+
+  void read_products(int64_t head) {
+    if (held == head) return;
+    held = head;
+    for (int64_t d = 0; d < p.dim; d++)
+      for (int64_t e = 0; e < p.value_dim; e++)
+        products[d * wide + e] = across[e * keys.deep + d] = all.together[(head * p.dim + d) * p.value_dim + e];
+  }
+};
+
+// What is held of a head while its clusters are added up.
+struct Held {
+  const int64_t wide, size;
+  ByCluster order;
+  aligned_vector<float> products;  // (C, D, Dv), filled up on both sides, where they are asked for
+
+  explicit Held(const Tilts &p)
+      : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), products(p.count * size) {}
+};
+
+// `run(worker, held, head, cluster)` for all clusters, and then `finish(held, head)`. Where heads are many, each is one
+// thread's: a call of all threads costs as much as some clusters.
+template <class Worker, class Told, class Run, class... Finish>
+static void by_head(const Told &told, const Tilts &p, int threads, Run run, Finish... finish) {
+  const int64_t heads = p.batch * p.heads;
+  if (heads >= 4 * team_size(threads))
+    return in_parallel(threads, heads, [&] { return std::pair<Worker, Held>(told, p); }, [&](auto &one, int64_t head) {
+      one.second.order.sort(p, head);
+      for (int64_t c = 0; c < p.count; c++) Team::check(), run(one.first, one.second, head, c);
+      (finish(one.second, head), ...);
+    });
+  std::vector<Held> held(heads, Held(p));
+  in_parallel(threads, heads, [&](int64_t head) { held[head].order.sort(p, head); });
+  in_parallel(threads, heads * p.count, [&] { return Worker(told); }, [&](Worker &worker, int64_t i) {
+    run(worker, held[i / p.count], i / p.count, i % p.count);
+  });
+  (in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); }), ...);
+}
+
+template <class T>
+static void tilt(const Tilts &p, int threads) {
+  const auto add_up = [](Tilting<T> &one, Held &held, int64_t head, int64_t cluster) {
+    float *products = held.products.data() + cluster * held.size;
+    std::fill_n(products, held.size, 0.0f);
+    one.add_up(held.order, head, cluster, held.size ? products : nullptr);
+  };
+  const auto finish = [&](Held &held, int64_t head) {
+    if (!held.size) return;
+    float *sum = held.products.data(), *to = p.together + head * p.dim * p.value_dim;
+    for (int64_t c = 1; c < p.count; c++) add(sum, sum + c * held.size, 1.0f, held.size);
+    for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * held.wide, p.value_dim, to + d * p.value_dim);
+  };
+  by_head<Tilting<T>>(p, p, threads, add_up, finish);
+}
+
+template <class T>
+static void tilt_back(const TiltsBack &all, int threads) {
+  const auto pass_on = [](TiltingBack<T> &one, Held &held, int64_t head, int64_t cluster) {
+    one.pass_on(held.order, head, cluster);
+  };
+  by_head<TiltingBack<T>>(all, all.of, threads, pass_on);
+}
+
+}  // namespace fewkeys
