@@ -7,19 +7,13 @@ namespace fewkeys {
 
 constexpr int CHUNK = 32;  // keys that are looked at together
 
-// A number, and of equal numbers the place: what is sorted. What is no number counts as zero.
-static inline uint64_t sortable(float number, int64_t place) {
-  return (uint64_t)ordered(number == number ? number : 0.0f) << 32 | (uint64_t)place;
-}
-
 // Splits one set of rows after another and describes the parts, as `fewkeys.sketch.cohorts` says. Directions are sums of
 // rows; products with them are taken in the metric.
 class Halver {
  public:
   explicit Halver(const Halves &p)
       : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
-        most(round_up(2 * p.sample, FOUR)), order(size), others(size), bin(size), key(std::max(size, most)), left(size),
-        some(most * wide), by(most), along(wide), turned(wide), middle(wide), square(wide * wide) {}
+        most(round_up(2 * p.sample, FOUR)), order(size), others(size), key(std::max(size, most)), seeker(size), some(most * wide), by(most), along(wide), turned(wide), middle(wide), square(wide * wide) {}
 
   void split(int64_t set) {
     rows = p.rows + set * p.rows_each * dim, metric = p.metric + set * dim * dim;
@@ -32,12 +26,12 @@ class Halver {
 
  private:
   static constexpr int64_t AHEAD = 8;
-  static constexpr int BITS = 10;  // of a number, that decide its bin: the sign, the exponent and a bit
   const Halves &p;
   const int64_t dim, wide, size, most;  // most: rows that directions are found by
   const float *rows = nullptr, *metric = nullptr;
-  std::vector<int32_t> order, others, bin;
-  std::vector<uint64_t> key, left;
+  std::vector<int32_t> order, others;
+  std::vector<uint64_t> key;
+  Seeker seeker;
   aligned_vector<float> some, by, along, turned, middle, square;
 
   // The smaller half of the real ones to the front; fillings stand at the end all along.
@@ -57,11 +51,8 @@ class Halver {
     std::copy_n(others.begin(), high, own + low);
   }
 
-  // Writes the keys of all rows, and returns the one of which `rank` are smaller. Numbers go to bins by how far they are
-  // from that of the mean row: bins near it are narrow, and so few share that of the middle one.
+  // Writes the keys of all rows, and returns the one of which `rank` are smaller.
   uint64_t measure(const int32_t *own, int64_t real, int64_t rank) {
-    int32_t count[1 << BITS] = {};
-    const float mean = product(middle.data(), turned.data(), dim);
     for (int64_t i = 0; i < real; i += FOUR) {
       const float *row[FOUR];
       float found[FOUR];
@@ -70,18 +61,9 @@ class Halver {
         prefetch(rows + own[std::min(i + r + AHEAD, real - 1)] * dim, dim * sizeof(float));
       }
       four_dots(row, turned.data(), dim, found);
-      for (int r = 0; r < FOUR && i + r < real; r++) {
-        key[i + r] = sortable(found[r], i + r);
-        bin[i + r] = sortable(number_of(key[i + r] >> 32) - mean, 0) >> (64 - BITS);
-        count[bin[i + r]]++;
-      }
+      for (int r = 0; r < FOUR && i + r < real; r++) key[i + r] = sortable(found[r], i + r);
     }
-    int32_t its = 0;
-    for (; rank >= count[its]; its++) rank -= count[its];
-    int64_t inside = 0;
-    for (int64_t i = 0; i < real; i++) left[inside] = key[i], inside += bin[i] == its;
-    std::nth_element(left.begin(), left.begin() + rank, left.begin() + inside);
-    return left[rank];
+    return seeker.seek(key.data(), real, rank, product(middle.data(), turned.data(), dim));
   }
 
   // What is multiplied with rows for their products with `along`.

@@ -60,12 +60,43 @@ static inline float number_of(uint32_t bits) {
   return x;
 }
 
+// A number, and of equal numbers the place: what is sorted. What is no number counts as zero.
+static inline uint64_t sortable(float number, int64_t place) {
+  return (uint64_t)ordered(number == number ? number : 0.0f) << 32 | (uint64_t)place;
+}
+
+// Finds, of many that are `sortable`, the one of which `rank` are smaller. They go to bins by how far their numbers are
+// from a middle: bins near it are narrow, and so few share that of the one sought.
+class Seeker {
+ public:
+  explicit Seeker(int64_t most) : bin(most), left(most) {}
+
+  uint64_t seek(const uint64_t *key, int64_t count, int64_t rank, float middle) {
+    int32_t many[1 << BITS] = {};
+    for (int64_t i = 0; i < count; i++) {
+      bin[i] = sortable(number_of(key[i] >> 32) - middle, 0) >> (64 - BITS);
+      many[bin[i]]++;
+    }
+    int32_t its = 0;
+    for (; rank >= many[its]; its++) rank -= many[its];
+    int64_t inside = 0;
+    for (int64_t i = 0; i < count; i++) left[inside] = key[i], inside += bin[i] == its;
+    std::nth_element(left.begin(), left.begin() + rank, left.begin() + inside);
+    return left[rank];
+  }
+
+ private:
+  static constexpr int BITS = 10;  // of a number, that decide its bin: the sign, the exponent and a bit
+  std::vector<int32_t> bin;
+  std::vector<uint64_t> left;
+};
+
 class Splitter {
  public:
   Splitter(int64_t most, int64_t width)
       : wide(round_up(width)), rows{aligned_vector<float>(most * wide), aligned_vector<float>(most * wide)},
         index{aligned_vector<int32_t>(most), aligned_vector<int32_t>(most)}, norm(most), score(most), key(most),
-        sorted(most), left(most), was(most), along(wide), sum(wide), next(wide), lanes(wide * TILE) {}
+        seeker(most), left(most), was(most), along(wide), sum(wide), next(wide), lanes(wide * TILE) {}
 
   const int64_t wide;
 
@@ -93,7 +124,8 @@ class Splitter {
   aligned_vector<float> rows[2];
   aligned_vector<int32_t> index[2];
   aligned_vector<float> norm, score;
-  aligned_vector<uint64_t> key, sorted;
+  aligned_vector<uint64_t> key;
+  Seeker seeker;
   aligned_vector<uint8_t> left, was;
   aligned_vector<float> along, sum, next, lanes;
   alignas(64) float inner[SMALL * SMALL], inside[SMALL * TILE], weight[SMALL], mean[SMALL];
@@ -161,11 +193,9 @@ class Splitter {
   // The left half: the rows with the smaller products, of equal ones those that come first.
   void halve(const float *x, int64_t size, float sign, const float *by) {
     for (int64_t i = 0; i < size; i += FOUR) four_products(x + i * wide, wide, by, wide, &score[i]);
-    for (int64_t i = 0; i < size; i++) key[i] = (uint64_t)ordered(sign * score[i]) << 32 | i;
-    std::copy_n(key.begin(), size, sorted.begin());
-    const auto middle = sorted.begin() + size / 2;
-    std::nth_element(sorted.begin(), middle, sorted.begin() + size);
-    for (int64_t i = 0; i < size; i++) left[i] = key[i] < *middle;
+    for (int64_t i = 0; i < size; i++) key[i] = sortable(sign * score[i], i);
+    const uint64_t middle = seeker.seek(key.data(), size, size / 2, 0.0f);
+    for (int64_t i = 0; i < size; i++) left[i] = key[i] < middle;
   }
 
   // The sum of the left half, from that of the last one.
