@@ -90,6 +90,12 @@ def _beside() -> str:
     return table(["", "256 slots: perplexity / exact", "KL", "128 slots", "KL"], rows)
 
 
+def _apart(method: str, length: int) -> str:
+    """What 256 slots cost on one stretch."""
+    cell = _stretches(method, 256, length=length)[STRETCH]
+    return f"{cell['ratio']:.3f} (KL {cell['kl']:.3f})"
+
+
 def _lost(method: str) -> list[float]:
     """Perplexity lost with 256 slots on each stretch, per cent, the least first."""
     return sorted(100 * (cell["ratio"] - 1) for cell in _stretches(method, 256).values())
@@ -284,6 +290,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trees.oracle": lambda: _answers("oracle", 256),
     "trees.even-8192": lambda: _answers("fewkeys", 256, 8192),
     "trees.tuned-long": lambda: _answers("fewkeys, tuned at 8,192", 256, 8192),
+    "trees.text-8192": lambda: _apart("fewkeys", 8192),
+    "trees.text-tuned-8192": lambda: _apart("fewkeys, tuned at 8,192", 8192),
     "trees.constant": lambda: f"{_lost('constant memory')[-1]:.0f}",
     **{f"vision.{data}": partial(_vision, data) for data in ("mnist", "digits")},
     "vision.layers": partial(_layers, "mnist"),
