@@ -22,7 +22,7 @@ help:
 	@echo 'make browser   the page of fewkeys report in Chromium, which must be installed'
 	@echo 'make sets   the kernels agree with the reference, by every instruction set of this machine'
 	@echo 'make qemu   the same on an emulated aarch64'
-	@echo 'make broken break kernels and promises on purpose; do the tests notice? forty minutes'
+	@echo 'make broken break kernels and promises on purpose; do the tests notice? most of an hour'
 	@echo 'make mutants small changes of some rooms; do their tests notice? an hour and a half'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
 	@echo 'make audit  known vulnerabilities of the pinned packages'

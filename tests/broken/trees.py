@@ -85,4 +85,25 @@ TREES = (
         "for (int i = 0; i < half; i++) to[i] = was[at[side][i & ~1]];",
         (ONCE, PREPARED),
     ),
+    Breakage(
+        "roots of metrics: of four rows one is not taken away",
+        "native/products.h",
+        "for (int r = 0; r < count; r++) left -= load(row + r * stride + d) * by[r];",
+        "for (int r = 1; r < count; r++) left -= load(row + r * stride + d) * by[r];",
+        (PREPARED,),
+    ),
+    Breakage(
+        "the middle of many numbers: where a bin is full, that of the next",
+        "native/split.h",
+        "for (; rank >= many[its]; its++) rank -= many[its];",
+        "for (; rank > many[its]; its++) rank -= many[its];",
+        (FOUND,),
+    ),
+    Breakage(
+        "trees: metrics count nothing alike in all directions",
+        "native/forest.h",
+        "to[i] = variance(i, by) + least;",
+        "to[i] = variance(i, by);",
+        (PREPARED,),
+    ),
 )
