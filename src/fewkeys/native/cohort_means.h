@@ -1,4 +1,4 @@
-// Stand-ins of every cohort, from what `cohorts.h` adds up: `fewkeys.rest.cohort_means` has the equations.
+// Stand-ins of every cohort, from what `tilts.h` adds up: `fewkeys.rest.cohort_means` has the equations.
 #pragma once
 #include "stand_ins.h"
 

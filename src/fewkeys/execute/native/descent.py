@@ -199,13 +199,13 @@ def _trees(walk: Walk, nodes: Nodes, certified: bool) -> _Trees:
     first: list[int] = []
     levels: list[int] = []
     runs: list[int] = []
-    place, row = {size: index for index, size in enumerate(nodes)}, walk.forest.row
+    place = {size: index for index, size in enumerate(nodes)}
     for step in walk.sequences.steps:
         first.append(len(levels) // 6)
         for level in step.levels:
             levels += (place[level.size], level.size, len(runs) // 2, len(level.trees), level.scored, level.opened)
             for start, size in level.trees:
-                runs += (row(start, size, level.size), size // level.size)
+                runs += (walk.forest.row(start, size, level.size), size // level.size)
     numbers = [
         number
         for one, radius in zip(tables, radii, strict=True)
