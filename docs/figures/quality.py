@@ -101,7 +101,11 @@ def _of_the_oracle() -> str:
 
 
 CHECKS = {
-    "budget(64)": {"one head": "one head", "one layer": "one layer, 12 heads", "all layers": "model, 72 heads"},
+    "budget(64, cohorts=1)": {
+        "one head": "one head",
+        "one layer": "one layer, 12 heads",
+        "all layers": "model, 72 heads",
+    },
     "window 64": {"one head": "one head", "one layer": "one layer", "all layers": "model"},
     "leverage 64": {"one head": "one head", "one layer": "one layer", "all layers": "model"},
     "top-64 oracle": {"one head": "one head"},
@@ -115,7 +119,7 @@ MADE_UP = {
     "lognormal, sigma 1": "made up: lognormal errors, sigma 1",
     "lognormal, sigma 1.5": "made up: lognormal errors, sigma 1.5",
     "2 % of the queries have all the error": "made up: 2 % of the queries have all the error",
-    "budget(64)": "`budget(64)`",
+    "budget(64, cohorts=1)": "`budget(64, cohorts=1)`",
 }
 
 
@@ -180,7 +184,7 @@ def _slots_needed() -> str:
     found = read(NEIGHBOURS)
     told = []
     for goal in (95, 99):
-        for line, name in (("budget", "`budget(slots)`"), ("cohorts", "`budget(slots, cohorts=32)`")):
+        for line, name in (("budget", "`budget(slots, cohorts=1)`"), ("cohorts", "`budget(slots, cohorts=32)`")):
             own = [row for row in found["rows"] if row["line"] == line and row["texts"] == found["few"]]
             enough = [row["slots"] for row in own if row["agreement"] >= goal / 100]
             most = max(row["slots"] for row in own)

@@ -37,7 +37,7 @@ from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say,
 
 RESULTS = Path(__file__).parent / "results"
 LENGTH = 512
-LINES = {"budget": "budget", "cohorts": "budget, 32 cohorts", "top": "oracle: each query's top keys",
+LINES = {"budget": "budget, 1 cohort", "cohorts": "budget, 32 cohorts", "top": "oracle: each query's top keys",
          "norm": "control: keys of largest norm", "random": "control: random keys"}  # fmt: skip
 
 LOOKS = {"budget": Look("#009e73", width=3.4), "cohorts": Look("#0072b2"), "top": Look("#000000", marker="D"),
@@ -69,14 +69,14 @@ def ways(model: Any) -> dict[tuple[str, int], Callable[[], AbstractContextManage
         return lambda: fk.apply(model, plan)
 
     found: dict[tuple[str, int], Callable[[], AbstractContextManager[object]]] = {("exact", LENGTH): nullcontext}
-    found[("budget", 64)] = planned(fk.budget(64).always())
+    found[("budget", 64)] = planned(fk.budget(64, cohorts=1).always())
     found[("cohorts", 64)] = planned(fk.budget(64, cohorts=32).always())
     found[("random", 64)] = planned(fk.Plan(fk.RandomKeys(64)))
     found[("norm", 64)] = planned(fk.Plan(fk.KeyNorm(64)))
     found[("top", 64)] = lambda: Top(model, 64)
-    found[("budget", 32)] = planned(fk.budget(32).always())
+    found[("budget", 32)] = planned(fk.budget(32, cohorts=1).always())
     for slots in (128, 192, 256, 384):
-        found[("budget", slots)] = planned(fk.budget(slots).always())
+        found[("budget", slots)] = planned(fk.budget(slots, cohorts=1).always())
         found[("cohorts", slots)] = planned(fk.budget(slots, cohorts=32).always())
     return found
 

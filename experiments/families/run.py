@@ -34,9 +34,9 @@ right, not how good a plan is for a trained model; `fewkeys compare` says that.
 - A bias of the distance is part of the score. ALiBi (BLOOM, MPT, Falcon) is one more dimension of queries and keys, so
   that every plan knows it. T5's and MPNet's table is exact on kept keys; a stand-in has the logarithm of the mean of
   exp(bias) over the keys that it speaks for, as the query sees them. Plans need a window and lists that all queries
-  share, with `ClusterMeans` or nothing beside them: `budget(slots)`. Captures hold the table, so that `compare`, `tune`
-  and spot checks know it, too; plans of cohorts, trees and causal stand-ins are refused, with the reason. T5's
-  decoder is tuned among windows, sinks and leverage.
+  share, with `ClusterMeans` or nothing beside them: `budget(slots)` runs without cohorts. Captures
+  hold the table, so that `compare`, `tune` and spot checks know it, too; trees and causal stand-ins are refused, with
+  the reason. T5's decoder is tuned among windows, sinks and leverage.
 - A number in brackets points to the reason, below the table: the first part of what the error says.
 
 {yes} of {all} families run `apply`; {wrong} are wrong.

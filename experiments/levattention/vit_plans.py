@@ -13,7 +13,7 @@ PLANS: dict[str, Callable[[int], fk.Plan]] = {
     "random": lambda k: fk.Plan(fk.RandomKeys(k)),
     "window": lambda k: fk.Plan(fk.Window(k)),
     "leverage + window": lambda k: fk.Plan(fk.Leverage(k // 2) | fk.Window(k - k // 2)),
-    "fewkeys budget": lambda k: fk.budget(k),
+    "fewkeys budget": lambda k: fk.budget(k, cohorts=1),
     "top-k oracle": lambda k: fk.Plan(fk.TopK(k)),
 }
 """Every row switched on at inference. Half of the keys of "leverage + window" are local."""

@@ -79,8 +79,10 @@ def _hyper(call: Call, r: int) -> Tensor:
 
 
 def budget(r: int, kernel: Weights, is_causal: bool) -> fk.Plan:
-    """`fk.budget(r)` with any kernel. The first-order term is defined for softmax; elsewhere its slots are means."""
-    plan = fk.budget(r, is_causal=is_causal)
+    """`fk.budget(r, cohorts=1)` with any kernel. The first-order term is defined for softmax: elsewhere its slots are
+    means.
+    """
+    plan = fk.budget(r, is_causal=is_causal, cohorts=1)
     if isinstance(plan.rest, fk.ClusterMeans) and plan.rest.rank and not isinstance(kernel, fk.Softmax):
         window, outliers = r // 4 | 1, r * 3 // 16
         means = r - window - outliers

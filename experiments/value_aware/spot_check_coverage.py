@@ -35,7 +35,7 @@ BLOCK = 100
 """Trials in one run of the acceptance rule "at least 93 of 100"."""
 
 PLANS = {
-    "budget(64)": (fk.budget(64), False),
+    "budget(64, cohorts=1)": (fk.budget(64, cohorts=1), False),
     "window 64": (fk.Plan(fk.Window(64)), False),
     "leverage 64": (fk.Plan(fk.Leverage(64)), False),
     "top-64 oracle": (fk.Plan(fk.TopK(64)), False),

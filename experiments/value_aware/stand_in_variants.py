@@ -1,4 +1,4 @@
-"""`fewkeys.budget(64)` with switches: dense and plain, one head after another in a batch of heads.
+"""`fewkeys.budget(64, cohorts=1)` with switches: dense and plain, one head after another in a batch of heads.
 
 Queries are scaled, everything is (H, N, D). The maths is that of docs/method.md; a switch that is not turned leaves it
 so.

@@ -2,10 +2,10 @@
 
     python experiments/value_aware/stand_ins.py --text FILE --out experiments/value_aware/results/stand_ins.json
 
-Every row changes one part of `fewkeys.budget(64)` on all-MiniLM-L6-v2 and reports the mean relative output error on the
-second half of the text; the first half is for corrections that are learned. `stand_in_variants.py` has the method with
-all its switches, dense and plain; the first thing this command does is check that, with no switch turned, it is the
-plan of the library. Slots are the same in every row unless the row says otherwise.
+Every row changes one part of `fewkeys.budget(64, cohorts=1)` on all-MiniLM-L6-v2 and reports the mean relative output
+error on the second half of the text; the first half is for corrections that are learned. `stand_in_variants.py` has the
+method with all its switches, dense and plain; the first thing this command does is check that, with no switch turned,
+it is the plan of the library. Slots are the same in every row unless the row says otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fewkeys.integrations.transformers import capture, load_model
 
 FULL = Settings()
 ROWS = {
-    "fewkeys.budget(64)": {},
+    "fewkeys.budget(64, cohorts=1)": {},
     "statistics: plain means (t = 0)": {"tilt": 0.0},
     "statistics: t = 0.3": {"tilt": 0.3},
     "statistics: t = 0.7": {"tilt": 0.7},
@@ -115,11 +115,11 @@ def heads(taken: fk.Capture) -> list[tuple[torch.Tensor, torch.Tensor, torch.Ten
 def check(layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
     """Without switches the variants' code is the library's plan."""
     query, key, value = (x[:4, None] for x in layers[0])
-    expected = fk.attention(query, key, value, plan=fk.budget(64).always(), scale=1.0)[:, 0]
+    expected = fk.attention(query, key, value, plan=fk.budget(64, cohorts=1).always(), scale=1.0)[:, 0]
     found = attend(query[:, 0], key[:, 0], value[:, 0], FULL)[0]
     gap = fk.metrics.output_error(found, expected)
     if gap > 1e-3:
-        sys.exit(f"the variants are not fewkeys.budget(64): they differ by {gap:.1e}")
+        sys.exit(f"the variants are not fewkeys.budget(64, cohorts=1): they differ by {gap:.1e}")
 
 
 def top(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from fewkeys.core.validation import Options, check_inputs
 from fewkeys.cost.crossover import by_the_faster, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
-from fewkeys.flow import from_first, prepare
+from fewkeys.flow import fitting, from_first, prepare
 from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
 from fewkeys.tree.descent import Descent
@@ -74,8 +74,11 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
     x = check_inputs(query, key, value, **options)
+    given, plan = plan, fitting(x, plan)
     plan.check(x)
     found = _way(x, plan)
+    if plan is not given:
+        found = replace(found, reason=f"{found.reason}; without cohorts, which a bias of the distance does not know")
     if found.runs == "exact":
         return found
     x = from_first(x, plan)

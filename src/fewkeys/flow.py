@@ -47,6 +47,7 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
         output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
         order = torch.cat([heads for _, heads in parts]).argsort()
         return output[:, order].flatten(1, 2)
+    plan = fitting(inputs, plan)
     plan.check(inputs)
     # As many exact rows as queries are the exact answer: then the check is the answer, and needs no plan.
     checked_whole = guard is not None and inputs.queries <= guard.queries
@@ -65,6 +66,11 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
         return run(whole, plan, guard)[:, :, inputs.offset :]
     output = dispatch.attend(prepare(by_the_faster(inputs, plan), plan))
     return output if guard is None else guard.correct(inputs, plan.weights, output)
+
+
+def fitting(inputs: Inputs, plan: Plan) -> Plan:
+    """The plan that such inputs get: a bias of the distance is of single queries, and knows no cohorts of them."""
+    return plan if inputs.bias is None else plan.without_cohorts()
 
 
 def from_first(inputs: Inputs, plan: Plan) -> Inputs:

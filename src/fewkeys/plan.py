@@ -22,6 +22,8 @@ FORMAT = 1
 FILE = "plan.json"
 FEW = 12
 """A budget below it has no window: a mean more is worth more than the query's neighbours."""
+MOST_COHORTS, COHORT_SLOTS = 32, 3072
+"""As many cohorts as have so many slots together, at most so many: more of both cost more than they are worth."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,21 @@ class Plan(hub.OnHub):
     def always(self) -> Plan:
         """The same plan without leave to give way to exact attention where that is faster."""
         return replace(self, exact_if_faster=False) if self.exact_if_faster else self
+
+    def without_cohorts(self) -> Plan:
+        """The plan where all queries of a head share one list and one set of means; itself, where they do already.
+
+        It runs where queries cannot be sorted into cohorts: scores with a bias of the distance or with a sink of the
+        layer's own, and tokens split over processes. Beside means it is `budget(slots, cohorts=1)` of as many slots,
+        whose window cohorts do without; lists alone stay as long as they are.
+        """
+        if not isinstance(self.keep, Outliers) or self.keep.cohorts == 1:
+            return self
+        if not isinstance(self.rest, ClusterMeans):
+            return replace(self, keep=replace(self.keep, cohorts=1))
+        paid = self.keep.count + self.rest.count + self.rest.rank
+        shared = budget(paid + (_factors(paid) if self.rest.rank else 0), cohorts=1)
+        return replace(shared, weights=self.weights, exact_if_faster=self.exact_if_faster)
 
     def slots(self, kept: float, head_dim: int, value_dim: int) -> float:
         """What a query pays, given the mean number of keys it keeps: kept keys plus the price of the stand-ins."""
@@ -153,7 +170,7 @@ def budget(
     *,
     is_causal: bool = False,
     memory: Literal["all", "constant"] = "all",
-    cohorts: int = 1,
+    cohorts: int | None = None,
     mass: float | None = None,
     certified: bool = False,
 ) -> Plan:
@@ -163,13 +180,17 @@ def budget(
     "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for shards. Below 64
     slots, too few to descend a tree, both are the same.
 
-    A quarter of the slots is a window, three sixteenths are outliers kept exactly, an eighth is the first-order term
-    (one slot a rank), and the others are cluster means; below 12 slots there is no window, and a quarter are outliers.
-    The split was chosen by measurement on all-MiniLM-L6-v2 (docs/method.md). In constant memory, about half of the
-    slots are recent blocks of keys, on average over a block, and the others means of everything before them.
+    Without causality, similar queries form `cohorts`, each with outliers and means of its own: nine sixteenths of the
+    slots are outliers kept exactly, an eighth is the first-order term (one slot a rank), and the others are cluster
+    means. Their number is a power of two, by default about 3072 / slots, at most 32: 32 up to 96 slots, 16 up to 192.
+    More have less error and take longer to prepare. `cohorts=1` is the fastest to prepare: all queries of a head share
+    a list, three sixteenths of the slots, and means, and a quarter of the slots is a window; below 12 slots there is
+    no window, and a quarter are outliers. At equal slots it has about one and a half to two times the error. The
+    splits were chosen by measurement on all-MiniLM-L6-v2 (docs/method.md has errors and times). Where queries cannot be
+    sorted into cohorts, `Plan.without_cohorts` runs.
 
-    `cohorts`, a power of two such as 32, without causality: similar queries share outliers and means of their own, and
-    no window is needed. About half the error at equal slots, for more time to prepare: docs/method.md has both.
+    In constant memory, about half of the slots are recent blocks of keys, on average over a block, and the others means
+    of everything before them.
 
     `mass`, such as 0.99, of causal plans that keep all keys: a query opens no more of its tree once an estimate says
     that this share of its softmax mass is on keys that it keeps, or, `certified`, once a bound proves it; `slots` are
@@ -182,6 +203,8 @@ def budget(
         raise ValueError(f"memory: expected 'all' or 'constant', got {memory!r}")
     if memory == "constant" and not is_causal:
         raise ValueError("memory: expected 'all' without is_causal=True, got 'constant'; only a causal plan forgets")
+    if cohorts is None:
+        cohorts = 1 if is_causal else 1 << min(MOST_COHORTS, max(1, COHORT_SLOTS // slots)).bit_length() - 1
     if check_cohorts("budget", cohorts) > 1 and is_causal:
         raise ValueError(f"cohorts: expected 1 with is_causal=True, got {cohorts}; cohorts see all queries at once")
     searched = is_causal and memory == "all" and slots >= LEAST
@@ -205,9 +228,12 @@ def budget(
         outliers, window = max(1, slots // 4), 0
     if cohorts > 1:
         outliers, window = slots * 9 // 16, 0
-    # The factors of the first-order term cost means / (D + Dv) slots: at most these for D + Dv >= 64.
-    factors = 1 + slots // 128 if rank else 0
-    means = slots - rank - outliers - window - factors
+    means = slots - rank - outliers - window - (_factors(slots) if rank else 0)
     kept: Selector = Outliers(outliers, means, cohorts=cohorts)
     rest = ClusterMeans(means, rank, cohorts)
     return Plan(kept | Window(window) if window else kept, rest, Softmax(), exact_if_faster=True)
+
+
+def _factors(slots: int) -> int:
+    """What the factors of the first-order term cost at most, means / (D + Dv) slots, for D + Dv >= 64."""
+    return 1 + slots // 128

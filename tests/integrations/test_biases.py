@@ -239,8 +239,9 @@ def test_where_a_bias_is_refused():
         fk.Sparsefinder.fit(taken)
     with pytest.raises(ValueError, match=r"^capture: .* which no longer text than its own is known to have"):
         captured_inputs(taken, dtype=torch.float32, device=torch.device("cpu"))
-    report = fk.compare(taken, {"cohorts": fk.budget(16, cohorts=4), "few": fk.budget(16)})
-    assert [skipped.name for skipped in report.skipped] == ["cohorts"]
+    powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.Power(2.0))
+    report = fk.compare(taken, {"powers": powers, "few": fk.budget(16)})
+    assert [skipped.name for skipped in report.skipped] == ["powers"]
     torn = torch.ones(3, 40, dtype=torch.bool)
     torn[:, 20] = False
     call = replace(next(taken.calls(0)), key_mask=torn[:1])
@@ -349,6 +350,6 @@ def test_what_is_not_known_is_refused():
     model.train()
     with fk.apply(model, FEW), pytest.raises(ValueError, match=r"^dropout: expected 0, got 0.1"):
         model(tokens())
-    applied, long = fk.apply(model.eval(), fk.budget(20, cohorts=4)), tokens(1, 36)
-    with applied, pytest.raises(ValueError, match=r"^distance_bias: .*cohorts"):
-        model(long)
+    powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.Power(2.0))
+    with fk.apply(model.eval(), powers), pytest.raises(ValueError, match=r"^distance_bias: .*Softmax"):
+        model(tokens(1, 36))

@@ -192,7 +192,7 @@ def test_memory_is_constant_and_positions_count_all_tokens():
 
 
 def test_a_plan_for_each_layer():
-    model, ids = llama(), tokens(2, 60)
+    model, ids = llama().double(), tokens(2, 60)
     found = logits(model, ids, [60], fk.cache(model, [ALL, FEW, ALL]))
     assert not torch.allclose(found, logits(model, ids, [60], fk.cache(model, FEW)))
     close(logits(model, ids, [60], fk.cache(model, [ALL] * 3)), logits(model, ids, [60]))

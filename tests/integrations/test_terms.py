@@ -1,5 +1,7 @@
 """Caps and learned sinks that a model adds to its scores, and parts of encoder-decoders."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,6 +87,15 @@ def test_a_sink_is_one_more_column_without_a_value(plan):
     scores = (query @ key.repeat_interleave(2, 1).mT * 0.4).masked_fill(~seen, -torch.inf)
     weights = torch.cat([scores, sink.view(1, 4, 1, 1).expand(2, 4, 12, 1)], -1).softmax(-1)[..., :-1]
     close(found, weights @ value.repeat_interleave(2, 1))
+
+
+def test_cohorts_give_way_to_a_sink():
+    """The sink is kept by all queries, which lists of cohorts cannot say."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 4, 60, 8, generator=draw).unbind()
+    call, plan = AttentionInputs(query, key, value, 0.4, False, sink=torch.randn(4, generator=draw)), fk.budget(24)
+    shared = plan.without_cohorts()
+    assert in_terms(call, plan) == replace(shared, keep=shared.keep | fk.Sinks(1))
 
 
 def test_what_captures_and_caches_do_not_know_is_refused():

@@ -312,6 +312,6 @@ def test_what_is_left_is_spent_where_a_slot_gains_most():
 
 
 def test_near_a_candidate_the_means_pay_for_sinks():
-    first = splits(64, is_causal=False, keys=1000, width=64)[0]
+    first = splits(64, is_causal=False, keys=1000, width=64, biased=True)[0]
     found = [one for one in variants(first, width=64) if any(isinstance(part, fk.Sinks) for part in one.plan.parts)]
     assert [first.plan.rest.count - one.plan.rest.count for one in found] == [SINKS]

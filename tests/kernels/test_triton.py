@@ -109,8 +109,8 @@ def errors(x, graph, stand_ins, parts=None, dtype=torch.float32):
 
 
 def assert_equal(found, dtype=torch.float32):
-    """Within four roundings of the largest entry: stand-ins, weights, gradients of scores and results are rounded."""
-    assert max(found.values()) <= 4 * UNIT[dtype], found
+    """Within six roundings of the largest entry: stand-ins, weights, scores, gradients and results are rounded."""
+    assert max(found.values()) <= 6 * UNIT[dtype], found
 
 
 SMALL = Shape(batch=1, query_heads=2, kv_heads=1, queries=75, keys=83, head_dim=16, value_dim=16, query_offset=5)

@@ -103,8 +103,8 @@ def test_sums_have_exact_gradients():
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
     def found(k, v):
-        _, _, rows, _, together = tilted._Sums.apply(k, v, None, facts, 3, True, False)
-        return rows, together
+        _, _, *sums, _, together = tilted._Sums.apply(k, v, None, facts, 3, True, False)
+        return (*sums, together)
 
     assert torch.autograd.gradcheck(found, (key, value))
 
@@ -119,11 +119,11 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     g = torch.Generator().manual_seed(2)
     facts = told(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=g)}
     facts["label"] = facts["label"].where(torch.rand(facts["label"].shape, generator=g) < 0.4, 0)
-    found, coming = [], (torch.randn(2, 2, h, 6, 13, generator=g), torch.randn(2, 2, 8, 5, generator=g))
+    found, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
     for compiled in (True, False):
         given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
         sums = tilted._Sums.apply(*given, x.valid, facts, 6, True, compiled)
-        passed = torch.autograd.grad([sums[2], sums[4]], given, coming)
+        passed = torch.autograd.grad([sums[2], sums[3], sums[5]], given, coming)
         found.append([*(part.detach() for part in sums), *passed])
     for one, other in zip(*found, strict=True):
         exact = one.dtype == torch.float32
@@ -178,8 +178,25 @@ def test_refusals():
 def test_budget_with_cohorts_has_their_lists_and_means():
     plan = fk.budget(64, cohorts=32)
     assert plan == fk.Plan(fk.Outliers(36, 19, cohorts=32), fk.ClusterMeans(19, 8, 32), exact_if_faster=True)
-    assert fk.budget(64, cohorts=1) == fk.budget(64)
+    assert fk.budget(64) == plan
     with pytest.raises(ValueError, match=r"^budget cohorts: expected a power of two, got 3"):
         fk.budget(64, cohorts=3)
     with pytest.raises(ValueError, match=r"^cohorts: expected 1 with is_causal=True, got 2"):
         fk.budget(64, is_causal=True, cohorts=2)
+
+
+def test_budget_has_cohorts_that_halve_as_slots_double():
+    slots = (1, 2, 96, 97, 192, 193, 384, 768, 1536, 3072, 50_000)
+    assert [fk.budget(count).keep.cohort_lists for count in slots] == [1, 32, 32, 16, 16, 8, 8, 4, 2, 1, 1]
+    assert fk.budget(64, is_causal=True).without_cohorts() == fk.budget(64, is_causal=True)
+
+
+def test_a_plan_without_cohorts_is_the_budget_of_as_many_slots():
+    for slots in range(2, 700):
+        found = fk.budget(slots).without_cohorts()
+        assert found in (fk.budget(slots, cohorts=1), fk.budget(slots - 1, cohorts=1))
+        assert found.without_cohorts() is found
+    assert fk.budget(64).without_cohorts() == fk.budget(64, cohorts=1)
+    lists = fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))
+    assert lists.without_cohorts() == fk.Plan(fk.Outliers(9, 5), weights=fk.Power(2.0))
+    assert not fk.budget(64).always().without_cohorts().exact_if_faster

@@ -117,7 +117,7 @@ def test_few_keys_cost_no_more_than_without():
     """The bias of T5's kind: falling with the distance, constant beyond."""
     query, key, value, _ = problem(queries=400, keys=400)
     far = torch.arange(-64, 65).abs().double().clamp(1)
-    table, plan = -far.log() * torch.tensor([0.2, 0.5, 1.0, 2.0])[:, None], fk.budget(48).always()
+    table, plan = -far.log() * torch.tensor([0.2, 0.5, 1.0, 2.0])[:, None], fk.budget(48, cohorts=1).always()
     error = {}
     for name, bias in (("with", table), ("without", None)):
         given = {"distance_bias": bias}
@@ -130,8 +130,7 @@ def test_few_keys_cost_no_more_than_without():
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (fk.budget(64, cohorts=4).always(), "whose queries keep a window and lists, got groups, cohorts"),
-        (fk.Plan(fk.KeyTree(64)), "got groups, cohorts or a tree"),
+        (fk.Plan(fk.KeyTree(64)), "whose queries keep a window and lists, got groups, cohorts or a tree"),
         (fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.Power(2.0)), r"expected Softmax\(\) with stand-ins, got Power"),
     ],
 )
@@ -168,3 +167,16 @@ def test_kernels_know_of_it():
     x = check_inputs(query, key, value, **options)
     own = prepare(x, FEW["window + means"])
     assert {EXECUTORS[name].unsupported(own) for name in ("native", "triton")} == {"expected no distance_bias, got one"}
+
+
+def test_cohorts_give_way():
+    """A plan of cohorts runs as its form without; prepared as it is, it is refused."""
+    query, key, value, options = problem()
+    plan = fk.budget(64, cohorts=4).always()
+    found, wanted = (fk.attention(query, key, value, plan=own, **options) for own in (plan, plan.without_cohorts()))
+    assert torch.equal(found, wanted)
+    told = fk.explain(query, key, value, plan=plan, **options)
+    assert told.reason.endswith("without cohorts, which a bias of the distance does not know")
+    assert "cohorts" not in fk.explain(query, key, value, plan=plan, key_mask=options["key_mask"]).reason
+    with pytest.raises(ValueError, match=r"^distance_bias: expected a plan .* got groups, cohorts or a tree"):
+        prepare(check_inputs(query, key, value, **options), plan)

@@ -31,11 +31,14 @@ def test_few_queries(queries, dim, drawn):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_short_sequence_in_a_padded_batch(seed):
-    """It is what it is alone, and does not change the others."""
+@pytest.mark.parametrize(("plan", "dtype"), [(fk.budget(40, cohorts=1), torch.float32), (fk.budget(40), torch.float64)])
+def test_a_short_sequence_in_a_padded_batch(seed, plan, dtype):
+    """It is what it is alone, and does not change the others. Who is whose neighbour may hang on a rounding in float32:
+    here that does so for some seeds with cohorts.
+    """
     g = torch.Generator().manual_seed(seed)
-    query, key, value = torch.randn(3, 2, 2, 300, 128, generator=g)
-    plan, lengths = fk.budget(40).always(), torch.tensor([300, 1])
+    query, key, value = torch.randn(3, 2, 2, 300, 128, generator=g, dtype=dtype)
+    plan, lengths = plan.always(), torch.tensor([300, 1])
     found = fk.attention(query, key, value, plan=plan, lengths=lengths)
     torch.testing.assert_close(found[:1], fk.attention(query[:1], key[:1], value[:1], plan=plan), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found[1, :, 0], value[1, :, 0])

@@ -54,8 +54,9 @@ def attention(
             differ between ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys`. `RandomKeys` draws with seed 0, and for all tokens on every rank.
-            Causal: `RecentBlocks`, and `Sinks` beside it.
-        rest: `Drop()`, the default: nothing stands in for the other keys. Causal: or `RunningMeans`.
+            `Outliers` and `Window`, too, beside or without `ClusterMeans`. Causal: `RecentBlocks`, and `Sinks` beside
+            it. What is of cohorts runs as `Plan.without_cohorts` says.
+        rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans`, causal `RunningMeans`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks. Every rank has as many queries as keys. The past goes
             from rank to rank: the latest keys, the sinks and the summary, of a size that the plan fixes. Making it is
@@ -88,7 +89,7 @@ def attention(
     comm = communicator(group)
     call = "attention"
     with checking(comm, call):
-        plan = Plan(keep, rest or Drop(), weights or Softmax())
+        plan = Plan(keep, rest or Drop(), weights or Softmax()).without_cohorts()
         parts = causal.check_causal(plan) if is_causal else None
         rules = () if is_causal else means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)

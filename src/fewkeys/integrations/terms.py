@@ -110,7 +110,10 @@ def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
     if inputs.sink is None or plan.keep is None:
         return plan
     held = plan.keep.remembered
-    return plan if held is not None and held.first else replace(plan, keep=plan.keep | Sinks(1))
+    if held is not None and held.first:
+        return plan
+    plan = plan.without_cohorts()
+    return plan if plan.keep is None else replace(plan, keep=plan.keep | Sinks(1))
 
 
 def plain(inputs: AttentionInputs) -> bool:

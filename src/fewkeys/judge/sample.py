@@ -22,7 +22,7 @@ from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import plain_defaults
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
-from fewkeys.flow import by_plan, from_first, prepare, run
+from fewkeys.flow import by_plan, fitting, from_first, prepare, run
 from fewkeys.judge.exact import blocks, exact
 from fewkeys.model_plan import ModelPlan
 from fewkeys.past.scan import States
@@ -126,6 +126,7 @@ def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dic
     if x.generator is not None:
         x.generator.manual_seed(seed)
     x = tamed(x)[0] if x.wild else x
+    plan = fitting(x, plan)
     problem = prepare(from_first(x, plan), plan)
     places = [place + problem.inputs.filler for place in picks.tolist()]
     kept = torch.cat([problem.graph.mask(place, place + 1)[0] for place in places], 1)

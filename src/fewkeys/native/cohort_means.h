@@ -13,7 +13,10 @@ class CohortMeans {
         moving(dim * ranks), turned(count * tall), moved(count * ranks), start(ranks), spread(count) {}
 
   void represent(int64_t head) {
-    for (int64_t h = 0; h < p.cohorts; h++) divide(head * p.cohorts + h, head);
+    for (int64_t at = head * p.cohorts * count; at < (head + 1) * p.cohorts * count; at++) {
+      const float inverse = 1.0f / mass_of(at);
+      for (int64_t e = at * wide; e < (at + 1) * wide; e++) p.value[e] *= inverse;
+    }
     const float *own = p.within + head * dim * dim;
     to_columns(own, dim, within.data());
     float *first = p.left + head * p.cohorts * dim * p.rank, *right = p.right + head * p.cohorts * p.rank * wide;
@@ -47,17 +50,6 @@ class CohortMeans {
       for (int64_t d = 0; d < dim; d++) to[(e / TILE * dim + d) * TILE + e % TILE] = rows[d * width + e];
   }
 
-  // The means of a cohort.
-  void divide(int64_t cohort, int64_t head) {
-    const float *middle = p.middle + head * dim;
-    count_multiply_adds(count * (dim + wide));
-    for (int64_t at = cohort * count; at < (cohort + 1) * count; at++) {
-      const float *sums = p.rows + at * (dim + wide), inverse = 1.0f / mass_of(at);
-      for (int64_t d = 0; d < dim; d++) p.key[at * dim + d] = sums[d] * inverse + middle[d];
-      for (int64_t d = 0; d < wide; d++) p.value[at * wide + d] = sums[dim + d] * inverse;
-    }
-  }
-
   // The mean of (k - key_c)(v - value_c)^T over all clusters of all cohorts.
   void pool(int64_t head) {
     std::fill(pooled.begin(), pooled.end(), 0.0f);
@@ -66,7 +58,7 @@ class CohortMeans {
       const int64_t first = (head * p.cohorts + h) * count;
       for (int64_t c = 0; c < count; c++) {
         all += p.mass[first + c];
-        std::copy_n(p.rows + (first + c) * (dim + wide), dim, &weighted[c * tall]);
+        std::copy_n(p.key + (first + c) * dim, dim, &weighted[c * tall]);
         std::copy_n(p.value + (first + c) * wide, wide, &values[c * across]);
       }
       for (int64_t d = 0; d < tall; d += SOME)
@@ -80,12 +72,15 @@ class CohortMeans {
       }
   }
 
-  // Bias, factors and bounds of a cohort, and its values where the first-order term is zero.
+  // Mean keys, bias, factors and bounds of a cohort, and its values where the first-order term is zero.
   void finish(int64_t head, int64_t cohort, const float *right) {
     const float *middle = p.middle + head * dim, *asked = p.mean + cohort * dim;
     const int64_t first = cohort * count;
-    for (int64_t c = 0; c < count; c++)
-      for (int64_t d = 0; d < dim; d++) offset[c * tall + d] = p.key[(first + c) * dim + d] - middle[d];
+    for (int64_t c = 0; c < count; c++) {
+      const float inverse = 1.0f / mass_of(first + c);
+      float *key = p.key + (first + c) * dim, *off = &offset[c * tall];
+      for (int64_t d = 0; d < dim; d++) off[d] = key[d] * inverse, key[d] = off[d] + middle[d];
+    }
     for (int64_t d = 0; d < tall; d += TILE)
       dots(offset.data(), tall, count, dim, &within[d * dim], &turned[d * count]);
     float all = 0.0f, spreads = 0.0f;

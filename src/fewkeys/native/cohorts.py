@@ -46,34 +46,34 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
 
 def tilt(
     key: Tensor, value: Tensor, given: dict[str, Tensor | None], count: int, together: bool, **numbers: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Mass, energy, rows, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for `count`
-    clusters. `given` and `numbers`: what `Tilts` of `problems.h` reads, by its names there.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Mass, energy, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
+    `count` clusters. `given` and `numbers`: what `Tilts` of `problems.h` reads, by its names there.
     """
     (key, value), held = alike(key, value), _dense(given)
     mean = held["mean"]
     mass, energy, level = mean.new_empty((3, *mean.shape[:3], count)).unbind()
-    rows = mean.new_empty((*level.shape, key.shape[3] + value.shape[3]))
+    key_sum, value_sum = (mean.new_empty((*level.shape, rows.shape[3])) for rows in (key, value))
     products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
-    found = {"mass": mass, "energy": energy, "rows": rows, "level": level}
+    found = {"mass": mass, "energy": energy, "key_sum": key_sum, "value_sum": value_sum, "level": level}
     told = _tilts(key, value, held | found, numbers)
     told.together = None if products is None else products.data_ptr()
     call("fewkeys_tilt", told, key.dtype)
-    return mass, energy, rows, level, products
+    return mass, energy, key_sum, value_sum, level, products
 
 
 def tilt_back(
     key: Tensor,
     value: Tensor,
     given: dict[str, Tensor | None],
-    gradients: tuple[Tensor, Tensor | None],
+    gradients: tuple[Tensor, Tensor, Tensor | None],
     **numbers: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values, float32, from those of rows and `together`. `given`: as `tilt` has it, and the
-    `level` that it found.
+    """The gradients of keys and values, float32, from those of both sums and `together`. `given`: as `tilt` has it, and
+    the `level` that it found.
     """
     (key, value), held = alike(key, value), _dense(given)
-    coming = _dense(dict(zip(("rows", "together"), gradients, strict=True)))
+    coming = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
     found = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
     told = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(coming | found))
     call("fewkeys_tilt_back", told, key.dtype)
@@ -94,16 +94,17 @@ def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[st
 
 def cohort_means(told: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
     """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.StandIns` has them; with a rank,
-    `factor`, `left`, `right` and `bounds`, too. `told`: what `CohortStandIns` in `problems.h` reads, in float32.
+    `factor`, `left`, `right` and `bounds`, too. `told`: what `CohortStandIns` in `problems.h` reads, in float32. The
+    sums `key` and `value` are overwritten.
     """
     held = {name: part.contiguous() for name, part in told.items()}
-    rows, together = held["rows"], held["together"]
-    batch, heads, cohorts, count, _ = rows.shape
-    dim, value_dim = together.shape[2:]
-    shapes = {"key": (count, dim), "value": (count, value_dim), "bias": (count,), "factor": (count,)}
+    batch, heads, cohorts, count, dim = held["key"].shape
+    value_dim = held["value"].shape[4]
+    shapes: dict[str, tuple[int, ...]] = {"bias": (count,), "factor": (count,)}
     shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
-    found = {name: rows.new_empty((batch, heads * cohorts, *shape)) for name, shape in shapes.items()}
+    found = {name: held["mass"].new_empty((batch, heads * cohorts, *shape)) for name, shape in shapes.items()}
     sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
     problem = struct("CohortStandIns")(**pointers(held | found), **sizes, rank=rank, steps=steps, **numbers)
     call("fewkeys_cohort_means", problem)
-    return found if rank else {name: found[name] for name in ("key", "value", "bias")}
+    means = {name: held[name].flatten(1, 2) for name in ("key", "value")}
+    return means | (found if rank else {"bias": found["bias"]})

@@ -210,25 +210,27 @@ struct Tilts {
   const uint8_t *used;   // (B Hkv, H, S)
   float *level;          // (B Hkv, H, C): g_hc
   float *mass, *energy;  // (B Hkv, H, C)
-  float *rows;           // (B Hkv, H, C, D + Dv)
+  float *key_sum;        // (B Hkv, H, C, D): of centred keys
+  float *value_sum;      // (B Hkv, H, C, Dv)
   float *together;       // (B Hkv, D, Dv): over all keys and cohorts, of e (k - middle) v^T; null: not asked
   int64_t batch, heads, keys, dim, value_dim, cohorts, count, kept;
   float tilt, largest;
 };
 
 struct TiltsBack {
-  Tilts of;                      // its level is read, its sums are not
-  const float *rows, *together;  // that come, as those of `of`
-  float *key, *value;            // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, where the gradients of real keys are written
+  Tilts of;                                     // its level is read, its sums are not
+  const float *key_sum, *value_sum, *together;  // that come, as those of `of`
+  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, where the gradients of real keys are written
 };
 
-// The stand-ins of cohorts, from these sums: `fewkeys.rest.cohort_means`.
+// The stand-ins of cohorts, from these sums, which are lost: `fewkeys.rest.cohort_means`.
 struct CohortStandIns {
-  const float *mass, *energy, *rows, *level;  // as `Tilts` has them
+  const float *mass, *energy, *level;         // as `Tilts` has them
   const float *together;                      // (B Hkv, D, Dv): products of keys and values, by their weight
   const float *mean, *within;                 // (B Hkv, H, D), (B Hkv, D, D)
   const float *middle, *unit;                 // (B Hkv, D), (B Hkv)
-  float *key, *value, *bias, *factor;         // (B Hkv, H, C, D), (B Hkv, H, C, Dv), (B Hkv, H, C), the same
+  float *key, *value;                         // (B Hkv, H, C, D), (B Hkv, H, C, Dv): sums become means where they lie
+  float *bias, *factor;                       // (B Hkv, H, C), the same
   float *left, *right, *bounds;               // (B Hkv, H, D, r), (B Hkv, H, r, Dv), (B Hkv, H, 2, r)
   int64_t heads, cohorts, count, dim, value_dim, rank, steps;
   float tilt, largest_tilt, largest_spread, reach, least;

@@ -169,8 +169,8 @@ class Tilting {
     for (int64_t h = 0; h < p.cohorts; h++) {
       const int64_t to = (head * p.cohorts + h) * p.count + cluster;
       p.mass[to] = mass[h], p.energy[to] = 2 * energy[h], p.level[to] = keys.level[h];
-      float *row = p.rows + to * (p.dim + p.value_dim);
-      std::copy_n(&sums[h * both + deep], p.value_dim, std::copy_n(&sums[h * both], p.dim, row));
+      std::copy_n(&sums[h * both], p.dim, p.key_sum + to * p.dim);
+      std::copy_n(&sums[h * both + deep], p.value_dim, p.value_sum + to * p.value_dim);
     }
   }
 
@@ -206,9 +206,9 @@ class TiltingBack {
     keys.take(order, head, cluster);
     for (int64_t h = 0; h < p.cohorts; h++) {
       const int64_t from = (head * p.cohorts + h) * p.count + cluster;
-      const float *row = all.rows + from * (p.dim + p.value_dim);
       keys.level[h] = p.level[from];
-      std::copy_n(row, p.dim, &grad[h * both]), std::copy_n(row + p.dim, p.value_dim, &grad[h * both + deep]);
+      std::copy_n(all.key_sum + from * p.dim, p.dim, &grad[h * both]);
+      std::copy_n(all.value_sum + from * p.value_dim, p.value_dim, &grad[h * both + deep]);
     }
     if (all.together) read_products(head);
     while (const int count = keys.look()) {
@@ -253,17 +253,22 @@ class TiltingBack {
   }
 };
 
-// What is held of a head while its clusters are added up.
+// What is held of a head while its clusters are added up, in as many portions whatever the number of threads.
 struct Held {
-  const int64_t wide, size;
+  static constexpr int64_t PORTIONS = 16;
+  const int64_t wide, size, count;
   ByCluster order;
-  aligned_vector<float> products;  // (C, D, Dv), filled up on both sides, where they are asked for
+  aligned_vector<float> products;  // (PORTIONS, D, Dv), filled up on both sides, where they are asked for
 
   explicit Held(const Tilts &p)
-      : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), products(p.count * size) {}
+      : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), count(p.count),
+        products(PORTIONS * size) {}
+
+  // The first cluster of a portion.
+  int64_t first(int64_t portion) const { return portion * count / PORTIONS; }
 };
 
-// `run(worker, held, head, cluster)` for all clusters, and then `finish(held, head)`. Where heads are many, each is one
+// `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. Where heads are many, each is one
 // thread's: a call of all threads costs as much as some clusters.
 template <class Worker, class Told, class Run, class... Finish>
 static void by_head(const Told &told, const Tilts &p, int threads, Run run, Finish... finish) {
@@ -271,28 +276,28 @@ static void by_head(const Told &told, const Tilts &p, int threads, Run run, Fini
   if (heads >= 4 * team_size(threads))
     return in_parallel(threads, heads, [&] { return std::pair<Worker, Held>(told, p); }, [&](auto &one, int64_t head) {
       one.second.order.sort(p, head);
-      for (int64_t c = 0; c < p.count; c++) Team::check(), run(one.first, one.second, head, c);
+      for (int64_t i = 0; i < Held::PORTIONS; i++) Team::check(), run(one.first, one.second, head, i);
       (finish(one.second, head), ...);
     });
   std::vector<Held> held(heads, Held(p));
   in_parallel(threads, heads, [&](int64_t head) { held[head].order.sort(p, head); });
-  in_parallel(threads, heads * p.count, [&] { return Worker(told); }, [&](Worker &worker, int64_t i) {
-    run(worker, held[i / p.count], i / p.count, i % p.count);
+  in_parallel(threads, heads * Held::PORTIONS, [&] { return Worker(told); }, [&](Worker &worker, int64_t i) {
+    run(worker, held[i / Held::PORTIONS], i / Held::PORTIONS, i % Held::PORTIONS);
   });
   (in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); }), ...);
 }
 
 template <class T>
 static void tilt(const Tilts &p, int threads) {
-  const auto add_up = [](Tilting<T> &one, Held &held, int64_t head, int64_t cluster) {
-    float *products = held.products.data() + cluster * held.size;
+  const auto add_up = [](Tilting<T> &one, Held &held, int64_t head, int64_t portion) {
+    float *products = held.size ? held.products.data() + portion * held.size : nullptr;
     std::fill_n(products, held.size, 0.0f);
-    one.add_up(held.order, head, cluster, held.size ? products : nullptr);
+    for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.add_up(held.order, head, c, products);
   };
   const auto finish = [&](Held &held, int64_t head) {
     if (!held.size) return;
     float *sum = held.products.data(), *to = p.together + head * p.dim * p.value_dim;
-    for (int64_t c = 1; c < p.count; c++) add(sum, sum + c * held.size, 1.0f, held.size);
+    for (int64_t i = 1; i < Held::PORTIONS; i++) add(sum, sum + i * held.size, 1.0f, held.size);
     for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * held.wide, p.value_dim, to + d * p.value_dim);
   };
   by_head<Tilting<T>>(p, p, threads, add_up, finish);
@@ -300,8 +305,8 @@ static void tilt(const Tilts &p, int threads) {
 
 template <class T>
 static void tilt_back(const TiltsBack &all, int threads) {
-  const auto pass_on = [](TiltingBack<T> &one, Held &held, int64_t head, int64_t cluster) {
-    one.pass_on(held.order, head, cluster);
+  const auto pass_on = [](TiltingBack<T> &one, Held &held, int64_t head, int64_t portion) {
+    for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.pass_on(held.order, head, c);
   };
   by_head<TiltingBack<T>>(all, all.of, threads, pass_on);
 }

@@ -32,7 +32,8 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     none = torch.zeros((*spoken.shape[:2], 0), dtype=torch.int64, device=spoken.device)
     together = told.together
     if together is not None and compiled(x, x.key, x.value, known.mean):
-        given = {"mass": told.mass, "energy": told.energy, "rows": told.rows, "level": told.importance}
+        given = {"mass": told.mass, "energy": told.energy, "level": told.importance}
+        given |= {"key": told.key, "value": told.value}
         given |= {"together": together, "mean": known.mean, "within": known.within}
         given |= {"middle": middle, "unit": frame(x).unit}
         numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
@@ -40,7 +41,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         found = native.cohort_means(given, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
         return StandIns(label=none, share=none.to(spoken.dtype), mass=spoken, **found)
     mass = told.mass.clamp_min(1e-30).unsqueeze(-1)
-    offset, value = (told.rows / mass).split([x.head_dim, x.value_dim], -1)
+    offset, value = told.key / mass, told.value / mass
     with torch.no_grad():
         on_key = offset @ known.within.unsqueeze(2)
         square, query = (on_key * offset).sum(-1), known.mean.unsqueeze(3)

@@ -28,6 +28,8 @@ from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sample import centre, sample_keys
 
+METRIC_SAMPLE = 512
+"""About how many keys tell how far two queries are from one another."""
 POWER, REFINE, SPLIT_SAMPLE = 2, 2, 128
 """Steps towards a direction, steps of 2-means from there, and about how many rows of a set they look at."""
 
@@ -156,7 +158,7 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 def _metric(inputs: Inputs) -> Tensor:
     """G (B, Hkv, D, D): `(q - q')^T G (q - q')` is the sum, over some keys, of squared differences of two scores."""
-    some = sample_keys(inputs, QUERY_SAMPLE)
+    some = sample_keys(inputs, METRIC_SAMPLE)
     key = centre(working(some.take(inputs.key.detach())), some.real)
     return key.mT @ key
 

@@ -32,14 +32,15 @@ LARGEST_TILT = 2.0
 class Tilted:
     """Sums over the keys of every cluster that a cohort does not keep, each key weighing e_hj.
 
-    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `rows` (B, Hkv, H, C, D + Dv):
-    of centred keys and values; `importance` (B, Hkv, H, C): g_hc, without gradient; `together` (B, Hkv, D, Dv): of
-    products of centred keys and values, over all clusters and cohorts, or None.
+    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `key` (B, Hkv, H, C, D): of
+    centred keys; `value` (B, Hkv, H, C, Dv); `importance` (B, Hkv, H, C): g_hc, without gradient; `together`
+    (B, Hkv, D, Dv): of products of centred keys and values, over all clusters and cohorts, or None.
     """
 
     mass: Tensor
     energy: Tensor
-    rows: Tensor
+    key: Tensor
+    value: Tensor
     importance: Tensor
     together: Tensor | None
 
@@ -119,42 +120,53 @@ class _Sums(torch.autograd.Function):
             mass.scatter_add_(-1, where, e)
             energy.scatter_add_(-1, where, e * (2 * told["own"]).unsqueeze(2))
             centred, values = working(key) - told["middle"], working(value)
-            both = torch.cat([centred, values], -1)
-            rows = both.new_zeros((*level.shape, both.shape[-1]))
-            for h in range(e.shape[2]):
-                rows[:, :, h].scatter_add_(2, label.unsqueeze(-1).expand_as(both), both * e[:, :, h].unsqueeze(-1))
+            sums = [part.new_zeros((*level.shape, part.shape[-1])) for part in (centred, values)]
+            for total, part in zip(sums, (centred, values), strict=True):
+                to = label.unsqueeze(-1).expand_as(part)
+                for h in range(e.shape[2]):
+                    total[:, :, h].scatter_add_(2, to, part * e[:, :, h].unsqueeze(-1))
             products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if together else None
-            found = mass, energy, rows, level, products
-        ctx.save_for_backward(key, value, found[3], *told.values())
+            found = mass, energy, *sums, level, products
+        ctx.save_for_backward(key, value, found[4], *told.values())
         ctx.real, ctx.names, ctx.compiled = real, tuple(told), compiled
-        ctx.mark_non_differentiable(found[0], found[1], found[3])
+        ctx.mark_non_differentiable(found[0], found[1], found[4])
         return found
 
     @staticmethod
     def backward(
-        ctx: Any, _mass: Tensor, _energy: Tensor, gradient: Tensor, _level: Tensor, products: Tensor | None
+        ctx: Any,
+        _mass: Tensor,
+        _energy: Tensor,
+        to_key: Tensor,
+        to_value: Tensor,
+        _level: Tensor,
+        products: Tensor | None,
     ) -> Any:
         key, value, level, *parts = ctx.saved_tensors
-        told = dict(zip(ctx.names, parts, strict=True))
+        told, coming = dict(zip(ctx.names, parts, strict=True)), (to_key, to_value, products)
         # Derivatives of the gradients go through torch's operations.
         if ctx.compiled and not torch.is_grad_enabled():
             given = {**told, "real": ctx.real, "level": level}
-            found = native.tilt_back(key, value, given, (gradient, products), tilt=TILT, largest=LARGEST_TILT)
+            found = native.tilt_back(key, value, given, coming, tilt=TILT, largest=LARGEST_TILT)
         else:
-            found = _passed_on(key, value, _weights(key.detach(), ctx.real, told, level), told, (gradient, products))
+            found = _passed_on(key, value, _weights(key.detach(), ctx.real, told, level), told, coming)
         return (*(part.to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)), *[None] * 5)
 
 
 def _passed_on(
-    key: Tensor, value: Tensor, e: Tensor, told: dict[str, Tensor], gradients: tuple[Tensor, Tensor | None]
+    key: Tensor, value: Tensor, e: Tensor, told: dict[str, Tensor], coming: tuple[Tensor, Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values, one cohort after another."""
-    rows, products = gradients
-    where = told["label"].unsqueeze(-1).expand(*e.shape[:2], e.shape[3], rows.shape[-1])
-    found = rows.new_zeros(where.shape)
-    for h in range(e.shape[2]):
-        found = found + rows[:, :, h].gather(2, where) * e[:, :, h].unsqueeze(-1)
-    to_key, to_value = found.split([key.shape[-1], value.shape[-1]], -1)
+    label = told["label"].unsqueeze(-1)
+
+    def spread(sums: Tensor) -> Tensor:
+        where = label.expand(*e.shape[:2], e.shape[3], sums.shape[-1])
+        found = sums.new_zeros(where.shape)
+        for h in range(e.shape[2]):
+            found = found + sums[:, :, h].gather(2, where) * e[:, :, h].unsqueeze(-1)
+        return found
+
+    (to_key, to_value), products = map(spread, coming[:2]), coming[2]
     if products is None:
         return to_key, to_value
     weight = e.sum(2).unsqueeze(-1)

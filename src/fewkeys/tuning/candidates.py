@@ -66,6 +66,7 @@ def splits(
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
+    first = first.without_cohorts() if biased else first
     found = [Candidate(first, slots)]
     for level in SEARCHED if searched else LEVELS:
         size = max(2, round(slots * level))
