@@ -83,9 +83,9 @@ class Plan(hub.OnHub):
     def without_cohorts(self) -> Plan:
         """The plan where all queries of a head share one list and one set of means; itself, where they do already.
 
-        It runs where queries cannot be sorted into cohorts: scores with a bias of the distance or with a sink of the
-        layer's own, and tokens split over processes. Beside means it is `budget(slots, cohorts=1)` of as many slots,
-        whose window cohorts do without; lists alone stay as long as they are.
+        It runs where queries cannot be sorted into cohorts: scores with a bias of the distance, or with a sink of the
+        layer's own. Beside means it is `budget(slots, cohorts=1)` of as many slots, whose window cohorts do without;
+        lists alone stay as long as they are.
         """
         if not isinstance(self.keep, Outliers) or self.keep.cohorts == 1:
             return self

@@ -52,6 +52,9 @@ TRITON_ONCE = Law("07_no_double_counting", "triton")
 WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
 SPLITS = Law("parts/test_cohorts", "kernel_splits")
 SUMS = Law("parts/test_cohorts", "kernel_adds_up")
+APART = Law("parts/test_cohorts", "stay_where_they_are or smallest_scores")
+SHARDS = Law("parts/test_distributed", "")
+BIASED = Law("parts/test_distance_bias", "cohorts_give_way")
 TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
@@ -408,5 +411,40 @@ BREAKAGES = (
         "scale(&keys.row[j * both], keys.weight[j], both)",
         "scale(&keys.row[j * both], 1.0f, both)",
         (SUMS,),
+    ),
+    Breakage(
+        "shards: cohorts forget the queries of earlier processes",
+        "sketch/halves_apart.py",
+        "(before + total.cumsum(1) - total)",
+        "(total.cumsum(1) - total)",
+        (SHARDS,),
+    ),
+    Breakage(
+        "shards: cohorts forget the queries of earlier heads",
+        "sketch/halves_apart.py",
+        "(before + total.cumsum(1) - total)",
+        "before",
+        (APART, SHARDS),
+    ),
+    Breakage(
+        "shards: of equal scores none goes left",
+        "sketch/halves_apart.py",
+        "return (number < middle) | few | by_set",
+        "return (number < middle) | by_set",
+        (APART,),
+    ),
+    Breakage(
+        "shards: importance in clusters of this process alone",
+        "sketch/tilted.py",
+        "size, quad, total = (totals.sum(part) for part in (size, quad, total))",
+        "",
+        (SHARDS,),
+    ),
+    Breakage(
+        "a bias of the distance: queries in cohorts",
+        "flow.py",
+        "return plan if inputs.bias is None else plan.without_cohorts()",
+        "return plan",
+        (BIASED,),
     ),
 )

@@ -7,8 +7,11 @@ import fewkeys as fk
 import fewkeys.native as native
 import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
+from fewkeys.core.totals import WHOLE
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.cohorts import POWER, REFINE, SPLIT_SAMPLE, cohorts, described, own_importance, split
+from fewkeys.sketch.cohorts import cohorts, own_importance
+from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
+from fewkeys.sketch.halves_apart import described_apart, ordered, smallest, split_apart
 from native_cases import needs_compiler
 
 
@@ -34,6 +37,39 @@ def test_a_split_is_balanced_and_has_every_row_once(many, count):
     for one in sets(place):
         assert sorted(i for own in one for i in own) == list(range(many))
         assert [len(own) for own in one] == [min(most, max(0, many - most * i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("many", [1, 3, 70, 1401])
+@pytest.mark.parametrize("count", [1, 2, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_stay_where_they_are_are_split_alike(many, count, dtype):
+    """Of two runs, one behind the other."""
+    rows = torch.randn(3, 2, many, 5, generator=torch.Generator().manual_seed(many), dtype=dtype)
+    flat, by = rows.flatten(1, 2), metric(5).to(dtype).expand(3, -1, -1)
+    place = split(flat, by, count)
+    label = split_apart(rows, by, count, WHOLE).flatten(1)
+    for own, one in zip(sets(place), label, strict=True):
+        assert [frozenset((one == h).nonzero().flatten().tolist()) for h in range(count)] == own
+    found = described_apart(rows, label.view(3, 2, many), count, 3, WHOLE)
+    for one, other in zip(found, described(flat, place, 3), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_smallest_scores_of_equal_ones_come_first(dtype):
+    g = torch.Generator().manual_seed(0)
+    odd = torch.tensor([0.0, -0.0, 1e-45, -1e-30, 3.0, -3.0, 1e30, -1e30], dtype=dtype)
+    score = odd[torch.randint(8, (2, 2, 300), generator=g)]
+    assert torch.equal(ordered(score.flatten()).argsort(stable=True), score.flatten().argsort(stable=True))
+    label = torch.randint(3, (2, 2, 300), generator=g)
+    real = torch.stack([(label == h).sum((1, 2)) for h in range(3)], 1)
+    for rank in (0, 1, 57, 150, 600):
+        left = smallest(score, label, real, rank, WHOLE)
+        for r in range(2):
+            for h in range(3):
+                own = (label[r] == h).flatten()
+                order = score[r].flatten()[own].argsort(stable=True)
+                assert torch.equal(left[r].flatten()[own].nonzero().flatten(), order[:rank].sort().values)
 
 
 def test_a_split_finds_far_sets_of_rows():
@@ -103,7 +139,7 @@ def test_sums_have_exact_gradients():
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
     def found(k, v):
-        _, _, *sums, _, together = tilted._Sums.apply(k, v, None, facts, 3, True, False)
+        _, _, *sums, _, together = tilted._Sums.apply(k, v, None, facts, 3, True, False, WHOLE)
         return (*sums, together)
 
     assert torch.autograd.gradcheck(found, (key, value))
@@ -122,7 +158,7 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     found, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
     for compiled in (True, False):
         given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
-        sums = tilted._Sums.apply(*given, x.valid, facts, 6, True, compiled)
+        sums = tilted._Sums.apply(*given, x.valid, facts, 6, True, compiled, WHOLE)
         passed = torch.autograd.grad([sums[2], sums[3], sums[5]], given, coming)
         found.append([*(part.detach() for part in sums), *passed])
     for one, other in zip(*found, strict=True):

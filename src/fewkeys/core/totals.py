@@ -23,6 +23,10 @@ class Totals(ABC):
         """The logarithm of the sum of exponentials, where each part is one."""
 
     @abstractmethod
+    def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the parts before this one, and that of all."""
+
+    @abstractmethod
     def rows(self, part: Tensor) -> Tensor:
         """The rows (B, H, N, ...) of all parts, one after the other."""
 
@@ -38,6 +42,9 @@ class Whole(Totals):
 
     def logsumexp(self, part: Tensor) -> Tensor:
         return part
+
+    def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        return part.new_zeros(part.shape), part
 
     def rows(self, part: Tensor) -> Tensor:
         return part

@@ -13,7 +13,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.distributed import causal, means
+from fewkeys.distributed import causal, cohorts, means
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
@@ -55,7 +55,7 @@ def attention(
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys`. `RandomKeys` draws with seed 0, and for all tokens on every rank.
             `Outliers` and `Window`, too, beside or without `ClusterMeans`. Causal: `RecentBlocks`, and `Sinks` beside
-            it. What is of cohorts runs as `Plan.without_cohorts` says.
+            it.
         rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans`, causal `RunningMeans`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks. Every rank has as many queries as keys. The past goes
@@ -89,9 +89,9 @@ def attention(
     comm = communicator(group)
     call = "attention"
     with checking(comm, call):
-        plan = Plan(keep, rest or Drop(), weights or Softmax()).without_cohorts()
+        plan = Plan(keep, rest or Drop(), weights or Softmax())
         parts = causal.check_causal(plan) if is_causal else None
-        rules = () if is_causal else means.check_parts(plan)
+        rules = () if is_causal or cohorts.lists(plan) else means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)
         if (is_causal or any(rule.band for rule in rules)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
@@ -112,6 +112,8 @@ def attention(
     if parts is not None:
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
     asked = [count for _, count, _ in own]
+    if cohorts.lists(plan):
+        return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, comm)
     if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():
         return means.attend(inputs, plan, rules, tokens, asked, comm, wanted)
     with torch.no_grad():

@@ -43,6 +43,10 @@ class OverRanks(Totals):
     def logsumexp(self, part: Tensor) -> Tensor:
         return torch.stack(self.comm.all_gather(part)).logsumexp(0)
 
+    def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        parts = torch.stack(self.comm.all_gather(part))
+        return parts[: self.comm.rank].sum(0), parts.sum(0)
+
     def rows(self, part: Tensor) -> Tensor:
         return torch.cat(self.comm.all_gather_rows(part.movedim(2, 0))).movedim(0, 2)
 

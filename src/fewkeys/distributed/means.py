@@ -43,10 +43,15 @@ def check_parts(plan: Plan) -> tuple[Sharded, ...]:
     return rules
 
 
-def whole(inputs: Inputs, tokens: list[int], asked: list[int], comm: Communicator) -> Inputs:
-    """The problem of this rank, that knows of the whole sequence; arguments as of `attend`."""
+def whole(inputs: Inputs, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool = False) -> Inputs:
+    """The problem of this rank, that knows of the whole sequence.
+
+    `tokens`, `asked`: all ranks' numbers of keys and queries. `wanted`: some rank wants gradients, so that all ranks
+    pass them on.
+    """
     shard = Shard(OverRanks(comm), sum(tokens[: comm.rank]), sum(tokens), sum(asked[: comm.rank]), sum(asked))
-    return replace(inputs, shard=shard, _memory={})
+    key = inputs.key.detach().requires_grad_() if wanted and not inputs.key.requires_grad else inputs.key
+    return replace(inputs, key=key, shard=shard, _memory={})
 
 
 def attend(
@@ -58,14 +63,9 @@ def attend(
     comm: Communicator,
     wanted: bool,
 ) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `tokens`, `asked`: all ranks' numbers of keys and queries.
-
-    `wanted`: some rank wants gradients, so that all ranks pass them on.
-    """
+    """The output (B, Hq, Nq, Dv) of this rank's queries; arguments as of `whole`."""
     first = sum(tokens[: comm.rank])
-    own = whole(inputs, tokens, asked, comm)
-    if wanted and not own.key.requires_grad:
-        own = replace(own, key=own.key.detach().requires_grad_())
+    own = whole(inputs, tokens, asked, comm, wanted)
     with torch.no_grad():
         kept = _kept(own, rules, comm)
     listed = kept.index.shape[-1]
@@ -89,7 +89,7 @@ def attend(
         stand_ins = replace(stand_ins, label=pad(label, (0, heavy.shape[2])), share=pad(share, (0, heavy.shape[2])))
     # All ranks have said what they had to say.
     if not own.queries:
-        return _nothing(own, [*edges, heavy], stand_ins)
+        return nothing(own, [*edges, heavy], stand_ins)
     key, value = torch.cat([pad(near, (0, 0, 0, far)), heavy], 2).split([own.head_dim, own.value_dim], -1)
     place = torch.arange(key.shape[2], device=key.device)
     real = ((place < near.shape[2]) | (place >= base)).expand(own.batch, -1)
@@ -164,7 +164,7 @@ def _columns(kept: Kept, tokens: list[int], near: range, base: int, comm: Commun
     return index.gather(-1, order), used.gather(-1, order)
 
 
-def _nothing(own: Inputs, rows: list[Tensor], stand_ins: StandIns | None) -> Tensor:
+def nothing(own: Inputs, rows: list[Tensor], stand_ins: StandIns | None) -> Tensor:
     """No output, but a part in the graph: the other ranks' backward pass waits for this one's."""
     parts = [*rows]
     if stand_ins is not None:

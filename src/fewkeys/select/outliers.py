@@ -14,8 +14,8 @@ from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, Selector, Sharded, shared_top
 from fewkeys.select.controls import KeyNorm
 from fewkeys.select.leverage import Leverage
-from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
-from fewkeys.sketch.cohorts import cohorts, own_importance
+from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics, largest
+from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
 
 NEAR = 1e-5
@@ -64,14 +64,19 @@ class Outliers(Counted):
     def select(self, inputs: Inputs) -> Graph:
         if self.cohorts == 1:
             return shared_top(inputs, self.scores(inputs), self.count)
-        known, distance = cohorts(inputs, self.cohorts), clusters(inputs, self.clusters).distance
-        # The same score, but for what a cohort's mean query adds. Keys at their centre differ by importance alone, not
-        # by what rounding leaves of their distance.
-        real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
-        least = (NEAR * real.amax(-1, keepdim=True)).clamp_min(torch.finfo(distance.dtype).tiny)
-        offset = own_importance(inputs, known) + distance.maximum(least).log()
-        index, used = best(inputs, known, offset, self.count)
+        known = cohorts(inputs, self.cohorts)
+        index, used = best(inputs, known, self.common(inputs, known), self.count)
         return Graph(inputs, columns=Columns(index, used, known.place.shape[3], known.place))
+
+    def common(self, inputs: Inputs, known: Cohorts) -> Tensor:
+        """(B, Hkv, Nk): `scores`, but for what the mean query of each cohort adds.
+
+        Keys at their centre differ by importance alone, not by what rounding leaves of their distance.
+        """
+        distance = clusters(inputs, self.clusters).distance
+        real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
+        least = (NEAR * inputs.whole.totals.max(largest(real))).clamp_min(torch.finfo(distance.dtype).tiny)
+        return own_importance(inputs, known) + distance.maximum(least).log()
 
     def work(self, inputs: Inputs) -> Work:
         each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0

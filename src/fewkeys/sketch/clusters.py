@@ -288,7 +288,7 @@ def _lloyd(inputs: Inputs, known: Frame, some: Subset, count: int) -> tuple[Tens
     if some.real is not None:
         hidden = ~some.real[:, None].expand(-1, key.shape[1], -1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    top = totals.max(_largest(scores))
+    top = totals.max(largest(scores))
     weight = (TILT * (scores - top.masked_fill(top == -torch.inf, 0.0))).clamp_min(LOWEST_LOG_WEIGHT).exp()
     if hidden is not None:
         weight = weight.masked_fill(hidden, 0.0)
@@ -313,7 +313,7 @@ def _lloyd(inputs: Inputs, known: Frame, some: Subset, count: int) -> tuple[Tens
     return centres, mean_importance
 
 
-def _largest(scores: Tensor) -> Tensor:
+def largest(scores: Tensor) -> Tensor:
     """The largest of each row (..., 1); -inf of none."""
     if not scores.shape[-1]:
         return scores.new_full((*scores.shape[:-1], 1), -torch.inf)

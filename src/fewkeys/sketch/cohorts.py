@@ -1,7 +1,7 @@
 """Cohorts: the queries of a key head in equal sets of similar ones, each with statistics of its own.
 
-Rows are split in the middle, and the halves again, along directions in which they differ most (`split`). Inside a
-cohort h queries are taken as Gaussian with the cohort's own mean m_h and one covariance W, that of a query around the
+Rows are split in the middle, and the halves again, along directions in which they differ most (`halves.split`). Inside
+a cohort h queries are taken as Gaussian with the cohort's own mean m_h and one covariance W, that of a query around the
 mean of its cohort, pooled over cohorts. So the importance of a centred key (`fewkeys.sketch.clusters`) for a cohort,
 
     g_hj = log E exp(q . k_j) = m_h . k_j + k_j^T W k_j / 2,
@@ -26,12 +26,12 @@ from fewkeys.core.rows import take
 from fewkeys.sketch.backend import backend
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
 from fewkeys.sketch.gram import triangular_root
+from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
+from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
 METRIC_SAMPLE = 512
 """About how many keys tell how far two queries are from one another."""
-POWER, REFINE, SPLIT_SAMPLE = 2, 2, 128
-"""Steps towards a direction, steps of 2-means from there, and about how many rows of a set they look at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,65 +71,10 @@ def own_importance(inputs: Inputs, known: Cohorts) -> Tensor:
     return inputs.remember(("own importance", known.count), compute)
 
 
-def split(rows: Tensor, metric: Tensor, count: int) -> Tensor:
-    """Places (R, count, M) of rows (R, m, F) in `count`, a power of two, sets of M = ceil(m / count); -1 for none.
-
-    A set of rows, centred to y_j, is ordered by `y_j . metric u`, metric (R, F, F), and cut in the middle. u starts as
-    the longest y_j, goes through power iterations, and then through steps of balanced 2-means: minus the sum of the
-    left half. Rows of a set stay in their order; places that are left over stand last in the last sets. Directions of
-    large sets see every s-th row only.
-    """
-    sets, rest = rows.shape[0], -rows.shape[1] % count
-    place = pad(torch.arange(rows.shape[1], device=rows.device), (0, rest), value=-1).expand(sets, -1)
-    size = place.shape[1]
-    rows = pad(rows, (0, 0, 0, rest))
-    while size > place.shape[1] // count:
-        own, real = rows.reshape(-1, size, rows.shape[-1]), (place >= 0).reshape(-1, size)
-        each = metric.repeat_interleave(own.shape[0] // sets, 0)
-        order = _along(own, each, real).argsort(dim=-1, stable=True)
-        # Rows of a half stay in their old order.
-        order = order.unflatten(1, (2, -1)).sort(-1).values.flatten(1)
-        rows = own.gather(1, order.unsqueeze(-1).expand_as(own)).reshape(rows.shape)
-        place = place.reshape(-1, size).gather(1, order).reshape(place.shape)
-        size //= 2
-    found: Tensor = place.unflatten(1, (count, -1))
-    return found
-
-
-def described(rows: Tensor, place: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, both of every `step`-th
-    row of each set.
-    """
-    some = place[..., ::step]
-    real = (some >= 0).unsqueeze(-1)
-    sets = take(rows.unsqueeze(0), some.clamp_min(0).unsqueeze(0)).squeeze(0)
-    mean = (sets * real).sum(2) / real.sum(2).clamp_min(1)
-    off = sets.sub_(mean.unsqueeze(2)).mul_(real).flatten(1, 2)
-    return mean, off.mT @ off / real.sum((1, 2)).clamp_min(1).unsqueeze(-1)
-
-
-def _along(rows: Tensor, metric: Tensor, real: Tensor) -> Tensor:
-    """Numbers (R, m) by which to order rows (R, m, F), infinite where they are not real."""
-    step = max(1, rows.shape[1] // SPLIT_SAMPLE)
-    some, there = rows[:, ::step], real[:, ::step]
-    total = there.sum(1)[:, None, None].clamp_min(1)
-    some = (some - (some * there.unsqueeze(-1)).sum(1, keepdim=True) / total) * there.unsqueeze(-1)
-    longest = some.square().sum(-1).argmax(1)
-    along = some.gather(1, longest[:, None, None].expand(-1, 1, rows.shape[-1])) @ metric
-    for _ in range(POWER):
-        moved = (some @ along.mT).mT @ some
-        along = moved @ metric
-        length = (moved * along).sum(-1, keepdim=True).clamp_min(0).sqrt()
-        along = along / length.clamp_min(torch.finfo(rows.dtype).tiny)
-    for _ in range(REFINE):
-        order = (some @ along.mT).squeeze(-1).masked_fill(~there, torch.inf).argsort(dim=-1, stable=True)
-        left = order[:, : order.shape[1] // 2].unsqueeze(-1).expand(-1, -1, rows.shape[-1])
-        along = -some.gather(1, left).sum(1, keepdim=True) @ metric
-    return (rows @ along.mT).squeeze(-1).masked_fill(~real, torch.inf)
-
-
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     x, real, metric = inputs, inputs.valid_queries, _metric(inputs)
+    if x.shard is not None:
+        return _apart(x, metric, count)
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
         place, mean, within = _of(rows, metric, count, x.impl)
@@ -158,9 +103,13 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 def _metric(inputs: Inputs) -> Tensor:
     """G (B, Hkv, D, D): `(q - q')^T G (q - q')` is the sum, over some keys, of squared differences of two scores."""
-    some = sample_keys(inputs, METRIC_SAMPLE)
-    key = centre(working(some.take(inputs.key.detach())), some.real)
-    return key.mT @ key
+    some, totals = sample_keys(inputs, METRIC_SAMPLE), inputs.whole.totals
+    key = working(some.take(inputs.key.detach()))
+    if inputs.shard is None:
+        key = centre(key, some.real)
+    else:
+        key = key - totals.sum(key.sum(-2, keepdim=True)) / totals.sum(key.new_tensor(float(key.shape[2]))).clamp_min(1)
+    return totals.sum(key.mT @ key)
 
 
 def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,8 +118,7 @@ def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, T
     if not many:
         none = torch.full((batch, heads, 1, 1), -1, device=rows.device)
         return none, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim))
-    while count > 1 and count // 2 >= many:
-        count //= 2
+    count = _at_most(count, many)
     flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, many // QUERY_SAMPLE)
     if impl in COMPILED and native.readable(flat) and flat.dtype == torch.float32:
         found = native.halve(flat, metric, count, step=step, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
@@ -179,3 +127,29 @@ def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, T
         found = place, *described(flat, place, step)
     place, mean, within = (part.unflatten(0, (batch, heads)) for part in found)
     return place, mean, within
+
+
+def _apart(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
+    """The cohorts of the queries of all processes, and the places of those that are here."""
+    x, totals = inputs, inputs.whole.totals
+    many = x.whole.queries * x.gqa_ratio
+    count = _at_most(count, many)
+    rows = working(x.grouped_query().detach()).flatten(0, 1)
+    label = split_apart(rows, metric.flatten(0, 1), count, totals)
+    mean, within = described_apart(rows, label, count, max(1, many // QUERY_SAMPLE), totals)
+    label = label.flatten(1)
+    order, own = label.argsort(dim=1, stable=True), label.new_zeros((len(label), count))
+    own.scatter_add_(1, label, torch.ones_like(label))
+    at = torch.arange(max(1, int(own.max())), device=label.device)
+    index = ((own.cumsum(1) - own).unsqueeze(-1) + at).clamp_max(max(0, label.shape[1] - 1))
+    place = order.gather(1, index.flatten(1)).view(index.shape) if label.shape[1] else index
+    place = place.masked_fill(at >= own.unsqueeze(-1), -1)
+    place, mean, within = (part.unflatten(0, (x.batch, x.kv_heads)) for part in (place, mean, within))
+    return Cohorts(place, mean * x.scale, within * x.scale**2)
+
+
+def _at_most(count: int, many: int) -> int:
+    """So many cohorts, a power of two, or as few as have a query each."""
+    while count > 1 and count // 2 >= many:
+        count //= 2
+    return count

@@ -21,6 +21,7 @@ import fewkeys.native as native
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
+from fewkeys.core.totals import Totals
 from fewkeys.sketch.clusters import Clusters, frame
 from fewkeys.sketch.cohorts import Cohorts, own_importance
 
@@ -65,23 +66,27 @@ def tilted_sums(
     """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`; products only if they are asked
     for. Gradients flow through keys and values, not through what they weigh. Cost O(n H (D + Dv) + n D Dv).
     """
-    x, count = inputs, found.importance.shape[-1]
+    x, count, totals = inputs, found.importance.shape[-1], inputs.whole.totals
     told = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
     told |= {"index": index, "used": used}
-    compiled = x.impl in COMPILED and native.readable(x.key, x.value, known.mean)
-    sums = _Sums.apply(x.key, x.value, x.valid, told, count, together, compiled)  # type: ignore[no-untyped-call]
-    return Tilted(*sums)
+    compiled = x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, known.mean)
+    given = (x.key, x.value, x.valid, told, count, together, compiled, totals)
+    *sums, importance, products = _Sums.apply(*given)  # type: ignore[no-untyped-call]
+    mass, energy, key, value = map(totals.sum, sums)
+    return Tilted(mass, energy, key, value, importance, None if products is None else totals.sum(products))
 
 
-def _levels(key: Tensor, real: Tensor | None, told: dict[str, Tensor], count: int) -> Tensor:
+def _levels(key: Tensor, real: Tensor | None, told: dict[str, Tensor], count: int, totals: Totals) -> Tensor:
     """g_hc: that of a cluster's mean key and mean `k^T W k / 2`."""
     label, own = told["label"], told["own"]
     there = torch.ones_like(own) if real is None else real[:, None].to(own.dtype).expand_as(own)
     size, quad = own.new_zeros((2, *own.shape[:2], count)).unbind()
-    size.scatter_add_(-1, label, there).clamp_min_(1)
+    size.scatter_add_(-1, label, there)
     quad.scatter_add_(-1, label, there * own)
     where, total = label.unsqueeze(-1).expand_as(key), own.new_zeros((*size.shape, key.shape[-1]))
     total.scatter_add_(2, where, (working(key) - told["middle"]) * there.unsqueeze(-1))
+    size, quad, total = (totals.sum(part) for part in (size, quad, total))
+    size = size.clamp_min(1)
     return told["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
 
 
@@ -108,12 +113,13 @@ class _Sums(torch.autograd.Function):
         count: int,
         together: bool,
         compiled: bool,
+        totals: Totals,
     ) -> tuple[Tensor | None, ...]:
         found: tuple[Tensor | None, ...]
         if compiled:
             found = native.tilt(key, value, {**told, "real": real}, count, together, tilt=TILT, largest=LARGEST_TILT)
         else:
-            level, label = _levels(key, real, told, count), told["label"]
+            level, label = _levels(key, real, told, count, totals), told["label"]
             e = _weights(key, real, told, level)
             where = label.unsqueeze(2).expand_as(e)
             mass, energy = level.new_zeros((2, *level.shape)).unbind()
@@ -150,7 +156,7 @@ class _Sums(torch.autograd.Function):
             found = native.tilt_back(key, value, given, coming, tilt=TILT, largest=LARGEST_TILT)
         else:
             found = _passed_on(key, value, _weights(key.detach(), ctx.real, told, level), told, coming)
-        return (*(part.to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)), *[None] * 5)
+        return (*(part.to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)), *[None] * 6)
 
 
 def _passed_on(

@@ -1,0 +1,111 @@
+"""The sets of `fewkeys.sketch.halves`, of rows of which this process holds a part.
+
+Rows stay where they are. All processes get the same sample of every set, and so the same direction, and agree digit by
+digit on the number at which to cut. What is sent does not depend on how many rows there are: for each of `count` sets
+twice about `SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
+
+Rows are (R, G, m, F): behind the G runs of one process stand, run by run, those of the next, as the queries of G query
+heads do. A label (R, G, m) is the set of every row here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.totals import Totals
+from fewkeys.sketch.halves import direction, sample_step
+
+BYTE = 8
+
+
+def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Tensor:
+    """The labels of rows in the `count` sets that `halves.split` makes of all rows; `metric` (R, F, F).
+
+    Scores within rounding of the middle one may fall on its other side.
+    """
+    rounds, runs, _, dim = rows.shape
+    label = torch.zeros(rows.shape[:3], dtype=torch.int64, device=rows.device)
+    sets, size = 1, 0
+    while sets < count:
+        place, real = places(label, sets, totals)
+        size = size or -(-int(real.max()) // count) * count
+        step = sample_step(size)
+        slots = -(-size // step)
+        # Rows that are not of the sample go to a place of their own.
+        to = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
+        some = rows.new_zeros((rounds, sets * slots + 1, dim))
+        some.scatter_(1, to.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
+        some = totals.sum(some[:, :-1]).unflatten(1, (sets, slots)).flatten(0, 1)
+        there = (torch.arange(slots, device=rows.device) * step < real.unsqueeze(-1)).flatten(0, 1)
+        along = direction(some, there, metric.repeat_interleave(sets, 0)).view(rounds, sets, dim)
+        score = (rows.flatten(1, 2) * along.gather(1, label.flatten(1).unsqueeze(-1).expand(-1, -1, dim))).sum(-1)
+        left = smallest(score.unflatten(1, (runs, -1)), label, real, size // 2, totals)
+        label, sets, size = 2 * label + ~left, 2 * sets, size // 2
+    return label
+
+
+def described_apart(rows: Tensor, label: Tensor, count: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
+    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, both of every `step`-th
+    row of each set.
+    """
+    place, _ = places(label, count, totals)
+    own, label = rows.flatten(1, 2), label.flatten(1)
+    taken = (place.flatten(1) % step == 0).to(rows.dtype)
+    where = label.unsqueeze(-1).expand_as(own)
+    number = totals.sum(taken.new_zeros((len(rows), count)).scatter_add_(1, label, taken))
+    total = own.new_zeros((len(rows), count, own.shape[-1]))
+    mean = totals.sum(total.scatter_add_(1, where, own * taken.unsqueeze(-1))) / number.clamp_min(1).unsqueeze(-1)
+    off = (own - mean.gather(1, where)) * taken.unsqueeze(-1)
+    return mean, totals.sum(off.mT @ off) / number.sum(1).clamp_min(1)[:, None, None]
+
+
+def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
+    """The place (R, G, m) of every row among all of its set, and how many those are (R, sets)."""
+    own = torch.zeros((*label.shape[:2], sets), dtype=torch.int64, device=label.device)
+    own.scatter_add_(2, label, torch.ones_like(label))
+    before, total = totals.counted(own)
+    order = label.argsort(dim=2, stable=True)
+    row = torch.arange(label.shape[2], device=label.device).expand_as(label)
+    here = torch.empty_like(label).scatter_(2, order, row) - (own.cumsum(2) - own).gather(2, label)
+    return here + (before + total.cumsum(1) - total).gather(2, label), total.sum(1)
+
+
+def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
+    """Which rows have one of the `rank` smallest scores (R, G, m) of their set, of equal ones those that come first.
+
+    `real` (R, sets): how many rows each set has.
+    """
+    number, sets = ordered(score), real.shape[1]
+    left, prefix = torch.full_like(real, rank), torch.zeros_like(real)
+    for shift in range(BYTE * score.element_size() - BYTE, -1, -BYTE):
+        digit = number >> shift
+        first = shift == BYTE * (score.element_size() - 1)
+        if first:  # the signed one
+            digit, inside = digit + 128, torch.ones_like(number, dtype=torch.bool)
+        else:
+            inside, digit = digit >> BYTE == by_set(prefix, label), digit & 255
+        to = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
+        many = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, to, torch.ones_like(to))
+        many = totals.sum(many[:, :-1]).unflatten(1, (sets, 256))
+        upto = many.cumsum(-1)
+        its = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
+        left = left - (upto - many).gather(-1, its).squeeze(-1)
+        its = its.squeeze(-1)
+        prefix = its - 128 if first else prefix * 256 + its
+    middle = by_set(prefix, label)
+    place, _ = places(torch.where(number == middle, label, sets), sets + 1, totals)
+    few = (number == middle) & (place < by_set(left, label))
+    return (number < middle) | few | by_set(real <= rank, label)
+
+
+def by_set(known: Tensor, label: Tensor) -> Tensor:
+    """What is known of sets (R, sets), for every row (R, G, m)."""
+    return known.gather(1, label.flatten(1)).view(label.shape)
+
+
+def ordered(score: Tensor) -> Tensor:
+    """The bits of numbers, int64, in the order of the numbers; zeros are equal."""
+    kind = {4: torch.int32, 8: torch.int64}[score.element_size()]
+    bits = (score + 0.0).view(kind)
+    return torch.where(bits < 0, bits ^ torch.iinfo(kind).max, bits).long()
