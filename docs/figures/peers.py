@@ -6,6 +6,8 @@ from typing import Any
 
 from docs.figures.sources import read, table
 
+from fewkeys import budget
+
 RESULTS = "experiments/peers/results"
 ENCODERS = ("minilm", "minilm-4096", "minilm-16384", "t2t-3136", "t2t-784", "biggan", "normal-1024", "normal-4096")
 REACHED = (0.5, 0.3, 0.2, 0.1)
@@ -54,7 +56,7 @@ LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384"
 
 
 def _cohorts() -> str:
-    """Error and milliseconds of `budget` by slots, without and with cohorts."""
+    """Error and milliseconds of `budget` by slots and cohorts; what it has by default stands out."""
     found = _data("cohorts")["settings"]
     cells: dict[tuple[int, int], dict[str, str]] = {}
     for name in LENGTHS:
@@ -63,11 +65,12 @@ def _cohorts() -> str:
             own[name] = f"{row['error']:.3f} in {_shown(row['ms'])}"
     rows = []
     for (cohorts, slots), own in sorted(cells.items()):
-        more = "" if cohorts == 1 else f", cohorts={cohorts}"
-        rows.append([f"`budget({slots}{more})`", *(own.get(name, "") for name in LENGTHS)])
+        cells = [str(slots), str(cohorts), *(own.get(name, "") for name in LENGTHS)]
+        usual = cohorts == budget(slots).keep.cohort_lists
+        rows.append([f"**{cell}**" if usual and cell else cell for cell in cells])
     exact = [f"{length}; exact {_shown(found[name]['exact_ms'])} ms" for name, length in LENGTHS.items()]
     threads = {_threads(found[name]["machine"]) for name in LENGTHS}
-    return table([f"error, ms; {', '.join(sorted(threads))}", *exact], rows)
+    return table([f"slots ({', '.join(sorted(threads))})", "cohorts", *(f"error, ms: {text}" for text in exact)], rows)
 
 
 def _at(name: str, slots: int, cohorts: int) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def _at(name: str, slots: int, cohorts: int) -> dict[str, Any]:
 
 
 def _of_the_oracle() -> str:
-    """The error of `budget(64, cohorts=32)` beside that of each query's own best 64 keys."""
+    """The error of `budget(64)` beside that of each query's own best 64 keys."""
     rows = _data("minilm")["rows"]
     best = next(
         row["error"]

@@ -22,7 +22,7 @@ FORMAT = 1
 FILE = "plan.json"
 FEW = 12
 """A budget below it has no window: a mean more is worth more than the query's neighbours."""
-MOST_COHORTS, COHORT_SLOTS = 32, 3072
+MOST_COHORTS, COHORT_SLOTS = 32, 2048
 """As many cohorts as have so many slots together, at most so many: more of both cost more than they are worth."""
 
 
@@ -182,7 +182,7 @@ def budget(
 
     Without causality, similar queries form `cohorts`, each with outliers and means of its own: nine sixteenths of the
     slots are outliers kept exactly, an eighth is the first-order term (one slot a rank), and the others are cluster
-    means. Their number is a power of two, by default about 3072 / slots, at most 32: 32 up to 96 slots, 16 up to 192.
+    means. Their number is a power of two, by default about 2048 / slots, at most 32: 32 up to 64 slots, 16 up to 128.
     More have less error and take longer to prepare. `cohorts=1` is the fastest to prepare: all queries of a head share
     a list, three sixteenths of the slots, and means, and a quarter of the slots is a window; below 12 slots there is
     no window, and a quarter are outliers. At equal slots it has about one and a half to two times the error. The

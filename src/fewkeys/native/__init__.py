@@ -7,7 +7,7 @@ with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=
 """
 
 from fewkeys.native.build import counters, instruction_set, missing
-from fewkeys.native.cohorts import best, cohort_means, halve, tilt, tilt_back
+from fewkeys.native.cohorts import best, cohort_means, form, halve, tilt, tilt_back
 from fewkeys.native.extent import largest
 from fewkeys.native.keys import assign, cluster, frame, label_sums, represent, statistics, sums_and_products, survey
 from fewkeys.native.tensors import readable, suits
@@ -18,6 +18,7 @@ __all__ = [
     "cluster",
     "cohort_means",
     "counters",
+    "form",
     "frame",
     "halve",
     "instruction_set",

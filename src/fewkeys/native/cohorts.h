@@ -158,6 +158,17 @@ static void halve(const Halves &p, int threads) {
   in_parallel(threads, p.sets, [&] { return Halver(p); }, split);
 }
 
+static void form(const Forms &p, int threads) {
+  in_parallel(threads, p.sets, [&](int64_t set) {
+    const int64_t dim = p.dim;
+    float *own = p.form + set * (dim + 1) * dim, *shift = p.shift + set * (dim + 1);
+    if (!factorise_raised(p.within + set * dim * dim, dim, p.ridge, own))
+      __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
+    std::fill_n(own + dim * dim, dim, 0.0f);
+    for (int64_t r = 0; r <= dim; r++) shift[r] = product(own + r * dim, p.middle + set * dim, dim);
+  });
+}
+
 // The means of a tile of cohorts, in lanes.
 struct CohortLanes {
   aligned_vector<float> means;

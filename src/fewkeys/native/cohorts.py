@@ -4,6 +4,8 @@ their own.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,22 @@ def halve(
     steps = {"sample": sample, "power": power, "refine": refine}
     call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes, **steps))
     return found["place"], found["mean"], found["within"]
+
+
+def form(within: Tensor, middle: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
+    """`form` (B, H, D + 1, D) and `shift` (B, H, D + 1, 1), as `keys.survey` reads them, of L with `L L^T = within` but
+    for a ridge, and a mean query of zero. None where rounding has made a matrix indefinite.
+    """
+    batch, heads, _, dim = within.shape
+    found = {
+        "form": within.new_empty((batch, heads, dim + 1, dim)),
+        "shift": within.new_empty((batch, heads, dim + 1, 1)),
+    }
+    held = {"within": within.contiguous(), "middle": middle.contiguous(), **found}
+    indefinite = ctypes.c_int64(0)
+    told = {"indefinite": ctypes.addressof(indefinite), "sets": batch * heads, "dim": dim, "ridge": ridge}
+    call("fewkeys_form", struct("Forms")(**pointers(held), **told))
+    return None if indefinite.value else (found["form"], found["shift"])
 
 
 def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:

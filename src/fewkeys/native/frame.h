@@ -36,16 +36,15 @@ class Framing {
     float *asked = sums + key_pieces * key_size;
     for (int64_t piece = 1; piece < key_pieces; piece++) add(sums, sums + piece * key_size, 1.0f, key_size);
     for (int64_t piece = 1; piece < query_pieces; piece++) add(asked, asked + piece * query_size, 1.0f, query_size);
-    float *mean_query = p.mean_query + head * dim, *second = p.second + head * dim * dim, trace = 0.0f;
+    float *mean_query = p.mean_query + head * dim, *second = p.second + head * dim * dim;
     const float queries = p.asked[head / p.heads];
     for (int64_t d = 0; d < dim; d++) {
       mean_query[d] = p.scale * asked[d] / queries;
       for (int64_t e = d; e < dim; e++)
         second[d * dim + e] = second[e * dim + d] = p.scale * p.scale * asked[dim + d * tall + e] / queries;
-      trace += second[d * dim + d];
     }
     centre(head, sums);
-    factorise(head, p.ridge * (trace / dim) + std::numeric_limits<float>::min());
+    factorise(head);
     float *form = p.form + head * (dim + 1) * dim;
     std::copy_n(mean_query, dim, form + dim * dim);
     for (int64_t r = 0; r <= dim; r++)
@@ -82,11 +81,9 @@ class Framing {
   }
 
   // L^T into the form.
-  void factorise(int64_t head, float ridge) {
+  void factorise(int64_t head) {
     float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
-    std::copy_n(p.second + head * dim * dim, dim * dim, form);
-    for (int64_t d = 0; d < dim; d++) form[d * dim + d] += ridge;
-    if (!fewkeys::factorise(form, dim, dim)) __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
+    if (!factorise_raised(p.second + head * dim * dim, dim, p.ridge, form)) __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
     for (int64_t d = 0; d < dim; d++)
       for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];
   }

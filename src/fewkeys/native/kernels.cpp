@@ -48,6 +48,7 @@ EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
 EXPORT(scan_back, PastBack)
 EXPORT(cohort_means, CohortStandIns)
+EXPORT(form, Forms)
 EXPORT(halve, Halves)
 EXPORT(split, Split)
 EXPORT(grow, Trees)
@@ -98,6 +99,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Represented);
   SIZE_OF(Past);
   SIZE_OF(PastBack);
+  SIZE_OF(Forms);
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "counters.h"
+#include "pool.h"
 #include "problems.h"
 #include "team.h"
 
@@ -41,15 +42,14 @@ struct bf16 {
 template <class T>
 struct AlignedAllocator {
   typedef T value_type;
-  static constexpr std::align_val_t LINE{64};
   AlignedAllocator() = default;
   template <class U>
   AlignedAllocator(const AlignedAllocator<U> &) {}
   T *allocate(size_t count) {
     count_bytes(count * sizeof(T));
-    return (T *)::operator new(count * sizeof(T), LINE);
+    return (T *)Pool::take(count * sizeof(T));
   }
-  void deallocate(T *held, size_t) { ::operator delete(held, LINE); }
+  void deallocate(T *held, size_t count) { Pool::give(held, count * sizeof(T)); }
   bool operator==(const AlignedAllocator &) const { return true; }
   bool operator!=(const AlignedAllocator &) const { return false; }
 };

@@ -188,6 +188,16 @@ struct Halves {
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
+// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.own_importance`.
+struct Forms {
+  const float *within;  // (sets, dim, dim)
+  const float *middle;  // (sets, dim): the mean key
+  float *form, *shift;  // (sets, dim + 1, dim), the last row zero; (sets, dim + 1)
+  int64_t *indefinite;  // becomes 1 where rounding has left a matrix without a root
+  int64_t sets, dim;
+  float ridge;
+};
+
 // The best keys of every cohort: `fewkeys.sketch.tilted.best`.
 struct Best {
   Rows key;

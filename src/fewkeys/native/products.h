@@ -148,4 +148,13 @@ static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, i
   return true;
 }
 
+// The same of a dense matrix and so many times its mean on the diagonal: U in `to`, rows side by side.
+static inline bool factorise_raised(const float *matrix, int64_t dim, float ridge, float *to) {
+  float trace = 0.0f;
+  for (int64_t d = 0; d < dim; d++) trace += matrix[d * dim + d];
+  std::copy_n(matrix, dim * dim, to);
+  for (int64_t d = 0; d < dim; d++) to[d * dim + d] += ridge * (trace / dim) + std::numeric_limits<float>::min();
+  return factorise(to, dim, dim);
+}
+
 }  // namespace fewkeys

@@ -37,8 +37,10 @@ NEAR = 1e-5
 QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers held per thread where keys are taken piece by piece: about half the cache next to a core."""
-KEYS_PER_CLUSTER = 16
-"""Lloyd's steps use at most so many keys per cluster (every s-th key); all keys are assigned at the end."""
+KEYS_PER_CLUSTER, FEW_KEYS = 8, 512
+"""Lloyd's steps use about so many keys per cluster (every s-th key), twice as many where those are few; all keys are
+assigned at the end.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +221,7 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
-    known, some = frame(inputs), sample_keys(inputs, KEYS_PER_CLUSTER * count)
+    known, some = frame(inputs), sample_keys(inputs, _sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled(inputs, key, value, known.form):
         given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
@@ -239,6 +241,11 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     energy = spread + square * known.unit.square().squeeze(-1)
     # Of a key that is its own centre, rounding alone would be left, which the logarithm makes much of.
     return Clusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
+
+
+def _sampled(count: int) -> int:
+    """About how many keys Lloyd's steps look at."""
+    return max(KEYS_PER_CLUSTER * count, min(2 * KEYS_PER_CLUSTER * count, FEW_KEYS))
 
 
 def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -336,6 +343,6 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 
 def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
     """Operations per key, for `Work.shared`: Lloyd's steps on a sample, one assignment and the sums over all keys."""
-    used = min(1.0, KEYS_PER_CLUSTER * count / inputs.keys)
+    used = min(1.0, _sampled(count) / inputs.keys)
     operations = (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
     return {f"{count} clusters": operations}

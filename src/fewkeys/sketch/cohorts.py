@@ -30,7 +30,7 @@ from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
-METRIC_SAMPLE = 512
+METRIC_SAMPLE = 256
 """About how many keys tell how far two queries are from one another."""
 
 
@@ -61,14 +61,26 @@ def own_importance(inputs: Inputs, known: Cohorts) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
 
     def compute() -> Tensor:
-        key, root = inputs.key.detach(), triangular_root(known.within, RIDGE)
-        form = pad(root.mT, (0, 0, 0, 1))  # beside the rows of a root, kernels read a mean query
-        shift = form @ frame(inputs).mean.mT
+        key = inputs.key.detach()
+        form, shift = _form(inputs, known.within)
         if (kernels := backend(inputs.impl, key, None, form)) is not None:
             return 0.5 * kernels.statistics(key, form, shift)[0]
-        return 0.5 * (working(key) @ root - shift[:, :, :-1].mT).square_().sum(-1)
+        return 0.5 * (working(key) @ form[:, :, :-1].mT - shift[:, :, :-1].mT).square_().sum(-1)
 
     return inputs.remember(("own importance", known.count), compute)
+
+
+def _form(inputs: Inputs, within: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of a root of W, and a row of zeros, (B, Hkv, D + 1, D), where kernels read a mean query; and what these
+    give for the mean key, (B, Hkv, D + 1, 1).
+    """
+    middle = frame(inputs).mean
+    if inputs.impl in COMPILED and native.suits(within, middle) and within.dtype == torch.float32:
+        found = native.form(within, middle, RIDGE)
+        if found is not None:
+            return found
+    form = pad(triangular_root(within, RIDGE).mT, (0, 0, 0, 1))
+    return form, form @ middle.mT
 
 
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:

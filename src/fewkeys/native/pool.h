@@ -1,0 +1,66 @@
+// Buffers that kernels have given back, for those that come next. Fresh memory is pages that the system has yet to clear,
+// a microsecond each or several, and a call may take hundreds.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <new>
+
+namespace fewkeys {
+
+class Pool {
+ public:
+  static void *take(size_t bytes) {
+    const int kind = kind_of(bytes);
+    if (kind < 0) return ::operator new(bytes, LINE);
+    void *found = pop(kind);
+    return found ? found : ::operator new(size_of(kind), LINE);
+  }
+  static void give(void *block, size_t bytes) {
+    const int kind = kind_of(bytes);
+    if (kind < 0 || !push(kind, block)) ::operator delete(block, LINE);
+  }
+
+ private:
+  struct Block {
+    Block *next;
+  };
+  static constexpr std::align_val_t LINE{64};  // where a line of the cache begins
+  static constexpr int KINDS = 8;
+  static constexpr size_t LEAST = 32 << 10, MOST = 16 << 20;  // the smallest kind, and what is kept of all
+  static inline std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  static inline Block *first[KINDS] = {};
+  static inline size_t kept = 0;
+
+  // Powers of two from LEAST on: larger ones are few, and smaller ones the system keeps itself.
+  static constexpr size_t size_of(int kind) { return LEAST << kind; }
+  static int kind_of(size_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    return -1;  // A sanitizer has to see where buffers end, and when.
+#endif
+    if (bytes <= LEAST / 2) return -1;
+    int kind = 0;
+    while (kind < KINDS && size_of(kind) < bytes) kind++;
+    return kind < KINDS ? kind : -1;
+  }
+
+  // Nobody waits for another thread, which a fork may have left behind.
+  static Block *pop(int kind) {
+    if (busy.test_and_set(std::memory_order_acquire)) return nullptr;
+    Block *found = first[kind];
+    if (found) first[kind] = found->next, kept -= size_of(kind);
+    busy.clear(std::memory_order_release);
+    return found;
+  }
+  static bool push(int kind, void *block) {
+    if (busy.test_and_set(std::memory_order_acquire)) return false;
+    const bool fits = kept + size_of(kind) <= MOST;
+    if (fits) {
+      ((Block *)block)->next = first[kind];
+      first[kind] = (Block *)block, kept += size_of(kind);
+    }
+    busy.clear(std::memory_order_release);
+    return fits;
+  }
+};
+
+}  // namespace fewkeys
