@@ -37,9 +37,9 @@ NEAR = 1e-5
 QUERY_SAMPLE = 4096
 PIECE = 2**18
 """Numbers held per thread where keys are taken piece by piece: about half the cache next to a core."""
-KEYS_PER_CLUSTER, FEW_KEYS = 8, 512
-"""Lloyd's steps use about so many keys per cluster (every s-th key), twice as many where those are few; all keys are
-assigned at the end.
+KEYS_PER_CLUSTER, FEW_KEYS = 16, 512
+"""Lloyd's steps use at most so many keys per cluster (every s-th key), down to half as many where these are more than
+FEW_KEYS and a quarter of the sequence; all keys are assigned at the end.
 """
 
 
@@ -221,7 +221,7 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 
 
 def _clusters(inputs: Inputs, count: int) -> Clusters:
-    known, some = frame(inputs), sample_keys(inputs, _sampled(count))
+    known, some = frame(inputs), sample_keys(inputs, *_sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled(inputs, key, value, known.form):
         given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
@@ -243,9 +243,10 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     return Clusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
 
 
-def _sampled(count: int) -> int:
-    """About how many keys Lloyd's steps look at."""
-    return max(KEYS_PER_CLUSTER * count, min(2 * KEYS_PER_CLUSTER * count, FEW_KEYS))
+def _sampled(count: int) -> tuple[int, int]:
+    """About how many keys Lloyd's steps look at, at least and at most."""
+    most = KEYS_PER_CLUSTER * count
+    return min(most, max(most // 2, FEW_KEYS)), most
 
 
 def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -343,6 +344,6 @@ def _seeds(scores: Tensor, count: int) -> Tensor:
 
 def clustering_operations(inputs: Inputs, count: int) -> dict[str, float]:
     """Operations per key, for `Work.shared`: Lloyd's steps on a sample, one assignment and the sums over all keys."""
-    used = min(1.0, _sampled(count) / inputs.keys)
+    used = min(1.0, _sampled(count)[1] / inputs.keys)
     operations = (LLOYD_STEPS * used + 1) * 4 * count * (inputs.head_dim + inputs.value_dim)
     return {f"{count} clusters": operations}

@@ -30,8 +30,8 @@ from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
-METRIC_SAMPLE = 256
-"""About how many keys tell how far two queries are from one another."""
+METRIC_SAMPLE = 256, 512
+"""At least and at most about how many keys tell how far two queries are from one another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 def _metric(inputs: Inputs) -> Tensor:
     """G (B, Hkv, D, D): `(q - q')^T G (q - q')` is the sum, over some keys, of squared differences of two scores."""
-    some, totals = sample_keys(inputs, METRIC_SAMPLE), inputs.whole.totals
+    some, totals = sample_keys(inputs, *METRIC_SAMPLE), inputs.whole.totals
     key = working(some.take(inputs.key.detach()))
     if inputs.shard is None:
         key = centre(key, some.real)

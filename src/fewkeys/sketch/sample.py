@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
 
+PART = 4
+"""One in so many keys is looked at, within bounds."""
+
 
 @dataclass(frozen=True, eq=False)
 class Subset:
@@ -37,9 +40,9 @@ class Subset:
         return rows[:, :, : self.real.shape[1]] * self.real[:, None, :, None].to(rows.dtype)
 
 
-def sample(real: Tensor, most: int) -> tuple[Subset, Tensor]:
-    """Every s-th true entry of each row of `real` (B, N), s such that about `most` remain, and which of them stand for
-    one (B, M).
+def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
+    """Every s-th true entry of each row of `real` (B, N), such that about `most` (or: (B, 1)) remain, and which of them
+    stand for one (B, M).
     """
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
     chosen = real & ((real.cumsum(-1) - 1) % stride == 0)
@@ -53,11 +56,14 @@ def sample(real: Tensor, most: int) -> tuple[Subset, Tensor]:
     return Subset(index=index, real=chosen), chosen
 
 
-def sample_keys(inputs: Inputs, most: int) -> Subset:
-    """About `most` keys of every sequence, evenly spread over its real ones."""
+def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
+    """About a quarter of the keys of every sequence, at least `least` and at most `most`, evenly spread over its real
+    ones.
+    """
     if inputs.valid is not None:
-        return sample(inputs.valid, most)[0]
-    stride = max(1, inputs.whole.keys // most)
+        some = (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most)
+        return sample(inputs.valid, some)[0]
+    stride = max(1, inputs.whole.keys // min(most, max(least, inputs.whole.keys // PART)))
     return Subset(stride, -inputs.whole.first_key % stride)
 
 
