@@ -1,9 +1,10 @@
 """A wheel where nothing can be compiled, against this tree: `make wheels`, then `python benchmarks/wheel.py WHEEL`.
 
 The wheel is unpacked by pip into an empty folder and runs with this Python's torch, an empty cache and a PATH that
-leads nowhere; this tree runs as it is installed. A process for each, in which the first call of `budget(192)` at 1,024
-tokens, 4 heads of 64, is timed, nine more, and then exact attention and the plan in turns at 16,384 tokens. Times are
-medians but for first calls, the ratio that of the ratios turn by turn. Writes benchmarks/results/wheel.json.
+leads nowhere; this tree runs as it is installed. A process for each, in which the first call of
+`budget(192, cohorts=1)` at 1,024 tokens, 4 heads of 64, is timed, nine more, and then exact attention and the plan in
+turns at 16,384 tokens. Times are medians but for first calls, the ratio that of the ratios turn by turn. Writes
+benchmarks/results/wheel.json.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def measure() -> dict[str, Any]:
     from fewkeys.core.clock import clock
     from fewkeys.native.build import place
 
-    plan = fk.budget(192).always()
+    plan = fk.budget(192, cohorts=1).always()
 
     def timed(attend: Any, *tensors: Any) -> float:
         return clock(lambda: attend(*tensors), torch.device("cpu"))

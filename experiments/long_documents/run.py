@@ -123,9 +123,9 @@ def run(encoder: Any, documents: list[str], slots: list[int], *, trained: bool =
     queries = embedded(encoder, queries_of(documents))
     found: list[dict[str, Any]] = [{"plan": "exact", **row}]
     for count in slots:
-        with fk.apply(encoder, fk.budget(count)):
+        with fk.apply(encoder, fk.budget(count, cohorts=1)):
             rows, row = measured(encoder, documents)
-        found.append({"plan": f"budget({count})", **row})
+        found.append({"plan": f"budget({count}, cohorts=1)", **row})
         if trained:
             found[-1] |= {"cosine": float((rows * exact).sum(-1).mean()), **agreement(exact, rows, queries)}
     return found

@@ -216,6 +216,7 @@ struct Tilts {
   const float *own;      // (B Hkv, Nk): k^T W k / 2
   const float *middle;   // (B Hkv, D): the mean key
   const float *mean;     // (B Hkv, H, D)
+  const int64_t *filled;  // (B Hkv): how many cohorts have queries, the first ones; the others' sums are zero
   const int64_t *index;  // (B Hkv, H, S): keys that a cohort keeps
   const uint8_t *used;   // (B Hkv, H, S)
   float *level;          // (B Hkv, H, C): g_hc

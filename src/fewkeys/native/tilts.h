@@ -114,14 +114,14 @@ class Cluster {
   const T *key(int64_t j) const { return p.key.at<T>(head / p.heads, head % p.heads, j); }
   const T *value(int64_t j) const { return p.value.at<T>(head / p.heads, head % p.heads, j); }
 
-  // Scores of a tile of cohorts become e; lanes of no cohort weigh nothing.
+  // Scores of a tile of cohorts become e; lanes of no cohort, or of nobody's, weigh nothing.
   void weigh(int64_t tile, int count) {
     const ivec lane = count_up();
     const float most = std::exp(p.largest);
     count_multiply_adds(count * cohorts[tile].used * 2);
     for (int v = 0; v < cohorts[tile].used; v += LANES) {
       const vec least = load(&level[tile * TILE + v]);
-      const ivec there = lane + v < cohorts[tile].count;
+      const ivec there = lane + v < std::min(cohorts[tile].count, int(p.filled[head] - tile * TILE));
       for (int j = 0; j < count; j++) {
         float *to = &score[(tile * CHUNK + j) * TILE + v];
         vec x = (load(to) + own[j] - least) * p.tilt;

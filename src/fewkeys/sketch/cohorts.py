@@ -30,6 +30,7 @@ from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
+COHORT_QUERIES = 16
 METRIC_SAMPLE = 256, 512
 """At least and at most about how many keys tell how far two queries are from one another."""
 
@@ -39,12 +40,14 @@ class Cohorts:
     """H cohorts of at most M queries of a key head.
 
     `place` (B, Hkv, H, M), int64: the queries, counted through all query heads that read the key head, -1 for none;
-    `mean` (B, Hkv, H, D): m, of scaled queries; `within` (B, Hkv, D, D): W.
+    `mean` (B, Hkv, H, D): m, of scaled queries; `within` (B, Hkv, D, D): W; `filled` (B, Hkv), int64: how many cohorts
+    have queries, the first ones.
     """
 
     place: Tensor
     mean: Tensor
     within: Tensor
+    filled: Tensor
 
     @property
     def count(self) -> int:
@@ -52,7 +55,9 @@ class Cohorts:
 
 
 def cohorts(inputs: Inputs, count: int) -> Cohorts:
-    """The queries in `count` cohorts, a power of two; fewer where there are fewer queries. Cost O(n D log count)."""
+    """The queries in `count` cohorts, a power of two; in fewer where these would have less than COHORT_QUERIES queries.
+    Cost O(n D log count).
+    """
     with torch.no_grad():
         return inputs.remember(("cohorts", count), lambda: _cohorts(inputs, count))
 
@@ -90,17 +95,18 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
         place, mean, within = _of(rows, metric, count, x.impl)
-        return Cohorts(place, mean * x.scale, within * x.scale**2)
+        return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, rows.shape[2]))
     # Sequences with as many real queries are split together: a cohort depends on nothing else.
     flat = real[:, None].expand(-1, x.gqa_ratio, -1).flatten(1)
     sizes = flat.sum(1)
     found: list[tuple[Tensor, ...]] = []
-    batch = []
+    batch, filled = [], torch.zeros((x.batch, x.kv_heads), dtype=torch.int64, device=x.query.device)
     for size in sizes.unique().tolist():
         own = (sizes == size).nonzero().squeeze(-1)
         index = flat[own].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
         index = index[:, None].expand(-1, x.kv_heads, -1)
         place, mean, within = _of(take(rows[own], index), metric[own], count, x.impl)
+        filled[own] = _filled(x, place, size)[own]
         if size:
             place = index.gather(2, place.clamp_min(0).flatten(2)).view_as(place).masked_fill_(place < 0, -1)
         found.append((place, mean, within))
@@ -110,7 +116,7 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     place = torch.cat([pad(p, (0, most - p.shape[3], 0, sets - p.shape[2]), value=-1) for p, _, _ in found])
     mean = torch.cat([pad(m, (0, 0, 0, sets - m.shape[2])) for _, m, _ in found])
     within = torch.cat([within for _, _, within in found])
-    return Cohorts(place[back], mean[back] * x.scale, within[back] * x.scale**2)
+    return Cohorts(place[back], mean[back] * x.scale, within[back] * x.scale**2, filled)
 
 
 def _metric(inputs: Inputs) -> Tensor:
@@ -157,11 +163,18 @@ def _apart(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
     place = order.gather(1, index.flatten(1)).view(index.shape) if label.shape[1] else index
     place = place.masked_fill(at >= own.unsqueeze(-1), -1)
     place, mean, within = (part.unflatten(0, (x.batch, x.kv_heads)) for part in (place, mean, within))
-    return Cohorts(place, mean * x.scale, within * x.scale**2)
+    return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, many))
+
+
+def _filled(inputs: Inputs, place: Tensor, many: int) -> Tensor:
+    """How many of the cohorts (B, Hkv) that `many` queries are in have any: as many as their size fills."""
+    count = place.shape[2]
+    some = -(-many // -(-many // count)) if many else 0
+    return torch.full((inputs.batch, inputs.kv_heads), some, dtype=torch.int64, device=place.device)
 
 
 def _at_most(count: int, many: int) -> int:
-    """So many cohorts, a power of two, or as few as have a query each."""
-    while count > 1 and count // 2 >= many:
+    """So many cohorts, a power of two, or fewer: of at least COHORT_QUERIES queries, since few are soon asked."""
+    while count > 1 and count * COHORT_QUERIES > many:
         count //= 2
     return count

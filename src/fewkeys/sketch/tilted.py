@@ -68,7 +68,7 @@ def tilted_sums(
     """
     x, count, totals = inputs, found.importance.shape[-1], inputs.whole.totals
     told = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
-    told |= {"index": index, "used": used}
+    told |= {"index": index, "used": used, "filled": known.filled}
     compiled = x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, known.mean)
     given = (x.key, x.value, x.valid, told, count, together, compiled, totals)
     *sums, importance, products = _Sums.apply(*given)  # type: ignore[no-untyped-call]
@@ -91,12 +91,13 @@ def _levels(key: Tensor, real: Tensor | None, told: dict[str, Tensor], count: in
 
 
 def _weights(key: Tensor, real: Tensor | None, told: dict[str, Tensor], level: Tensor) -> Tensor:
-    """e_hj (B, Hkv, H, Nk), zero for padding and for keys that the cohort keeps."""
+    """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for cohorts of nobody."""
     label = told["label"].unsqueeze(2).expand(-1, -1, told["mean"].shape[2], -1)
     exponent = told["mean"] @ (working(key) - told["middle"]).mT + told["own"].unsqueeze(2)
     e = exponent.sub_(level.gather(-1, label)).mul_(TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])
+    e.mul_((torch.arange(e.shape[2], device=e.device) < told["filled"].unsqueeze(-1)).unsqueeze(-1))
     return e.scatter_reduce_(-1, told["index"], (~told["used"]).to(e.dtype), "prod")
 
 
