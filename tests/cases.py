@@ -120,7 +120,7 @@ TREES = {
 
 COHORTS = {
     "first-order cohorts": Case(Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))),
-    "more cohorts than queries": Case(Plan(fk.Outliers(4, 5, cohorts=128), fk.ClusterMeans(5, cohorts=128))),
+    "more cohorts than queries": Case(Plan(fk.Outliers(4, 5, cohorts=64), fk.ClusterMeans(5, cohorts=64))),
     "cohorts, drop, power": Case(Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))),
 }
 """Plans with lists, and stand-ins, for cohorts of similar queries."""

@@ -33,7 +33,7 @@ def test_encode(encoder):
 
 def test_the_recipe(encoder):
     rows = run(encoder, documents_of(TEXT.read_text(), 3, 200), [32])
-    assert [row["plan"] for row in rows] == ["exact", "budget(32)"]
+    assert [row["plan"] for row in rows] == ["exact", "budget(32, cohorts=1)"]
     assert all(row["seconds"] > 0 and row["megabytes"] > 0 for row in rows)
     assert rows[1]["cosine"] > 0.9
 
