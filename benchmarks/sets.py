@@ -3,9 +3,9 @@
 A process for each set: `FEWKEYS_ISA` limits the kernels, and exact attention is limited to the same vectors by
 `ATEN_CPU_CAPABILITY` (torch's own code), `MKL_ENABLE_INSTRUCTIONS` (products of matrices) and `ONEDNN_MAX_CPU_ISA`
 (those of bfloat16). Whether they are obeyed is measured: what torch names as its vectors, and products of matrices a
-millisecond with and without the switches. In every process exact attention, `budget(192)` by kernels and by torch's
-steps take turns: 4 heads of 64, one above 4,096 tokens, float32, forward, with gradients, and causal; figures are
-medians of the turns, ratios medians of the ratios turn by turn (from 65,536 tokens on there is one turn).
+millisecond with and without the switches. In every process exact attention, `budget(192, cohorts=1)` by kernels and by
+torch's steps take turns: 4 heads of 64, one above 4,096 tokens, float32, forward, with gradients, and causal; figures
+are medians of the turns, ratios medians of the ratios turn by turn (from 65,536 tokens on there is one turn).
 
 Last, under the highest set: forward calls while another process keeps one core busy, median and slowest, as OpenMP's
 threads wait by themselves and under `OMP_WAIT_POLICY=passive`.
@@ -47,7 +47,7 @@ def measure(busy: bool) -> dict[str, Any]:
         causal, backward = form == "causal", form == "with gradients"
         g = torch.Generator().manual_seed(0)
         tensors = [torch.randn(1, heads, length, DIM, generator=g).requires_grad_(backward) for _ in range(3)]
-        plan = fk.budget(SLOTS, is_causal=causal)
+        plan = fk.budget(SLOTS, is_causal=causal, cohorts=1)
 
         def timed(attend: Any) -> float:
             start = perf_counter()

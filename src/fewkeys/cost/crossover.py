@@ -130,7 +130,10 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
     exact_line, *plan_lines = lines
     rows, keys = x.batch * x.query_heads * x.queries, x.batch * x.kv_heads * x.keys
     seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
-    plans = [prepare.at(keys) + attend.at(rows) for prepare, attend in zip(*[iter(plan_lines)] * 2, strict=True)]
+    # As many heads as were measured, again and again: all pay what a plan prepares for a head, however short.
+    times = x.batch * x.kv_heads / heads
+    pairs = zip(*[iter(plan_lines)] * 2, strict=True)
+    plans = [times * (prepare.at(keys / times) + attend.at(rows / times)) for prepare, attend in pairs]
     return Expected(exact_line.at(rows * seen), *plans)
 
 
