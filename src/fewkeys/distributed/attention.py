@@ -91,7 +91,8 @@ def attention(
     with checking(comm, call):
         plan = Plan(keep, rest or Drop(), weights or Softmax())
         parts = causal.check_causal(plan) if is_causal else None
-        rules = () if is_causal or cohorts.lists(plan) else means.check_parts(plan)
+        by_cohort = cohorts.lists(plan)
+        rules = () if is_causal or by_cohort else means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)
         if (is_causal or any(rule.band for rule in rules)) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
@@ -112,8 +113,8 @@ def attention(
     if parts is not None:
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
     asked = [count for _, count, _ in own]
-    if cohorts.lists(plan):
-        return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, comm)
+    if by_cohort is not None:
+        return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, comm)
     if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():
         return means.attend(inputs, plan, rules, tokens, asked, comm, wanted)
     with torch.no_grad():

@@ -33,15 +33,12 @@ def lists(plan: Plan) -> Outliers | None:
     return plan.keep if isinstance(plan.keep, Outliers) and plan.keep.cohorts > 1 else None
 
 
-def attend(own: Inputs, plan: Plan, comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `own` knows of the whole sequence.
+def attend(own: Inputs, plan: Plan, keep: Outliers, comm: Communicator) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries; `own` knows of the whole sequence, `keep` is that of `lists`.
 
     H cohorts and lists of S keys cost (R - 1) B Hkv H S (D + Dv) numbers sent by a rank of R; nothing grows with the
     number of tokens.
     """
-    keep = lists(plan)
-    if keep is None:
-        raise ValueError(f"keep: expected Outliers of cohorts, got {plan.keep}")
     with torch.no_grad():
         known = cohorts(own, keep.cohorts)
         score = known.mean @ working(own.key.detach()).mT + keep.common(own, known).unsqueeze(2)

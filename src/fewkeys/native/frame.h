@@ -83,7 +83,8 @@ class Framing {
   // L^T into the form.
   void factorise(int64_t head) {
     float *form = p.form + head * (dim + 1) * dim, *root = p.root + head * dim * dim;
-    if (!factorise_raised(p.second + head * dim * dim, dim, p.ridge, form)) __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
+    if (!factorise_raised(p.second + head * dim * dim, dim, p.ridge, form))
+      __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
     for (int64_t d = 0; d < dim; d++)
       for (int64_t e = 0; e < dim; e++) root[e * dim + d] = form[d * dim + e];
   }

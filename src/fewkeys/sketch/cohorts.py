@@ -31,6 +31,7 @@ from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
 COHORT_QUERIES = 16
+"""A cohort has at least so many queries: what is prepared for each cohort is not worth it for fewer."""
 METRIC_SAMPLE = 256, 512
 """At least and at most about how many keys tell how far two queries are from one another."""
 
@@ -174,7 +175,7 @@ def _filled(inputs: Inputs, place: Tensor, many: int) -> Tensor:
 
 
 def _at_most(count: int, many: int) -> int:
-    """So many cohorts, a power of two, or fewer: of at least COHORT_QUERIES queries, since few are soon asked."""
+    """So many cohorts, a power of two, or fewer: of at least COHORT_QUERIES queries each."""
     while count > 1 and count * COHORT_QUERIES > many:
         count //= 2
     return count

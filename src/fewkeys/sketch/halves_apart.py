@@ -4,8 +4,8 @@ Rows stay where they are. All processes get the same sample of every set, and so
 digit on the number at which to cut. What is sent does not depend on how many rows there are: for each of `count` sets
 twice about `SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
 
-Rows are (R, G, m, F): behind the G runs of one process stand, run by run, those of the next, as the queries of G query
-heads do. A label (R, G, m) is the set of every row here.
+Rows are (R, G, m, F), G runs: the first runs of all processes come one after the other, then the second ones, as the
+queries of G query heads do. A label (R, G, m) is the set of every row here.
 """
 
 from __future__ import annotations

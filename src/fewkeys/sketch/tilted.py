@@ -102,7 +102,7 @@ def _weights(key: Tensor, real: Tensor | None, told: dict[str, Tensor], level: T
 
 
 class _Sums(torch.autograd.Function):
-    """What `Tilted` has, in its order; the gradients are of keys and values, through rows and products."""
+    """What `Tilted` has, in its order; the gradients are of keys and values, through sums and products."""
 
     @staticmethod
     def forward(
