@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fewkeys.execute import by_cohort, native, reference, torch, triton
+from fewkeys.execute import by_cohort, native, reference, torch
 from fewkeys.execute.problem import Problem
 
 
@@ -24,14 +24,14 @@ class Executor(Protocol):
         """The output (B, Hq, Nq, Dv)."""
 
 
-EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "native": native, "triton": triton}
+EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "native": native}
 
 
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv) by the executor that `problem.inputs.impl` names.
 
     `"auto"` takes the compiled kernels for the CPU (`"native"`) where they know such a problem, else operations of
-    torch (`"torch"`). Triton's kernels are experimental, and run where they are asked for only.
+    torch (`"torch"`).
 
     Raises `ValueError` where the executor named cannot answer, with the reason.
     """

@@ -9,7 +9,7 @@ import fewkeys.native as native
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.rest.base import REACH, StandIns, bounds_around
-from fewkeys.sketch.backend import compiled
+from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
 from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
@@ -31,7 +31,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     middle, spoken = frame(x).mean, told.mass.flatten(1, 2)
     none = torch.zeros((*spoken.shape[:2], 0), dtype=torch.int64, device=spoken.device)
     together = told.together
-    if together is not None and compiled(x, x.key, x.value, known.mean):
+    if together is not None and compiled_at_once(x, x.key, x.value, known.mean):
         given = {"mass": told.mass, "energy": told.energy, "level": told.importance}
         given |= {"key": told.key, "value": told.value}
         given |= {"together": together, "mean": known.mean, "within": known.within}
