@@ -174,4 +174,5 @@ def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:
     # The row of each query; behind the last one for queries of no cohort.
     back = torch.full((*places.shape[:2], queries + 1), places.shape[2], device=place.device)
     back.scatter_(-1, places.masked_fill(places < 0, queries), row)
-    return take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])
+    by_query: Tensor = take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])
+    return by_query
