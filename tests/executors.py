@@ -11,7 +11,6 @@ import torch
 import fewkeys as fk
 from cases import CASES, CAUSAL_SHAPES, SHAPES, SOME_PLANS, Shape
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import by_cohort
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.flow import prepare
 
@@ -61,7 +60,7 @@ def support(problem, way, gradients=False):
     """Why the way cannot answer the problem, None where it can; with gradients, where they are asked for."""
     x = problem.inputs
     rows = {name: getattr(x, name).to(way.dtype).requires_grad_(gradients) for name in ("query", "key", "value")}
-    return EXECUTORS[way.impl].unsupported(by_cohort.plain(replace(problem, inputs=replace(x, **rows))))
+    return EXECUTORS[way.impl].unsupported(replace(problem, inputs=replace(x, **rows)))
 
 
 @cache

@@ -7,7 +7,6 @@ import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES, SOME_PLANS, Shape
 from executors import UNITS
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import by_cohort
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.execute.torch import by_block
 from fewkeys.flow import prepare
@@ -85,7 +84,7 @@ def answers(plan, shape, dtype, grad):
     End to end, one executor's statistics may put a key that is as near to one centre as to another elsewhere.
     """
     tensors = [x.requires_grad_(grad) for x in shape.draw(dtype=dtype)]
-    problem = by_cohort.plain(prepare(check_inputs(*tensors, **shape.options), plan))
+    problem = prepare(check_inputs(*tensors, **shape.options), plan)
     found = {}
     for name in EXECUTORS:
         if EXECUTORS[name].unsupported(problem) is None:

@@ -61,8 +61,9 @@ def splits(
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
-    Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: trees, and sinks with small windows; in constant memory, recent blocks and running
-    means, with and without sinks; and sinks, leverage (centred) and window.
+    Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: trees,
+    and sinks with small windows; in constant memory, recent blocks and running means, with and without sinks; and
+    sinks, leverage (centred) and window.
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
@@ -77,7 +78,7 @@ def splits(
         else:
             shares = product(HEAVY, WINDOW, RANK) if biased else product(COHORT_HEAVY, COHORT_WINDOW, RANK)
             cohorts = 1 if biased else COHORTS
-            found += [split for each in shares if (split := _split(size, width, *each, cohorts)) is not None]
+            found += [split for each in shares if (split := _split(size, *each, cohorts, width)) is not None]
     # A tree of so many slots keeps every key, too, and a cache of it goes on beyond them.
     whole = budget(keys, is_causal=True) if searched and keys >= LEAST else Plan()
     found.append(Candidate(whole, keys))
@@ -91,14 +92,16 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
     plan, found = candidate.plan, []
     cohorts = 1 if plan.keep is None else plan.keep.cohort_lists
     if candidate.split is not None:
-        for place, step in enumerate(STEP.values()):
-            for sign in (-1, 1):
-                shares = list(candidate.split)
-                shares[place] += sign * step
-                if shares[place] >= 0 and (split := _split(candidate.slots, width, *shares, cohorts)) is not None:
-                    found.append(split)
+        shares = [list(candidate.split) for _ in range(2 * len(STEP))]
+        for number, step in enumerate(STEP.values()):
+            shares[2 * number][number] += step
+            shares[2 * number + 1][number] -= step
         sizes = [round(candidate.slots * factor) for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS)]
-        found += [split for size in sizes if (split := _split(size, width, *candidate.split, cohorts)) is not None]
+        near = [
+            (candidate.slots, heavy, window, rank) for heavy, window, rank in shares if min(heavy, window, rank) >= 0
+        ]
+        near += [(size, *candidate.split) for size in sizes]
+        found += [split for each in near if (split := _split(*each, cohorts, width)) is not None]
     for number, part in enumerate(plan.parts):
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
@@ -110,7 +113,7 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
     return found
 
 
-def _split(slots: int, width: int, heavy: float, window: float, rank: float, cohorts: int) -> Candidate | None:
+def _split(slots: int, heavy: float, window: float, rank: float, cohorts: int, width: int) -> Candidate | None:
     """The plan of these shares, None where no two means are left."""
     outliers, ranks, near = int(slots * heavy), int(slots * rank), int(slots * window) | 1 if window else 0
     if cohorts > 1 or not window:
