@@ -127,6 +127,8 @@ struct AmxProducts {
       written(&shape);
       _tile_loadconfig(&shape);
     }
+    // A copy that ends would take the unit from the thread.
+    Session(const Session &) = delete;
     ~Session() { _tile_release(); }
   };
 
