@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.attention import attention
+from fewkeys.call import attention
 from fewkeys.core.clock import clock
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl

@@ -169,17 +169,6 @@ struct Past {
   float scale, tilt, lowest;
 };
 
-// The gradients of such a scan, which is linear given its moves: `fewkeys.past.gradient`.
-struct PastBack {
-  const float *rows_by, *last;  // that come: (B Hkv, steps + 1, M, D + Dv), (B Hkv, M, D + Dv)
-  const int64_t *place;         // the moves: (B Hkv, steps, M + E)
-  const float *coefficient;
-  const int64_t *index;         // (B Hkv, steps, E)
-  float *rows;                  // of the rows at the beginning: (B Hkv, M, D + Dv)
-  float *key, *value;           // (B Hkv, Nk, D), (B Hkv, Nk, Dv): zeros, to be added to
-  int64_t heads, keys, dim, value_dim, count, steps, evicted;
-};
-
 // Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
 struct Halves {
   const float *rows;    // (sets, rows_each, dim)
@@ -285,13 +274,6 @@ struct Summaries {
   const int64_t *size, *base;   // (trees)
   const int64_t *tables;        // (count), leaves first: `TableTo` in `forest.h`
   int64_t heads, trees, places, dim, value_dim, count;
-};
-
-struct SummariesBack {
-  Summaries of;
-  const int64_t *from;  // (count): tables of gradients that come, as `tables`
-  float *key, *value;   // (H, n, D), (H, n, Dv): zeros, to be added to
-  int64_t keys;
 };
 
 // Softmax over what every query finds by descending a forest: `fewkeys.tree.descent`.
