@@ -189,7 +189,7 @@ def test_lines_go_through_their_points():
 def test_only_plans_that_allow_it_become_exact():
     q, k, v = problem(100)
     strict = replace(PLAN, exact_if_faster=False)
-    assert strict == PLAN.always() == strict.always()
+    assert strict == PLAN.never_exact() == strict.never_exact()
     assert torch.equal(fk.attention(q, k, v, plan=strict), fk.attention(q, k, v, plan=PLAN, impl="native"))
     found = fk.attention(q, k, v, keep=fk.Window(5))
     assert torch.equal(found, fk.attention(q, k, v, keep=fk.Window(5), impl="native"))
@@ -214,7 +214,7 @@ def test_reasons_are_told(plan, runs, reason):
 
 def test_the_executor_is_told(monkeypatch):
     q, k, v = problem(100)
-    strict = PLAN.always()
+    strict = PLAN.never_exact()
     if native.missing() is None:
         told = fk.explain(q, k, v, plan=strict)
         assert (told.executor, told.uncompiled) == ("native", None)
@@ -260,7 +260,7 @@ def test_kernels_that_lose_to_torch_are_not_used(monkeypatch):
     """Beyond the size at which they do, and only where what is faster is asked for."""
     exact, steps = (Line(0, 1), Line(0, 0)), (Line(50, 0), Line(0, 0))
     monkeypatch.setattr(crossover, "_lines", lambda *_: (exact[0], Line(0, 0.05), Line(0, 0), *steps))
-    strict = PLAN.always()
+    strict = PLAN.never_exact()
     for n, loses in ((900, False), (1300, True)):
         q, k, v = problem(n)
         told, found = fk.explain(q, k, v, plan=PLAN), fk.attention(q, k, v, plan=PLAN)

@@ -103,12 +103,10 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     return own > SHIPPED * exact_ones if found is None else found.exact_is_faster
 
 
-def by_the_faster(inputs: Inputs, plan: Plan) -> Inputs:
-    """The inputs, for torch's operations where `impl="auto"` would take kernels that are slower. Reads no data."""
-    if inputs.impl != "auto" or not plan.exact_if_faster:
-        return inputs
+def kernels_lose(inputs: Inputs, plan: Plan) -> bool:
+    """Whether torch's operations are clearly faster than the compiled kernels. Reads no data."""
     found = expected(inputs, plan)
-    return replace(inputs, impl="torch") if found is not None and found.kernels_lose else inputs
+    return found is not None and found.kernels_lose
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
