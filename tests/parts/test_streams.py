@@ -19,6 +19,7 @@ PLANS = {
 """Plans whose memory has a fixed size."""
 NAMES = {plan: name for name, plan in PLANS.items()}
 SHAPES = [CAUSAL_SHAPES[name] for name in ("causal", "causal grouped", "causal padded")]
+TREE = fk.budget(64, is_causal=True)
 FULL = RUNNING_PLANS["recent + sinks + leverage, running means"]
 
 
@@ -41,6 +42,33 @@ def pieces(total, cuts):
     """The sizes of the pieces between the cuts."""
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < total}), total]
     return [b - a for a, b in pairwise(edges)]
+
+
+def storages(part, seen=None):
+    """Bytes of all memory that tensors in it keep alive, by address."""
+    seen = set() if seen is None else seen
+    if id(part) in seen:
+        return {}
+    seen.add(id(part))
+    if isinstance(part, torch.Tensor):
+        memory = part.untyped_storage()
+        return {memory.data_ptr(): memory.nbytes()}
+    inside = vars(part).values() if type(part).__module__.startswith("fewkeys") and hasattr(part, "__dict__") else ()
+    inside = part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else inside
+    return {address: size for one in inside for address, size in storages(one, seen).items()}
+
+
+@pytest.mark.parametrize("leaves", [None, "int8"])
+@pytest.mark.parametrize("plan", [FULL, fk.budget(64, is_causal=True, memory="constant"), TREE], ids=str)
+def test_memory_is_all_that_is_held(plan, leaves):
+    """Sums over queries count, and no token is held by a view of nothing."""
+    if leaves is not None and plan is not TREE:
+        return  # they hold no leaves
+    q, k, v = torch.randn(3, 1, 2, 400, 64, generator=torch.Generator().manual_seed(0))
+    stream = fk.stream(plan, leaves=leaves)
+    feed(stream, q, k, v, torch.ones(1, 400, dtype=torch.bool), [300, 50, 50])
+    held = sum(storages(stream).values())
+    assert stream.memory() <= held <= 1.02 * stream.memory() + 200
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -26,7 +26,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import output_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.crossover import exact_is_faster
-from fewkeys.cost.operations import plan_operations
+from fewkeys.cost.operations import plan_operations, visible_keys
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
@@ -206,7 +206,7 @@ def _timing(
     size = x.query.element_size()
     held = size * x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
     pairs = x.batch * x.query_heads * x.queries
-    work = 2.0 * x.keys * (x.head_dim + x.value_dim) * (0.5 if x.is_causal else 1.0)
+    work = 2.0 * visible_keys(x) * (x.head_dim + x.value_dim)
     parts: tuple[float, ...] = ()
     error = peak = None
     if plan is not None:
