@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fewkeys import flow
 from fewkeys.core.impl import Impl
 from fewkeys.core.validation import Options
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.flow import answer, check_plan
 from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
@@ -92,7 +92,7 @@ def attention(
         import fewkeys.operator as operator  # loads torch's compiler
 
         return operator.compiled(query, key, value, chosen, max_error, options)
-    return answer(query, key, value, plan=chosen, max_error=max_error, **options)
+    return flow.attention(query, key, value, plan=chosen, max_error=max_error, **options)
 
 
 def _plan(
@@ -102,5 +102,5 @@ def _plan(
         return Plan(keep, rest or Drop(), weights or Softmax())
     if keep is not None or rest is not None or weights is not None:
         raise ValueError("plan: expected either a plan or keep, rest and weights, got both; change the plan instead")
-    check_plan(plan)
+    flow.check_plan(plan)
     return plan

@@ -412,8 +412,8 @@ BREAKAGES = (
     Breakage(
         "a bias of the distance: queries in cohorts",
         "flow.py",
-        "return plan if inputs.bias is None else plan.without_cohorts()",
-        "return plan",
+        "plan = plan if inputs.bias is None else plan.without_cohorts()",
+        "plan = plan",
         (BIASED,),
     ),
 )

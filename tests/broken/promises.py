@@ -138,9 +138,11 @@ PROMISES = (
     ),
     Breakage(
         "kernels that lose are not used: nor where the plan is to run as it is",
-        "cost/crossover.py",
-        'if inputs.impl != "auto" or not plan.exact_if_faster:\n        return inputs',
-        'if inputs.impl != "auto":\n        return inputs',
+        "flow.py",
+        "    if not plan.exact_if_faster:\n"
+        '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
+        "    if not plan.exact_if_faster and not kernels_lose(inputs, plan):\n"
+        '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
         (Law("parts/test_crossover", "kernels_that_lose"),),
     ),
     Breakage(

@@ -246,4 +246,4 @@ def test_a_plan_without_cohorts_is_the_budget_of_as_many_slots():
     assert fk.budget(64).without_cohorts() == fk.budget(64, cohorts=1)
     lists = fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))
     assert lists.without_cohorts() == fk.Plan(fk.Outliers(9, 5), weights=fk.Power(2.0))
-    assert not fk.budget(64).always().without_cohorts().exact_if_faster
+    assert not fk.budget(64).never_exact().without_cohorts().exact_if_faster
