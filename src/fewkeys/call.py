@@ -64,7 +64,8 @@ def attention(
             with gradients, over all but groups of tokens, `Moments` and lists for every query. "auto":
             "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
             key; "auto" does too for plans with `exact_if_faster` (those of `budget`) where exact attention is faster,
-            by a model of this machine that is measured once and kept: the same call always gives the same answer.
+            by a model of this machine. Its measurements are kept for 30 days, for an hour if other work disturbed
+            them; until they expire, the same call takes the same way.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
             queries computed exactly, is above this; `fewkeys.Guard` says what that costs and means. A `Guard` in place
             of the number counts how often it happens.

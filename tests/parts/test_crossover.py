@@ -11,7 +11,7 @@ import fewkeys as fk
 from fewkeys import native
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost import crossover, kept
-from fewkeys.cost.crossover import Line, exact_is_faster, expected
+from fewkeys.cost.crossover import Expected, Line, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import exact
 
@@ -272,6 +272,10 @@ def test_operations_grow_as_they_should():
 def test_oracles_pay_for_scoring_every_pair(keep):
     inputs = check_inputs(*problem(512))
     assert plan_operations(inputs, fk.Plan(keep)) > 2 * 16 * 512  # scoring every pair
+
+
+def test_a_time_of_zero_is_a_time():
+    assert not Expected(exact=1.0, plan=2.0, steps=0.0).exact_is_faster
 
 
 def test_kernels_that_lose_to_torch_are_not_used(monkeypatch):

@@ -6,7 +6,8 @@ runs on random inputs, made when `impl="auto"` first asks about a plan: some ten
 plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`). All of them take
 turns, so that what disturbs one disturbs the others, and of each the fastest counts; there are more turns as long as
 they bring faster ones, and where that does not end, or more work takes less time, the lines are measured again soon.
-Which is faster is a function of the numbers that are kept, so that the same call goes the same way in every process.
+Which is faster is a function of the numbers that are kept: until they expire, the same call goes the same way in every
+process.
 The plan is taken where its line is clearly below, and torch's operations where they are clearly faster than the
 kernels. Where nothing can be kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
 """
@@ -86,7 +87,8 @@ class Expected:
 
     @property
     def exact_is_faster(self) -> bool:
-        return min(self.plan, self.steps or self.plan) > ADVANTAGE * self.exact
+        plan = self.plan if self.steps is None else min(self.plan, self.steps)
+        return plan > ADVANTAGE * self.exact
 
     @property
     def kernels_lose(self) -> bool:

@@ -1,4 +1,5 @@
-// What a forest of key trees needs beside its splits: the metric of the queries seen so far, and what is known of nodes.
+// What a forest of key trees needs beside its splits: the metric of the queries seen so far, and what is known of
+// nodes.
 #pragma once
 #include "split.h"
 
@@ -8,7 +9,8 @@ namespace fewkeys {
 class Roots {
  public:
   explicit Roots(const TreeRoots &p)
-      : p(p), dim(p.dim), wide(round_up(dim)), total(dim), mean(dim), asked(FOUR * dim), square(dim * dim), root(wide * wide) {}
+      : p(p), dim(p.dim), wide(round_up(dim)), total(dim), mean(dim), asked(FOUR * dim), square(dim * dim),
+        root(wide * wide) {}
 
   void run(int64_t head) {
     std::fill(total.begin(), total.end(), 0.0), std::fill(square.begin(), square.end(), 0.0);

@@ -13,8 +13,8 @@ struct Reach {
   int count;
 };
 
-// What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the left
-// and right factor of the first-order term. Places beyond the last key are zero.
+// What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the
+// left and right factor of the first-order term. Places beyond the last key are zero.
 template <class T>
 static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int deep, float *value, int wide) {
   const int64_t head = b * (p.heads / p.gqa_ratio) + h;

@@ -283,7 +283,8 @@ struct Descend {
   const int64_t *real;   // (n): where real keys stand; null: all are
   const int64_t *seen;   // (Nq): how many of them each query sees
   const int64_t *order;  // (H, places)
-  // What is sealed, strides counted in bytes: row r of a head is r / 2^chunk chunks of chunk_bytes and its rest from there.
+  // What is sealed, strides counted in bytes: row r of a head is r / 2^chunk chunks of chunk_bytes and its rest from
+  // there.
   Rows leaf_key, leaf_value;
   int64_t leaf_type, leaf_first, chunk, chunk_bytes;  // 0: float, 1: bfloat16, 2: int8 after scales; the key of row 0
   int64_t skipped;  // keys after the sinks that are sealed and not among `key`

@@ -34,8 +34,8 @@ static inline __attribute__((always_inline)) void four_dots(const T *const *row,
 }
 
 template <int V, class T>
-static inline __attribute__((always_inline)) void mix_rows_of(const T *const *row, const float *weight, int count, int d,
-                                                              float *into) {
+static inline __attribute__((always_inline)) void mix_rows_of(const T *const *row, const float *weight, int count,
+                                                              int d, float *into) {
   vec sum[V];
 #pragma GCC unroll 8
   for (int v = 0; v < V; v++) sum[v] = load(into + d + v * LANES);

@@ -24,8 +24,8 @@ static inline void copy_row(const Rows &rows, bool is_bf16, int64_t b, int64_t h
 class Inflow {
  public:
   Inflow(const Past &p, int64_t head, bool is_bf16, bool query_is_bf16)
-      : p(p), head(head), is_bf16(is_bf16), query_is_bf16(query_is_bf16), w(p.dim, p.value_dim), asked_total(w.fill), asked_square((w.dim + SOME) * w.fill),
-        seen_total(w.span), queries(p.queries * w.fill) {
+      : p(p), head(head), is_bf16(is_bf16), query_is_bf16(query_is_bf16), w(p.dim, p.value_dim), asked_total(w.fill),
+        asked_square((w.dim + SOME) * w.fill), seen_total(w.span), queries(p.queries * w.fill) {
     const int dim = w.dim;
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) known += p.size[c] != 0.0f;
     asked = p.asked[head], seen = p.seen[head], seen_square = p.seen_square[head];

@@ -85,7 +85,9 @@ def descend(
         logit = score + (math.log(level.size) + (CURVE * spread).clamp_max(HIGHEST))
         with torch.no_grad():
             rank = score + (1 + math.log2(level.size)) / 2 * spread.sqrt()
-            rank = rank if there is None else rank.masked_fill(~there, -torch.inf)
+            # NaN ranks come last, as in the kernel.
+            unranked = rank.isnan() if there is None else rank.isnan() | ~there
+            rank = rank.masked_fill(unranked, -torch.inf)
             order = rank.argsort(dim=-1, descending=True, stable=True)
         if mass is None:
             opened, closed = rows.gather(-1, order[..., : level.opened]), order[..., level.opened :]
