@@ -90,11 +90,9 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
     windows = [layer_window(module) for module in modules]
     whole = [layer for layer, window in enumerate(windows) if window is None]
     kinds = layer_kinds(config)[0]
-    for layer in whole:
-        if kinds is not None and kinds[layer] not in ("full_attention", *SLIDING):
-            raise ValueError(
-                f"model: expected layers of full or sliding attention, got {kinds[layer]!r} in layer {layer}"
-            )
+    for layer, kind in enumerate(kinds or ()):
+        if kind not in ("full_attention", *SLIDING):
+            raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
     given: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
     if len(given) not in (count, len(whole)):
         also = "" if len(whole) == count else f", or of the {len(whole)} that see every key"

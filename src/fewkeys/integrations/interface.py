@@ -18,7 +18,6 @@ import weakref
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from fewkeys.call import attention
@@ -27,8 +26,8 @@ from fewkeys.core.precision import lowered
 from fewkeys.integrations import streams, switch
 from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
 from fewkeys.integrations.families import NAME, family_of
-from fewkeys.integrations.masks import key_mask, read_mask
-from fewkeys.integrations.patterns import Pattern, check_honoured, span
+from fewkeys.integrations.masks import Keys, key_mask, read_mask, visible
+from fewkeys.integrations.patterns import check_honoured
 from fewkeys.integrations.terms import check_sink, distance_bias, in_terms, plain, with_key_bias, with_sink
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ OUTSIDE = {
     **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
 }
 """Why models of some types cannot ask the interface."""
-OWN_MASKS = ("deepseek_v4", "doge", "hy_v4")
-"""Types whose attention computes with its mask: it chooses keys, or adds keys or scores of its own."""
 
 
 class Attachment:
@@ -121,12 +118,6 @@ def unwrapped(model: object) -> PreTrainedModel:
 def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
     model = unwrapped(model)
-    for part in model.modules():
-        if getattr(getattr(part, "config", None), "model_type", None) in OWN_MASKS:
-            raise ValueError(
-                f"model: {type(part).__name__} chooses keys, or adds keys or scores, by a mask of its own, which no "
-                "plan knows; use another model"
-            )
     modules = [module for module in model.modules() if family_of(module) or _asks_interface(type(module))]
     if not modules:
         why = OUTSIDE.get(model.config.model_type, "")
@@ -189,15 +180,8 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     mask = None
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and queries != keys):
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=inputs.key.device)
-        if inputs.is_causal:
-            mask = mask.tril(inputs.query_offset)
-        if inputs.window is not None:
-            before, after = span(inputs.window, inputs.is_causal)
-            mask = mask.triu(inputs.query_offset - before).tril(inputs.query_offset + after)
-        mask = mask.expand(inputs.query.shape[0], 1, queries, keys)
-        if inputs.key_mask is not None:
-            mask = mask & inputs.key_mask[:, None, None, :]
+        how = (inputs.is_causal, inputs.window, inputs.query_offset, inputs.key_mask, inputs.key.device)
+        mask = visible(queries, keys, *how).expand(inputs.query.shape[0], 1, queries, keys)
     out, _ = _sdpa(module, inputs.query, inputs.key, inputs.value, mask, inputs.scale, inputs.is_causal)
     return out.transpose(1, 2)
 
@@ -281,10 +265,12 @@ def _attention_forward(
     if found is None and foreign and kwargs.get("s_aux") is None and position_bias is None:
         # A call that began before the switch, in a thread that has nothing to do with it.
         return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
-    real, pattern = read_mask(module, attention_mask, (query.shape[0], key.shape[2]))
-    if pattern is None:
-        pattern = Pattern(_is_causal_unmasked(module, is_causal), None)
-    causal, window = pattern.causal, pattern.window if window is None else window
+    real, causal, own_window = (
+        Keys(None, _is_causal_unmasked(module, is_causal), None)
+        if attention_mask is None
+        else read_mask(module, attention_mask, (query.shape[0], key.shape[2]))
+    )
+    window = own_window if window is None else window
     if causal and key.shape[2] < query.shape[2]:
         raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
     offset, bias = key.shape[2] - query.shape[2] if causal else 0, position_bias

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fewkeys.integrations import streams
-from fewkeys.integrations.patterns import Pattern, pattern_of
+from fewkeys.integrations.patterns import pattern_of, span
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
@@ -28,11 +28,50 @@ LOWEST = -1e4
 """Numbers that models add to the scores of padding are at most this."""
 
 
+class KeyMask(Tensor):
+    """A mask that models may move and slice.
+
+    A module with an attention of its own, beside the interface, adds the mask to its scores (B, H, Nq, Nk): it gets
+    what the mask stands for. A model that computes anything else with it has keys or scores of its own: `ValueError`.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
+            mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
+            real, causal, window = _decoded(mask.as_subclass(Tensor))
+            queries, keys = scores.shape[2:]
+            seen = visible(queries, keys, causal, window, keys - queries if causal else 0, real, scores.device)
+            return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        try:
+            if name not in _COMPUTING:
+                return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except IndexError:  # more axes than it has
+            pass
+        raise ValueError(
+            "attention_mask: expected a model that hands its mask on as it is, got one that computes with it "
+            f"({name}), so that some of its attention is its own, which no plan knows; use another model"
+        )
+
+
+_ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_COMPUTING = _ADDING | {
+    *("sub", "mul", "rsub", "__sub__", "__rsub__", "__mul__", "__rmul__", "mul_"),
+    *("__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "bitwise_not", "bitwise_and"),
+    *("eq", "ne", "lt", "gt", "le", "ge", "__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "where"),
+    *("masked_fill", "masked_fill_", "cat", "concat", "pad", "float", "half", "bfloat16", "type_as", "all", "any"),
+}
+
+
 class Keys(NamedTuple):
-    """What a mask says of the keys: those that are real, (B, Nk), None: all; and the pattern, None: it does not say."""
+    """What a mask says: the real keys (B, Nk), None: all; whether the call is causal; its window, None: every key."""
 
     real: Tensor | None
-    pattern: Pattern | None
+    is_causal: bool
+    window: int | None
 
 
 def key_mask(
@@ -69,13 +108,12 @@ def key_mask(
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):
             mask = mask * real
-    return mask if pattern.causal else mask[:, None, None, :]
+    return (mask if pattern.causal else mask[:, None, None, :]).as_subclass(KeyMask)
 
 
-def read_mask(module: nn.Module, mask: Tensor | None, shape: tuple[int, int]) -> Keys:
+def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     """What the mask of a call says; `shape`: (B, Nk). `ValueError` for masks that are not honoured."""
-    if mask is None:
-        return Keys(None, None)
+    mask = mask.as_subclass(Tensor)
     by_key = mask.shape in ((shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1]))
     if by_key and mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
         mask = mask == 0
@@ -89,7 +127,31 @@ def read_mask(module: nn.Module, mask: Tensor | None, shape: tuple[int, int]) ->
             f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
             "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
         )
-    rows = mask[:, 0, 0].expand(shape) if by_key else mask
+    return _decoded(mask.expand(shape[0], *mask.shape[1:]))
+
+
+def _decoded(mask: Tensor) -> Keys:
+    """What the head of this file lists, read."""
+    rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window = None if mask.dtype == torch.bool else int(rows.max()) or None
     is_whole = rows.shape[1] > 1 and rows.stride(1) == 0
-    return Keys(None if is_whole else rows.bool(), Pattern(not by_key, window))
+    return Keys(None if is_whole else rows.bool(), mask.ndim == 2, window)
+
+
+def visible(
+    queries: int,
+    keys: int,
+    is_causal: bool,
+    window: int | None,
+    offset: int,
+    real: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Which keys a query sees, (B or 1, 1, Nq, Nk); `offset` is the place of the first query among the keys."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if is_causal:
+        seen = seen.tril(offset)
+    if window is not None:
+        before, after = span(window, is_causal)
+        seen = seen.triu(offset - before).tril(offset + after)
+    return seen[None, None] if real is None else seen & real[:, None, None, :]
