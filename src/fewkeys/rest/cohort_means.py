@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.rest.base import REACH, StandIns, bounds_around
@@ -42,7 +43,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         return StandIns(label=none, share=none.to(spoken.dtype), mass=spoken, **found)
     mass = told.mass.clamp_min(1e-30).unsqueeze(-1)
     offset, value = told.key / mass, told.value / mass
-    with torch.no_grad():
+    with constants():
         on_key = offset @ known.within.unsqueeze(2)
         square, query = (on_key * offset).sum(-1), known.mean.unsqueeze(3)
         seen = (offset * query).sum(-1) + 0.5 * square
@@ -51,12 +52,12 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     if together is not None:
         between = (told.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
         pooled = (together - between) / told.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
-        with torch.no_grad():
+        with constants():
             right = top_subspace(pooled.mT @ known.within @ pooled, min(rank, *pooled.shape[-2:])).mT
             factor = _factor(told.energy / mass.squeeze(-1), square, told.mass)
             reference = TILT * (query + on_key)
         left = pooled @ right.mT
-        with torch.no_grad():
+        with constants():
             limits = bounds_around(TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
         moved = (reference @ left.unsqueeze(2)).clamp(*limits.split(1, 3))
         value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))

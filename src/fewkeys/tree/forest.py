@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import gradients_of
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.native.tensors import readable, suits
 from fewkeys.tree import native
@@ -195,15 +196,11 @@ class _Summarised(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         key, value, *found = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # Derivatives of the gradients go through torch's operations.
             key, value = key.view_as(key), value.view_as(value)
             tables = _summarise(ctx.forest, key, value)
-            parts = [
-                part
-                for one in _sizes(ctx.forest)
-                for part in (tables[one].key, tables[one].value, tables[one].variance)
-            ]
-            return None, *torch.autograd.grad(parts, (key, value), gradients, create_graph=True)
+            names = ("key", "value", "variance")
+            parts = [getattr(tables[size], name) for size in _sizes(ctx.forest) for name in names]
+            return None, *gradients_of([key, value], [*zip(parts, gradients, strict=True)])
         _, keys, base = _places(ctx.forest.trees())
         by_size = [
             {size: rows[3 * at : 3 * at + 3] for at, size in enumerate(_sizes(ctx.forest))}
