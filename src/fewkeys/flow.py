@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fewkeys import native
+from fewkeys.core.derivatives import constants
 from fewkeys.core.extent import rescaled
 from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
 from fewkeys.core.graph import Graph
@@ -141,7 +142,6 @@ def prepare(inputs: Inputs, plan: Plan) -> Problem:
     return problem
 
 
-@torch.no_grad()
 def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
@@ -150,7 +150,9 @@ def select(inputs: Inputs, plan: Plan) -> Graph:
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
-    return plan.keep.select(inputs.from_start() if plan.rest.needs_causal and inputs.offset else inputs)
+    x = inputs.from_start() if plan.rest.needs_causal and inputs.offset else inputs
+    with constants():
+        return plan.keep.select(x)
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:

@@ -41,6 +41,11 @@ def placed(*tensors: Tensor) -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
+def unwatched(*tensors: Tensor) -> bool:
+    """Whether these are plain tensors, and nobody asks how a result depends on them."""
+    return _plain(*tensors) and not wants_gradient(*tensors)
+
+
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether somebody may ask for gradients."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
