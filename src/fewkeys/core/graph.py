@@ -32,7 +32,8 @@ class Columns:
     no used entry appears twice in a list. A single block serves all queries; several are blocks of absolute positions:
     block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size. With
     `place` (B, Hkv, blocks, M), int64, blocks serve cohorts of queries wherever they stand: block b the queries at
-    place_b, counted through all query heads that read the key head, -1 for none. Queries of no block see no key.
+    place_b, counted through all query heads that read the key head, -1 for none. Queries of no block see no key, also
+    not through a band.
     """
 
     index: Tensor
@@ -109,7 +110,7 @@ class Graph:
         list that all queries share. None: there are none.
         """
         x, shared = self.inputs, self.columns
-        if shared is not None and shared.blocks > 1:
+        if shared is not None and (shared.blocks > 1 or shared.place is not None):
             shared = None
         if x.valid is None and shared is None:
             return None
@@ -139,11 +140,11 @@ class Graph:
             if columns.place is None:
                 seen |= lists[:, :, columns.block(x, start, stop)].repeat_interleave(x.gqa_ratio, 1)
             else:
-                cohort = _cohorts(x, columns.place)[:, :, start:stop, None]
+                cohort = cohort_of_queries(x, columns.place)[:, :, start:stop, None]
                 lists = lists.repeat_interleave(x.gqa_ratio, 1).gather(
                     2, cohort.clamp_min(0).expand(-1, -1, -1, x.keys)
                 )
-                seen |= lists & (cohort >= 0)
+                seen = (seen | lists) & (cohort >= 0)
         if self.rows is not None:
             rows = self.rows[:, :, start:stop]
             hits = torch.zeros((x.batch, heads, count, x.keys), dtype=torch.int32, device=device)
@@ -210,13 +211,13 @@ def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
     return seen
 
 
-def _cohorts(inputs: Inputs, place: Tensor) -> Tensor:
+def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
     """The cohort (B, Hq, Nq) of every query, -1 for none, from the places (B, Hkv, H, M) of each cohort's queries."""
-    x, many = inputs, inputs.gqa_ratio * inputs.queries
-    own = torch.arange(place.shape[2], device=place.device)[:, None].expand_as(place)
-    found = torch.full((*place.shape[:2], many + 1), -1, device=place.device)
-    found.scatter_(-1, place.masked_fill(place < 0, many).flatten(2), own.flatten(2))
-    by_head: Tensor = found[..., :many].unflatten(2, (x.gqa_ratio, x.queries))
+    x, places = inputs, inputs.gqa_ratio * inputs.queries
+    number = torch.arange(place.shape[2], device=place.device)[:, None].expand_as(place)
+    cohort = torch.full((*place.shape[:2], places + 1), -1, device=place.device)
+    cohort.scatter_(-1, place.masked_fill(place < 0, places).flatten(2), number.flatten(2))
+    by_head: Tensor = cohort[..., :places].unflatten(2, (x.gqa_ratio, x.queries))
     return by_head.flatten(1, 2)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fewkeys.execute import by_cohort, native, reference, torch, triton
+from fewkeys.execute import native, reference, torch, triton
 from fewkeys.execute.problem import Problem
 
 
@@ -35,10 +35,7 @@ def attend(problem: Problem) -> Tensor:
 
     Raises `ValueError` where the executor named cannot answer, with the reason.
     """
-    name = choose(problem)[0]
-    if name == "native":  # Kernels read the queries of cohorts where they stand.
-        return native.attend(problem)
-    return by_cohort.restored(problem, EXECUTORS[name].attend(by_cohort.plain(problem)))
+    return EXECUTORS[choose(problem)[0]].attend(problem)
 
 
 def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
@@ -52,11 +49,8 @@ def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
 
 
 def attend_some(problem: Problem, queries: Sequence[int]) -> Tensor:
-    """The outputs (B, Hq, Q, Dv) of Q queries, by the reference; where they belong to cohorts, beside all others."""
-    each = by_cohort.plain(problem)
-    if each is problem:
-        return reference.attend_some(problem, queries)
-    return by_cohort.restored(problem, reference.attend(each))[:, :, queries]
+    """The outputs (B, Hq, Q, Dv) of Q queries, by the reference."""
+    return reference.attend_some(problem, queries)
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:
@@ -65,7 +59,6 @@ def choose(problem: Problem) -> tuple[str, str | None]:
     if impl == "auto":
         reason = native.unsupported(problem)
         return ("native", None) if reason is None else ("torch", reason)
-    problem = problem if impl == "native" else by_cohort.plain(problem)
     if (reason := EXECUTORS[impl].unsupported(problem)) is not None:
         raise ValueError(f"impl={impl!r}: {reason}; use impl='torch'")
     return impl, None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
+from fewkeys.rest.base import AnyStandIns, BlockStandIns, StandIns
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,7 @@ class Problem:
 
     inputs: Inputs
     graph: Graph
-    stand_ins: StandIns | BlockStandIns | NodeStandIns | None
+    stand_ins: AnyStandIns | None
     weights: Weights
 
     @property
@@ -28,6 +28,12 @@ class Problem:
         columns = self.graph.columns
         by_list = columns is not None and columns.place is None and columns.blocks > 1
         return by_list or isinstance(self.stand_ins, BlockStandIns)
+
+    @property
+    def by_cohort(self) -> bool:
+        """Whether cohorts of queries have lists of their own."""
+        columns = self.graph.columns
+        return columns is not None and columns.place is not None
 
     @property
     def unbiased(self) -> str | None:

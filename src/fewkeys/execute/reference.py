@@ -10,15 +10,17 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fewkeys.core.distances import logarithm
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Graph, cohort_of_queries
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
+from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import by_nodes
 from fewkeys.execute.problem import Problem
-from fewkeys.rest.base import BlockStandIns, NodeStandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, NodeStandIns
 
 PIECE = 2**22
 """Scores held at a time by `attend_in_pieces` (16 MB in float32)."""
@@ -70,6 +72,8 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         parts = (stand_ins.key, stand_ins.value, stand_ins.bias, stand_ins.size)
         return _beside_means(query, scores, value, [per_query_head(part)[:, :, block] for part in parts], weights)
 
+    if isinstance(stand_ins, CohortStandIns):
+        return _beside_cohort_means(problem, stand_ins, start, query, kept, scores)
     if isinstance(stand_ins, NodeStandIns):
         return by_nodes.attend(problem, start, stop, scores)
     extra = query @ per_query_head(stand_ins.key).mT
@@ -81,10 +85,8 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         largest = inputs.bias.largest[:, None, None]
         mass = ((~kept) * (bias - largest).exp()) @ per_query_head(stand_ins.member)
         extra, multiplicity = extra + largest + logarithm(mass), (mass > 0).to(mass.dtype)
-    elif stand_ins.mass is None:
-        multiplicity = (~kept).to(query.dtype) @ per_query_head(stand_ins.member)
     else:
-        multiplicity = per_query_head(stand_ins.mass).unsqueeze(-2)
+        multiplicity = (~kept).to(query.dtype) @ per_query_head(stand_ins.member)
     extra = extra.masked_fill(multiplicity <= 0, -torch.inf)
     weight, weight_extra = weights.kernel([scores, extra])
     weight_extra = weight_extra * multiplicity
@@ -110,6 +112,42 @@ def _beside_means(query: Tensor, scores: Tensor, value: Tensor, means: Sequence[
     weight_extra = weight_extra if tilted else weight_extra * size
     total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
     return (weight @ value + (weight_extra.unsqueeze(-2) @ mean).squeeze(-2)) / positive(total)
+
+
+def _beside_cohort_means(
+    problem: Problem, stand_ins: CohortStandIns, start: int, query: Tensor, kept: Tensor, scores: Tensor
+) -> Tensor:
+    """Kept keys beside the stand-ins of each query's cohort; queries of no cohort see nothing."""
+    x, columns = problem.inputs, problem.graph.columns
+    if columns is None or columns.place is None:
+        raise ValueError("graph: expected the lists of cohorts beside their stand-ins, got others")
+    cohort = cohort_of_queries(x, columns.place)[:, :, start : start + query.shape[2]]
+
+    def per_query_head(tensor: Tensor) -> Tensor:
+        return working(tensor).repeat_interleave(x.gqa_ratio, 1)
+
+    def per_query(tensor: Tensor) -> Tensor:
+        rows = take(per_query_head(tensor).flatten(3), cohort.clamp_min(0))
+        by_query: Tensor = rows.unflatten(-1, tensor.shape[3:])
+        return by_query
+
+    real = torch.ones_like(kept[:1, :1, :1]) if x.valid is None else x.valid[:, None, None]
+    cluster = one_hot(stand_ins.label, stand_ins.count).to(query.dtype).repeat_interleave(x.gqa_ratio, 1)
+    spoken_for = (real & ~kept).to(query.dtype) @ cluster
+    multiplicity = per_query(stand_ins.mass) * (spoken_for / per_query(stand_ins.size).clamp_min(1))
+    extra = (per_query(stand_ins.key) @ query.unsqueeze(-1)).squeeze(-1) + per_query(stand_ins.bias)
+    extra = extra.masked_fill((multiplicity <= 0) | (cohort < 0).unsqueeze(-1), -torch.inf)
+    weight, weight_extra = problem.weights.kernel([scores, extra])
+    weight_extra = weight_extra * multiplicity
+    total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
+    output = weight @ per_query_head(x.value) + (weight_extra.unsqueeze(-2) @ per_query(stand_ins.value)).squeeze(-2)
+    s = stand_ins
+    if s.left is not None and s.right is not None and s.factor is not None and s.bounds is not None:
+        low, high = per_query(s.bounds).unbind(-2)
+        along = (query.unsqueeze(-2) @ per_query(s.left)).squeeze(-2).clamp(low, high)
+        moved = (along.unsqueeze(-2) @ per_query(s.right)).squeeze(-2)
+        output = output + (weight_extra * per_query(s.factor)).sum(-1, keepdim=True) * moved
+    return output / positive(total)
 
 
 def attend_exact(inputs: Inputs, weights: Weights) -> Tensor:

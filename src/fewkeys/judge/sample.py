@@ -27,7 +27,7 @@ from fewkeys.judge.exact import blocks, exact
 from fewkeys.model_plan import ModelPlan
 from fewkeys.past.scan import States
 from fewkeys.plan import Plan
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
 
 QUERIES = 8
 """Queries looked at, fewer where the file would be larger than `MOST`."""
@@ -138,7 +138,7 @@ def _stand_ins(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[st
     x, stand_ins = problem.inputs, problem.stand_ins
     if stand_ins is None:
         return {}
-    if isinstance(stand_ins, StandIns) and stand_ins.mass is None:
+    if isinstance(stand_ins, StandIns):
         # Their weights are the output where stand-in c has the value e_c, and keys have none.
         unit = torch.eye(stand_ins.count).expand(*stand_ins.key.shape[:2], -1, -1)
         alone = replace(stand_ins, value=unit, left=None, right=None, factor=None, bounds=None)
@@ -163,8 +163,8 @@ def _valued(x: Inputs, value: Tensor) -> Inputs:
 
 def _worthless(stand_ins: Any, marks: Tensor) -> Any:
     """The same stand-ins with values of zero. Nodes of trees take theirs from the keys, which they find marked zero."""
-    if isinstance(stand_ins, StandIns):
-        value = marks.new_zeros((*stand_ins.key.shape[:3], marks.shape[-1]))
+    if isinstance(stand_ins, StandIns | CohortStandIns):
+        value = marks.new_zeros((*stand_ins.key.shape[:-1], marks.shape[-1]))
         return replace(stand_ins, value=value, left=None, right=None, factor=None, bounds=None)
     if isinstance(stand_ins, BlockStandIns):
         states = stand_ins.states

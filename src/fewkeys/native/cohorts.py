@@ -110,19 +110,19 @@ def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[st
     return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, **numbers)
 
 
-def cohort_means(told: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
-    """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.StandIns` has them; with a rank,
-    `factor`, `left`, `right` and `bounds`, too. `told`: what `CohortStandIns` in `problems.h` reads, in float32. The
+def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
+    """`key`, `value` and `bias` of the stand-ins of every cohort, as `rest.base.CohortStandIns` has them; with a rank,
+    `factor`, `left`, `right` and `bounds`, too. `tensors`: what `CohortStandIns` in `problems.h` reads, in float32. The
     sums `key` and `value` are overwritten.
     """
-    held = {name: part.contiguous() for name, part in told.items()}
-    batch, heads, cohorts, count, dim = held["key"].shape
-    value_dim = held["value"].shape[4]
-    shapes: dict[str, tuple[int, ...]] = {"bias": (count,), "factor": (count,)}
-    shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
-    found = {name: held["mass"].new_empty((batch, heads * cohorts, *shape)) for name, shape in shapes.items()}
+    dense = {name: part.contiguous() for name, part in tensors.items()}
+    batch, heads, cohorts, count, dim = dense["key"].shape
+    value_dim = dense["value"].shape[4]
+    shapes: dict[str, tuple[int, ...]] = {"bias": (count,)}
+    if rank:
+        shapes |= {"factor": (count,), "left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
+    output = {name: dense["mass"].new_empty((batch, heads, cohorts, *shape)) for name, shape in shapes.items()}
     sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
-    problem = struct("CohortStandIns")(**pointers(held | found), **sizes, rank=rank, steps=steps, **numbers)
+    problem = struct("CohortStandIns")(**pointers(dense | output), **sizes, rank=rank, steps=steps, **numbers)
     call("fewkeys_cohort_means", problem)
-    means = {name: held[name].flatten(1, 2) for name in ("key", "value")}
-    return means | (found if rank else {"bias": found["bias"]})
+    return output | {"key": dense["key"], "value": dense["value"]}

@@ -34,7 +34,7 @@ struct LaneProducts {
    public:
     explicit Mixed(int value_dim) : wide(round_up(value_dim)), sums(TILE * wide) {}
     void clear() { std::fill(sums.begin(), sums.end(), 0.0f); }
-    const float *rows() { return sums.data(); }
+    float *rows() { return sums.data(); }
 
    private:
     friend LaneProducts;

@@ -156,7 +156,7 @@ struct AmxProducts {
     explicit Mixed(int value_dim) : wide(round_up(value_dim)), sums(wide * TILE), transposed(TILE * wide) {}
     void clear() { std::fill(sums.begin(), sums.end(), 0.0f); }
 
-    const float *rows() {
+    float *rows() {
       for (int part = 0; part < TILE; part += EDGE)
         for (int d = 0; d < wide; d += EDGE)
           transpose_square([&](int i) { return load(&sums[(d + i) * TILE + part]); },

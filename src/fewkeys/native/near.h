@@ -1,6 +1,7 @@
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
 #pragma once
 #include "matrix.h"
+#include "neighbours.h"
 
 namespace fewkeys {
 
@@ -59,6 +60,21 @@ class NearWeights {
     weigh_means(tile, head);
   }
 
+  // The same for queries of a cohort: `look(count)` scores the keys around them and takes these from the counts of
+  // their clusters, `weigh_near()` makes weights of the scores.
+  template <class Look, class WeighNear>
+  void weigh_cohort(Tile &tile, int64_t head, Look look, WeighNear weigh_near) {
+    start_counts(p.means ? p.size + head * p.means : nullptr);
+    look(count.data());
+    counts_become_masses(head);
+    look_at_list(tile, head, 0);
+    look_at_means(tile, head);
+    tile.settle();
+    weigh_near();
+    tile.weigh(score.data(), p.entries);
+    weigh_means(tile, head);
+  }
+
   // `rank` more columns: what the query is along the left factor, times the slope.
   void weigh_first_order(int64_t head) {
     count_multiply_adds(p.rank * TILE);
@@ -84,11 +100,25 @@ class NearWeights {
     return std::max<int64_t>(0, std::min<int64_t>(p.keys, TILE + p.left + p.right));
   }
 
+  void start_counts(const float *start) {
+    for (int c = 0; c < p.means; c++)
+      for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], broadcast(start[c]));
+  }
+
+  // Each cohort's mass, in the proportion of the keys that are left to speak for.
+  void counts_become_masses(int64_t head) {
+    count_multiply_adds(p.means * TILE);
+    for (int c = 0; c < p.means; c++) {
+      const vec size = broadcast(std::max(p.size[head * p.means + c], 1.0f));
+      const vec mass = broadcast(p.total[head * p.means + c]);
+      for (int v = 0; v < TILE; v += LANES)
+        store(&count[c * TILE + v], mass * (load(&count[c * TILE + v]) / size));
+    }
+  }
+
   // Queries within reach see a key, and no stand-in speaks for it to them.
   void look_near(Tile &tile, int64_t head, int64_t position, int64_t begin, int reached) {
-    const float *total = p.total + head * p.means;
-    for (int c = 0; c < p.means; c++)
-      for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], broadcast(total[c]));
+    start_counts(p.total + head * p.means);
     for (int j = 0; j < reached; j++) {
       const int64_t at = begin + j, index = head * p.keys + at;
       const float share = p.means ? p.share[index] : 0.0f;
@@ -146,8 +176,9 @@ class NearWeights {
 template <class T>
 class Scattered {
  public:
-  explicit Scattered(const Near &p) : p(p), query(p.order ? TILE * p.dim : 0), out(p.order ? TILE * p.value_dim : 0) {}
+  explicit Scattered(const Near &p) : query(p.order ? TILE * p.dim : 0), out(p.order ? TILE * p.value_dim : 0), p(p) {}
   aligned_vector<T> query, out;
+  int64_t position[TILE];  // of the queries among the keys
 
   // Gathers those among `count` places that are of a query; returns how many.
   int gather(int64_t b, int64_t h, int64_t first, int count) {
@@ -157,6 +188,7 @@ class Scattered {
       if (own[i] < 0) continue;
       const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, place = own[i] % p.asked;
       std::copy_n(p.query.at<T>(b, head, place), p.dim, &query[found * p.dim]);
+      position[found] = place + p.offset;
       to[found++] = (T *)p.out.at<T>(b, head, place);
     }
     return found;
@@ -177,16 +209,15 @@ class NearAttention {
   typedef typename Products::Number Number;
 
   explicit NearAttention(const Near &p)
-      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p), scattered(p) {}
+      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p), scattered(p),
+        neighbours(p) {}
 
   void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
     const int rows = std::min<int64_t>(TILE, p.queries - first);
-    if (!p.order)
-      return attend(shared, b, h, first, rows, p.query.at<Number>(b, h, first), p.query.row,
-                    (Number *)p.out.at<Number>(b, h, first), p.out.row);
-    const int found = scattered.gather(b, h, first, rows);
-    if (found) attend(shared, b, h, first, found, scattered.query.data(), p.dim, scattered.out.data(), p.value_dim);
-    scattered.scatter(found);
+    if (p.order)
+      attend_cohort(shared, b, h, first, rows);
+    else
+      attend_near(shared, b, h, first, rows);
   }
 
  private:
@@ -197,17 +228,17 @@ class NearAttention {
   Columns band;
   NearWeights weights;
   Scattered<Number> scattered;
+  Neighbours<Number> neighbours;
 
-  void attend(const Columns &shared, int64_t b, int64_t h, int64_t first, int rows, const Number *from,
-              int64_t from_stride, Number *to, int64_t to_stride) {
+  // Queries that follow one another, and the band around them.
+  void attend_near(const Columns &shared, int64_t b, int64_t h, int64_t first, int rows) {
     const int64_t shared_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + shared_head;
     const int columns = p.entries + p.means + p.rank;
     const Reach reach = weights.reach_of(first, rows);
     float *score = weights.score.data(), *near = weights.near.data();
-    query.set(from, from_stride, rows);
+    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
     shared.dots(query, columns, score);
-    const int64_t key_head = shared_head / p.cohorts;
-    band.read(p.key.at<Number>(b, key_head, reach.begin), p.key.row, p.value.at<Number>(b, key_head, reach.begin),
+    band.read(p.key.at<Number>(b, shared_head, reach.begin), p.key.row, p.value.at<Number>(b, shared_head, reach.begin),
               p.value.row, reach.count);
     band.dots(query, reach.count, near);
 
@@ -223,7 +254,32 @@ class NearAttention {
       high = std::clamp<int64_t>(from + SOME + p.right, low, reach.count);
     };
     band.mix(near, reach.count, rows, reached, mixed);
-    tile.write(mixed.rows(), round_up(p.value_dim), to, to_stride, rows, p.value_dim);
+    tile.write(mixed.rows(), round_up(p.value_dim), (Number *)p.out.at<Number>(b, h, first), p.out.row, rows,
+               p.value_dim);
+  }
+
+  // Queries of a cohort, and the keys around each.
+  void attend_cohort(const Columns &shared, int64_t b, int64_t h, int64_t first, int places) {
+    const int rows = scattered.gather(b, h, first, places);
+    if (!rows) return;
+    const int64_t head = b * p.heads + h, wide = round_up(p.value_dim);
+    const int columns = p.entries + p.means + p.rank;
+    query.set(scattered.query.data(), p.dim, rows);
+    shared.dots(query, columns, weights.score.data());
+
+    Tile tile(p.scale);
+    const auto look = [&](float *count) {
+      neighbours.look(tile, b, h, scattered.query.data(), scattered.position, rows, count);
+    };
+    weights.weigh_cohort(tile, head, look, [&] { neighbours.weigh(tile); });
+    weights.weigh_first_order(head);
+
+    mixed.clear();
+    shared.mix(weights.score.data(), columns, rows, Everywhere(), mixed);
+    float *sums = mixed.rows();
+    neighbours.mix(sums, wide, rows);
+    tile.write(sums, wide, scattered.out.data(), p.value_dim, rows, p.value_dim);
+    scattered.scatter(rows);
   }
 };
 

@@ -26,10 +26,12 @@ struct Near {
   const float *bias, *total, *factor;      // (B Hkv, means)
   const float *bounds;                     // (B Hkv, 2, rank): of what queries are along the left factor
   const int64_t *label;                    // (B Hkv, Nk)
-  const float *share;                      // (B Hkv, Nk)
+  const float *share;                      // (B Hkv, Nk); null for cohorts
   const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null
-  // Cohorts: each is a head with a list and stand-ins of its own, `cohorts` of them read one key head, and this tells
-  // its queries, counted through the `asking` query heads of `asked` queries that read it: (B heads, Nq), -1 for none.
+  const float *size;                       // (B Hkv, means): how many keys a cohort's stand-in speaks for; else null
+  // Cohorts: each is a head with a list and stand-ins of its own, `cohorts` of them read one key head with its labels
+  // and hidden keys, and this tells a cohort's queries, counted through the `asking` query heads of `asked` queries
+  // that read the key head: (B heads, Nq), -1 for none.
   const int64_t *order;  // or null: `cohorts` is 1
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, entries, means, rank, offset, left, right, causal;
   int64_t cohorts, asking, asked;

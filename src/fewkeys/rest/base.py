@@ -40,8 +40,6 @@ class StandIns:
     bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
     three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
     bounds (B, Hkv, 2, r): low and high, wherever there is `left`. Labels, shares and bounds carry no gradient.
-    `mass` (B, Hkv, C): the sum of the shares, where no query keeps a key that a stand-in speaks for; then labels and
-    shares are not looked at. Beside lists of H cohorts of queries there are Hkv H heads of stand-ins, cohort by cohort.
     """
 
     key: Tensor
@@ -54,7 +52,6 @@ class StandIns:
     factor: Tensor | None = None
     curvature: Tensor | None = None
     bounds: Tensor | None = None
-    mass: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -68,9 +65,40 @@ class StandIns:
     @cached_property
     def total(self) -> Tensor:
         """(B, Hkv, C): the sum of the shares of each stand-in."""
-        if self.mass is not None:
-            return self.mass
         return self.share.new_zeros(self.key.shape[:3]).scatter_add_(-1, self.label, self.share)
+
+
+@dataclass(frozen=True, eq=False)
+class CohortStandIns:
+    """C stand-ins for each of H cohorts of queries, over clusters of keys that all cohorts share.
+
+    For a query i of cohort h, stand-in c has the score `scale q_i . key_hc + bias_hc` and the weight `n_ic exp(score)`,
+
+        n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
+
+    where size_hc counts the keys of the cluster outside the cohort's list. So a query that keeps nothing but the list
+    has `n_ic = mass_hc`, and each neighbour that it keeps besides takes an equal part. Value and first-order term are
+    those of `StandIns`.
+
+    Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64:
+    the cluster of a key. With a first-order term of rank r: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor
+    (B, Hkv, H, C), bounds (B, Hkv, H, 2, r). Gradients flow through key, value and left.
+    """
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    mass: Tensor
+    size: Tensor
+    label: Tensor
+    left: Tensor | None = None
+    right: Tensor | None = None
+    factor: Tensor | None = None
+    bounds: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        return self.key.shape[3]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +152,9 @@ class NodeStandIns:
     nodes: tuple[Nodes, ...]
 
 
+AnyStandIns = StandIns | CohortStandIns | BlockStandIns | NodeStandIns
+
+
 class Rest(Listed, ABC):
     """A rule that makes the stand-ins for whatever is not kept.
 
@@ -140,7 +171,7 @@ class Rest(Listed, ABC):
     """Whether `prepare` works, without causality, on keys that are split over processes (`inputs.whole`)."""
 
     @abstractmethod
-    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | BlockStandIns | NodeStandIns | None:
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> AnyStandIns | None:
         """The stand-ins for all keys outside the graph's shared columns, or None where nothing stands in."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
-from fewkeys.rest.base import REACH, Rest, StandIns, bounds_around, unkept
+from fewkeys.rest.base import REACH, CohortStandIns, Rest, StandIns, bounds_around, unkept
 from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
 from fewkeys.sketch.backend import compiled
@@ -53,8 +53,8 @@ class ClusterMeans(Rest):
     have no such tilt: they take plain means, and rank must be 0.
 
     `cohorts` H > 1: clusters are common, but each of H cohorts of similar queries (`fewkeys.sketch.cohorts`) has its
-    own stand-ins, by its own importance, with t = 0.8 (`fewkeys.sketch.tilted`). Beside `Outliers` of as many cohorts
-    alone. Cost O(n H (D + Dv)) besides; `Softmax` only.
+    own stand-ins, by its own importance, with t = 0.8 (`fewkeys.sketch.tilted`), beside `Outliers` of as many cohorts
+    and `Window`. Cost O(n H (D + Dv)) besides; `Softmax` only.
 
     Slots: count, plus r for the first-order term, plus `count / (D + Dv)` for the factors f_c.
     Gradients flow through the means and S; clusters, e_j, f_c, the subspace of S and the correction of the mass are
@@ -102,10 +102,10 @@ class ClusterMeans(Rest):
         if keep.cohort_lists != self.cohorts:
             raise ValueError(
                 f"keep: ClusterMeans(cohorts={self.cohorts}) needs rules for the same cohorts, "
-                f"{'Outliers(cohorts=...) alone' if self.cohorts > 1 else 'cohorts=1'}, got {keep}"
+                f"{'Outliers(cohorts=...)' if self.cohorts > 1 else 'cohorts=1'}, got {keep}"
             )
 
-    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | CohortStandIns:
         if self.cohorts > 1:
             return cohort_means(inputs, graph, self.count, self.rank, self.cohorts)
         found = clusters(inputs, self.count)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.graph import Graph
+from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.rest.base import REACH, StandIns, bounds_around
+from fewkeys.core.precision import working
+from fewkeys.rest.base import REACH, CohortStandIns, bounds_around
 from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
@@ -18,53 +19,62 @@ from fewkeys.sketch.tilted import LARGEST_TILT, TILT, tilted_sums
 LARGEST_SPREAD = 2.0
 
 
-def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int) -> StandIns:
+def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int) -> CohortStandIns:
     """`ClusterMeans(count, rank, cohorts=parts)` beside the lists that `graph` has for the same cohorts.
 
     The equations are those of one cohort of all queries with its own mean m_h, the common covariance W in place of C,
     and t = 0.8 (`fewkeys.sketch.tilted`). S is pooled over cohorts too; bounds are around each cohort's own t m_h S.
     """
-    x, known, columns = inputs, cohorts(inputs, parts), graph.columns
+    x, cohort, columns = inputs, cohorts(inputs, parts), graph.columns
     if columns is None or columns.place is None:
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
-    told = tilted_sums(x, known, clusters(x, count), columns.index, columns.used, together=rank > 0)
-    middle, spoken = frame(x).mean, told.mass.flatten(1, 2)
-    none = torch.zeros((*spoken.shape[:2], 0), dtype=torch.int64, device=spoken.device)
-    together = told.together
-    if together is not None and compiled(x, x.key, x.value, known.mean):
-        given = {"mass": told.mass, "energy": told.energy, "level": told.importance}
-        given |= {"key": told.key, "value": told.value}
-        given |= {"together": together, "mean": known.mean, "within": known.within}
-        given |= {"middle": middle, "unit": frame(x).unit}
+    cluster = clusters(x, count)
+    sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
+    size = _sizes(x, cluster.label, columns, count)
+    middle, together = frame(x).mean, sums.together
+    if together is not None and compiled(x, x.key, x.value, cohort.mean):
+        tensors = {"mass": sums.mass, "energy": sums.energy, "level": sums.importance}
+        tensors |= {"key": sums.key, "value": sums.value}
+        tensors |= {"together": together, "mean": cohort.mean, "within": cohort.within}
+        tensors |= {"middle": middle, "unit": frame(x).unit}
         numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
         rank = min(rank, x.head_dim, x.value_dim)
-        found = native.cohort_means(given, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
-        return StandIns(label=none, share=none.to(spoken.dtype), mass=spoken, **found)
-    mass = told.mass.clamp_min(1e-30).unsqueeze(-1)
-    offset, value = told.key / mass, told.value / mass
+        stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
+        return CohortStandIns(mass=sums.mass, size=size, label=cluster.label, **stand_ins)
+    mass = sums.mass.clamp_min(1e-30).unsqueeze(-1)
+    offset, value = sums.key / mass, sums.value / mass
     with torch.no_grad():
-        on_key = offset @ known.within.unsqueeze(2)
-        square, query = (on_key * offset).sum(-1), known.mean.unsqueeze(3)
+        on_key = offset @ cohort.within.unsqueeze(2)
+        square, query = (on_key * offset).sum(-1), cohort.mean.unsqueeze(3)
         seen = (offset * query).sum(-1) + 0.5 * square
-        bias = (TILT * (told.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
-    left = right = factor = bounds = None
-    if together is not None:
-        between = (told.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
-        pooled = (together - between) / told.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
-        with torch.no_grad():
-            right = top_subspace(pooled.mT @ known.within @ pooled, min(rank, *pooled.shape[-2:])).mT
-            factor = _factor(told.energy / mass.squeeze(-1), square, told.mass)
-            reference = TILT * (query + on_key)
-        left = pooled @ right.mT
-        with torch.no_grad():
-            limits = bounds_around(TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
-        moved = (reference @ left.unsqueeze(2)).clamp(*limits.split(1, 3))
-        value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))
-        bounds, each = limits.flatten(1, 2), (*known.mean.shape[:3], -1, -1)
-        left, right = (part.unsqueeze(2).expand(each).flatten(1, 2) for part in (left, right))
-        factor = factor.flatten(1, 2)
-    key, value, bias = (part.flatten(1, 2) for part in (offset + middle.unsqueeze(2), value, bias))
-    return StandIns(key, value, none, none.to(spoken.dtype), bias, left, right, factor, bounds=bounds, mass=spoken)
+        bias = (TILT * (sums.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
+    key = offset + middle.unsqueeze(2)
+    if together is None:
+        return CohortStandIns(key, value, bias, sums.mass, size, cluster.label)
+    between = (sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
+    pooled = (together - between) / sums.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
+    with torch.no_grad():
+        right = top_subspace(pooled.mT @ cohort.within @ pooled, min(rank, *pooled.shape[-2:])).mT
+        factor = _factor(sums.energy / mass.squeeze(-1), square, sums.mass)
+        reference = TILT * (query + on_key)
+    left = pooled @ right.mT
+    with torch.no_grad():
+        bounds = bounds_around(TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
+    moved = (reference @ left.unsqueeze(2)).clamp(*bounds.split(1, 3))
+    value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))
+    left, right = (part.unsqueeze(2).expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))
+    return CohortStandIns(key, value, bias, sums.mass, size, cluster.label, left, right, factor, bounds)
+
+
+def _sizes(inputs: Inputs, label: Tensor, columns: Columns, count: int) -> Tensor:
+    """How many real keys of every cluster are outside a cohort's list: (B, Hkv, H, C)."""
+    x, totals, (*lists, _) = inputs, inputs.whole.totals, columns.index.shape
+    real = torch.ones_like(label) if x.valid is None else x.valid[:, None].to(label.dtype).expand_as(label)
+    members = label.new_zeros((*label.shape[:2], count)).scatter_add_(-1, label, real)
+    index = columns.index.flatten(2)
+    listed = label.gather(-1, index).view_as(columns.index)
+    kept = label.new_zeros((*lists, count)).scatter_add_(-1, listed, columns.used.to(label.dtype))
+    return totals.sum((members.unsqueeze(2) - kept).to(working(x.key[:0]).dtype))
 
 
 def _factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:

@@ -98,8 +98,13 @@ class Selector(Listed, ABC):
 
     @property
     def cohort_lists(self) -> int:
-        """How many cohorts of queries have lists of their own, beside which no other rule may stand; 1: all share."""
+        """How many cohorts of queries have lists of their own; 1: all share."""
         return 1
+
+    @property
+    def beside_cohorts(self) -> bool:
+        """Whether the rule may stand beside lists of cohorts: it keeps keys by their distance from the query alone."""
+        return False
 
     @property
     def causal(self) -> bool:
@@ -171,8 +176,12 @@ class Union(Selector, listed=False):
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            if part.cohort_lists > 1:
-                raise ValueError(f"keep: {part} stands alone, got another rule beside it; use cohorts=1 there")
+            if part.cohort_lists > 1 and (odd := [p for p in self.parts if p is not part and not p.beside_cohorts]):
+                raise ValueError(f"keep: expected Window alone beside {part}, got {odd[0]}; use cohorts=1 there")
+
+    @property
+    def cohort_lists(self) -> int:
+        return max(part.cohort_lists for part in self.parts)
 
     @property
     def parts(self) -> tuple[Selector, ...]:

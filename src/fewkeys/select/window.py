@@ -40,6 +40,10 @@ class Window(Selector):
         return Work(float(band_block(self.size - 1) + self.size - 1), banded=True)
 
     @property
+    def beside_cohorts(self) -> bool:
+        return True
+
+    @property
     def remembered(self) -> Remembered:
         return Remembered(latest=self.size)
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
-from fewkeys.execute import by_cohort
 from fewkeys.execute.native import backward, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
 
 __all__ = ["attend", "attend_each", "unsupported"]
 
@@ -39,11 +38,13 @@ def unsupported(problem: Problem) -> str | None:
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
     else:
-        plain = readable(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
+        plain = readable(x.query, x.key, x.value, *forward.read(s))
     if not plain:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
     if problem.graph.descent is not None and descent.apart(problem) and _wants_gradient(problem):
         return "expected no gradient where leaves are held apart from the keys, as streams hold them, got one asked for"
+    if problem.by_cohort and _wants_gradient(problem):
+        return "expected no gradient beside lists of cohorts, which torch's operations have, got one asked for"
     # Plans take these for constants, and so do the kernels.
     if isinstance(s, StandIns) and wants_gradient(s.bias, s.factor, s.right):
         return "expected constants beside the stand-ins' means, got a bias, factor or basis that requires gradients"
@@ -54,7 +55,7 @@ def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward` or `backward` has it."""
     if not _wants_gradient(problem):
         return forward.attend(problem)
-    return by_cohort.restored(problem, backward.attend(by_cohort.plain(problem)))
+    return backward.attend(problem)
 
 
 def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
@@ -91,7 +92,7 @@ def _wants_gradient(problem: Problem) -> bool:
     if problem.graph.descent is not None:
         return wants_gradient(*descent.read(problem))
     if not isinstance(s, BlockStandIns):
-        return wants_gradient(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
+        return wants_gradient(x.query, x.key, x.value, *forward.read(s))
     # Means that have yet to be made depend on the keys and values, and on what they were before.
     rows = s.states.rows if s.scan is None else s.scan.state.summary.rows
     return wants_gradient(x.query, x.key, x.value, rows)

@@ -14,24 +14,22 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.execute import by_cohort
 from fewkeys.execute.native import descent
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
 from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
 _ROWS = ("query", "key", "value", "out")
-_MEANS = ("mean_key", "mean_value", "left_factor", "right_factor", "bias", "total", "factor", "bounds", "share")
 _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 
 
-def read(stand_ins: StandIns | None) -> tuple[Tensor | None, ...]:
-    """What the kernels read of stand-ins that serve all queries."""
+def read(stand_ins: AnyStandIns | None) -> tuple[Tensor | None, ...]:
+    """What the kernels read of stand-ins that serve all queries, or those of a cohort."""
     s = stand_ins
-    return () if s is None else (s.key, s.value, s.bias, s.left, s.right)
+    return (s.key, s.value, s.bias, s.left, s.right) if isinstance(s, StandIns | CohortStandIns) else ()
 
 
 def attend(problem: Problem) -> Tensor:
@@ -47,10 +45,10 @@ def attend(problem: Problem) -> Tensor:
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
     # Queries of no cohort are nobody's to write.
-    make = value.new_zeros if by_cohort.takes(problem) and x.valid_queries is not None else value.new_empty
+    make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
     output = make((*query.shape[:3], x.value_dim))
     if not problem.by_block:
-        told, _alive = near(x, graph, cast("StandIns | None", stand_ins), output)
+        told, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
         call("fewkeys_attend", told, x.query.dtype)
     elif graph.columns is not None:
         _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
@@ -91,37 +89,45 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
     return told, (place, rows, *(() if bias is None else (bias,)))
 
 
-def near(x: Inputs, graph: Graph, stand_ins: StandIns | None, output: Tensor) -> tuple[Told, dict[str, Tensor | None]]:
+def near(
+    x: Inputs, graph: Graph, stand_ins: StandIns | CohortStandIns | None, output: Tensor
+) -> tuple[Told, dict[str, Tensor | None]]:
     """The problem as the kernels are told of it, and tensors that must live as long."""
     s, columns = stand_ins, graph.columns
-    held: dict[str, Tensor | None] = {"hidden": None if graph.band is None else graph.hidden}
+    tensors: dict[str, Tensor | None] = {} if s is None else {**_means(s), "label": s.label}
+    tensors = {name: part if part is None or name == "label" else part.float() for name, part in tensors.items()}
+    tensors["hidden"] = None if graph.band is None else graph.hidden
+    sizes = _common(x, output) | {"cohorts": 1}
     if columns is not None:
-        held["place"] = columns.index.masked_fill(~columns.used, x.keys)
-    if s is not None:
-        bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
-        rows = (s.key, s.value, s.left, s.right, bias, s.total, s.factor, s.bounds)
-        numbers = zip(_MEANS, (*rows, s.share if s.mass is None else None), strict=True)
-        held |= {name: None if part is None else part.float() for name, part in numbers}
-        held["label"] = s.label if s.mass is None else None
-    held = {name: None if part is None else part.contiguous() for name, part in held.items()}
-    common = _common(x, output) | {"cohorts": 1}
-    if columns is not None and columns.place is not None:
-        held["order"] = columns.place.contiguous()
-        common |= {"heads": x.kv_heads * columns.blocks, "gqa_ratio": 1, "queries": columns.place.shape[3]}
-        common |= {"cohorts": columns.blocks, "asking": x.gqa_ratio, "asked": x.queries}
-    reach = x.keys + common["queries"] + x.offset
+        tensors["place"] = columns.index.masked_fill(~columns.used, x.keys)
+        if columns.place is not None:
+            tensors["order"] = columns.place
+            sizes |= {"heads": x.kv_heads * columns.blocks, "gqa_ratio": 1, "queries": columns.place.shape[3]}
+            sizes |= {"cohorts": columns.blocks, "asking": x.gqa_ratio, "asked": x.queries}
+    tensors = {name: None if part is None else part.contiguous() for name, part in tensors.items()}
+    reach = x.keys + x.queries + x.offset
     # An empty band ends before it begins, for every query.
     left, right = (0, -reach) if graph.band is None else graph.band
-    told = struct("Near")(
-        **common,
-        **pointers(held),
+    problem = struct("Near")(
+        **sizes,
+        **pointers(tensors),
         entries=0 if columns is None else columns.index.shape[3],
         means=0 if s is None else s.count,
         rank=0 if s is None or s.left is None else s.left.shape[-1],
         left=min(left, reach),
         right=min(right, reach),
     )
-    return told, held
+    return problem, tensors
+
+
+def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
+    """What kernels read of stand-ins, by their names there."""
+    tensors = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
+    tensors |= {"factor": s.factor, "bounds": s.bounds}
+    if isinstance(s, CohortStandIns):
+        return tensors | {"bias": s.bias, "total": s.mass, "size": s.size}
+    bias = s.key.new_zeros(s.key.shape[:3]) if s.bias is None else s.bias
+    return tensors | {"bias": bias, "total": s.total, "share": s.share}
 
 
 def _common(x: Inputs, output: Tensor) -> dict[str, Any]:

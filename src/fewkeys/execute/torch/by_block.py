@@ -20,7 +20,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch import by_descent, grouped
+from fewkeys.execute.torch import by_cohort, by_descent, grouped
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, BlockMeans, Chunk, KeySource, Lists, Means, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
@@ -38,6 +38,8 @@ def attend(problem: Problem) -> Tensor:
     x, graph, weights = problem.inputs, problem.graph, problem.weights
     if by_descent.knows(problem):
         return by_descent.attend(problem)
+    if problem.by_cohort:
+        return by_cohort.attend(problem)
     if graph.rows is not None or graph.full or graph.descent is not None:
         return reference.attend_in_pieces(problem)
     size = block_size(graph)

@@ -1,0 +1,177 @@
+"""Plans with lists for cohorts of queries, by operations of torch.
+
+Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product for all of its
+queries. A band is one product for every block of consecutive queries: its scores join those of the cohorts, and its
+weights go back to where the queries stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.rows import take
+from fewkeys.core.weights import positive
+from fewkeys.execute.problem import Problem
+from fewkeys.rest.base import CohortStandIns
+
+CHUNK = 2**22
+"""Scores held at a time (16 MB in float32), or those of one head."""
+
+
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
+    x, columns = problem.inputs, problem.graph.columns
+    if columns is None or columns.place is None:
+        raise ValueError("graph: expected lists of cohorts, got others")
+    stand_ins = problem.stand_ins if isinstance(problem.stand_ins, CohortStandIns) else None
+    per_head = x.gqa_ratio * x.queries * (columns.index.shape[3] + (0 if stand_ins is None else stand_ins.count))
+    rows = []
+    for batch in _slices(x.batch, CHUNK // (x.kv_heads * per_head)):
+        row = [_attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, CHUNK // per_head)]
+        rows.append(torch.cat(row, 1))
+    return torch.cat(rows).to(x.query.dtype)
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    step = max(1, step)
+    return (slice(first, first + step) for first in range(0, count, step))
+
+
+def _part(problem: Problem, columns: Columns, batch: slice, heads: slice) -> Problem:
+    """The problem of some sequences and key heads."""
+    x, s = problem.inputs, problem.stand_ins
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[batch, heads]
+
+    query, valid = part(x.grouped_query()).flatten(1, 2), None if x.valid is None else x.valid[batch]
+    inputs = replace(x, query=query, key=part(x.key), value=part(x.value), valid=valid, _memory={})
+    place = None if columns.place is None else part(columns.place)
+    lists = Columns(part(columns.index), part(columns.used), columns.size, place)
+    if isinstance(s, CohortStandIns):
+        tensors = {field.name: getattr(s, field.name) for field in fields(s)}
+        s = replace(s, **{name: part(tensor) for name, tensor in tensors.items() if tensor is not None})
+    return replace(problem, inputs=inputs, graph=Graph(inputs, problem.graph.band, lists), stand_ins=s)
+
+
+def _attend(problem: Problem) -> Tensor:
+    """The output in working precision."""
+    x, columns, s = problem.inputs, problem.graph.columns, problem.stand_ins
+    if columns is None or columns.place is None:
+        raise ValueError("graph: expected lists of cohorts, got others")
+    band = None if problem.graph.band is None else _Band(x, problem.graph.band, columns, columns.place)
+    queries = working(x.grouped_query().flatten(2, 3)) * x.scale
+    place = columns.place.clamp_min(0)
+    query = take(queries, place)
+    list_key, list_value = (working(take(rows, columns.index)) for rows in (x.key, x.value))
+    scores = [query @ list_key.mT]
+    if not bool(columns.used.all()):
+        scores[0] = scores[0].masked_fill(~columns.used.unsqueeze(3), -torch.inf)
+    if band is not None:
+        scores.append(take(band.scores(queries), place))
+    multiplicity = None
+    if isinstance(s, CohortStandIns):
+        multiplicity = s.mass.unsqueeze(3)
+        if band is not None:
+            size = s.size.unsqueeze(3)
+            multiplicity = multiplicity * ((size - take(band.counts(s), place)) / size.clamp_min(1))
+        extra = query @ working(s.key).mT + s.bias.unsqueeze(3)
+        scores.append(extra.masked_fill(multiplicity <= 0, -torch.inf))
+    weights = problem.weights.kernel(scores)
+    if multiplicity is not None:
+        weights[-1] = weights[-1] * multiplicity
+    total = torch.stack([part.sum(-1, keepdim=True) for part in weights]).sum(0)
+    mixed = weights[0] @ list_value
+    if isinstance(s, CohortStandIns):
+        mixed = mixed + weights[-1] @ working(s.value)
+        if s.left is not None and s.right is not None and s.factor is not None and s.bounds is not None:
+            along = (query @ working(s.left)).clamp(*s.bounds.split(1, 3))
+            mixed = mixed + (weights[-1] @ s.factor.unsqueeze(-1)) * (along @ s.right)
+    if band is None:
+        output = _in_order(x, columns.place, mixed / positive(total))
+    else:
+        together = _in_order(x, columns.place, torch.cat([mixed, total, weights[1]], -1))
+        mixed, total, near = together.split([x.value_dim, 1, band.width], -1)
+        output = (mixed + band.mix(near)) / positive(total)
+    by_head: Tensor = output.unflatten(2, (x.gqa_ratio, -1))
+    return by_head.flatten(1, 2)
+
+
+class _Band:
+    """The keys around every query but those that its cohort's list holds, block by block of consecutive queries.
+
+    Rows are (B, Hkv, R Nq, width): those of the R query heads that read a key head, one after the other; `width` keys
+    are around a block.
+    """
+
+    def __init__(self, inputs: Inputs, band: tuple[int, int], columns: Columns, place: Tensor) -> None:
+        x, self.inputs = inputs, inputs
+        reach = max(x.keys, x.queries + x.offset)
+        self.left, right = (min(side, reach) for side in band)
+        self.size = band_block(self.left + right)
+        self.blocks, self.width = -(-x.queries // self.size), self.size + self.left + right
+        device = x.key.device
+        query = torch.arange(x.queries, device=device)
+        first = query // self.size * self.size + x.offset - self.left
+        position = first.unsqueeze(-1) + torch.arange(self.width, device=device)
+        distance = position - (query + x.offset).unsqueeze(-1)
+        seen = (distance >= -self.left) & (distance <= right) & (position >= 0) & (position < x.keys)
+        self.position = position.clamp(0, x.keys - 1).repeat(x.gqa_ratio, 1)
+        hidden = torch.zeros((*columns.index.shape[:3], x.keys), dtype=torch.uint8, device=device)
+        hidden.scatter_reduce_(-1, columns.index, columns.used.to(torch.uint8), "amax")
+        if x.valid is not None:
+            hidden |= ~x.valid[:, None, None]
+        cohort = cohort_of_queries(x, place).unflatten(1, (x.kv_heads, -1)).flatten(2, 3).clamp_min(0)
+        at = cohort.unsqueeze(-1) * x.keys + self.position
+        unseen = hidden.flatten(2).gather(-1, at.flatten(2)).view(at.shape)
+        self.seen = seen.repeat(x.gqa_ratio, 1) & (unseen == 0)
+
+    def _around(self, rows: Tensor) -> Tensor:
+        """Rows (B, Hkv, Nk, X) around every block, (B, Hkv, 1, blocks, X, width); zeros beyond the sequence."""
+        before = self.left - self.inputs.offset
+        after = self.blocks * self.size + self.width - self.size - before - rows.shape[2]
+        return working(pad(rows, (0, 0, before, after)).unfold(2, self.width, self.size)).unsqueeze(2)
+
+    def _by_block(self, rows: Tensor) -> Tensor:
+        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), filled up with zeros."""
+        by_head = rows.unflatten(2, (self.inputs.gqa_ratio, -1))
+        filled: Tensor = pad(by_head, (0, 0, 0, self.blocks * self.size - self.inputs.queries))
+        return filled.unflatten(3, (self.blocks, self.size))
+
+    def _by_query(self, rows: Tensor) -> Tensor:
+        """The inverse of `_by_block`."""
+        by_query: Tensor = rows.flatten(3, 4)[:, :, :, : self.inputs.queries].flatten(2, 3)
+        return by_query
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Of scaled queries (B, Hkv, R Nq, D)."""
+        scores = self._by_query(self._by_block(query) @ self._around(self.inputs.key))
+        return scores.masked_fill(~self.seen, -torch.inf)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """The weighted sums (B, Hkv, R Nq, Dv) of the values."""
+        return self._by_query(self._by_block(weights) @ self._around(self.inputs.value).mT)
+
+    def counts(self, stand_ins: CohortStandIns) -> Tensor:
+        """How many of the keys that a query sees here each cluster has, (B, Hkv, R Nq, C)."""
+        label = stand_ins.label.gather(-1, self.position.flatten().expand(*self.seen.shape[:2], -1))
+        counts = stand_ins.size.new_zeros((*self.seen.shape[:3], stand_ins.count))
+        return counts.scatter_add_(-1, label.view(self.seen.shape), self.seen.to(counts.dtype))
+
+
+def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:
+    """Rows (B, Hkv, H, M, X) of the queries at `place`, in the order of these, (B, Hkv, R Nq, X); else zeros."""
+    queries, places = inputs.gqa_ratio * inputs.queries, place.flatten(2)
+    row = torch.arange(places.shape[2], device=place.device).expand_as(places)
+    # The row of each query; behind the last one for queries of no cohort.
+    back = torch.full((*places.shape[:2], queries + 1), places.shape[2], device=place.device)
+    back.scatter_(-1, places.masked_fill(places < 0, queries), row)
+    return take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])
