@@ -19,7 +19,7 @@ from fewkeys.integrations.quiet import quiet
 from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
 
-STRETCHES = 3
+STRETCHES = 2
 """How many pieces of a text, a recording or a set of images each model reads."""
 HERE = Path(__file__).parent
 TOKEN = re.compile(r"\[[^]]+]|Br|Cl|>>|%\d\d|.")
