@@ -122,6 +122,12 @@ COHORTS = {
     "first-order cohorts": Case(Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))),
     "more cohorts than queries": Case(Plan(fk.Outliers(4, 5, cohorts=64), fk.ClusterMeans(5, cohorts=64))),
     "cohorts, drop, power": Case(Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))),
+    "first-order cohorts + window": Case(
+        Plan(fk.Outliers(5, 6, cohorts=4) | fk.Window(7), fk.ClusterMeans(6, rank=3, cohorts=4)), by_position=True
+    ),
+    "cohorts + window, drop, power": Case(
+        Plan(fk.Outliers(9, 5, cohorts=8) | fk.Window(4), weights=fk.Power(2.0)), by_position=True
+    ),
 }
 """Plans with lists, and stand-ins, for cohorts of similar queries."""
 
@@ -181,7 +187,7 @@ SOME_PLANS = {
         "leverage + window, sample, relu",
         "universal set, first-order means, softmax",
         "key tree, tree means",
-        "first-order cohorts",
+        "first-order cohorts + window",
     )
 }
 """One plan of every kind, for laws that are slow to check."""

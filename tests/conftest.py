@@ -1,14 +1,9 @@
 """Settings of the whole suite."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Triton reads this when it is first imported, which transformers may do before the tests of its kernels.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tests are many tiny operations, for which threads would only wait for each other.
 torch.set_num_threads(1)
 # Examples are drawn the same way in every run, so that a red run can be repeated.

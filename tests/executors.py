@@ -11,7 +11,6 @@ import torch
 import fewkeys as fk
 from cases import CASES, CAUSAL_SHAPES, SHAPES, SOME_PLANS, Shape
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import by_cohort
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.flow import prepare
 
@@ -22,21 +21,11 @@ DTYPES = {
     "reference": (torch.float64,),
     "torch": (torch.float64, torch.float32),
     "native": (torch.float32, torch.bfloat16),
-    "triton": (torch.float32,),
 }
 """What every executor is tried in; one that is not named here, in float32."""
-SHORT = ("window, drop, softmax", "outliers + window, first-order means, softmax", "fixed windows, drop, softmax")
-"""The plans that Triton's interpreter is asked for: it is slow."""
 OFTEN = {*SOME_PLANS, "recent blocks + leverage + sinks, drop, softmax", "recent, running means"}
 """The plans that are tried in every way in every shape."""
 FORMS = {**SHAPES, **CAUSAL_SHAPES}
-TINY = {
-    f"tiny {form}": replace(
-        shape, queries=min(20, shape.queries), keys=20, query_offset=0, lengths=shape.lengths and (20, 9)
-    )
-    for form, shape in FORMS.items()
-}
-FORMS |= TINY
 
 
 @dataclass(frozen=True)
@@ -71,28 +60,26 @@ def support(problem, way, gradients=False):
     """Why the way cannot answer the problem, None where it can; with gradients, where they are asked for."""
     x = problem.inputs
     rows = {name: getattr(x, name).to(way.dtype).requires_grad_(gradients) for name in ("query", "key", "value")}
-    return EXECUTORS[way.impl].unsupported(by_cohort.plain(replace(problem, inputs=replace(x, **rows))))
+    return EXECUTORS[way.impl].unsupported(replace(problem, inputs=replace(x, **rows)))
 
 
 @cache
 def ways(name: str, is_causal: bool, gradients: bool = False) -> tuple[Way, ...]:
-    """The ways that know the case, says `unsupported`; Triton's interpreter for few.
+    """The ways that know the case, says `unsupported`.
 
     It looks at the form of the problem, which is that of 70 tokens here: a way that refused another shape would fail.
     """
     shape = Shape(batch=1, query_heads=1, kv_heads=1, is_causal=is_causal)
     problem = prepare(check_inputs(*shape.draw(dtype=torch.float32), **shape.options, impl="torch"), CASES[name].part)
-    found = [way for way in WAYS if way.impl != "triton" or name in SHORT]
-    return tuple(way for way in found if support(problem, way, gradients) is None)
+    return tuple(way for way in WAYS if support(problem, way, gradients) is None)
 
 
-def runs(names, forms, skip=None, gradients=False):
+def runs(names, forms, gradients=False):
     """Parameters (name, form, way): plans of `OFTEN` in every form in every way.
 
     All others take turns: each goes through torch in float64 and through every compiled or new way in one form, another
-    one for every plan, and through the reference and torch in float32 for every third plan. Triton's interpreter takes
-    seconds where others take milliseconds: it gets a tiny form. `skip`: an executor to leave out; `gradients`: only
-    ways that have them.
+    one for every plan, and through the reference and torch in float32 for every third plan.
+    `gradients`: only ways that have them.
     """
     found = []
     for turn, name in enumerate(names):
@@ -102,8 +89,5 @@ def runs(names, forms, skip=None, gradients=False):
                 thin = way in (Way("reference", torch.float64), Way("torch", torch.float32)) and turn % 3
                 if name not in OFTEN and (not its_turn or thin):
                     continue
-                if (way.impl == "triton" and not its_turn) or way.impl == skip:
-                    continue
-                tried = f"tiny {form}" if way.impl == "triton" else form
-                found.append(pytest.param(name, tried, way, id=f"{name}-{tried}-{way}"))
+                found.append(pytest.param(name, form, way, id=f"{name}-{form}-{way}"))
     return found

@@ -86,19 +86,8 @@ def run(*code: str) -> str:
 LAZY = {
     "operator.py",
     "integrations/stream_cache.py",
-    "execute/triton/op.py",
-    "execute/triton/tiles.py",
-    "execute/triton/forward.py",
-    "execute/triton/backward.py",
-    "execute/triton/grouped_op.py",
-    "execute/triton/grouped_forward.py",
-    "execute/triton/grouped_backward.py",
-    "sketch/triton/op.py",
-    "sketch/triton/kernels.py",
-    "execute/triton/grouped_tiles.py",
-    "sketch/triton/tiles.py",
 }
-"""torch's compiler, subclasses of transformers' own classes, Triton's kernels: imported by functions that need them."""
+"""torch's compiler and subclasses of transformers' own classes: imported by functions that need them."""
 
 
 def test_importing_any_module_loads_no_optional_dependency():

@@ -61,10 +61,8 @@ def attention(
         impl: which code runs, for statistics and attention alike; refused with the reason where it cannot.
             "reference": dense, the definition itself. "torch": operations of torch, in linear time and memory (oracle
             selectors excepted). "native": C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16,
-            with gradients, over all but groups of tokens, `Moments` and lists for every query. "triton": kernels on
-            CUDA for softmax over a window, a shared list and cluster means, and for softmax and entmax (alpha <= 2)
-            inside groups, one for each token, beside a window and a shared list; experimental, measured on no device.
-            "auto": "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
+            with gradients, over all but groups of tokens, `Moments` and lists for every query. "auto":
+            "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
             key; "auto" does too for plans with `exact_if_faster` (those of `budget`) where exact attention is faster,
             by a model of this machine that is measured once and kept: the same call always gives the same answer.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
@@ -74,7 +72,7 @@ def attention(
             query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; a
             stand-in has `log(mean of exp(bias))` over the keys that it speaks for, weighted as they are in it
             (`fewkeys.core.distances`). Keys are chosen without it, but by oracles. For plans of windows and shared
-            lists with nothing or `ClusterMeans` beside them; not by "native" and "triton". Gradients flow.
+            lists with nothing or `ClusterMeans` beside them; not by "native". Gradients flow.
 
     Returns:
         (B, Hq, Nq, Dv) in the input's dtype. A query that sees no key gives zeros.

@@ -19,12 +19,7 @@ from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
 from fewkeys.tree.descent import Descent
 
-NAMES = {
-    "reference": "the dense reference",
-    "torch": "torch",
-    "native": "compiled kernels",
-    "triton": "Triton's kernels, which are experimental",
-}
+NAMES = {"reference": "the dense reference", "torch": "torch", "native": "compiled kernels"}
 
 
 @dataclass(frozen=True)

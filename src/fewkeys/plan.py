@@ -84,14 +84,20 @@ class Plan(hub.OnHub):
         """The plan where all queries of a head share one list and one set of means; itself, where they do already.
 
         It runs where queries cannot be sorted into cohorts: scores with a bias of the distance, or with a sink of the
-        layer's own. Beside means it is `budget(slots, cohorts=1)` of as many slots, whose window cohorts do without;
-        lists alone stay as long as they are.
+        layer's own. Beside means it is `budget(slots, cohorts=1)` of as many slots; lists alone stay as long as they
+        are.
         """
-        if not isinstance(self.keep, Outliers) or self.keep.cohorts == 1:
+        if self.keep is None or self.keep.cohort_lists == 1:
             return self
         if not isinstance(self.rest, ClusterMeans):
-            return replace(self, keep=replace(self.keep, cohorts=1))
-        paid = self.keep.count + self.rest.count + self.rest.rank
+            parts = [replace(part, cohorts=1) if isinstance(part, Outliers) else part for part in self.parts]
+            return replace(self, keep=united(parts))
+        kept = sum(
+            part.size if isinstance(part, Window) else part.count
+            for part in self.parts
+            if isinstance(part, Window | Outliers)
+        )
+        paid = kept + self.rest.count + self.rest.rank
         shared = budget(paid + (_factors(paid) if self.rest.rank else 0), cohorts=1)
         return replace(shared, weights=self.weights, exact_if_faster=self.exact_if_faster)
 
@@ -180,14 +186,14 @@ def budget(
     "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for shards. Below 64
     slots, too few to descend a tree, both are the same.
 
-    Without causality, similar queries form `cohorts`, each with outliers and means of its own: nine sixteenths of the
-    slots are outliers kept exactly, an eighth is the first-order term (one slot a rank), and the others are cluster
-    means. Their number is a power of two, by default about 2048 / slots, at most 32: 32 up to 64 slots, 16 up to 128.
-    More have less error and take longer to prepare. `cohorts=1` is the fastest to prepare: all queries of a head share
-    a list, three sixteenths of the slots, and means, and a quarter of the slots is a window; below 12 slots there is
-    no window, and a quarter are outliers. At equal slots it has about one and a half to two times the error. The
-    splits were chosen by measurement on all-MiniLM-L6-v2 (docs/method.md has errors and times). Where queries cannot be
-    sorted into cohorts, `Plan.without_cohorts` runs.
+    Without causality, similar queries form `cohorts`, each with outliers and means of its own, beside a window around
+    each query. Three eighths of the slots are outliers kept exactly, a fifth is the window, an eighth is the
+    first-order term (one slot a rank), and the others are cluster means. The number of cohorts is a power of two, by
+    default about 2048 / slots, at most 32: 32 up to 64 slots, 16 up to 128. More have less error and take longer to
+    prepare. With `cohorts=1` all queries of a head share a list, three sixteenths of the slots, and means, and a
+    quarter of the slots is a window. Below 12 slots there is no window. The splits were chosen on encoders of text,
+    speech and images (experiments/encoders has errors, models left out, and times). Where queries cannot be sorted into
+    cohorts, `Plan.without_cohorts` runs.
 
     In constant memory, about half of the slots are recent blocks of keys, on average over a block, and the others means
     of everything before them.
@@ -227,7 +233,7 @@ def budget(
     if slots < FEW:
         outliers, window = max(1, slots // 4), 0
     if cohorts > 1:
-        outliers, window = slots * 9 // 16, 0
+        outliers, window = (slots * 3 // 8, slots // 5 | 1) if slots >= FEW else (slots * 9 // 16, 0)
     means = slots - rank - outliers - window - (_factors(slots) if rank else 0)
     kept: Selector = Outliers(outliers, means, cohorts=cohorts)
     rest = ClusterMeans(means, rank, cohorts)

@@ -34,7 +34,6 @@ class Breakage(NamedTuple):
 EXACT = Law("01_full_budget_is_exact", "every_executor and native")
 ENTMAX = Law("01_full_budget_is_exact", "entmax_is_the_definition")
 EMPTY = Law("01_full_budget_is_exact", "see_nothing")
-TRITON_AGREES = Law("02_impls_agree", "triton_agrees")
 AGREE = Law("02_impls_agree", "executors_agree_on_the_same_problem")
 PREPARED_GRADIENTS = Law("02_impls_agree", "gradients_through_what_kernels_prepare")
 PREPARED = Law("02_impls_agree", "what_kernels_prepare_is")
@@ -45,10 +44,8 @@ PAST_GRADIENTS = Law("02_impls_agree", "their_causal_gradients_agree")
 GRADCHECK = Law("02_gradients", "gradcheck")
 PADDED = Law("03_masked_is_deleted", "native")
 CAUSAL = Law("04_causal_means_causal", "native")
-TRITON_CAUSAL = Law("04_causal_means_causal", "triton")
 ALONE = Law("05_invariance", "native")
 ONCE = Law("07_no_double_counting", "native")
-TRITON_ONCE = Law("07_no_double_counting", "triton")
 WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
 SPLITS = Law("parts/test_cohorts", "kernel_splits")
 SUMS = Law("parts/test_cohorts", "kernel_adds_up")
@@ -355,34 +352,6 @@ BREAKAGES = (
         "top = top.masked_fill(top == -math.inf, 0.0)",
         "top = top.clone()",
         (EMPTY,),
-    ),
-    Breakage(
-        "Triton: far edge of the band",
-        "execute/triton/tiles.py",
-        "(step <= x.sizes.band_right)",
-        "(step < x.sizes.band_right)",
-        (TRITON_AGREES,),
-    ),
-    Breakage(
-        "Triton: causal edge",
-        "execute/triton/tiles.py",
-        "place[None, :] <= position[:, None]",
-        "place[None, :] <= position[:, None] + 1",
-        (TRITON_CAUSAL,),
-    ),
-    Breakage(
-        "Triton: sums are not lowered with the largest score",
-        "execute/triton/tiles.py",
-        "mass = mass * shrink + tl.sum(weight, 1)",
-        "mass = mass + tl.sum(weight, 1)",
-        (TRITON_AGREES, TRITON_ONCE),
-    ),
-    Breakage(
-        "Triton: stand-ins speak for keys that the band keeps",
-        "execute/triton/forward.py",
-        'held += dot(inside, upper, "ieee") + dot(inside, lower, "ieee")',
-        'held += 0 * dot(inside, upper, "ieee") + dot(inside, lower, "ieee")',
-        (TRITON_AGREES,),
     ),
     Breakage(
         "cohorts: of equal numbers the last row comes first",

@@ -177,18 +177,17 @@ def test_the_same_seed_gives_the_same_numbers(capture):
     assert first.row("random").error != other.row("random").error
 
 
-def test_plans_run_by_the_executor_asked_for(monkeypatch):
+def test_plans_run_by_the_executor_asked_for():
     """And always, never exact attention in their place; those that it does not know are left out, with the reason."""
-    monkeypatch.setattr("fewkeys.integrations.compare.TIMED", 1)  # Triton's interpreter is slow
     capture = captured(layers=1, batches=1, size=1, heads=2, kv_heads=1, length=18)
     plans = {"budget": fk.budget(8), "moments": fk.Plan(fk.Window(3), fk.Moments())}
     slow, fast = (compare(capture, plans, impl=impl) for impl in ("reference", "torch"))
     assert (slow.settings["impl"], fast.settings["impl"]) == ("reference", "torch")
     assert slow.row("budget").error == pytest.approx(fast.row("budget").error, rel=1e-3)
     assert slow.row("budget").error > 0.01
-    triton = compare(capture, plans | {"exact": fk.Plan()}, impl="triton")
-    (reason,) = [row.reason for row in triton.skipped if row.name == "moments"]
-    assert reason.startswith("impl='triton': expected")
+    compiled = compare(capture, plans | {"exact": fk.Plan()}, impl="native")
+    (reason,) = [row.reason for row in compiled.skipped if row.name == "moments"]
+    assert reason.startswith("impl='native': expected")
 
 
 def test_a_row_does_not_depend_on_its_neighbours(capture):

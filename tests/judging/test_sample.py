@@ -1,7 +1,5 @@
 """What the sample says of a few queries is what the plans do with them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -68,8 +66,7 @@ def test_weights_of_stand_ins_are_the_same_one_by_one_and_together():
     labels = each["label"]
     assert set(labels.unique().tolist()) > {-1, 1, 2, 3}
     assert torch.equal(labels == -1, kept[:, 0])
-    together = replace(problem.stand_ins, mass=problem.stand_ins.total)
-    whole = module._stand_ins(replace(problem, stand_ins=together), kept, picks)["weight"]
+    whole = module._stand_ins_together(problem, kept, picks)["weight"]
     torch.testing.assert_close(each["weight"].sum(-1, keepdim=True).double(), whole.double(), rtol=0, atol=5)
     assert whole.min() > 0.01 * UNIT
 

@@ -38,7 +38,7 @@ def test_gradcheck_with_the_selection_held_fixed(name):
     assert torch.autograd.gradcheck(run, (q, k, v))
 
 
-@pytest.mark.parametrize(("name", "form", "way"), runs(SMOOTH, ["plain", "grouped"], "triton", True))
+@pytest.mark.parametrize(("name", "form", "way"), runs(SMOOTH, ["plain", "grouped"], gradients=True))
 def test_values_get_all_the_weight_there_is(name, form, way):
     """The output is an average of values: the gradients of its sum over the values sum to one per output entry."""
     shape = FORMS[form]

@@ -5,9 +5,8 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES, SOME_PLANS, Shape
-from executors import SHORT, TINY, UNITS
+from executors import UNITS
 from fewkeys.core.validation import check_inputs
-from fewkeys.execute import by_cohort
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.execute.torch import by_block
 from fewkeys.flow import prepare
@@ -79,16 +78,16 @@ def test_chunking_does_not_matter(monkeypatch):
         torch.testing.assert_close(fk.attention(*shape.draw(), plan=plan, impl="torch"), whole, rtol=1e-9, atol=1e-10)
 
 
-def answers(plan, shape, dtype, grad, skip="triton"):
-    """By each executor but one that knows the problem, what it makes of the same graph and the same stand-ins.
+def answers(plan, shape, dtype, grad):
+    """By each executor that knows the problem, what it makes of the same graph and the same stand-ins.
 
     End to end, one executor's statistics may put a key that is as near to one centre as to another elsewhere.
     """
     tensors = [x.requires_grad_(grad) for x in shape.draw(dtype=dtype)]
-    problem = by_cohort.plain(prepare(check_inputs(*tensors, **shape.options), plan))
+    problem = prepare(check_inputs(*tensors, **shape.options), plan)
     found = {}
     for name in EXECUTORS:
-        if name != skip and EXECUTORS[name].unsupported(problem) is None:
+        if EXECUTORS[name].unsupported(problem) is None:
             output = EXECUTORS[name].attend(problem)
             assert output.dtype == dtype
             found[name] = [output.detach()]
@@ -136,24 +135,6 @@ def test_their_gradients_agree(plan, form, dtype):
 @pytest.mark.parametrize("plan", PAST.values(), ids=PAST)
 def test_their_causal_gradients_agree(plan, form, dtype):
     assert_alike(answers(plan, CAUSAL_SHAPES[form], dtype, grad=True), dtype)
-
-
-TINY_CASES = [
-    (name, form)
-    for form, plans in {"tiny grouped": PLANS, "tiny cross padded": PLANS, "tiny causal grouped": CAUSAL_PLANS}.items()
-    for name in SHORT
-    if name in plans
-]
-
-
-@pytest.mark.parametrize(("name", "form"), TINY_CASES)
-def test_triton_agrees_in_tiny_shapes(name, form):
-    """In its interpreter, which is slow."""
-    pytest.importorskip("triton")
-    found = answers(PLANS[name], TINY[form], torch.float32, grad=False, skip="native")
-    if "triton" not in found:
-        pytest.skip("no such executor here")
-    assert_alike(found, torch.float32)
 
 
 def assert_alike(found, dtype):

@@ -52,7 +52,7 @@ def test_another_seed_may_give_another_result(name, form, way):
     assert not torch.equal(found[1], found[2])
 
 
-@pytest.mark.parametrize(("name", "form", "way"), runs(FIXED, ["padded"], skip="triton"))
+@pytest.mark.parametrize(("name", "form", "way"), runs(FIXED, ["padded"]))
 def test_plans_that_draw_nothing_do_not_care(name, form, way):
     assert torch.equal(answer(name, way, 1, FORMS[form])[0], answer(name, way, 2, FORMS[form])[0])
 

@@ -41,9 +41,7 @@ CALLS = {
         Q, K, V, lengths=torch.tensor([3, 3]), key_mask=torch.ones(2, 70, dtype=torch.bool)
     ),
     "query_offset: expected at least 0, got -1": lambda: fk.attention(Q, K, V, query_offset=-1),
-    "impl: expected one of auto, reference, torch, native, triton, got 'cuda'": lambda: fk.attention(
-        Q, K, V, impl="cuda"
-    ),
+    "impl: expected one of auto, reference, torch, native, got 'cuda'": lambda: fk.attention(Q, K, V, impl="cuda"),
     "plan: expected a fewkeys.Plan, got int": lambda: fk.attention(Q, K, V, plan=64),
     "plan: expected either a plan or keep": lambda: fk.attention(Q, K, V, plan=fk.budget(8), keep=fk.Sinks(1)),
     "keep: expected a selector or None, got int": lambda: fk.attention(Q, K, V, keep=64),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, cast, get_args
 
-Impl = Literal["auto", "reference", "torch", "native", "triton"]
+Impl = Literal["auto", "reference", "torch", "native"]
 """`"auto"` is the best of the others for a call; `fewkeys.execute.dispatch` chooses."""
 COMPILED: tuple[Impl, ...] = ("auto", "native")
 """What takes compiled kernels, where they suit."""

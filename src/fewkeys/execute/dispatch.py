@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fewkeys.execute import native, reference, torch, triton
+from fewkeys.execute import native, reference, torch
 from fewkeys.execute.problem import Problem
 
 
@@ -24,7 +24,7 @@ class Executor(Protocol):
         """The output (B, Hq, Nq, Dv)."""
 
 
-EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "native": native, "triton": triton}
+EXECUTORS: dict[str, Executor] = {"reference": reference, "torch": torch, "native": native}
 
 
 def attend(problem: Problem) -> Tensor:

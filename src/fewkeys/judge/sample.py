@@ -146,7 +146,14 @@ def _stand_ins(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[st
         weight = dispatch.attend_some(replace(problem, inputs=_valued(x, value), stand_ins=alone), places)[0]
         label = stand_ins.label.masked_fill(stand_ins.share <= 0, -1).short()
         return {"weight": _units(weight), "label": label[0].repeat_interleave(x.gqa_ratio, 0)}
-    # All together: what is left beside the keys that are kept, which alone have a value, e_i where query i keeps them.
+    return _stand_ins_together(problem, kept, places)
+
+
+def _stand_ins_together(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[str, Tensor]:
+    """The weight (H, Q, 1) of all stand-ins: what is left beside the keys that are kept, which alone have a value, e_i
+    where query i keeps them.
+    """
+    x, stand_ins = problem.inputs, problem.stand_ins
     left = []
     for inner in range(x.gqa_ratio):
         marks = kept.unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner].mT.float().unsqueeze(0).contiguous()

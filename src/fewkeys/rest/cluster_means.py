@@ -18,7 +18,7 @@ from fewkeys.core.work import PER_SCORE, Work, per_score
 from fewkeys.rest.base import REACH, CohortStandIns, Rest, StandIns, bounds_around, unkept
 from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
-from fewkeys.sketch.backend import compiled
+from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
 from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
@@ -133,7 +133,7 @@ def represent(
         mean_key, mean_value = (totals.sum(part) / mass for part in sums)
         return StandIns(mean_key, mean_value, label, share)
     known, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
-    if compiled(x, x.key, x.value, seen.importance):
+    if compiled_at_once(x, x.key, x.value, seen.importance):
         rank = min(rank, x.head_dim, x.value_dim)
         given = {"label": label, "importance": seen.importance, "spread": seen.spread, "hidden": graph.hidden}
         given |= {"cluster_importance": importance, "mean_query": moments.mean, "second": moments.second}

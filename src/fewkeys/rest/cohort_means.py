@@ -10,7 +10,7 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.rest.base import REACH, CohortStandIns, bounds_around
-from fewkeys.sketch.backend import compiled
+from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
 from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
@@ -32,7 +32,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
     size = _sizes(x, cluster.label, columns, count)
     middle, together = frame(x).mean, sums.together
-    if together is not None and compiled(x, x.key, x.value, cohort.mean):
+    if together is not None and compiled_at_once(x, x.key, x.value, cohort.mean):
         tensors = {"mass": sums.mass, "energy": sums.energy, "level": sums.importance}
         tensors |= {"key": sums.key, "value": sums.value}
         tensors |= {"together": together, "mean": cohort.mean, "within": cohort.within}

@@ -21,7 +21,7 @@ import fewkeys.native as native
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.sketch.backend import backend, compiled
+from fewkeys.sketch.backend import compiled, compiled_at_once
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.sample import Subset, sample, sample_keys
 from fewkeys.sketch.sums import label_sums
@@ -166,7 +166,7 @@ def _query_moments(inputs: Inputs) -> QueryMoments:
 
 def _frame(inputs: Inputs) -> Frame:
     key, value = inputs.key.detach(), inputs.value.detach()
-    if compiled(inputs, key, value):
+    if compiled_at_once(inputs, key, value):
         found = _compiled_frame(inputs, key, value)
         if found is not None:
             return found
@@ -204,8 +204,8 @@ def _compiled_frame(inputs: Inputs, key: Tensor, value: Tensor) -> Frame | None:
 def _seen(inputs: Inputs, known: Frame) -> tuple[Tensor, Tensor]:
     """Spread and importance of every key."""
     key, form, shift = inputs.key.detach(), known.form, known.shift
-    if (kernels := backend(inputs.impl, key, None, form)) is not None:
-        return kernels.statistics(key, form, shift)
+    if compiled(inputs.impl, key, form):
+        return native.statistics(key, form, shift)
     key = working(key)
     spread = key.new_empty(key.shape[:3])
     flat = [rows.flatten(0, 1) for rows in (key, known.root, known.mean @ known.root, spread)]
@@ -223,7 +223,7 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
 def _clusters(inputs: Inputs, count: int) -> Clusters:
     known, some = frame(inputs), sample_keys(inputs, *_sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
-    if compiled(inputs, key, value, known.form):
+    if compiled_at_once(inputs, key, value, known.form):
         given = {"form": known.form, "shift": known.shift, "middle": known.value_mean, "unit": known.unit}
         how = {"tilt": TILT, "lowest": LOWEST_LOG_WEIGHT, "near": NEAR}
         rows = some.take(key), some.take(value), some.real
@@ -255,8 +255,8 @@ def _survey(inputs: Inputs, known: Frame, centre: Tensor, constant: Tensor) -> t
     The statistics of the keys are remembered.
     """
     key, value, middle = inputs.key.detach(), inputs.value.detach(), known.value_mean
-    if (kernels := backend(inputs.impl, key, value, centre)) is not None:
-        found = kernels.survey(key, value, known.form, known.shift, centre, constant, middle)
+    if compiled(inputs.impl, key, value, centre):
+        found = native.survey(key, value, known.form, known.shift, centre, constant, middle)
         spread, importance, nearest, square, label = found
         inputs.remember("key_statistics", lambda: KeyStatistics(spread, importance))
         return spread, nearest, square, label
@@ -271,8 +271,8 @@ def _nearest(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor, impl:
 
     centre (B, H, C, D + Dv), constant (B, H, C, 1).
     """
-    if (kernels := backend(impl, key, value, centre)) is not None:
-        return kernels.assign(key, value, centre, constant)
+    if compiled(impl, key, value, centre):
+        return native.assign(key, value, centre, constant)
     key, value = working(key), working(value)
     nearest = key.new_empty(key.shape[:3]).flatten(0, 1)
     label = torch.empty_like(nearest, dtype=torch.int64)

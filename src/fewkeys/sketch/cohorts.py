@@ -23,7 +23,7 @@ from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
-from fewkeys.sketch.backend import backend
+from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
 from fewkeys.sketch.gram import triangular_root
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
@@ -69,8 +69,8 @@ def own_importance(inputs: Inputs, known: Cohorts) -> Tensor:
     def compute() -> Tensor:
         key = inputs.key.detach()
         form, shift = _form(inputs, known.within)
-        if (kernels := backend(inputs.impl, key, None, form)) is not None:
-            return 0.5 * kernels.statistics(key, form, shift)[0]
+        if compiled(inputs.impl, key, form):
+            return 0.5 * native.statistics(key, form, shift)[0]
         return 0.5 * (working(key) @ form[:, :, :-1].mT - shift[:, :, :-1].mT).square_().sum(-1)
 
     return inputs.remember(("own importance", known.count), compute)

@@ -10,7 +10,7 @@ from torch import Tensor
 import fewkeys.native as native
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.precision import working
-from fewkeys.sketch.backend import backend
+from fewkeys.sketch.backend import compiled
 
 
 def label_sums(
@@ -21,8 +21,8 @@ def label_sums(
     `label` (B, H, N), int64, 0 .. count - 1, and `share` (B, H, N) carry no gradient; keys and values do. In working
     precision, by the kernels of `impl`.
     """
-    if (kernels := backend(impl, key, value, share)) is not None:
-        found = kernels.label_sums(key, value, label, share, count)
+    if compiled(impl, key, value, share):
+        found = native.label_sums(key, value, label, share, count)
         return found[..., : key.shape[-1]], found[..., key.shape[-1] :]
     member = members(label, share, count).mT
     return member @ working(key), member @ working(value)

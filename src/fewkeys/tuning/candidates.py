@@ -15,9 +15,10 @@ LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
 SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
 """The same where every query finds its own keys: heads differ more."""
-HEAVY, WINDOW, RANK = (0.0, 1 / 16, 3 / 16, 5 / 16), (1 / 4, 5 / 8), (0.0, 1 / 8, 1 / 4)
-COHORTS, COHORT_HEAVY = 32, (1 / 4, 1 / 2, 3 / 4)
-"""Shares of the slots. What they leave is cluster means. Without a window, queries are in cohorts."""
+RANK = 0.0, 1 / 8, 1 / 4
+COHORTS, COHORT_HEAVY, COHORT_WINDOW = 32, (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5)
+HEAVY, WINDOW = (0.0, 1 / 16, 3 / 16, 5 / 16), (1 / 4, 5 / 8)
+"""Shares of the slots, of plans with cohorts of queries and without. What they leave is cluster means."""
 STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
 STEP_SLOTS = 1 / 8
 """How far the neighbours of a split are."""
@@ -60,9 +61,9 @@ def splits(
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
-    Not causal: outliers, window, rank of the first-order term and cluster means; without a window, all but the term for
-    cohorts of queries. Causal: trees, and sinks with small windows; in constant memory, recent blocks and running
-    means, with and without sinks; and sinks, leverage (centred) and window.
+    Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: trees,
+    and sinks with small windows; in constant memory, recent blocks and running means, with and without sinks; and
+    sinks, leverage (centred) and window.
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
@@ -75,8 +76,9 @@ def splits(
         if is_causal:
             found += _searched(size, slots) if searched else _lists(size) if listed else _causal_splits(size)
         else:
-            shares = [*product(() if biased else COHORT_HEAVY, (0.0,), RANK), *product(HEAVY, WINDOW, RANK)]
-            found += [near for own in shares if (near := _split(size, width, *own)) is not None]
+            shares = product(HEAVY, WINDOW, RANK) if biased else product(COHORT_HEAVY, COHORT_WINDOW, RANK)
+            cohorts = 1 if biased else COHORTS
+            found += [split for each in shares if (split := _split(size, *each, cohorts, width)) is not None]
     # A tree of so many slots keeps every key, too, and a cache of it goes on beyond them.
     whole = budget(keys, is_causal=True) if searched and keys >= LEAST else Plan()
     found.append(Candidate(whole, keys))
@@ -88,44 +90,42 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
     keys, and sinks paid for by the means.
     """
     plan, found = candidate.plan, []
+    cohorts = 1 if plan.keep is None else plan.keep.cohort_lists
     if candidate.split is not None:
-        for place, step in enumerate(STEP.values()):
-            for sign in (-1, 1):
-                shares = list(candidate.split)
-                shares[place] += sign * step
-                if shares[place] >= 0 and (near := _split(candidate.slots, width, *shares)) is not None:
-                    found.append(near)
+        shares = [list(candidate.split) for _ in range(2 * len(STEP))]
+        for number, step in enumerate(STEP.values()):
+            shares[2 * number][number] += step
+            shares[2 * number + 1][number] -= step
         sizes = [round(candidate.slots * factor) for factor in (1 - STEP_SLOTS, 1 + STEP_SLOTS)]
-        found += [near for size in sizes if (near := _split(size, width, *candidate.split)) is not None]
+        near = [
+            (candidate.slots, heavy, window, rank) for heavy, window, rank in shares if min(heavy, window, rank) >= 0
+        ]
+        near += [(size, *candidate.split) for size in sizes]
+        found += [split for each in near if (split := _split(*each, cohorts, width)) is not None]
     for number, part in enumerate(plan.parts):
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
             found.append(Candidate(replace(plan, keep=keep), candidate.slots))
-    if plan.rest.clusters > SINKS + 1 and not any(part.cohort_lists > 1 for part in plan.parts):
+    if plan.rest.clusters > SINKS + 1 and cohorts == 1:
         fewer = plan.rest.clusters - SINKS
         keep = united([Sinks(SINKS), *(part.clustered(fewer) for part in plan.parts)])
         found.append(Candidate(replace(plan, keep=keep, rest=plan.rest.clustered(fewer)), candidate.slots))
     return found
 
 
-def _split(slots: int, width: int, heavy: float, window: float, rank: float) -> Candidate | None:
+def _split(slots: int, heavy: float, window: float, rank: float, cohorts: int, width: int) -> Candidate | None:
     """The plan of these shares, None where no two means are left."""
     outliers, ranks, near = int(slots * heavy), int(slots * rank), int(slots * window) | 1 if window else 0
-    if not window:
+    if cohorts > 1 or not window:
         outliers = max(1, outliers)
     means = slots - outliers - ranks - near
     if ranks:  # the factors of the first-order term cost means / width slots
         means -= -(-means // (width + 1))
     if means < 2:
         return None
-    if not window:
-        keep: Selector = Outliers(outliers, means, cohorts=COHORTS)
-        rest = ClusterMeans(means, ranks, cohorts=COHORTS)
-        return Candidate(Plan(keep, rest, exact_if_faster=True), slots, (heavy, window, rank))
-    keep = Window(near)
-    if outliers:
-        keep = Outliers(outliers, means) | keep
-    return Candidate(Plan(keep, ClusterMeans(means, ranks), exact_if_faster=True), slots, (heavy, window, rank))
+    kept = [*([Outliers(outliers, means, cohorts)] if outliers else []), *([Window(near)] if near else [])]
+    plan = Plan(united(kept), ClusterMeans(means, ranks, cohorts), exact_if_faster=True)
+    return Candidate(plan, slots, (heavy, window, rank))
 
 
 def _searched(slots: int, mean: int) -> list[Candidate]:

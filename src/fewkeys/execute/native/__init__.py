@@ -11,7 +11,7 @@ from fewkeys.execute.native import backward, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, StandIns
 
 __all__ = ["attend", "attend_each", "unsupported"]
 

@@ -138,13 +138,15 @@ class _Band:
         """Rows (B, Hkv, Nk, X) around every block, (B, Hkv, 1, blocks, X, width); zeros beyond the sequence."""
         before = self.left - self.inputs.offset
         after = self.blocks * self.size + self.width - self.size - before - rows.shape[2]
-        return working(pad(rows, (0, 0, before, after)).unfold(2, self.width, self.size)).unsqueeze(2)
+        stretches: Tensor = pad(rows, (0, 0, before, after)).unfold(2, self.width, self.size)
+        return working(stretches).unsqueeze(2)
 
     def _by_block(self, rows: Tensor) -> Tensor:
         """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), filled up with zeros."""
         by_head = rows.unflatten(2, (self.inputs.gqa_ratio, -1))
         filled: Tensor = pad(by_head, (0, 0, 0, self.blocks * self.size - self.inputs.queries))
-        return filled.unflatten(3, (self.blocks, self.size))
+        by_block: Tensor = filled.unflatten(3, (self.blocks, self.size))
+        return by_block
 
     def _by_query(self, rows: Tensor) -> Tensor:
         """The inverse of `_by_block`."""
@@ -174,4 +176,5 @@ def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:
     # The row of each query; behind the last one for queries of no cohort.
     back = torch.full((*places.shape[:2], queries + 1), places.shape[2], device=place.device)
     back.scatter_(-1, places.masked_fill(places < 0, queries), row)
-    return take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])
+    by_query: Tensor = take(pad(rows.flatten(2, 3), (0, 0, 0, 1)), back[..., :queries])
+    return by_query
