@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log
 from typing import Any
 
-from experiments.encoders.shares import RULES, Cell, Rule, cohorts_of
+from experiments.encoders.shares import RULES, Rule, cohorts_of
 
 Place = tuple[str, int, int]
 """A model, a length and a number of slots."""
@@ -37,6 +37,7 @@ class Errors:
         self.rules = [RULES[i] for i in everywhere]
         """Those that have a plan at every number of slots."""
         self._names = {slots: [str(cells[i]) for i in everywhere] for slots, cells in tried.items()}
+        self.slots = sorted(tried)
         biased = {place for place, plans in self._at.items() if self._names[place[2]][0] not in plans}
         self._places = [place for place in self._at if place not in biased]
         self.models = list(dict.fromkeys(place[0] for place in self._places))
@@ -85,15 +86,21 @@ def conclusions(rows: Iterable[Row]) -> dict[str, Any]:
         ratios = {
             f"{kind} beside {name}": mean_ratio([chosen[place][k] / other[place][k] for place in chosen])
             for k, kind in enumerate(("error", "worst"))
-            for name, other in (("best rule", best), ("best plans", least))
+            for name, other in (("best rule", best), ("best at each", least))
         }
         held_out.append({"model": model, "rule": str(rule), "best rule": str(own), **_short(ratios)})
     rule = errors.best(errors.models)
     excess = {name: errors.excess(rule, [name]) for name in errors.models}
-    numbers = {str(slots): str(rule.cell(slots, cohorts_of(slots))) for slots in sorted(errors._names)}
+    numbers = {str(slots): str(rule.cell(slots, cohorts_of(slots))) for slots in errors.slots}
     order = sorted(errors.rules, key=lambda rule: errors.excess(rule, errors.models))
     next_best = {str(other): errors.excess(other, errors.models) for other in order[:10]}
-    return {"held_out": held_out, "rule": str(rule), "excess": _short(excess), "cells": numbers, "next": _short(next_best)}
+    return {
+        "held_out": held_out,
+        "rule": str(rule),
+        "excess": _short(excess),
+        "cells": numbers,
+        "next": _short(next_best),
+    }
 
 
 def _short(values: Mapping[str, float]) -> dict[str, float]:

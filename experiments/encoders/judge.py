@@ -20,7 +20,7 @@ SAMPLE = 64
 class Problem:
     """Layers and sequences side by side in one batch: `call.query` is (layers x sequences, H, N, D).
 
-    `sample` (Q,): the places of the queries that are judged; `scores` (B, H, Q, N) and `exact` (B, H, Q, Dv) are theirs.
+    `sample` (Q,): the places of the queries that are judged; `scores` (B, H, Q, N) and `exact` (B, H, Q, Dv): theirs.
     """
 
     call: AttentionInputs

@@ -59,7 +59,7 @@ def text(folder: str | None) -> Callable[[Paths, int], tuple[Any, Inputs]]:
 
 
 def whisper(paths: Paths, length: int) -> tuple[Any, Inputs]:
-    """Whisper's encoder on `length` frames of 20 ms from the start, the middle and the end of a recording.
+    """Whisper's encoder on pieces of `length` frames of 20 ms, spread over a recording of 30 seconds.
 
     A shorter crop meets the first `length` positions, as runtimes of Whisper with a shorter context do.
     """
@@ -74,8 +74,9 @@ def whisper(paths: Paths, length: int) -> tuple[Any, Inputs]:
     encoder = model.get_encoder()
     encoder.config.max_source_positions = length
     encoder.embed_positions = torch.nn.Embedding.from_pretrained(encoder.embed_positions.weight[:length])
-    spare = mel.shape[-1] // 2 - length
-    starts = sorted({spare * i // (STRETCHES - 1) for i in range(STRETCHES)})
+    frames = mel.shape[-1] // 2
+    count = frames // length
+    starts = [(frames - length) * i // max(1, count - 1) for i in range(count)]
     return model, [{"input_features": torch.cat([mel[..., 2 * i : 2 * (i + length)] for i in starts])}]
 
 

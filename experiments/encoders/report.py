@@ -30,8 +30,8 @@ LOOKS = {
 
 
 def lines(data: dict[str, Any], model: str) -> dict[str, dict[int, tuple[float, float]]]:
-    """By row and slots the mean error and that of the worst head at the model's largest length. The rule is the one that
-    the other models chose.
+    """By row and slots the mean error and that of the worst head, at the model's largest length. The rule is the one
+    that the other models chose; for a model that has no rules' figures there is none.
     """
     at, length, errors = by_place(data["rows"]), max(ENCODERS[model].lengths), Errors(data["rows"])
     rule = next((row["rule"] for row in data["chosen"]["held_out"] if row["model"] == model), data["chosen"]["rule"])
@@ -51,16 +51,22 @@ def table(data: dict[str, Any]) -> str:
     """Markdown: the choice, model by model; then mean error and worst head of every row at the largest lengths."""
     chosen = data["chosen"]
     told = [
-        "A rule chosen on all models but one, on the one left out: its mean error and its worst head, as multiples of the "
-        "best single rule for that model and of the best plan at each length and number of slots.",
+        "A rule chosen on all models but one, on the one left out: its mean error and its worst head, as multiples of "
+        "those of the best single rule for that model, and of the best rule at each length and number of slots.",
         "",
-        "| left out | rule | error / best rule | / best plans | worst head / best rule | / best plans |",
+        "| left out | rule | error / best rule | / best at each | worst head / best rule | / best at each |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in chosen["held_out"]:
-        kinds = [f"{kind} beside {name}" for kind in ("error", "worst") for name in ("best rule", "best plans")]
+        kinds = [f"{kind} beside {name}" for kind in ("error", "worst") for name in ("best rule", "best at each")]
         told.append(f"| {row['model']} | {row['rule']} | " + " | ".join(f"{row[kind]:.2f}" for kind in kinds) + " |")
-    told += ["", f"On all models: {chosen['rule']}.", "", "| slots | outliers, window, means, rank, cohorts |", "| --- | --- |"]
+    told += [
+        "",
+        f"On all models: {chosen['rule']}.",
+        "",
+        "| slots | outliers, window, means, rank, cohorts |",
+        "| --- | --- |",
+    ]
     told += [f"| {slots} | {cell} |" for slots, cell in chosen["cells"].items()]
     for model in dict.fromkeys(row["model"] for row in data["rows"]):
         every = lines(data, model)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -37,7 +38,9 @@ SLOTS = (8, 16, 32, 64, 128, 192, 512)
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="+", default=[], metavar="NAME=PATH", help="what models and inputs are read from")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="NAME=PATH", help="what models and inputs are read from"
+    )
     parser.add_argument("--models", nargs="+", choices=ENCODERS, default=list(ENCODERS), metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=Path("out/encoders"), help="where captures are kept")
@@ -52,9 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
             paths = {name: Path(path) for name, _, path in (pair.partition("=") for pair in given.files)}
             for name in given.models:
                 for length in ENCODERS[name].lengths[::-1]:
-                    _judge(data, name, length, problem(captured(name, length, paths, given.work), ENCODERS[name].layers))
                     data |= {"machine": machine(), "versions": versions(with_transformers=True)}
-                    write_json(given.out, FILE, data)
+                    x = problem(captured(name, length, paths, given.work), ENCODERS[name].layers)
+                    for _ in _judged(data["rows"], name, length, x):
+                        write_json(given.out, FILE, data)
     except ValueError as problem_said:
         print(f"error: {problem_said}", file=sys.stderr)
         return 2
@@ -67,9 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @torch.no_grad()
-def _judge(data: dict[str, Any], name: str, length: int, x: Problem) -> None:
-    """Add the rows of one model and length that are not there."""
-    begun, rows = perf_counter(), data["rows"]
+def _judged(rows: list[dict[str, Any]], name: str, length: int, x: Problem) -> Iterator[None]:
+    """Add the rows of one model and length that are not there, and pause after each number of slots."""
+    begun = perf_counter()
     there = {(row["slots"], row["plan"]) for row in rows if (row["model"], row["length"]) == (name, length)}
     for slots in (slots for slots in SLOTS if 2 * slots <= length):
         tried = {str(cell): (asdict(cell), cell.plan()) for cell in cells(slots)}
@@ -79,6 +83,7 @@ def _judge(data: dict[str, Any], name: str, length: int, x: Problem) -> None:
         for plan, (numbers, made) in tried.items():
             if (slots, plan) not in there and (found := error(x, made)) is not None:
                 rows.append(_row(name, length, slots, plan, numbers, found))
+        yield
     spent = perf_counter() - begun
     print(f"{name}, {length} tokens: {x.scores.shape[0] * x.scores.shape[1]} heads, {spent:.0f} s", file=sys.stderr)
 

@@ -75,22 +75,23 @@ def cohorts_of(slots: int) -> int:
     return 1 << min(MOST_COHORTS, max(1, COHORT_SLOTS // slots)).bit_length() - 1
 
 
-WINDOWS = Part(1 / 8), Part(1 / 5), Part(1.0, root=True), Part(1.5, root=True), Part(2.0, root=True)
-RANKS = Part(1 / 32), Part(1 / 16), Part(1 / 8), Part(0.5, root=True), Part(1.0, root=True)
-RULES = [Rule(*parts) for parts in product((Part(1 / 4), Part(3 / 8), Part(7 / 16), Part(1 / 2), Part(5 / 8)), WINDOWS, RANKS)]
+OUTLIERS = Part(3 / 8), Part(7 / 16), Part(1 / 2), Part(5 / 8)
+WINDOWS = Part(1 / 5), Part(1.0, root=True), Part(1.5, root=True), Part(2.0, root=True)
+RANKS = Part(1 / 16), Part(1 / 8), Part(0.5, root=True)
+RULES = [Rule(*parts) for parts in product(OUTLIERS, WINDOWS, RANKS)]
 """The rules among which one is chosen."""
 WITHOUT_WINDOW = Rule(Part(9 / 16), Part(0.0), Part(1 / 8))
 """Cohorts without a window."""
 
 
 def cells(slots: int) -> list[Cell]:
-    """Every plan of so many slots that is tried, each once: all rules at the budget's own number of cohorts, and three
-    shares of outliers beside a window of 1.5 roots and a rank of an eighth at other numbers.
+    """Every plan of so many slots that is tried, each once: all rules at the budget's own number of cohorts, and all
+    shares of outliers beside a window of 1.5 roots and a rank of a sixteenth at other numbers.
     """
     tried = [(rule, cohorts_of(slots)) for rule in RULES]
     tried += [
         (rule, cohorts)
         for rule, cohorts in product(RULES, COHORTS)
-        if rule.window == WINDOWS[3] and rule.rank == RANKS[2]
+        if rule.window == WINDOWS[2] and rule.rank == RANKS[0]
     ]
     return [cell for cell in dict.fromkeys(rule.cell(slots, cohorts) for rule, cohorts in tried) if cell is not None]
