@@ -1,0 +1,107 @@
+"""Leave one model out: the rule that is best on all others, beside what is best on the one left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp, log
+from typing import Any
+
+from experiments.encoders.shares import RULES, Rule, cohorts_of
+
+Place = tuple[str, int, int]
+"""A model, a length and a number of slots."""
+Row = Mapping[str, Any]
+
+
+def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, tuple[float, float]]]:
+    """The mean error and that of the worst head of every plan at every place."""
+    found: dict[Place, dict[str, tuple[float, float]]] = {}
+    for row in rows:
+        place = row["model"], row["length"], row["slots"]
+        found.setdefault(place, {})[row["plan"]] = row["error"], row["worst"]
+    return found
+
+
+def mean_ratio(values: Sequence[float]) -> float:
+    """Their geometric mean."""
+    return exp(sum(map(log, values)) / len(values))
+
+
+class Errors:
+    """What every rule has at the places of every model, at the number of cohorts that the budget has there."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._at = by_place(rows)
+        tried = {slots: [rule.cell(slots, cohorts_of(slots)) for rule in RULES] for _, _, slots in self._at}
+        everywhere = [i for i in range(len(RULES)) if all(cells[i] is not None for cells in tried.values())]
+        self.rules = [RULES[i] for i in everywhere]
+        """Those that have a plan at every number of slots."""
+        self._names = {slots: [str(cells[i]) for i in everywhere] for slots, cells in tried.items()}
+        self.slots = sorted(tried)
+        biased = {place for place, plans in self._at.items() if self._names[place[2]][0] not in plans}
+        self._places = [place for place in self._at if place not in biased]
+        self.models = list(dict.fromkeys(place[0] for place in self._places))
+
+    def of(self, rule: Rule, model: str) -> dict[tuple[int, int], tuple[float, float]]:
+        """By length and slots."""
+        i = self.rules.index(rule)
+        return {
+            (length, slots): self._at[name, length, slots][self._names[slots][i]]
+            for name, length, slots in self._places
+            if name == model
+        }
+
+    def least(self, model: str) -> dict[tuple[int, int], tuple[float, float]]:
+        """The least of each that any rule has, by length and slots."""
+        each = [self.of(rule, model) for rule in self.rules]
+        return {
+            place: (min(errors[place][0] for errors in each), min(errors[place][1] for errors in each))
+            for place in each[0]
+        }
+
+    def excess(self, rule: Rule, models: Sequence[str]) -> float:
+        """How many times the least errors it has, mean error and worst head alike; every model counts the same."""
+        each = []
+        for model in models:
+            own, least = self.of(rule, model), self.least(model)
+            each.append(mean_ratio([own[place][k] / least[place][k] for place in own for k in (0, 1)]))
+        return mean_ratio(each)
+
+    def best(self, models: Sequence[str]) -> Rule:
+        """The rule of the least excess on these models."""
+        return min(self.rules, key=lambda rule: self.excess(rule, models))
+
+
+def conclusions(rows: Iterable[Row]) -> dict[str, Any]:
+    """For every model the rule that the others choose, how it does beside the best rule for that model and beside the
+    best plan at each length and number of slots; and the rule that all choose together.
+    """
+    errors = Errors(rows)
+    if len(errors.models) < 2:
+        raise ValueError(f"--models: expected two at least, got {', '.join(errors.models) or 'none'}")
+    held_out = []
+    for model in errors.models:
+        rule, own = errors.best([name for name in errors.models if name != model]), errors.best([model])
+        chosen, best, least = errors.of(rule, model), errors.of(own, model), errors.least(model)
+        ratios = {
+            f"{kind} beside {name}": mean_ratio([chosen[place][k] / other[place][k] for place in chosen])
+            for k, kind in enumerate(("error", "worst"))
+            for name, other in (("best rule", best), ("best at each", least))
+        }
+        held_out.append({"model": model, "rule": str(rule), "best rule": str(own), **_short(ratios)})
+    rule = errors.best(errors.models)
+    excess = {name: errors.excess(rule, [name]) for name in errors.models}
+    numbers = {str(slots): str(rule.cell(slots, cohorts_of(slots))) for slots in errors.slots}
+    order = sorted(errors.rules, key=lambda rule: errors.excess(rule, errors.models))
+    next_best = {str(other): errors.excess(other, errors.models) for other in order[:10]}
+    return {
+        "held_out": held_out,
+        "rule": str(rule),
+        "excess": _short(excess),
+        "cells": numbers,
+        "next": _short(next_best),
+    }
+
+
+def _short(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in values.items()}

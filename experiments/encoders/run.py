@@ -1,0 +1,111 @@
+"""One rule for the shares of a plan, chosen on some encoders and judged on others.
+
+    python -m experiments.encoders.run --files text=wikitext.txt.gz whisper=DIR speech=FILE.wav mpnet=DIR vit=DIR \
+        mnist=DIR rxnmapper=DIR
+
+Every model reads inputs of several lengths; every plan of `shares.py`, and the rows beside them, are judged on its
+queries, keys and values. Each figure is added to results/encoders.json as soon as it is known, so that a stopped run
+goes on. `choose.py` then chooses a rule on all models but one, for each of them; results/table.md and
+results/encoders.png show what came of it. `--draw` only chooses and draws again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from experiments.encoders.choose import conclusions
+from experiments.encoders.judge import Problem, best_keys, error, problem
+from experiments.encoders.models import ENCODERS, captured
+from experiments.encoders.report import ORACLE, SHARED, WITHOUT, save_picture, table
+from experiments.encoders.shares import WITHOUT_WINDOW, cells, cohorts_of
+
+import fewkeys as fk
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import read_json, write_json
+
+RESULTS = Path(__file__).parent / "results"
+FILE = "encoders.json"
+SLOTS = (8, 16, 32, 64, 128, 192, 512)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="NAME=PATH", help="what models and inputs are read from"
+    )
+    parser.add_argument("--models", nargs="+", choices=ENCODERS, default=list(ENCODERS), metavar="NAME")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--work", type=Path, default=Path("out/encoders"), help="where captures are kept")
+    parser.add_argument("--draw", action="store_true", help="only choose and draw from the figures that are there")
+    given = parser.parse_args(arguments)
+    data: dict[str, Any] = {"rows": []}
+    if (given.out / FILE).is_file():
+        data = read_json(given.out, FILE)
+    try:
+        if not given.draw:
+            torch.set_num_threads(1)
+            paths = {name: Path(path) for name, _, path in (pair.partition("=") for pair in given.files)}
+            for name in given.models:
+                for length in ENCODERS[name].lengths[::-1]:
+                    data |= {"machine": machine(), "versions": versions(with_transformers=True)}
+                    x = problem(captured(name, length, paths, given.work), ENCODERS[name].layers)
+                    for _ in _judged(data["rows"], name, length, x):
+                        write_json(given.out, FILE, data)
+    except ValueError as problem_said:
+        print(f"error: {problem_said}", file=sys.stderr)
+        return 2
+    data["chosen"] = conclusions(data["rows"])
+    write_json(given.out, FILE, data)
+    (given.out / "table.md").write_text(table(data))
+    save_picture(data, given.out / "encoders.png")
+    print(table(data))
+    return 0
+
+
+@torch.no_grad()
+def _judged(rows: list[dict[str, Any]], name: str, length: int, x: Problem) -> Iterator[None]:
+    """Add the rows of one model and length that are not there, and pause after each number of slots."""
+    begun = perf_counter()
+    there = {(row["slots"], row["plan"]) for row in rows if (row["model"], row["length"]) == (name, length)}
+    for slots in (slots for slots in SLOTS if 2 * slots <= length):
+        tried = {str(cell): (asdict(cell), cell.plan()) for cell in cells(slots)}
+        tried |= {plan: ({}, made) for plan, made in compared(slots).items()}
+        if (slots, ORACLE) not in there:
+            rows.append(_row(name, length, slots, ORACLE, {}, best_keys(x, slots)))
+        for plan, (numbers, made) in tried.items():
+            if (slots, plan) not in there and (found := error(x, made)) is not None:
+                rows.append(_row(name, length, slots, plan, numbers, found))
+        yield
+    spent = perf_counter() - begun
+    print(f"{name}, {length} tokens: {x.scores.shape[0] * x.scores.shape[1]} heads, {spent:.0f} s", file=sys.stderr)
+
+
+def compared(slots: int) -> dict[str, fk.Plan]:
+    """The plans beside the rules, by their names."""
+    window = slots // 4 | 1
+    return {
+        WITHOUT: WITHOUT_WINDOW.cell(slots, min(32, cohorts_of(slots))).plan(),
+        SHARED: fk.budget(slots, cohorts=1).always(),
+        "random keys + window": fk.Plan(fk.RandomKeys(slots - window) | fk.Window(window)),
+        "key norm + window": fk.Plan(fk.KeyNorm(slots - window) | fk.Window(window)),
+    }
+
+
+def _row(
+    model: str, length: int, slots: int, plan: str, numbers: dict[str, int], found: tuple[float, float]
+) -> dict[str, Any]:
+    mean, worst = (float(f"{value:.4g}") for value in found)
+    place = {"model": model, "length": length, "slots": slots, "plan": plan}
+    return {**place, **numbers, "error": mean, "worst": worst}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
