@@ -55,8 +55,9 @@ BIASED = Law("parts/test_distance_bias", "cohorts_give_way")
 TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
+AROUND = Law("02_impls_agree", "executors_agree_on_the_same_problem and cohorts")
 
-NEAR, BLOCKS = "native/near.h", "native/blocks.h"
+NEAR, BLOCKS, NEIGHBOURS = "native/near.h", "native/blocks.h", "native/neighbours.h"
 
 BREAKAGES = (
     Breakage(
@@ -90,8 +91,8 @@ BREAKAGES = (
     Breakage(
         "tail tile of queries is left out",
         NEAR,
-        "const int64_t tiles = (p.queries + TILE - 1) / TILE, work",
-        "const int64_t tiles = p.queries / TILE, work",
+        "const int64_t tiles = (p.queries + TILE - 1) / TILE, turns",
+        "const int64_t tiles = p.queries / TILE, turns",
         (EXACT, AGREE),
     ),
     Breakage(
@@ -132,9 +133,58 @@ BREAKAGES = (
     Breakage(
         "cohorts: lists held one at a time are those of the first cohort",
         NEAR,
-        "shared.read(i / shared_heads, i % shared_heads);",
-        "shared.read(i / shared_heads, i % shared_heads / p.cohorts * p.cohorts);",
+        "unit * p.cohorts % lists_each + c);",
+        "unit * p.cohorts % lists_each);",
         (COHORTS,),
+    ),
+    Breakage(
+        "neighbours: keys of the cohort's list count twice",
+        NEIGHBOURS,
+        "each_listed(list, [&](int64_t j) { cluster[j] = p.means; });",
+        "",
+        (AROUND,),
+    ),
+    Breakage(
+        "neighbours: stand-ins speak for keys that the window keeps",
+        NEIGHBOURS,
+        "count[c * TILE + i] -= 1.0f;",
+        "count[c * TILE + i] -= 0.0f;",
+        (AROUND,),
+    ),
+    Breakage(
+        "neighbours: padding is seen",
+        NEIGHBOURS,
+        "(p.hidden && p.hidden[keys + j]) ? p.means : p.means",
+        "p.means",
+        (AROUND, PADDED),
+    ),
+    Breakage(
+        "neighbours: keys in the list of another cohort are not seen",
+        NEIGHBOURS,
+        "each_listed(listed, take);",
+        "",
+        (AROUND,),
+    ),
+    Breakage(
+        "neighbours: the window ends one key too early",
+        NEIGHBOURS,
+        "position[i] + p.right + 1, first",
+        "position[i] + p.right, first",
+        (AROUND,),
+    ),
+    Breakage(
+        "neighbours by torch: stand-ins speak for keys that the window keeps",
+        "execute/torch/by_cohort.py",
+        "(size - take(band.counts(s), place))",
+        "size",
+        (AROUND,),
+    ),
+    Breakage(
+        "shards: the keys after a shard are all of one cluster",
+        "distributed/cohorts.py",
+        "label = torch.cat([before, label, after], 2)",
+        "label = torch.cat([before, label, 0 * after], 2)",
+        (SHARDS,),
     ),
     Breakage(
         "stand-ins keep the mass that their mean key would give them",
