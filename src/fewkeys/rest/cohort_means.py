@@ -13,7 +13,7 @@ from fewkeys.rest.base import REACH, StandIns, bounds_around
 from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
-from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
+from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
 from fewkeys.sketch.tilted import LARGEST_TILT, TILT, tilted_sums
 
 LARGEST_SPREAD = 2.0
@@ -50,13 +50,13 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         bias = (TILT * (told.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
     left = right = factor = bounds = None
     if together is not None:
-        between = (told.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
+        between = product((told.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
         pooled = (together - between) / told.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
         with constants():
-            right = top_subspace(pooled.mT @ known.within @ pooled, min(rank, *pooled.shape[-2:])).mT
+            right = top_subspace(product(product(pooled.mT, known.within), pooled), min(rank, *pooled.shape[-2:])).mT
             factor = _factor(told.energy / mass.squeeze(-1), square, told.mass)
             reference = TILT * (query + on_key)
-        left = pooled @ right.mT
+        left = product(pooled, right.mT)
         with constants():
             limits = bounds_around(TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
         moved = (reference @ left.unsqueeze(2)).clamp(*limits.split(1, 3))
