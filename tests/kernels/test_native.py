@@ -376,6 +376,35 @@ def test_threads_change_no_bit(plan, tokens):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.parametrize(
+    ("slots", "cohorts", "sizes", "dtype", "seed"),
+    [
+        (192, 4, (2, 1, 2, 333, 80), torch.float32, 3),
+        (192, 8, (1, 3, 2, 333, 128), torch.float32, 46),
+        (192, 8, (1, 2, 1, 200, 128), torch.bfloat16, 98),
+        (8, 32, (1, 1, 2, 200, 128), torch.bfloat16, 116),
+        (192, 1, (2, 1, 2, 333, 80), torch.float32, 3),
+    ],
+)
+def test_threads_change_no_bit_of_gradients(slots, cohorts, sizes, dtype, seed):
+    """Small products are torch's own where gradients are wanted, and threads share their sums."""
+    plan, (batch, heads, group, tokens, dim) = fk.budget(slots, cohorts=cohorts).never_exact(), sizes
+    g = torch.Generator().manual_seed(seed)
+    query = torch.randn(batch, heads * group, tokens, dim, generator=g).to(dtype)
+    key = torch.randn(batch, heads, tokens, dim, generator=g)
+    key = (key * (0.5 + 2 * torch.rand(batch, heads, tokens, 1, generator=g))).to(dtype)
+    value = torch.randn(batch, heads, tokens, dim, generator=g).to(dtype)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        rows = [x.clone().requires_grad_() for x in (query, key, value)]
+        output = fk.attention(*rows, plan=plan)
+        found.append([output.detach(), *torch.autograd.grad(output.float().square().sum(), rows)])
+    torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
 @pytest.fixture
 def late():
     """The calls of all threads, whose others come a fifth of a second late."""

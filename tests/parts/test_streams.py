@@ -369,3 +369,17 @@ def test_refusals_name_the_argument(case):
     q, k, v = SHAPES[0].draw()
     with pytest.raises((TypeError, ValueError), match=r"^\w+: "):
         case(fk.stream(FULL), q, k, v)
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_leverage_of_keys_of_any_size(centre):
+    """Their squares have no float32; exact attention of them is finite, and so is what a saved stream goes on with."""
+    q, k, v = torch.randn(3, 1, 2, 100, 16, generator=torch.Generator().manual_seed(0))
+    stream = fk.stream(fk.Plan(fk.Leverage(6, centre=centre) | fk.Window(9) | fk.Sinks(2)))
+    want = fk.stream(stream.plan)
+    for large, part in ((1e19, stream), (1.0, want)):
+        part.append(k.sign() * large, v)
+        part.attend(q / large)
+    stream.append(k * 3e18, v)
+    want.append(k * 0.3, v)
+    torch.testing.assert_close(stream.attend(q / 1e19), want.attend(q), rtol=1e-4, atol=1e-4)

@@ -21,7 +21,7 @@ from fewkeys.rest.cohort_means import cohort_means
 from fewkeys.select.base import Selector
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
-from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
+from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
 
 LARGEST_TILT = 2.0
@@ -159,10 +159,11 @@ def represent(
         return StandIns(mean_key, mean_value, label, share, bias)
 
     # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never written down.
-    pooled = (totals.sum(products) - (mass * (mean_key - known.mean)).mT @ mean_value) / mass.sum(-2, keepdim=True)
+    between = product((mass * (mean_key - known.mean)).mT, mean_value)
+    pooled = (totals.sum(products) - between) / mass.sum(-2, keepdim=True)
     with constants():
         second = moments.second
-        right = top_subspace(pooled.mT @ second @ pooled, min(rank, *pooled.shape[-2:])).mT
+        right = top_subspace(product(product(pooled.mT, second), pooled), min(rank, *pooled.shape[-2:])).mT
         here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
         energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * seen.spread)
         energy = totals.sum(energy.unsqueeze(-1)) / mass
@@ -171,7 +172,7 @@ def represent(
         relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
         factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
         reference = TILT * (moments.mean + offset @ moments.covariance)
-    left = pooled @ right.mT
+    left = product(pooled, right.mT)
     with constants():
         bounds = bounds_around(TILT * moments.mean @ left, known.unit)
     moved = mean_value - factor.unsqueeze(-1) * ((reference @ left).clamp(*bounds.split(1, 2)) @ right)

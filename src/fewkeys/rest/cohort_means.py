@@ -14,7 +14,7 @@ from fewkeys.rest.base import REACH, CohortStandIns, bounds_around
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
-from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, top_subspace
+from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
 from fewkeys.sketch.tilted import LARGEST_TILT, TILT, tilted_sums
 
 LARGEST_SPREAD = 2.0
@@ -52,13 +52,13 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     key = offset + middle.unsqueeze(2)
     if together is None:
         return CohortStandIns(key, value, bias, sums.mass, size, cluster.label)
-    between = (sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
+    between = product((sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
     pooled = (together - between) / sums.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
     with constants():
-        right = top_subspace(pooled.mT @ cohort.within @ pooled, min(rank, *pooled.shape[-2:])).mT
+        right = top_subspace(product(product(pooled.mT, cohort.within), pooled), min(rank, *pooled.shape[-2:])).mT
         factor = _factor(sums.energy / mass.squeeze(-1), square, sums.mass)
         reference = TILT * (query + on_key)
-    left = pooled @ right.mT
+    left = product(pooled, right.mT)
     with constants():
         bounds = bounds_around(TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
     moved = (reference @ left.unsqueeze(2)).clamp(*bounds.split(1, 3))

@@ -15,7 +15,7 @@ from fewkeys.core.work import Work
 from fewkeys.select.base import Best, Remembered, Selector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.select.controls import KeyNorm
-from fewkeys.sketch.gram import gram, score_rows, whitener
+from fewkeys.sketch.gram import gram64, root64, score_rows
 from fewkeys.sketch.leverage import ROUNDING, leverage_scores, universal_set
 from fewkeys.sketch.lewis import sensitivity_bounds
 from fewkeys.sketch.sample import centre
@@ -115,22 +115,26 @@ def _marked(inputs: Inputs, marked: Tensor) -> Graph:
 
 
 class _RunningLeverage(OnlineScore):
-    """Scores against the Gram matrix of all keys offered so far."""
+    """Scores against the Gram matrix of all keys offered so far. Sums are float64: those of squares of the largest
+    float32 are finite, so keys of any size have scores.
+    """
 
     def __init__(self, centre: bool) -> None:
         super().__init__()
         self.centre = centre
 
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        count = key.new_full((key.shape[0], 1), key.shape[2])
+        count = key.new_full((key.shape[0], 1), key.shape[2], dtype=torch.float64)
         if real is not None:
-            count = real.sum(-1, keepdim=True).to(key.dtype)
-        self.add({"gram": gram(key), "total": key.sum(-2, keepdim=True), "count": count[:, :, None, None]})
+            count = real.sum(-1, keepdim=True).double()
+        total = key.sum(-2, keepdim=True, dtype=torch.float64)
+        self.add({"gram": gram64(key), "total": total, "count": count[:, :, None, None]})
         return key.new_zeros(key.shape[:3])
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
         total, count = self.sums["total"], self.sums["count"].clamp_min(1)
-        if not self.centre:
-            return score_rows(key, whitener(self.sums["gram"]))
-        mean = total / count
-        return score_rows(key - mean, whitener(self.sums["gram"] - count * mean.mT @ mean))
+        rows, squares = key.double(), self.sums["gram"]
+        if self.centre:
+            mean = total / count
+            rows, squares = rows - mean, squares - count * mean.mT @ mean
+        return score_rows(rows, root64(squares, key.dtype)).to(key.dtype)

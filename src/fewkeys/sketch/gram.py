@@ -22,6 +22,14 @@ def gram(rows: Tensor) -> Tensor:
     return rows.mT @ rows
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` of small matrices, summed in float64: threads share sums in orders of their own, and so its bits
+    do not depend on how many there are.
+    """
+    found: Tensor = (left.double() @ right.double()).to(left.dtype)
+    return found
+
+
 def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
     """A square W (..., D, D) with `W W^T = matrix^+`, for symmetric positive semidefinite matrices.
 
@@ -103,12 +111,13 @@ def top_subspace(matrix: Tensor, rank: int) -> Tensor:
     batches; any orthonormal result is a valid choice, the leading one is merely the best. Columns that
     stand for at most `LEAST_DIRECTION` of the first are zero: rounding would choose them, and gradients follow them.
     """
+    dtype, matrix = matrix.dtype, matrix.double()  # as `product`
     basis = cosines(matrix, rank).expand(*matrix.shape[:-1], rank)
     for _ in range(SUBSPACE_STEPS):
         basis, sizes = torch.linalg.qr(matrix @ basis)
         sizes = sizes.diagonal(dim1=-2, dim2=-1).abs().unsqueeze(-2)
         basis = basis * (sizes > LEAST_DIRECTION * sizes[..., :1])
-    return basis
+    return basis.to(dtype)
 
 
 def cosines(like: Tensor, count: int) -> Tensor:
