@@ -20,10 +20,12 @@ from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
 FILE = "plan.json"
-FEW = 12
-"""A budget below it has no window: a mean more is worth more than the query's neighbours."""
-MOST_COHORTS, COHORT_SLOTS = 32, 2048
-"""As many cohorts as have so many slots together, at most so many: more of both cost more than they are worth."""
+MOST_COHORTS, COHORT_SLOTS = 64, 4096
+"""A budget has as many cohorts as have so many slots together, at most so many: more take longer to prepare than they
+are worth.
+"""
+MOST_RANK = 8
+"""Of the first-order term beside cohorts: more directions are worth less than means."""
 
 
 @dataclass(frozen=True)
@@ -187,13 +189,13 @@ def budget(
     slots, too few to descend a tree, both are the same.
 
     Without causality, similar queries form `cohorts`, each with outliers and means of its own, beside a window around
-    each query. Three eighths of the slots are outliers kept exactly, a fifth is the window, an eighth is the
-    first-order term (one slot a rank), and the others are cluster means. The number of cohorts is a power of two, by
-    default about 2048 / slots, at most 32: 32 up to 64 slots, 16 up to 128. More have less error and take longer to
-    prepare. With `cohorts=1` all queries of a head share a list, three sixteenths of the slots, and means, and a
-    quarter of the slots is a window. Below 12 slots there is no window. The splits were chosen on encoders of text,
-    speech and images (experiments/encoders has errors, models left out, and times). Where queries cannot be sorted into
-    cohorts, `Plan.without_cohorts` runs.
+    each query. The window has about 1.25 times the root of the slots, the first-order term an eighth of the slots (one
+    a rank), at most 8; five eighths of the slots beside the window are outliers kept exactly, and the others are
+    cluster means. The number of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64
+    slots, 16 for 192. More have less error and take longer to prepare. With `cohorts=1` all queries of a head share a
+    list, three sixteenths of the slots, and means, and a quarter of the slots is a window. The shares were chosen on
+    encoders of text, speech, images and molecules, each left out once (experiments/encoders). Where queries cannot be
+    sorted into cohorts, `Plan.without_cohorts` runs.
 
     In constant memory, about half of the slots are recent blocks of keys, on average over a block, and the others means
     of everything before them.
@@ -229,15 +231,23 @@ def budget(
         return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True)
     if slots == 1:
         return Plan(Window(1), Drop(), Softmax())
-    rank, outliers, window = slots // 8, slots * 3 // 16, slots // 4 | 1
-    if slots < FEW:
-        outliers, window = max(1, slots // 4), 0
-    if cohorts > 1:
-        outliers, window = (slots * 3 // 8, slots // 5 | 1) if slots >= FEW else (slots * 9 // 16, 0)
+    outliers, window, rank = _shared_split(slots) if cohorts == 1 else _cohort_split(slots)
     means = slots - rank - outliers - window - (_factors(slots) if rank else 0)
     kept: Selector = Outliers(outliers, means, cohorts=cohorts)
     rest = ClusterMeans(means, rank, cohorts)
     return Plan(kept | Window(window) if window else kept, rest, Softmax(), exact_if_faster=True)
+
+
+def _cohort_split(slots: int) -> tuple[int, int, int]:
+    """Outliers, window and rank of a budget whose queries are in cohorts."""
+    window = int(1.25 * slots**0.5) | 1 if slots >= 8 else 0
+    rank = min(slots // 8, MOST_RANK)
+    return max(1, (slots - window) * 5 // 8), window, rank if rank > 1 else 0
+
+
+def _shared_split(slots: int) -> tuple[int, int, int]:
+    """The same where all queries of a head share a list. Below 12 slots a mean more is worth more than a window."""
+    return (slots * 3 // 16, slots // 4 | 1, slots // 8) if slots >= 12 else (max(1, slots // 4), 0, slots // 8)
 
 
 def _factors(slots: int) -> int:

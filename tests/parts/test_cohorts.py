@@ -223,9 +223,9 @@ def test_refusals():
 
 
 def test_budget_with_cohorts_has_their_lists_and_means():
-    plan = fk.budget(64, cohorts=32)
-    keep = fk.Outliers(24, 18, cohorts=32) | fk.Window(13)
-    assert plan == fk.Plan(keep, fk.ClusterMeans(18, 8, 32), exact_if_faster=True)
+    plan = fk.budget(64, cohorts=64)
+    keep = fk.Outliers(33, 11, cohorts=64) | fk.Window(11)
+    assert plan == fk.Plan(keep, fk.ClusterMeans(11, 8, 64), exact_if_faster=True)
     assert fk.budget(64) == plan
     with pytest.raises(ValueError, match=r"^budget cohorts: expected a power of two, got 3"):
         fk.budget(64, cohorts=3)
@@ -235,7 +235,7 @@ def test_budget_with_cohorts_has_their_lists_and_means():
 
 def test_budget_has_cohorts_that_halve_as_slots_double():
     slots = (1, 2, 64, 65, 128, 129, 256, 512, 1024, 2048, 50_000)
-    assert [fk.budget(count).keep.cohort_lists for count in slots] == [1, 32, 32, 16, 16, 8, 8, 4, 2, 1, 1]
+    assert [fk.budget(count).keep.cohort_lists for count in slots] == [1, 64, 64, 32, 32, 16, 16, 8, 4, 2, 1]
     assert fk.budget(64, is_causal=True).without_cohorts() == fk.budget(64, is_causal=True)
 
 

@@ -10,6 +10,7 @@
 #include "keys.h"
 #include "lloyd.h"
 #include "near_back.h"
+#include "near_cohorts.h"
 #include "prefill.h"
 #include "tilts.h"
 

@@ -1,7 +1,6 @@
 // Softmax over a shared list, a band of near keys and stand-ins: `fewkeys.rest.base.StandIns` has the equations.
 #pragma once
 #include "matrix.h"
-#include "neighbours.h"
 
 namespace fewkeys {
 
@@ -60,8 +59,8 @@ class NearWeights {
     weigh_means(tile, head);
   }
 
-  // The same for queries of a cohort: `look(count)` scores the keys around them and takes these from the counts of
-  // their clusters, `weigh_near()` makes weights of the scores.
+  // The same for queries of a cohort: `look(count)` takes the keys around them from the counts of their clusters,
+  // `weigh_near()` weighs what they see there, once the largest scores are known.
   template <class Look, class WeighNear>
   void weigh_cohort(Tile &tile, int64_t head, Look look, WeighNear weigh_near) {
     start_counts(p.means ? p.size + head * p.means : nullptr);
@@ -172,36 +171,6 @@ class NearWeights {
   }
 };
 
-// A tile of queries of a cohort, which stand anywhere, and their outputs.
-template <class T>
-class Scattered {
- public:
-  explicit Scattered(const Near &p) : query(p.order ? TILE * p.dim : 0), out(p.order ? TILE * p.value_dim : 0), p(p) {}
-  aligned_vector<T> query, out;
-  int64_t position[TILE];  // of the queries among the keys
-
-  // Gathers those among `count` places that are of a query; returns how many.
-  int gather(int64_t b, int64_t h, int64_t first, int count) {
-    const int64_t *own = p.order + (b * p.heads + h) * p.queries + first;
-    int found = 0;
-    for (int i = 0; i < count; i++) {
-      if (own[i] < 0) continue;
-      const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, place = own[i] % p.asked;
-      std::copy_n(p.query.at<T>(b, head, place), p.dim, &query[found * p.dim]);
-      position[found] = place + p.offset;
-      to[found++] = (T *)p.out.at<T>(b, head, place);
-    }
-    return found;
-  }
-  void scatter(int count) const {
-    for (int i = 0; i < count; i++) std::copy_n(&out[i * p.value_dim], p.value_dim, to[i]);
-  }
-
- private:
-  const Near &p;
-  T *to[TILE];
-};
-
 template <class Products>
 class NearAttention {
  public:
@@ -209,29 +178,11 @@ class NearAttention {
   typedef typename Products::Number Number;
 
   explicit NearAttention(const Near &p)
-      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p), scattered(p),
-        neighbours(p) {}
-
-  void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
-    const int rows = std::min<int64_t>(TILE, p.queries - first);
-    if (p.order)
-      attend_cohort(shared, b, h, first, rows);
-    else
-      attend_near(shared, b, h, first, rows);
-  }
-
- private:
-  const Near &p;
-  const typename Products::Session session = {};
-  typename Products::Queries query;
-  typename Products::Mixed mixed;
-  Columns band;
-  NearWeights weights;
-  Scattered<Number> scattered;
-  Neighbours<Number> neighbours;
+      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim), weights(p) {}
 
   // Queries that follow one another, and the band around them.
-  void attend_near(const Columns &shared, int64_t b, int64_t h, int64_t first, int rows) {
+  void attend(const Columns &shared, int64_t b, int64_t h, int64_t first) {
+    const int rows = std::min<int64_t>(TILE, p.queries - first);
     const int64_t shared_head = h / p.gqa_ratio, head = b * (p.heads / p.gqa_ratio) + shared_head;
     const int columns = p.entries + p.means + p.rank;
     const Reach reach = weights.reach_of(first, rows);
@@ -258,29 +209,13 @@ class NearAttention {
                p.value_dim);
   }
 
-  // Queries of a cohort, and the keys around each.
-  void attend_cohort(const Columns &shared, int64_t b, int64_t h, int64_t first, int places) {
-    const int rows = scattered.gather(b, h, first, places);
-    if (!rows) return;
-    const int64_t head = b * p.heads + h, wide = round_up(p.value_dim);
-    const int columns = p.entries + p.means + p.rank;
-    query.set(scattered.query.data(), p.dim, rows);
-    shared.dots(query, columns, weights.score.data());
-
-    Tile tile(p.scale);
-    const auto look = [&](float *count) {
-      neighbours.look(tile, b, h, scattered.query.data(), scattered.position, rows, count);
-    };
-    weights.weigh_cohort(tile, head, look, [&] { neighbours.weigh(tile); });
-    weights.weigh_first_order(head);
-
-    mixed.clear();
-    shared.mix(weights.score.data(), columns, rows, Everywhere(), mixed);
-    float *sums = mixed.rows();
-    neighbours.mix(sums, wide, rows);
-    tile.write(sums, wide, scattered.out.data(), p.value_dim, rows, p.value_dim);
-    scattered.scatter(rows);
-  }
+ private:
+  const Near &p;
+  const typename Products::Session session = {};
+  typename Products::Queries query;
+  typename Products::Mixed mixed;
+  Columns band;
+  NearWeights weights;
 };
 
 // What a list and its stand-ins hold, side by side, and the rows that they are read from.
@@ -306,34 +241,18 @@ class Shared {
 };
 
 template <class Products>
-static void attend(const Near &p, int threads) {
-  const int64_t lists_each = p.heads / p.gqa_ratio, lists = p.batch * lists_each, units = lists / p.cohorts;
-  const int64_t tiles = (p.queries + TILE - 1) / TILE, turns = p.gqa_ratio * p.cohorts;
-  typedef NearAttention<Products> Attention;
-  // A unit is a key head of a sequence. Tiles of the same number of its cohorts follow one another: they are near one
-  // another in the sequence, and read the same keys around them.
-  const auto attend_tile = [&](Attention &attention, Shared<Products> *shared, int64_t unit, int64_t turn) {
-    const int64_t b = unit * p.cohorts / lists_each, h = unit * p.cohorts % lists_each * p.gqa_ratio + turn % turns;
-    attention.attend(shared[turn % turns / p.gqa_ratio].columns, b, h, turn / turns * TILE);
-  };
-  if (p.order && units >= 4 * threads) {
-    // Lists of cohorts are many: those of one unit are held at a time.
-    typedef std::vector<Shared<Products>> Lists;
-    const auto new_worker = [&] { return std::pair<Attention, Lists>(p, Lists(p.cohorts, Shared<Products>(p))); };
-    return in_parallel(threads, units, new_worker, [&](auto &worker, int64_t unit) {
-      for (int64_t c = 0; c < p.cohorts; c++)
-        worker.second[c].read(unit * p.cohorts / lists_each, unit * p.cohorts % lists_each + c);
-      for (int64_t turn = 0; turn < tiles * turns; turn++) attend_tile(worker.first, worker.second.data(), unit, turn);
-    });
-  }
+static void attend_near(const Near &p, int threads) {
+  const int64_t shared_heads = p.heads / p.gqa_ratio, lists = p.batch * shared_heads;
+  const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
   std::vector<Shared<Products>> shared(lists, Shared<Products>(p));
-  const auto read = [&](int, int64_t i) { shared[i].read(i / lists_each, i % lists_each); };
+  const auto read = [&](int, int64_t i) { shared[i].read(i / shared_heads, i % shared_heads); };
   in_parallel(threads, lists, [] { return 0; }, read, 16);
-  const auto attend = [&](Attention &attention, int64_t i) {
-    const int64_t unit = i / (tiles * turns);
-    attend_tile(attention, &shared[unit * p.cohorts], unit, i % (tiles * turns));
+  typedef NearAttention<Products> Attention;
+  const auto attend = [&](Attention &attention, int64_t t) {
+    const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
+    attention.attend(shared[b * shared_heads + h / p.gqa_ratio].columns, b, h, t % tiles * TILE);
   };
-  in_parallel(threads, units * tiles * turns, [&] { return Attention(p); }, attend, 4);
+  in_parallel(threads, work, [&] { return Attention(p); }, attend, 4);
 }
 
 }  // namespace fewkeys

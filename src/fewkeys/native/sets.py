@@ -21,21 +21,11 @@ COMPILER, COMPILERS = "CXX", ("g++", "clang++", "c++")
 """The environment variable that names a compiler, and what is looked for where it does not."""
 HERE = Path(__file__).parent
 SOURCES = (
-    *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h", "columns.h"),
-    *(
-        "matrix.h",
-        "back.h",
-        "neighbours.h",
-        "near.h",
-        "near_back.h",
-        "blocks.h",
-        "blocks_back.h",
-        "keys.h",
-        "frame.h",
-        "lloyd.h",
-    ),
-    *("stand_ins.h", "extent.h", "merge.h", "scan.h", "prefill.h", "split.h", "rows.h", "leaves.h", "forest.h"),
-    *("cohorts.h", "tilts.h", "cohort_means.h", "descender.h", "descend.h", "descend_back.h"),
+    *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
+    *("columns.h", "matrix.h", "back.h", "neighbours.h", "near.h", "near_back.h", "near_cohorts.h", "blocks.h"),
+    *("blocks_back.h", "keys.h", "frame.h", "lloyd.h", "stand_ins.h", "extent.h", "merge.h", "scan.h", "prefill.h"),
+    *("split.h", "rows.h", "leaves.h", "forest.h", "cohorts.h", "tilts.h", "cohort_means.h", "descender.h"),
+    *("descend.h", "descend_back.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
