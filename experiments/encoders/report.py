@@ -12,12 +12,12 @@ from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say,
 
 CHOSEN, WITHOUT, SHARED, ORACLE = "the rule", "cohorts, no window", "fk.budget, 1 cohort", "best keys"
 NAMES = {
-    CHOSEN: "the rule, chosen on the others",
+    CHOSEN: "rule chosen on the others",
     WITHOUT: "cohorts, no window",
-    SHARED: "one cohort, with a window",
-    "random keys + window": "control: random keys + window",
-    "key norm + window": "control: keys of largest norm + window",
-    ORACLE: "oracle: each query's best keys",
+    SHARED: "one cohort and a window",
+    "random keys + window": "random keys + window",
+    "key norm + window": "key norm + window",
+    ORACLE: "best keys (oracle)",
 }
 LOOKS = {
     CHOSEN: Look("#009e73", width=3.4),
