@@ -15,7 +15,7 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test browser docs figures sets wheels qemu audit broken campaign mutants lint types clean
+.PHONY: help demo test browser docs figures sets wheels qemu audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -23,7 +23,6 @@ help:
 	@echo 'make sets   the kernels agree with the reference, by every instruction set of this machine'
 	@echo 'make qemu   the same on an emulated aarch64'
 	@echo 'make broken break kernels and promises on purpose; do the tests notice? most of an hour'
-	@echo 'make mutants small changes of some rooms; do their tests notice? an hour and a half'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
 	@echo 'make audit  known vulnerabilities of the pinned packages'
 	@echo 'make lint   ruff: rules and format'
@@ -62,9 +61,6 @@ MINUTES ?= 60
 
 campaign: $(VENV)/.installed-dev
 	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --sanitize --out ../out/campaign/campaign.json
-
-mutants: $(VENV)/.installed-dev
-	cd tests && PYTHONPATH=. ../$(BIN)/python -m mutants --out mutants/results.json
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -133,6 +133,11 @@ def attention_is_that_of_one_process(rank, world):
 MEANS = {
     "budget": (fk.budget(32).keep, fk.budget(32).rest, fk.Softmax()),
     "two cohorts": (fk.Outliers(5, 6, cohorts=2), fk.ClusterMeans(6, cohorts=2), fk.Softmax()),
+    "cohorts, wide window": (
+        fk.Outliers(5, 6, cohorts=4) | fk.Window(60),
+        fk.ClusterMeans(6, rank=2, cohorts=4),
+        fk.Softmax(),
+    ),
     "lists of cohorts": (fk.Outliers(9, 5, cohorts=8), fk.Drop(), fk.Power(2.0)),
     "one cohort": (fk.budget(32, cohorts=1).keep, fk.budget(32, cohorts=1).rest, fk.Softmax()),
     "narrow window": (fk.Window(1), fk.ClusterMeans(6), fk.Softmax()),

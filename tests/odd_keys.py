@@ -24,3 +24,19 @@ def keys(kind, n=120, d=6, seed=0):
 
 
 KINDS = ["plain", "offset", "rank deficient", "duplicates", "heavy tail", "zeros", "few", "scales"]
+
+
+EXTREME = {
+    "large values": (1, 1, 1e25, None),
+    "largest values": (1, 1, 2e37, None),
+    "large keys": (1, 1e19, 1, None),
+    "large queries": (3e19, 1, 1, None),
+    "large queries of small keys": (3e19, 1e-19, 1, None),
+    "large keys for small queries": (1e-19, 1e19, 1e20, None),
+    "all": (1e18, 1e18, 1e30, None),
+    "small": (1e-25, 1e-25, 1e-30, None),
+    "large scale": (1, 1, 1, 1e20),
+    "large scale of small keys": (1, 1e-19, 1, 1e20),
+    "small scale of large keys": (1, 1e30, 1, -1e-30),
+}
+"""By how much queries, keys and values are larger than usual, and the scale: exact attention is finite."""

@@ -138,7 +138,8 @@ def test_public_name_exists_and_is_documented(name):
 def test_all_lists_the_public_names():
     assert len(set(fewkeys.__all__)) == len(fewkeys.__all__)
     assert {name.partition(".")[0] for name in PUBLIC} <= set(fewkeys.__all__)
-    assert set(fewkeys.__all__) <= set(dir(fewkeys))
+    assert fewkeys.__all__ == dir(fewkeys)
+    assert run("from fewkeys import *", "print('Window' in dir(), attention.__module__)") == "True fewkeys.call"
     assert all(getattr(fewkeys, name) is not None for name in fewkeys.__all__)
     with pytest.raises(AttributeError, match=r"^module 'fewkeys' has no attribute 'nothing'$"):
         fewkeys.nothing  # noqa: B018
@@ -194,22 +195,25 @@ def test_every_plan_costs_something(name):
 
 
 def test_names_that_wait_are_those_that_type_checkers_see():
-    """The two lists of `fewkeys/__init__.py`, one for type checkers and one for running, tell the same."""
+    """The lists of `fewkeys/__init__.py` for type checkers and for running name the same."""
     tree = ast.parse((ROOT / "src" / "fewkeys" / "__init__.py").read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     shown = {alias.name for node in block.body for alias in node.names} - {"*"}
-    (waiting,) = [node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "_LATER"]
-    assert shown == set(ast.literal_eval(waiting.value))
+    assigned = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    assert shown == {name for table in ("_MODULES", "_ROOMS") for name in ast.literal_eval(assigned[table])}
 
 
 def test_rooms_wait_until_they_are_asked_for():
-    loaded = run("import sys, fewkeys", "print(*(n.split('.')[1] for n in sys.modules if n.startswith('fewkeys.')))")
-    assert {"distributed", "integrations", "predict", "tuning", "oracle", "streaming"}.isdisjoint(loaded.split())
+    rooms = "{name.split('.')[1] for name in sys.modules if name.startswith('fewkeys.')}"
+    loaded = run("import sys, fewkeys", f"print(*{rooms}, 'torch' in sys.modules)")
+    assert set(loaded.split()) == {"core", "False"}
+    loaded = run("import sys, fewkeys", "fewkeys.attention, fewkeys.budget", f"print(*{rooms}, *sys.modules)").split()
+    assert {"distributed", "integrations", "predict", "tuning", "oracle", "streaming"}.isdisjoint(loaded)
     assert "torch.distributed.elastic" not in loaded
     told = run(
         "import json, pydoc, fewkeys as fk",
         "found = [dir(fk), pydoc.render_doc(fk)]",
-        "import fewkeys.integrations.transformers, fewkeys.attention, fewkeys.distributed",
+        "import fewkeys.integrations.transformers, fewkeys.call, fewkeys.distributed",
         "from fewkeys import apply, distributed",
         "again = callable(fk.attention), callable(fk.apply), apply is fk.apply, distributed is fk.distributed",
         "print(json.dumps([*found, again]))",
@@ -274,4 +278,4 @@ def test_the_command_exists():
 def test_what_waits_is_no_module_beside_it():
     """A module that is imported first would take the place of the function of its name."""
     modules = {path.stem for path in Path(fewkeys.__file__).parent.iterdir()}
-    assert not {name for name, place in fewkeys._LATER.items() if place} & modules
+    assert not set(fewkeys._MODULES) & modules

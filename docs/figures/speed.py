@@ -102,19 +102,6 @@ def _campaign() -> str:
     return table(["part", "promise", "tried", "failed"], rows)
 
 
-def _mutants() -> str:
-    rows = [
-        [
-            room,
-            *(f"{n:,}" for n in (own["possible"], own["tried"], own["noticed"])),
-            len(own["equivalent"]),
-            len(own["missed"]),
-        ]
-        for room, own in read("tests/mutants/results.json").items()
-    ]
-    return table(["room", "possible", "tried", "noticed", "nothing to notice", "missed"], rows)
-
-
 def _sets() -> str:
     rows = []
     for name, own in read("benchmarks/results/sets.json")["sets"].items():
@@ -202,5 +189,4 @@ FIGURES: dict[str, Callable[[], str]] = {
     "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
     "campaign": _campaign,
-    "mutants": _mutants,
 }

@@ -11,7 +11,7 @@ PAGES = {
     "cost": ("What a call does", ["explain", "Explanation"]),
     "models": (
         "Models",
-        ["apply", "cache", "pipeline", "WarmStart", "capture", "Capture", "compare", "Report", "tune"],
+        ["apply", "cache", "pipeline", "capture", "Capture", "compare", "Report", "tune"],
     ),
     "quality": ("Quality control", ["spot_check", "SpotCheck", "Guard", "Fallbacks"]),
     "streams": ("Streams", ["stream", "Stream"]),

@@ -94,7 +94,7 @@ def study(folder: Path, seed: int, options: argparse.Namespace) -> list[dict[str
         for name in ROWS:
             plan = PLANS[name](setting.main)
             kept = plan.keep.graph(call.query, call.key, call.value, scale=call.scale).to_mask()
-            output = fk.attention(call.query, call.key, call.value, plan=plan.always(), scale=call.scale)
+            output = fk.attention(call.query, call.key, call.value, plan=plan.never_exact(), scale=call.scale)
             mass = fk.metrics.mass(weights, kept)
             by_layer = [plan if other == layer else fk.Plan() for other in range(capture.layers)]
             record[name] = {

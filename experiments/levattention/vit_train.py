@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from vit_data import Images, shuffled
 
 import fewkeys as fk
-from fewkeys.integrations.warm_start import WarmStart
 
 EVALUATED = 250
 """Test images at a time."""
@@ -54,7 +53,7 @@ def train(
     warm: float = 0.0,
     report: Callable[[int, float], None],
 ) -> dict[str, Any]:
-    """Train `model` in place with attention by `plan` (None: full), warm-started for a share `warm` of the steps.
+    """Train `model` in place by `plan` (None: full attention), after full attention for a share `warm` of the steps.
 
     Returns the mean loss of every epoch and the processor time in seconds. `report(epoch, loss)` is told of each.
     """
@@ -68,22 +67,22 @@ def train(
     order = torch.Generator().manual_seed(seed)
     drawn = torch.Generator(device).manual_seed(seed)
     began, losses = time.process_time(), []
-    schedule: AbstractContextManager[Any] = nullcontext()
-    if plan is not None:
-        schedule = WarmStart(model, plan, steps=steps, share=warm, generator=drawn)
+    # 0.07 * 100 is 7.000000000000001 in floating point, and its ceiling would be 8.
+    step, warm_steps = 0, math.ceil(warm * steps * (1 - 1e-12))
     model.train()
-    with schedule as started:
+    with ExitStack() as applied:
         for epoch in range(recipe.epochs):
             total = 0.0
             for pixels, labels in shuffled(images, recipe.batch, order):
+                if plan is not None and step == warm_steps:
+                    applied.enter_context(fk.apply(model, plan, generator=drawn))
+                step += 1
                 loss = cross_entropy(model(pixel_values=pixels.to(device)).logits, labels.to(device))
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
                 optimizer.step()
                 rate.step()
-                if started is not None:
-                    started.step()
                 total += float(loss.detach())
             losses.append(total / max(1, images.size // recipe.batch))
             report(epoch + 1, losses[-1])

@@ -19,7 +19,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """`fk.budget(slots, cohorts=cohorts)`, always the plan and never exact attention in its place."""
     check_encoder(is_causal)
-    plan = fk.budget(slots, cohorts=cohorts).always()
+    plan = fk.budget(slots, cohorts=cohorts).never_exact()
     return fk.attention(q, k, v, plan=plan, scale=scale, generator=generator, impl=impl)
 
 

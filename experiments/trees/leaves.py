@@ -47,7 +47,7 @@ def main() -> None:
     model, tokenizer = load(options.model, options.gguf)
     length = options.length
     tokens = Stretch(model, tokenizer, read_text(options.text), options.place, length).tokens
-    plan, half = fk.budget(options.slots, is_causal=True).always(), length // 2
+    plan, half = fk.budget(options.slots, is_causal=True).never_exact(), length // 2
     told = tokens[0, half + 1 :, None]
 
     @torch.no_grad()

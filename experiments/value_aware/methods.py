@@ -97,7 +97,7 @@ def _planned(plan: Callable[[int, Weights, bool], fk.Plan]) -> Method:
             x.query,
             x.key,
             x.value,
-            plan=plan(r, call.kernel, x.is_causal).always(),
+            plan=plan(r, call.kernel, x.is_causal).never_exact(),
             is_causal=x.is_causal,
             scale=x.scale,
             query_offset=x.query_offset,

@@ -96,7 +96,7 @@ def plan_errors(calls, plan: fk.Plan, is_causal: bool) -> Tensor:
     """The error at every query, (layers, sequences, heads, queries)."""
     found = []
     for query, key, value, scale in calls:
-        few = fk.attention(query, key, value, plan=plan.always(), scale=scale, is_causal=is_causal)
+        few = fk.attention(query, key, value, plan=plan.never_exact(), scale=scale, is_causal=is_causal)
         exact = fk.attention(query, key, value, scale=scale, is_causal=is_causal)
         found.append(relative_error(few, exact).double())
     return torch.stack(found)

@@ -115,7 +115,7 @@ def heads(taken: fk.Capture) -> list[tuple[torch.Tensor, torch.Tensor, torch.Ten
 def check(layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
     """Without switches the variants' code is the library's plan."""
     query, key, value = (x[:4, None] for x in layers[0])
-    expected = fk.attention(query, key, value, plan=fk.budget(64, cohorts=1).always(), scale=1.0)[:, 0]
+    expected = fk.attention(query, key, value, plan=fk.budget(64, cohorts=1).never_exact(), scale=1.0)[:, 0]
     found = attend(query[:, 0], key[:, 0], value[:, 0], FULL)[0]
     gap = fk.metrics.output_error(found, expected)
     if gap > 1e-3:

@@ -10,38 +10,24 @@
 run plans in a Hugging Face model, `spot_check` watches them there. `Sparsefinder` learns to predict which keys entmax
 heads will use.
 
-What is not needed to attend is imported when it is first asked for.
+Importing the package imports none of this: each name is imported when it is first asked for.
 """
 
-import gc
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
-_collecting = gc.isenabled()
-gc.disable()  # else a pass over all that torch has made, as long as the import itself, falls into it
-try:
-    from fewkeys.attention import attention as attention
-    from fewkeys.core import metrics as metrics
-    from fewkeys.core.graph import Graph as Graph
-    from fewkeys.core.groups import Groups as Groups
-    from fewkeys.core.version import VERSION
-    from fewkeys.core.weights import WEIGHTS
-    from fewkeys.plan import Plan as Plan
-    from fewkeys.plan import budget as budget
-    from fewkeys.rest import RESTS
-    from fewkeys.select import PARTS, SELECTORS
-    from fewkeys.sketch.leverage import leverage_scores as leverage_scores
-    from fewkeys.sketch.leverage import universal_set as universal_set
-finally:
-    if _collecting:
-        gc.enable()
+from fewkeys.core.version import VERSION
 
 __version__ = VERSION
 
 if TYPE_CHECKING:
     from fewkeys import distributed as distributed
     from fewkeys import oracle as oracle
+    from fewkeys.call import attention as attention
     from fewkeys.captures.capture import Capture as Capture
+    from fewkeys.core import metrics as metrics
+    from fewkeys.core.graph import Graph as Graph
+    from fewkeys.core.groups import Groups as Groups
     from fewkeys.core.weights import *  # noqa: F403
     from fewkeys.explanation import Explanation as Explanation
     from fewkeys.explanation import explain as explain
@@ -56,22 +42,27 @@ if TYPE_CHECKING:
     from fewkeys.integrations.spot_check import spot_check as spot_check
     from fewkeys.integrations.transformers import apply as apply
     from fewkeys.integrations.transformers import capture as capture
-    from fewkeys.integrations.warm_start import WarmStart as WarmStart
     from fewkeys.judge.result import Report as Report
     from fewkeys.judge.spot_check import SpotCheck as SpotCheck
     from fewkeys.model_plan import ModelPlan as ModelPlan
+    from fewkeys.plan import Plan as Plan
+    from fewkeys.plan import budget as budget
     from fewkeys.predict import Sparsefinder as Sparsefinder
     from fewkeys.rest import *  # noqa: F403
     from fewkeys.select import *  # noqa: F403
     from fewkeys.sketch.key_sketch import KeySketch as KeySketch
     from fewkeys.sketch.key_sketch import UniversalKeys as UniversalKeys
+    from fewkeys.sketch.leverage import leverage_scores as leverage_scores
+    from fewkeys.sketch.leverage import universal_set as universal_set
     from fewkeys.streaming.stream import Stream as Stream
     from fewkeys.streaming.stream import stream as stream
     from fewkeys.tuning.tune import tune as tune
 
-_NOW = ("Graph", "Groups", "Plan", "attention", "budget", "leverage_scores", "metrics", "universal_set")
-_LATER = {
+_MODULES = {
+    "attention": "call",
     "Capture": "captures.capture",
+    "Graph": "core.graph",
+    "Groups": "core.groups",
     "Explanation": "explanation",
     "explain": "explanation",
     "Fallbacks": "guard.fallback",
@@ -85,34 +76,50 @@ _LATER = {
     "spot_check": "integrations.spot_check",
     "apply": "integrations.transformers",
     "capture": "integrations.transformers",
-    "WarmStart": "integrations.warm_start",
     "Report": "judge.result",
     "SpotCheck": "judge.spot_check",
     "ModelPlan": "model_plan",
+    "Plan": "plan",
+    "budget": "plan",
     "Sparsefinder": "predict",
     "KeySketch": "sketch.key_sketch",
     "UniversalKeys": "sketch.key_sketch",
+    "leverage_scores": "sketch.leverage",
+    "universal_set": "sketch.leverage",
     "Stream": "streaming",
     "stream": "streaming",
     "tune": "tuning.tune",
-    "distributed": "",
-    "oracle": "",
 }
-"""Where the names are that are imported when they are asked for; a module of the package has no place."""
-_LISTED = {name: kind for known in (SELECTORS, PARTS, RESTS, WEIGHTS) for name, kind in known.named().items()}
+"""The module that defines each name. The parts of plans are not among them: their catalogues name them."""
+_ROOMS = {"distributed": "distributed", "metrics": "core.metrics", "oracle": "oracle"}
+"""Modules that are public names themselves."""
 
-if not TYPE_CHECKING:  # for type checkers the names are those imported above
-    globals().update(_LISTED)
-    __all__ = sorted((*_NOW, *_LATER, *_LISTED))
 
-    def __getattr__(name: str) -> Any:
-        if name not in _LATER:
+def _parts() -> dict[str, type]:
+    """The parts of plans by name: selectors, groupings, rests and weights."""
+    from fewkeys.core.weights import WEIGHTS
+    from fewkeys.rest import RESTS
+    from fewkeys.select import PARTS, SELECTORS
+
+    return {name: kind for kinds in (SELECTORS, PARTS, RESTS, WEIGHTS) for name, kind in kinds.named().items()}
+
+
+if not TYPE_CHECKING:  # Type checkers see the names that are imported above.
+
+    def __getattr__(name: str) -> object:
+        if name == "__all__":
+            return __dir__()
+        if name in _MODULES:
+            value = getattr(_import_module(f"{__name__}.{_MODULES[name]}"), name)
+        elif name in _ROOMS:
+            value = _import_module(f"{__name__}.{_ROOMS[name]}")
+        else:
+            value = None if name.startswith("_") else _parts().get(name)
+        if value is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        place = _LATER[name]
-        found = getattr(import_module(f"{__name__}.{place}"), name) if place else import_module(f"{__name__}.{name}")
-        globals()[name] = found
-        return found
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NOW, *_LATER, *_LISTED})
+    return sorted({*_MODULES, *_ROOMS, *_parts()})

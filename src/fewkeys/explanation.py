@@ -7,14 +7,13 @@ from typing import Literal, Unpack
 
 from torch import Tensor
 
+import fewkeys.flow as flow
 from fewkeys.core.clock import in_words
-from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.core.validation import Options, check_inputs
-from fewkeys.cost.crossover import by_the_faster, exact_is_faster, expected
+from fewkeys.core.validation import Options
+from fewkeys.cost.crossover import expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
-from fewkeys.flow import fitting, from_first, prepare
 from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
 from fewkeys.tree.descent import Descent
@@ -30,7 +29,8 @@ class Explanation:
         runs: exact attention or the plan.
         reason: why.
         exact_ms, plan_ms: what both are expected to take, None where that is not asked.
-        executor: which code runs the plan, by the name that `impl` has for it; None for exact attention.
+        executor: which code runs the plan, by the name that `impl` has for it; None for exact attention,
+            and where all is padding.
         uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
         kernels: the instruction set of these kernels; None where they do not run.
         slots, mass: of a plan whose queries stop at a share of their mass (`KeyTree(slots, mass)`), what they pay on
@@ -49,13 +49,14 @@ class Explanation:
     mass: float | None = None
 
     def __str__(self) -> str:
-        if self.executor is None:
+        if self.runs == "exact":
             return f"runs exact attention: {self.reason}"
-        of = "" if self.kernels is None else f" for {self.kernels}"
-        told = f"runs the plan, by {NAMES[self.executor]}{of}: {self.reason}"
+        processor = "" if self.kernels is None else f" for {self.kernels}"
+        executor = "" if self.executor is None else f", by {NAMES[self.executor]}{processor}"
+        text = f"runs the plan{executor}: {self.reason}"
         if self.slots is not None and self.mass is not None:
-            told += f"; {self.slots:.1f} slots a query keep {self.mass:.4f} of its mass"
-        return told if self.uncompiled is None else f"{told}; no compiled kernels: {self.uncompiled}"
+            text += f"; {self.slots:.1f} slots a query keep {self.mass:.4f} of its mass"
+        return text if self.uncompiled is None else f"{text}; no compiled kernels: {self.uncompiled}"
 
 
 @full_precision()
@@ -68,49 +69,43 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
-    x = check_inputs(query, key, value, **options)
-    given, plan = plan, fitting(x, plan)
-    plan.check(x)
-    found = _way(x, plan)
-    if plan is not given:
-        found = replace(found, reason=f"{found.reason}; without cohorts, which a bias of the distance does not know")
-    if found.runs == "exact":
-        return found
-    x = from_first(x, plan)
-    faster = by_the_faster(x, plan)
-    problem = prepare(faster, plan)
-    executor, uncompiled = dispatch.choose(problem)
-    if faster is not x:
+    choice = flow.choose(plan, flow.checked(query, key, value, **options))
+    explanation = _of_choice(choice)
+    if choice.plan is not plan:
+        reason = f"{explanation.reason}; without cohorts, which a bias of the distance does not know"
+        explanation = replace(explanation, reason=reason)
+    if choice.is_exact:
+        return explanation
+    problems = [flow.prepare(part, choice.plan) for part in flow.canonicalise(choice)[0]]
+    if not problems:  # padding alone: there is nothing to run
+        return explanation
+    executor, uncompiled = dispatch.choose(problems[0])
+    if choice.reason == flow.FASTER and choice.inputs.impl == "torch":
         uncompiled = f"those for {instruction_set()} are slower than torch here, at this size"
     kernels = instruction_set() if executor == "native" else None
-    found = replace(found, executor=executor, uncompiled=uncompiled, kernels=kernels)
-    descent = problem.graph.descent
-    if not isinstance(descent, Descent) or descent.enough is None:
-        return found
-    return replace(found, slots=problem.graph.slots(), mass=problem.graph.mean(descent.share()))
+    explanation = replace(explanation, executor=executor, uncompiled=uncompiled, kernels=kernels)
+    descents = [(problem, problem.graph.descent) for problem in problems]
+    shares = [
+        (x.inputs.batch * x.inputs.queries, x.graph.slots(), x.graph.mean(descent.share()))
+        for x, descent in descents
+        if isinstance(descent, Descent) and descent.enough is not None
+    ]
+    if not shares:
+        return explanation
+    slots, mass = (sum(row[0] * row[i] for row in shares) / sum(row[0] for row in shares) for i in (1, 2))
+    return replace(explanation, slots=slots, mass=mass)
 
 
-def _way(x: Inputs, plan: Plan) -> Explanation:
-    if plan.keep is None:
-        return Explanation("exact", "the plan keeps every key")
-    if x.impl == "reference":
-        return Explanation("plan", "the reference runs every plan as it is defined")
-    if plan.keep.covers(x):
-        return Explanation("exact", "the plan's keys are all there are")
-    if not plan.exact_if_faster:
-        return Explanation("plan", "it does not say exact_if_faster")
-    if x.impl != "auto":
-        return Explanation("plan", 'impl="auto" alone looks for what is faster')
-    own, exact = plan_operations(x, plan), exact_operations(x)
-    runs: Literal["exact", "plan"] = "exact" if exact_is_faster(x, plan) else "plan"
-    found = None if own >= exact else expected(x, plan)
-    if found is None:
-        return Explanation(runs, f"{own:.0f} operations per query against {exact:.0f} of exact attention")
-    ms = found.steps if found.kernels_lose and found.steps is not None else found.plan
-    return Explanation(
-        runs,
-        f"about {in_words(ms)} for the plan, {in_words(found.exact)} for exact attention, by what this machine "
-        "was measured to do",
-        found.exact,
-        ms,
-    )
+def _of_choice(choice: flow.Choice) -> Explanation:
+    runs: Literal["exact", "plan"] = "exact" if choice.is_exact else "plan"
+    if choice.reason != flow.FASTER:
+        return Explanation(runs, choice.reason)
+    x, plan = choice.inputs, choice.plan
+    operations = plan_operations(x, plan), exact_operations(x)
+    times = None if operations[0] >= operations[1] else expected(x, plan)
+    if times is None:
+        reason = f"{operations[0]:.0f} operations per query against {operations[1]:.0f} of exact attention"
+        return Explanation(runs, reason)
+    ms = times.steps if times.kernels_lose and times.steps is not None else times.plan
+    reason = f"about {in_words(ms)} for the plan, {in_words(times.exact)} for exact attention, by what this machine "
+    return Explanation(runs, reason + "was measured to do", times.exact, ms)

@@ -1,27 +1,52 @@
-"""The whole flow on one screen: check the inputs, select the keys, summarise the rest, attend, check what came out."""
+"""The whole flow on one screen: who answers a call, the call in safe units and places, keys chosen, others summarised.
+
+    choose        exact attention or the plan, and why; reads no data
+    canonicalise  the problem as plans are written for it: parts that need neither other units nor other places
+    prepare       the keys that are kept, and what stands in for the others
+    run           the output of a choice
+
+`attention`, `explain`, checks of a plan's error and comparisons go this way, each as far as it needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from fewkeys import native
-from fewkeys.core.extent import tamed
-from fewkeys.core.gaps import has_gaps, is_torn, without_gaps
+from fewkeys.core.derivatives import constants
+from fewkeys.core.extent import rescaled
+from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs
-from fewkeys.cost.crossover import by_the_faster, exact_is_faster
+from fewkeys.cost.crossover import exact_is_faster, kernels_lose
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 
 
-def answer(
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Who answers `inputs`: exact attention, or `plan`, whose executor `inputs.impl` names; and the reason."""
+
+    inputs: Inputs
+    plan: Plan
+    is_exact: bool
+    reason: str
+
+
+FASTER = "by what is expected to be faster"
+"""The reason of a choice by cost, of which `fewkeys.cost.crossover` knows the numbers."""
+
+
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -31,88 +56,108 @@ def answer(
     **options: Unpack[Options],
 ) -> Tensor:
     """`fewkeys.attention` of a plan, or of one plan for each key head; `options` are those of `check_inputs`."""
-    inputs = check_inputs(query, key, value, largest=native.largest, clear=False, **options)
-    if max_error is None:
-        return run(inputs, plan)
-    guard = max_error if isinstance(max_error, Guard) else Guard(max_error)
-    guard.count_call()
-    return run(inputs, plan, guard)
+    inputs = checked(query, key, value, **options)
+    guard = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
+    if guard is not None:
+        guard.count_call()
+    return attend(inputs, plan, guard)
+
+
+def checked(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Inputs:
+    """The problem that a call poses, `ValueError` or `TypeError` where it poses none; padding is as it came."""
+    return check_inputs(query, key, value, largest=native.largest, clear=False, **options)
+
+
+def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
+    """The output of a plan, or of one plan for each key head; corrected by the guard, if any."""
+    parts = [(run(choose(one, part, guard), guard), heads) for one, heads, part in by_plan(inputs, plan)]
+    if len(parts) == 1:
+        return parts[0][0]
+    output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
+    order = torch.cat([heads for _, heads in parts]).argsort()
+    return output[:, order].flatten(1, 2)
+
+
+def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
+    """Who answers, whatever the data. Raises `ValueError` where the plan has no meaning for such inputs."""
+    # A bias of the distance is of single queries, and knows no cohorts of them.
+    plan = plan if inputs.bias is None else plan.without_cohorts()
+    plan.check(inputs)
+    if plan.keep is None:
+        return Choice(inputs, plan, True, "the plan keeps every key")
+    if guard is not None and inputs.queries <= guard.queries:
+        return Choice(inputs, plan, True, "the check of so few queries is their answer")
+    # `"reference"` runs every plan as it is defined, and only `"auto"` may prefer what is faster.
+    if inputs.impl == "reference":
+        return Choice(inputs, plan, False, "the reference runs every plan as it is defined")
+    if plan.keep.covers(inputs):
+        return Choice(inputs, plan, True, "the plan's keys are all there are")
+    if not plan.exact_if_faster:
+        return Choice(inputs, plan, False, "it does not say exact_if_faster")
+    if inputs.impl != "auto":
+        return Choice(inputs, plan, False, 'impl="auto" alone looks for what is faster')
+    if exact_is_faster(inputs, plan):
+        return Choice(inputs, plan, True, FASTER)
+    return Choice(replace(inputs, impl="torch") if kernels_lose(inputs, plan) else inputs, plan, False, FASTER)
 
 
 @full_precision()
-def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None) -> Tensor:
-    """The output of a plan, or of one plan for each key head, on checked inputs; corrected by the guard, if any."""
-    if not isinstance(plan, Plan):
-        parts = [(run(part, own, guard), heads) for own, heads, part in by_plan(inputs, plan)]
-        output = torch.cat([out.unflatten(1, (-1, inputs.gqa_ratio)) for out, _ in parts], 1)
-        order = torch.cat([heads for _, heads in parts]).argsort()
-        return output[:, order].flatten(1, 2)
-    plan = fitting(inputs, plan)
-    plan.check(inputs)
-    # As many exact rows as queries are the exact answer: then the check is the answer, and needs no plan.
-    checked_whole = guard is not None and inputs.queries <= guard.queries
-    if checked_whole or answers_exactly(inputs, plan):
-        return exact.attend(inputs, plan.weights)
-    inputs = inputs.clear()
-    if inputs.wild:
-        tame, unit = tamed(inputs)
-        return run(tame, plan, guard) * unit
-    if inputs.valid is not None and plan.keep is not None and not plan.keep.by_real_place and has_gaps(inputs):
-        if inputs.bias is not None and is_torn(inputs.valid):
+def run(choice: Choice, guard: Guard | None = None) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of a choice; corrected by the guard, if any."""
+    if choice.is_exact:
+        return exact.attend(choice.inputs, choice.plan.weights)
+    parts, restore = canonicalise(choice)
+    outputs = []
+    for part in parts:
+        problem = prepare(part, choice.plan)
+        output = dispatch.attend(problem)[:, :, problem.inputs.filler :]
+        outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
+    return restore(outputs)
+
+
+def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[Tensor]], Tensor]]:
+    """The problem as the plan is written for it, in parts, and what makes the output of theirs.
+
+    Padding is zero, squares of all entries have a float, and, where a causal plan looks at positions, no real key
+    stands after padding: sequences that are padded alike are then a part.
+    """
+    plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
+    parts: Sequence[Inputs] = (x,)
+    restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
+    if x.valid is not None and plan.keep is not None and not plan.keep.by_real_place and has_gaps(x):
+        if x.bias is not None and has_interior_padding(x.valid):
             raise ValueError("key_mask: expected real keys side by side with distance_bias, got padding among them")
-        return without_gaps(inputs, inputs.valid, lambda own: run(own, plan, guard))
-    whole = from_first(inputs, plan)
-    if whole is not inputs:
-        return run(whole, plan, guard)[:, :, inputs.offset :]
-    output = dispatch.attend(prepare(by_the_faster(inputs, plan), plan))
-    return output if guard is None else guard.correct(inputs, plan.weights, output)
-
-
-def fitting(inputs: Inputs, plan: Plan) -> Plan:
-    """The plan that such inputs get: a bias of the distance is of single queries, and knows no cohorts of them."""
-    return plan if inputs.bias is None else plan.without_cohorts()
-
-
-def from_first(inputs: Inputs, plan: Plan) -> Inputs:
-    """The problem from the first token on, if that is where the plan's stand-ins begin: block by block."""
-    return inputs.from_start() if plan.rest.needs_causal and inputs.offset else inputs
+        parts, restore = without_gaps(x, x.valid)
+    return parts, restore if unit is None else lambda outputs: restore(outputs) * unit
 
 
 def prepare(inputs: Inputs, plan: Plan) -> Problem:
     """What is left to the executor once the plan has chosen the keys and summarised the others."""
-    if plan.keep is None:
-        raise ValueError("plan: expected one that chooses keys, got exact attention")
-    with torch.no_grad():
-        graph = plan.keep.select(inputs)
-    problem = Problem(inputs, graph, plan.rest.prepare(inputs, graph, plan.weights), plan.weights)
-    if inputs.bias is not None and (reason := problem.unbiased) is not None:
-        fix = "Window, Sinks and Leverage with Drop()" if inputs.is_causal else "budget(slots), its parts, or Drop()"
+    graph = select(inputs, plan)
+    x = graph.inputs
+    problem = Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
+    if x.bias is not None and (reason := problem.unbiased) is not None:
+        fix = "Window, Sinks and Leverage with Drop()" if x.is_causal else "budget(slots), its parts, or Drop()"
         raise ValueError(f"distance_bias: {reason}; use {fix}")
     return problem
 
 
-def answers_exactly(inputs: Inputs, plan: Plan) -> bool:
-    """Whether `run` answers such inputs with exact attention, whatever the data.
+def select(inputs: Inputs, plan: Plan) -> Graph:
+    """The keys that the plan keeps.
 
-    That is no matter of executors, but `"reference"` runs every plan as it is defined, and only `"auto"` may prefer
-    exact attention for its speed.
+    Where its stand-ins begin with the first token, block by block, the inputs of the graph do so, too: their first
+    `filler` queries are nobody's.
     """
     if plan.keep is None:
-        return True
-    if inputs.impl == "reference":
-        return False
-    return plan.keep.covers(inputs) or (
-        inputs.impl == "auto" and plan.exact_if_faster and exact_is_faster(inputs, plan)
-    )
+        raise ValueError("plan: expected one that chooses keys, got exact attention")
+    x = inputs.from_start() if plan.rest.needs_causal and inputs.offset else inputs
+    with constants():
+        return plan.keep.select(x)
 
 
-def always(plan: Plan | Sequence[Plan]) -> Plan | Sequence[Plan]:
-    """The plan, or the plans, without leave to give way to exact attention where that is faster."""
-    return plan.always() if isinstance(plan, Plan) else tuple(own.always() for own in plan)
-
-
-def by_plan(inputs: Inputs, plans: Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
+def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:
     """The distinct plans of the key heads, each with its heads (H,) and the problem of these heads alone."""
+    plans = (plans,) if isinstance(plans, Plan) else plans
     if len(plans) == 1:
         plans = [*plans] * inputs.kv_heads
     if len(plans) != inputs.kv_heads:
@@ -120,9 +165,14 @@ def by_plan(inputs: Inputs, plans: Sequence[Plan]) -> Iterator[tuple[Plan, Tenso
     heads: dict[Plan, list[int]] = {}
     for head, plan in enumerate(plans):
         heads.setdefault(plan, []).append(head)
-    for plan, own in heads.items():
-        index = torch.tensor(own, device=inputs.key.device)
+    for plan, its_heads in heads.items():
+        index = torch.tensor(its_heads, device=inputs.key.device)
         yield plan, index, inputs if len(heads) == 1 else inputs.heads(index)
+
+
+def never_exact(plan: Plan | Sequence[Plan]) -> Plan | Sequence[Plan]:
+    """The plan, or the plans, without leave to give way to exact attention where that is faster."""
+    return plan.never_exact() if isinstance(plan, Plan) else tuple(one.never_exact() for one in plan)
 
 
 def check_plan(plan: object) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.learned import Learned, pack
-from fewkeys.flow import answer
+from fewkeys.flow import attention
 from fewkeys.plan import FORMAT, Plan
 from fewkeys.select import SELECTORS
 
@@ -56,7 +56,7 @@ def compiled(
     return output
 
 
-_outside = torch.compiler.disable(answer)
+_outside = torch.compiler.disable(attention)
 
 
 def holds(plan: Plan | Sequence[Plan]) -> bool:
@@ -125,7 +125,7 @@ def _attention(
 ) -> Callable[..., Tensor]:
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "impl": impl}
-    return partial(answer, plan=plan_of(plan), **options)
+    return partial(attention, plan=plan_of(plan), **options)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:

@@ -76,7 +76,7 @@ class Plan(hub.OnHub):
                     "RandomKeys, KeyNorm or Leverage(count) of power 2"
                 )
 
-    def always(self) -> Plan:
+    def never_exact(self) -> Plan:
         """The same plan without leave to give way to exact attention where that is faster."""
         return replace(self, exact_if_faster=False) if self.exact_if_faster else self
 

@@ -264,9 +264,9 @@ BREAKAGES = (
     ),
     Breakage(
         "gradients of the past: means pass all on",
-        "native/scan.h",
-        "add(&before[i * wide], from, coefficient, wide);",
-        "add(&before[i * wide], from, 1.0f, wide);",
+        "past/gradient.py",
+        "moved * coefficient[:, :, step].unsqueeze(-1)",
+        "moved * (coefficient[:, :, step].unsqueeze(-1) > 0)",
         (PREPARED_GRADIENTS,),
     ),
     Breakage(
@@ -412,8 +412,8 @@ BREAKAGES = (
     Breakage(
         "a bias of the distance: queries in cohorts",
         "flow.py",
-        "return plan if inputs.bias is None else plan.without_cohorts()",
-        "return plan",
+        "plan = plan if inputs.bias is None else plan.without_cohorts()",
+        "plan = plan",
         (BIASED,),
     ),
 )

@@ -58,13 +58,6 @@ TREES = (
         (TREE_GRADIENTS,),
     ),
     Breakage(
-        "trees, gradients: variances of children do not count for those above them",
-        "native/forest.h",
-        "add(to + dim, own + dim, 1.0f / FOUR, dim);",
-        "",
-        (TREE_GRADIENTS,),
-    ),
-    Breakage(
         "trees, gradients: the mean gradient leaves out the keys of leaves",
         "native/descend_back.h",
         "mean += mean_of(leaf, i, leaf_row.data(), inverse);",

@@ -22,7 +22,7 @@ class Problem:
         draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
         causal = draw.random() < 0.5
         self.name = draw.choice(sorted(CAUSAL if causal else PLANS))
-        self.plan = (CAUSAL if causal else PLANS)[self.name].always()
+        self.plan = (CAUSAL if causal else PLANS)[self.name].never_exact()
         ratio, heads, batch = draw.choice([1, 2, 3]), draw.choice([1, 2]), draw.choice([1, 2])
         tokens, dim, value_dim = draw.randint(1, 300), draw.randint(1, 70), draw.randint(1, 70)
         strength = draw.choice([0.1, 1.0, 1.0, 5.0])

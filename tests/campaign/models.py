@@ -98,7 +98,7 @@ class Caches:
             return self.logits(ids, real, ids.shape[1], fk.cache(self.model, plan, leaves=leaves))[:, -count:]
         plans = [plan] * 3 if isinstance(plan, fk.Plan) else plan
         always = tuple(
-            tuple(one.always() for one in (own * 2 if len(own) == 1 else own))
+            tuple(one.never_exact() for one in (own * 2 if len(own) == 1 else own))
             for own in ((one,) if isinstance(one, fk.Plan) else one for one in plans)
         )
         with fk.apply(self.model, fk.ModelPlan(always)):

@@ -110,7 +110,7 @@ def logits(model, ids, sizes, cache=None):
 @pytest.mark.parametrize("sizes", [[150], [1] * 150, [9, 40, 1, 1, 78, 21]], ids=["whole", "tokens", "chunks"])
 def test_trees_grow_as_the_applied_plan_has_them(sizes):
     model, ids = llama(), tokens(2, 150)
-    with fk.apply(model, SMALL_TREE.always()):
+    with fk.apply(model, SMALL_TREE.never_exact()):
         want = logits(model, ids, [150])
     close(logits(model, ids, sizes, fk.cache(model, SMALL_TREE)), want)
 
@@ -143,7 +143,7 @@ def test_left_padding_changes_nothing(make, plan):
     half = ids.shape[1] - 9
     for row, own in enumerate(real.bool()):
         one, alone = slice(row, row + 1), ids[row, own][None]
-        with fk.apply(model, plan.always()):
+        with fk.apply(model, plan.never_exact()):
             want = logits(model, alone, [alone.shape[1]])
             close(model(ids, attention_mask=real, position_ids=place).logits[one, own], want)
         found, cache = [], fk.cache(model, plan)
@@ -162,7 +162,7 @@ def test_left_padding_changes_no_generated_token(make, plan):
     alone = ids[1:, real[1].bool()]
     for cached in (True, False):
         held = [{"past_key_values": fk.cache(model, plan)} if cached else {} for _ in range(2)]
-        with nullcontext() if cached else fk.apply(model, plan.always()):
+        with nullcontext() if cached else fk.apply(model, plan.never_exact()):
             found = model.generate(ids, attention_mask=real, **options, **held[0])
             assert torch.equal(found[1, -5:], model.generate(alone, **options, **held[1])[0, -5:])
 
@@ -233,7 +233,7 @@ def test_no_token_is_taken_twice(make, side):
     model = make()
     given = {name: t for name, t in padded(side).items() if name != "position_ids"}
     how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with fk.apply(model, ALL.always()):
+    with fk.apply(model, ALL.never_exact()):
         want = model.generate(**given, **how, use_cache=True)
     for more in [{"use_cache": False}, {}][: 2 if make is mpt else 1]:
         cache = fk.cache(model, ALL)

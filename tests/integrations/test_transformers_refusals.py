@@ -9,8 +9,6 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralModel,
     StaticCache,
     XLNetConfig,
     XLNetModel,
@@ -19,7 +17,7 @@ from transformers import (
 import fewkeys as fk
 from fewkeys.integrations import switch
 from fewkeys.integrations.transformers import apply
-from tiny_models import GROUPED, MODELS, bert, close, llama, run, tokens
+from tiny_models import GROUPED, MODELS, bert, llama, run, tokens
 
 EXACT = fk.Plan()
 WINDOW = fk.Plan(fk.Window(3))
@@ -57,18 +55,6 @@ def test_calls_that_are_refused():
     run(model, input_ids=ids, past_key_values=cache)
     with apply(model, EXACT), pytest.raises(ValueError, match="static or preallocated cache"):
         run(model, input_ids=ids[:, :1], past_key_values=cache)
-
-
-def test_a_window_that_only_the_layer_knows():
-    """A prepared mask goes past the mask function."""
-    model = MistralModel(MistralConfig(**GROUPED, sliding_window=4)).eval().requires_grad_(False)
-    before = run(model, input_ids=tokens())
-    with apply(model, EXACT):
-        every = torch.ones(3, 11, dtype=torch.bool)
-        model.layers[0].register_forward_pre_hook(
-            lambda _, args, kwargs: (args, kwargs | {"attention_mask": every}), with_kwargs=True
-        )
-        close(run(model, input_ids=tokens()), before)
 
 
 def test_dropout_is_refused():

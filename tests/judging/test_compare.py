@@ -231,8 +231,8 @@ def test_causal_models_leave_out_what_cannot_be_causal():
 
 
 def test_a_plan_whose_output_is_not_finite_is_left_out(capture, monkeypatch):
-    def broken(inputs, plan):
-        return run(inputs, plan) * (math.nan if plan.keep == fk.Window(5) else 1.0)
+    def broken(choice):
+        return run(choice) * (math.nan if choice.plan.keep == fk.Window(5) else 1.0)
 
     run = module.run
     monkeypatch.setattr(module, "run", broken)

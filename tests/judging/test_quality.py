@@ -7,7 +7,7 @@ import fewkeys as fk
 from fewkeys import demo
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.validation import check_inputs
-from fewkeys.flow import run
+from fewkeys.flow import attend
 from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
 
@@ -30,9 +30,9 @@ def test_budget_beats_the_oracle(encoder, tmp_path):
     for layer in range(capture.layers):
         for call in capture.calls(layer):
             inputs = check_inputs(call.query, call.key, call.value, scale=call.scale)
-            exact = run(inputs, fk.Plan())
-            ours.append(relative_error(run(inputs, plan.always()), exact).mean())
-            oracle.append(relative_error(run(inputs, fk.Plan(fk.TopK(64))), exact).mean())
+            exact = attend(inputs, fk.Plan())
+            ours.append(relative_error(attend(inputs, plan.never_exact()), exact).mean())
+            oracle.append(relative_error(attend(inputs, fk.Plan(fk.TopK(64))), exact).mean())
             slots.append(plan.slots(plan.keep.select(inputs).slots(), capture.head_dim, capture.value_dim))
     ratio = torch.stack(ours).mean() / torch.stack(oracle).mean()
     assert 0.05 < ratio <= 0.55
@@ -69,6 +69,6 @@ def test_small_budgets_are_plans(slots):
     q, k, v = (torch.randn(1, 1, 200, 8, generator=g) for _ in range(3))
     for causal in (False, True):
         plan = fk.budget(slots, is_causal=causal)
-        assert torch.isfinite(fk.attention(q, k, v, plan=plan.always(), is_causal=causal)).all()
+        assert torch.isfinite(fk.attention(q, k, v, plan=plan.never_exact(), is_causal=causal)).all()
         kept = plan.keep.graph(q, k, v, is_causal=causal).slots()
         assert plan.slots(kept, 64, 64) <= slots

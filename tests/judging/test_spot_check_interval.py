@@ -31,7 +31,7 @@ def test_intervals_cover(plan, heads):
     """In at least 93 of 100 trials at 95 percent, each with a sample of its own; three hundred are run."""
     shape = Shape(1, heads, heads, 300, 300, 16, 16, is_causal=plan == fk.budget(24, is_causal=True))
     tensors = shape.draw(dtype=torch.float32)
-    few = fk.attention(*tensors, plan=plan.always(), **shape.options)
+    few = fk.attention(*tensors, plan=plan.never_exact(), **shape.options)
     truth = float(relative_error(few, fk.attention(*tensors, impl="reference", **shape.options)).mean())
     found = [spot_check(*tensors, plan, generator=seed(n), **shape.options) for n in range(300)]
     covered = sum(check.low <= truth <= check.high for check in found)

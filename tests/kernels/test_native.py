@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from cases import PLANS, SHAPES
+from cases import PLANS, SHAPES, Shape
 from fewkeys import native
 from fewkeys.core.graph import Graph
 from fewkeys.core.validation import check_inputs, largest_entries
@@ -199,7 +199,7 @@ class Trap(ctypes.CDLL):
         raise AssertionError(name)
 
 
-@pytest.mark.parametrize("plan", [MEANS[0], MEANS[4], fk.budget(16, is_causal=True).always()], ids=str)
+@pytest.mark.parametrize("plan", [MEANS[0], MEANS[4], fk.budget(16, is_causal=True).never_exact()], ids=str)
 @pytest.mark.parametrize("grad", [False, True])
 def test_torch_never_runs_a_compiled_kernel(plan, grad, monkeypatch):
     """Neither to attend nor for statistics, clusters, sums and the past, with gradients or without."""
@@ -344,6 +344,14 @@ def test_products_of_many_keys():
     torch.testing.assert_close(products.double(), want, rtol=1e-4, atol=1e-3)
 
 
+def test_means_by_blocks_without_lists_are_an_error():
+    """They must not return memory that no kernel has written."""
+    x = check_inputs(*Shape(is_causal=True).draw(dtype=torch.float32), is_causal=True)
+    made = prepare(x, fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(4)))
+    with pytest.raises(ValueError, match=r"^graph: expected lists by blocks, got none$"):
+        forward.attend(replace(made, graph=replace(made.graph, columns=None)))
+
+
 def test_sums_of_many_keys():
     """More than are added up at once."""
     k = torch.randn(1, 2, 9000, 8, generator=torch.Generator().manual_seed(0))
@@ -355,7 +363,7 @@ def test_sums_of_many_keys():
 
 @pytest.mark.parametrize("tokens", [300, 5000])
 @pytest.mark.parametrize(
-    "plan", [fk.budget(64).always(), fk.Plan(fk.KeyNorm(4), fk.ClusterMeans(8), fk.Power(2.0))], ids=str
+    "plan", [fk.budget(64).never_exact(), fk.Plan(fk.KeyNorm(4), fk.ClusterMeans(8), fk.Power(2.0))], ids=str
 )
 def test_threads_change_no_bit(plan, tokens):
     """Heads that one thread does from beginning to end, and heads that all share."""
@@ -416,7 +424,7 @@ def test_whole_plans_with_and_without():
         causal = plan == fk.budget(64, is_causal=True)
 
         def call(plan=plan, causal=causal):
-            return fk.attention(q, k, v, plan=plan.always(), is_causal=causal)
+            return fk.attention(q, k, v, plan=plan.never_exact(), is_causal=causal)
 
         # A key as near to one centre as to another may change its cluster by rounding.
         torch.testing.assert_close(call(), without(call), rtol=1e-3, atol=1e-3)

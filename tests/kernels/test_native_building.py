@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,13 +81,11 @@ def test_a_library_that_is_damaged_is_compiled_again(tmp_path):
     whole = file.read_bytes()
     assert file.stat().st_mode & 0o777 == 0o755
     for damaged in (b"", whole[:1000], whole[:-1], whole[:-40] + b"x" + whole[-39:]):
-        # Another file: this process has the first one open.
-        file.unlink()
         file.write_bytes(damaged)
-        assert not build._whole(file)
+        assert build._kept(file, sets.chosen()) is None
     build._load.cache_clear()
     assert native.missing() is None
-    assert build._whole(file)
+    assert build._kept(file, sets.chosen()).place == file
 
 
 def test_the_same_sources_elsewhere_are_not_compiled_again(tmp_path, monkeypatch):
@@ -155,7 +152,7 @@ def test_a_wheels_libraries_need_no_compiler(wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "LIBRARIES", wheel)
     monkeypatch.setenv("CXX", "/nowhere")
     assert native.missing() is None
-    assert Path(build._library()._name).parent == wheel
+    assert build.place().parent == wheel
     assert native.instruction_set() == str(sets.chosen())
     assert build.identity().startswith(f"{sets.chosen()}-")
     for name, value in ((build.SWITCH, "jit"), (build.COUNT, "1")):
@@ -221,22 +218,105 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     assert native.missing() is None
 
 
-def test_another_users_library_is_not_loaded(tmp_path, monkeypatch):
-    """In a folder that all may write to, whoever comes first could say what others run."""
-    assert native.missing() is None
-    (file,) = (tmp_path / "cache").glob("*.so")
-    before, other = file.read_bytes(), os.getuid() + 4711
-    lstat = Path.lstat
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The file of a library that was compiled and is kept, but was not loaded from there yet."""
+    folder = tmp_path / "above" / "cache"
     monkeypatch.setattr(build, "spare_folder", lambda: tmp_path / "spare")
-    as_others = lambda path: os.stat_result((*lstat(path)[:4], other, *lstat(path)[5:10]))  # noqa: E731
-    monkeypatch.setattr(Path, "lstat", lambda path: as_others(path) if path == file else lstat(path))
-    build._load.cache_clear()
     assert native.missing() is None
-    assert Path(build._library()._name).parent == tmp_path / "spare"
-    assert file.read_bytes() == before
-    file.chmod(0o757)
-    monkeypatch.undo()
-    assert not build._whole(file)
+    build._load.cache_clear()
+    folder.parent.mkdir()
+    (tmp_path / "cache").rename(folder)
+    monkeypatch.setenv("FEWKEYS_CACHE", str(folder))
+    (file,) = folder.glob("*.so")
+    return file
+
+
+def _belongs_to_another(file, monkeypatch):
+    fstat, number = os.fstat, file.stat().st_ino
+
+    def as_another(descriptor):
+        status = fstat(descriptor)
+        return os.stat_result((*status[:4], os.getuid() + 4711, *status[5:10])) if status.st_ino == number else status
+
+    monkeypatch.setattr(os, "fstat", as_another)
+
+
+def _is_a_link(file, monkeypatch):
+    file.rename(file.with_suffix(".kept"))
+    file.symlink_to(file.with_suffix(".kept"))
+
+
+def _lies_behind_a_link_of_a_shared_folder(file, monkeypatch):
+    shared = file.parent.parent.parent / "shared"
+    shared.mkdir()
+    (shared / "link").symlink_to(file.parent)
+    shared.chmod(0o777)
+    monkeypatch.setenv("FEWKEYS_CACHE", str(shared / "link"))
+
+
+OPEN_TO_OTHERS = {
+    "its group writes it": lambda file, _: file.chmod(0o775),
+    "all write it": lambda file, _: file.chmod(0o757),
+    "the group writes its folder": lambda file, _: file.parent.chmod(0o775),
+    "all add to its folder": lambda file, _: file.parent.chmod(0o1777),
+    "the group writes the folder above": lambda file, _: file.parent.parent.chmod(0o775),
+    "another user": _belongs_to_another,
+    "a link": _is_a_link,
+    "behind a link": _lies_behind_a_link_of_a_shared_folder,
+}
+
+
+@pytest.mark.parametrize("opened", OPEN_TO_OTHERS.values(), ids=OPEN_TO_OTHERS)
+def test_a_library_that_others_may_have_written_is_not_loaded(opened, kept, monkeypatch, caplog):
+    """The hash beside it is no secret: whoever writes the file writes that, too."""
+    opened(kept, monkeypatch)
+    caplog.clear()
+    assert native.missing() is None
+    assert "compiling the kernels" in caplog.text
+
+
+def test_a_library_below_a_sticky_folder_is_loaded(kept, caplog):
+    """As in /tmp: others may add names there, but not take ours."""
+    kept.parent.parent.chmod(0o1777)
+    caplog.clear()
+    assert native.missing() is None
+    assert build.place() == kept
+    assert "compiling" not in caplog.text
+
+
+def test_what_is_loaded_is_what_was_checked(kept, monkeypatch):
+    """Another file takes the place of the one whose hash was found right, before the library is loaded."""
+    digest = hashlib.sha256
+
+    def swap(*data):
+        kept.with_suffix(".other").write_bytes(b"another library")
+        os.replace(kept.with_suffix(".other"), kept)
+        return digest(*data)
+
+    monkeypatch.setattr(build, "_fingerprint", lambda *_: kept.stem.removeprefix("kernels-"))
+    monkeypatch.setattr(build.hashlib, "sha256", swap)
+    assert native.missing() is None
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_two_libraries_are_two(in_memory, wheel, monkeypatch):
+    """The loader knows libraries by their paths; where there is no memory to load from, by those of private copies."""
+    if not in_memory:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    (path,) = wheel.iterdir()
+    library = path.read_bytes()
+    first, second = build._load_bytes(library), build._load_bytes(library)
+    assert first._handle != second._handle
+
+
+def test_a_lock_that_is_held_is_waited_for_with_a_limit(kept, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(build, "WAIT", 0.1, raising=False)
+    kept.unlink()
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert native.missing() is None
 
 
 def test_no_home(tmp_path):
@@ -244,7 +324,7 @@ def test_no_home(tmp_path):
     code = "from pathlib import Path\n"
     code += "def home(): raise RuntimeError('Could not determine home directory.')\n"
     code += "Path.home = home\nfrom fewkeys import native\nfrom fewkeys.native import build\n"
-    code += "print(native.missing(), build._library()._name)"
+    code += "print(native.missing(), build.place())"
     keep = {name: value for name, value in os.environ.items() if name not in ("HOME", "FEWKEYS_CACHE")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=keep | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True
@@ -260,9 +340,18 @@ def test_a_folder_that_cannot_be_written_compiles_once_for_all_processes(tmp_pat
     build._load.cache_clear()
     monkeypatch.setattr(build, "_compile", None)
     assert native.missing() is None
-    assert stat.S_IMODE((tmp_path / "spare").stat().st_mode) == 0o700
+    assert not stat.S_IMODE((tmp_path / "spare").stat().st_mode) & 0o022
     (tmp_path / "spare").chmod(0o777)
-    assert build._folders() == [build.cache_folder()]
+    assert build._folder_to_keep() is None
+
+
+def test_where_nothing_can_be_kept_kernels_are_compiled_for_this_process(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEWKEYS_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(build, "spare_folder", lambda: tmp_path / "file" / "spare")
+    assert native.missing() is None
+    assert build.place() is None
+    assert "kept in no folder" in caplog.text
 
 
 def test_processes_and_threads_compile_once(tmp_path, compiler):

@@ -40,7 +40,7 @@ def test_every_file_is_in_the_namespace():
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="no nm")
 def test_only_entry_points_are_exported():
-    told = subprocess.run(["nm", "-D", "--defined-only", build._library()._name], capture_output=True, text=True)
+    told = subprocess.run(["nm", "-D", "--defined-only", str(build.place())], capture_output=True, text=True)
     names = [line.split()[-1] for line in told.stdout.splitlines()]
     assert len(names) > 10
     # The templates of the standard library are visible by its own word.

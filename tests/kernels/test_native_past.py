@@ -15,7 +15,6 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.past import native as past_native
 from fewkeys.past.evicted import Evicted
-from fewkeys.past.gradient import _scan_back
 from fewkeys.past.scan import Scan, States
 from fewkeys.past.state import State
 from fewkeys.past.tokens import Tokens
@@ -161,19 +160,6 @@ def test_step_by_step_is_all_at_once():
             assert torch.equal(states.rows[:, :, step + 1], past.summary.rows)
             assert torch.equal(states.excess[:, :, step + 1], past.summary.excess)
         assert torch.equal(whole.queries.square, past.queries.square)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 5])
-def test_gradients_of_the_past_are_those_of_torchs_operations(steps):
-    """With gradients that come to every step and to the last state."""
-    g = torch.Generator().manual_seed(0)
-    states, last = torch.randn(2, 3, steps + 1, 4, 9, generator=g), torch.randn(2, 3, 4, 9, generator=g)
-    place = torch.randint(4, (2, 3, steps, 4 + 6), generator=g)
-    coefficient = torch.rand(2, 3, steps, 4 + 6, generator=g)
-    index = torch.randint(50, (2, 3, steps, 6), generator=g)
-    told = (states, last, place, coefficient, index, 50, 5)
-    for pair in zip(past_native.scan_back(*told), _scan_back(*told), strict=True):
-        torch.testing.assert_close(*pair)
 
 
 def test_the_switch_says_what_runs(monkeypatch):

@@ -165,6 +165,15 @@ def test_of_equal_nodes_the_first_are_opened():
     torch.testing.assert_close(native_plans.attend(told), expected, **CLOSE[torch.float32])
 
 
+def test_nodes_whose_rank_is_nan_are_opened_last():
+    told = problem(replace(LONG, is_causal=False, queries=3), rest=False)
+    for walk in told.graph.descent.walks:
+        walk.nodes[min(walk.nodes)].key[:, ::2] = torch.nan
+    output = native_plans.attend(told)
+    assert output.isfinite().all()
+    torch.testing.assert_close(output, torch_plans.attend(told), **CLOSE[torch.float32])
+
+
 @pytest.mark.parametrize("keys", [1, 3, 4, 5, 36, 37, 68, 100])
 def test_few_keys_are_all_kept(keys):
     shape = Shape(query_heads=2, kv_heads=1, queries=keys, keys=keys, is_causal=True)

@@ -80,7 +80,7 @@ for length in (low, high):
 def test_auto_is_the_same_in_every_process(tmp_path):
     """On both sides of where it changes from exact attention to the plan, by the times that the first one measured."""
     if native.missing() is None:
-        shutil.copy(build._library()._name, tmp_path)  # what is measured is kept beside it
+        shutil.copy(build.place(), tmp_path)  # what is measured is kept beside it
     told = []
     for _ in range(2):
         environment = {**os.environ, "FEWKEYS_CACHE": str(tmp_path)}

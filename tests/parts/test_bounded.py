@@ -49,7 +49,7 @@ def test_outputs_stay_within_the_stated_multiple(kind, strength, impl):
         for plan, multiple in plans:
             if impl == "native" and isinstance(plan.rest, fk.Moments | fk.GroupMeans):
                 continue
-            output = fk.attention(q, k, v, plan=plan.always(), impl=impl, is_causal=causal)
+            output = fk.attention(q, k, v, plan=plan.never_exact(), impl=impl, is_causal=causal)
             assert largest(output) <= multiple * largest(v) * (1 + 1e-5), (plan, largest(output) / largest(v))
 
 
@@ -64,7 +64,7 @@ def test_outputs_stay_within_the_stated_multiple(kind, strength, impl):
 def test_the_multiple_holds_of_anything(case, strength, kind, seed, tokens):
     plan, multiple = case
     q, k, v = inputs(strength, seed, tokens, kind=kind, dtype=torch.float64)
-    output = fk.attention(q, k, v, plan=plan.always(), impl="torch")
+    output = fk.attention(q, k, v, plan=plan.never_exact(), impl="torch")
     assert largest(output) <= multiple * largest(v) * (1 + 1e-9)
 
 
@@ -73,7 +73,7 @@ def test_short_floats_stay_finite(dtype):
     q, k, v = inputs(300.0, kind="aligned", dtype=dtype)
     v = v * (1000 if dtype == torch.float16 else 1e30)
     for plan, _ in PLANS:
-        assert fk.attention(q, k, v, plan=plan.always()).isfinite().all(), plan
+        assert fk.attention(q, k, v, plan=plan.never_exact()).isfinite().all(), plan
 
 
 @pytest.mark.parametrize("impl", ["torch", NATIVE])

@@ -14,6 +14,7 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.sketch.cohorts import cohorts, own_importance
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, ordered, smallest, split_apart
+from fewkeys.sketch.tilted import Wanted
 from native_cases import needs_compiler
 
 
@@ -142,7 +143,7 @@ def test_sums_have_exact_gradients():
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
     def found(k, v):
-        _, _, *sums, _, together = tilted._Sums.apply(k, v, None, facts, 3, True, False, WHOLE)
+        _, _, *sums, _, together = tilted._by_torch(k, v, Wanted(None, facts, 3, True, WHOLE))
         return (*sums, together)
 
     assert torch.autograd.gradcheck(found, (key, value))
@@ -159,9 +160,9 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     facts = told(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=g)}
     facts["label"] = facts["label"].where(torch.rand(facts["label"].shape, generator=g) < 0.4, 0)
     found, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
-    for compiled in (True, False):
+    for answer in (tilted._ByKernels.apply, tilted._by_torch):
         given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
-        sums = tilted._Sums.apply(*given, x.valid, facts, 6, True, compiled, WHOLE)
+        sums = answer(*given, Wanted(x.valid, facts, 6, True, WHOLE))
         passed = torch.autograd.grad([sums[2], sums[3], sums[5]], given, coming)
         found.append([*(part.detach() for part in sums), *passed])
     for one, other in zip(*found, strict=True):
@@ -246,4 +247,4 @@ def test_a_plan_without_cohorts_is_the_budget_of_as_many_slots():
     assert fk.budget(64).without_cohorts() == fk.budget(64, cohorts=1)
     lists = fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))
     assert lists.without_cohorts() == fk.Plan(fk.Outliers(9, 5), weights=fk.Power(2.0))
-    assert not fk.budget(64).always().without_cohorts().exact_if_faster
+    assert not fk.budget(64).never_exact().without_cohorts().exact_if_faster

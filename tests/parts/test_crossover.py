@@ -11,7 +11,7 @@ import fewkeys as fk
 from fewkeys import native
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost import crossover, kept
-from fewkeys.cost.crossover import Line, exact_is_faster, expected
+from fewkeys.cost.crossover import Expected, Line, exact_is_faster, expected
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import exact
 
@@ -54,18 +54,36 @@ def test_the_plan_is_taken_only_where_it_is_clearly_faster(lines):
         assert exact_is_faster(check_inputs(*problem(n)), PLAN) == faster
 
 
-@given(heads=st.integers(1, 4), queries=st.integers(1, 50), keys=st.integers(1, 50), causal=st.booleans())
-def test_time_counts_pairs_for_exact_attention_and_tokens_for_plans(heads, queries, keys, causal):
+@given(
+    heads=st.integers(1, 4),
+    queries=st.integers(1, 50),
+    keys=st.integers(1, 50),
+    causal=st.booleans(),
+    offset=st.integers(0, 60),
+)
+def test_time_counts_pairs_for_exact_attention_and_tokens_for_plans(heads, queries, keys, causal, offset):
     with pytest.MonkeyPatch.context() as patch:
         lines = (Line(3.0, 1.0), Line(5.0, 1.0), Line(7.0, 1000.0))
         patch.setattr(crossover, "_lines", lambda setting, plan: lines)
         q, k, v = problem(queries, heads, keys=keys)
-        found = expected(
-            check_inputs(q.repeat(2, 2, 1, 1), k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1), is_causal=causal), PLAN
-        )
-    assert found.exact == 3 + 4 * heads * queries * keys * (0.5 if causal else 1)
+        tensors = (q.repeat(2, 2, 1, 1), k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1))
+        inputs = check_inputs(*tensors, is_causal=causal, query_offset=offset)
+        found = expected(inputs, PLAN)
+    pairs = int(torch.ones(queries, keys).tril(offset).sum()) if causal else queries * keys
+    assert found.exact == pytest.approx(3 + 4 * heads * pairs)
+    assert exact_operations(inputs) * queries == pytest.approx(pairs * (4 * 16 + 20))
     times = 2 * heads / min(2, heads)  # as many heads as the lines are of
     assert found.plan == pytest.approx(12 * times + 2 * heads * keys + 4000 * heads * queries)
+
+
+def test_plans_that_begin_with_the_first_token_pay_for_all_queries(lines):
+    """One query more costs what one query at the beginning does."""
+    plan, tensors = fk.budget(32, is_causal=True, memory="constant"), problem(2000)
+    whole = check_inputs(*tensors, is_causal=True)
+    last = check_inputs(tensors[0][:, :, 1000:], *tensors[1:], is_causal=True, query_offset=1000)
+    assert expected(last, plan).plan == expected(whole, plan).plan
+    work = [plan_operations(x, plan) * x.queries for x in (whole, last)]
+    assert work[0] == pytest.approx(work[1])
 
 
 def test_what_has_more_arithmetic_is_not_measured(monkeypatch):
@@ -189,7 +207,7 @@ def test_lines_go_through_their_points():
 def test_only_plans_that_allow_it_become_exact():
     q, k, v = problem(100)
     strict = replace(PLAN, exact_if_faster=False)
-    assert strict == PLAN.always() == strict.always()
+    assert strict == PLAN.never_exact() == strict.never_exact()
     assert torch.equal(fk.attention(q, k, v, plan=strict), fk.attention(q, k, v, plan=PLAN, impl="native"))
     found = fk.attention(q, k, v, keep=fk.Window(5))
     assert torch.equal(found, fk.attention(q, k, v, keep=fk.Window(5), impl="native"))
@@ -214,7 +232,7 @@ def test_reasons_are_told(plan, runs, reason):
 
 def test_the_executor_is_told(monkeypatch):
     q, k, v = problem(100)
-    strict = PLAN.always()
+    strict = PLAN.never_exact()
     if native.missing() is None:
         told = fk.explain(q, k, v, plan=strict)
         assert (told.executor, told.uncompiled) == ("native", None)
@@ -256,11 +274,15 @@ def test_oracles_pay_for_scoring_every_pair(keep):
     assert plan_operations(inputs, fk.Plan(keep)) > 2 * 16 * 512  # scoring every pair
 
 
+def test_a_time_of_zero_is_a_time():
+    assert not Expected(exact=1.0, plan=2.0, steps=0.0).exact_is_faster
+
+
 def test_kernels_that_lose_to_torch_are_not_used(monkeypatch):
     """Beyond the size at which they do, and only where what is faster is asked for."""
     exact, steps = (Line(0, 1), Line(0, 0)), (Line(50, 0), Line(0, 0))
     monkeypatch.setattr(crossover, "_lines", lambda *_: (exact[0], Line(0, 0.05), Line(0, 0), *steps))
-    strict = PLAN.always()
+    strict = PLAN.never_exact()
     for n, loses in ((900, False), (1300, True)):
         q, k, v = problem(n)
         told, found = fk.explain(q, k, v, plan=PLAN), fk.attention(q, k, v, plan=PLAN)

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fewkeys as fk
 from cases import PLANS, RUNNING_PLANS, SHAPES
 from native_cases import needs_compiler
+from odd_keys import EXTREME
 
 NATIVE = pytest.param("native", marks=needs_compiler)
 ALL = {**PLANS, **RUNNING_PLANS}
@@ -15,7 +16,7 @@ ALL = {**PLANS, **RUNNING_PLANS}
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("name", ALL)
 def test_sequences_without_a_key_give_zero(name, impl):
-    plan = ALL[name].always()
+    plan = ALL[name].never_exact()
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
     for lengths in ([0, 0], [70, 0]):
         options = {"lengths": torch.tensor(lengths), "is_causal": plan.rest.needs_causal}
@@ -28,41 +29,34 @@ def test_sequences_without_a_key_give_zero(name, impl):
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_views_that_promise_another_sign(impl, is_causal):
     tensors = SHAPES["long"].draw(dtype=torch.float32)
-    plan = fk.budget(24, is_causal=is_causal).always()
+    plan = fk.budget(24, is_causal=is_causal).never_exact()
     want = fk.attention(*(-x for x in tensors), plan=plan, impl=impl, is_causal=is_causal)
     found = fk.attention(*(torch._neg_view(x) for x in tensors), plan=plan, impl=impl, is_causal=is_causal)
     assert torch.equal(found, want)
 
 
-EXTREME = {
-    "large values": (1, 1, 1e25),
-    "largest values": (1, 1, 2e37),
-    "large keys": (1, 1e19, 1),
-    "large queries": (3e19, 1, 1),
-    "large queries of small keys": (3e19, 1e-19, 1),
-    "large keys for small queries": (1e-19, 1e19, 1e20),
-    "all": (1e18, 1e18, 1e30),
-    "small": (1e-25, 1e-25, 1e-30),
-}
-
-
 WAYS = [(kind, "auto", False) for kind in EXTREME] + [("all", "torch", False), ("all", "reference", False)]
-WAYS += [(kind, impl, True) for kind in ("large values", "large keys", "large queries") for impl in ("auto", "torch")]
+WAYS += [
+    (kind, impl, True)
+    for kind in ("large values", "large keys", "large queries", "large scale")
+    for impl in ("auto", "torch")
+]
 
 
 @pytest.mark.parametrize(("kind", "impl", "gradient"), WAYS)
 def test_finite_where_exact_attention_is(kind, impl, gradient):
-    given = [x * by for x, by in zip(SHAPES["long"].draw(dtype=torch.float32), EXTREME[kind], strict=True)]
+    *factors, scale = EXTREME[kind]
+    given = [x * by for x, by in zip(SHAPES["long"].draw(dtype=torch.float32), factors, strict=True)]
     given = [x.requires_grad_(gradient) for x in given]
     for name, plan in ALL.items():
         causal = plan.rest.needs_causal
-        exact = fk.attention(*given, weights=plan.weights, is_causal=causal, impl=impl)
+        exact = fk.attention(*given, weights=plan.weights, is_causal=causal, impl=impl, scale=scale)
         if not exact.isfinite().all():
             continue
-        output = fk.attention(*given, plan=plan.always(), is_causal=causal, impl=impl)
+        output = fk.attention(*given, plan=plan.never_exact(), is_causal=causal, impl=impl, scale=scale)
         assert output.isfinite().all(), name
         if gradient and output.requires_grad:
-            found = torch.autograd.grad((output / EXTREME[kind][2]).sum(), given, allow_unused=True)
+            found = torch.autograd.grad((output / factors[2]).sum(), given, allow_unused=True)
             assert all(x is None or x.isfinite().all() for x in found), name
 
 
@@ -70,7 +64,7 @@ def test_finite_where_exact_attention_is(kind, impl, gradient):
 def test_units_do_not_matter(impl):
     """Large values with small keys, or queries with keys: bit for bit the output in other units."""
     q, k, v = SHAPES["long"].draw(dtype=torch.float32)
-    for plan in (fk.budget(24).always(), fk.Plan(fk.Window(9), fk.Moments()), fk.Plan(fk.TopK(5))):
+    for plan in (fk.budget(24).never_exact(), fk.Plan(fk.Window(9), fk.Moments()), fk.Plan(fk.TopK(5))):
         want = fk.attention(q, k, v, plan=plan, impl=impl)
         for by in (2.0**60, 2.0**100):
             assert torch.equal(fk.attention(q, k, v * by, plan=plan, impl=impl), want * by)
@@ -80,7 +74,7 @@ def test_units_do_not_matter(impl):
 @pytest.mark.parametrize("impl", ["auto", "torch"])
 def test_one_wild_head_leaves_the_others_alone(impl):
     q, k, v = SHAPES["long"].draw(dtype=torch.float32)
-    plan = fk.budget(24).always()
+    plan = fk.budget(24).never_exact()
     want = fk.attention(q, k, v, plan=plan, impl=impl)
     k, v = k.clone(), v.clone()
     k[0, 0] *= 1e19
@@ -93,7 +87,7 @@ def test_one_wild_head_leaves_the_others_alone(impl):
 
 def test_tensors_without_numbers_are_refused_clearly():
     q = torch.randn(1, 2, 70, 8)
-    plan = fk.budget(24).always()
+    plan = fk.budget(24).never_exact()
     with pytest.raises(ValueError, match="query: expected a tensor whose numbers can be read, got one without numbers"):
         fk.attention(*(q.to("meta"),) * 3, plan=plan)
     with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"query: .* got one without numbers"):
@@ -123,7 +117,7 @@ def test_among_equal_keys_the_first_are_chosen(impl):
         k[:, :, ::7].repeat_interleave(7, 2)[:, :, : k.shape[2]],
     ):
         key = key.contiguous()
-        for plan in (fk.budget(24).always(), fk.Plan(fk.Window(3), fk.ClusterMeans(6, 2))):
+        for plan in (fk.budget(24).never_exact(), fk.Plan(fk.Window(3), fk.ClusterMeans(6, 2))):
             found = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl=impl)
             want = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl="reference")
             torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)

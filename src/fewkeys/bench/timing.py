@@ -26,10 +26,10 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import output_error
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.crossover import exact_is_faster
-from fewkeys.cost.operations import plan_operations
+from fewkeys.cost.operations import plan_operations, visible_keys
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
-from fewkeys.flow import run
+from fewkeys.flow import attend
 from fewkeys.plan import Plan
 from fewkeys.rest.base import BlockStandIns
 
@@ -116,7 +116,7 @@ def bench(
             x = inputs
             if plan is None:
                 return scaled_dot_product_attention(x.query, x.key, x.value, is_causal=x.is_causal, scale=x.scale)
-            return run(x.branch(), plan.always())
+            return attend(x.branch(), plan.never_exact())
 
         def say(turn: int, number: int = number, length: int = length) -> None:
             if progress is not None:
@@ -206,7 +206,7 @@ def _timing(
     size = x.query.element_size()
     held = size * x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
     pairs = x.batch * x.query_heads * x.queries
-    work = 2.0 * x.keys * (x.head_dim + x.value_dim) * (0.5 if x.is_causal else 1.0)
+    work = 2.0 * visible_keys(x) * (x.head_dim + x.value_dim)
     parts: tuple[float, ...] = ()
     error = peak = None
     if plan is not None:
@@ -245,7 +245,7 @@ def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
     """Milliseconds of selecting, preparing and attending: medians of five."""
     device, rows = inputs.query.device, []
     if plan.keep is None:
-        return 0.0, 0.0, clock(lambda: run(inputs, plan), device)
+        return 0.0, 0.0, clock(lambda: attend(inputs, plan), device)
     for _ in range(5):
         x, marks = inputs.branch(), [now(device)]
         graph = plan.keep.select(x)

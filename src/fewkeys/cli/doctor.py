@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     facts = {
         "versions": versions(with_transformers=True),
         "machine": found | {"gpu": gpu},
-        "library": str(place() or "none"),
+        "library": str(place() or "none that is kept"),
         "cache": str(cache_folder()),
         "extras": {extra: find_spec(module) is not None for extra, module in EXTRAS.items()},
         "auto": {name: [dict(zip(AUTO, row, strict=True)) for row in rows] for name, rows in auto.items()},

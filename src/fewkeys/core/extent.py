@@ -8,6 +8,7 @@ next smaller float beside it is 64 further away: then one key has all the weight
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,34 +23,41 @@ STRONGEST = {torch.float32: 30, torch.float64: 59}
 """log2 of the strongest score that says anything: its neighbours among the floats are 64 away, or more."""
 
 
-def is_wild(query: float, key: float, value: float, scale: float, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the largest entries of a problem ask for other units. `dtype`: the working one."""
-    score = query * abs(scale) * key * dim  # Python's floats reach further
-    return max(query, key, value) > 2.0**LARGEST or score > 2.0 ** STRONGEST[dtype]
+def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: torch.dtype) -> bool:
+    """Whether the largest query, key and value ask for other units. `dtype`: the working one."""
+    query, key, value = largest
+    scaled = query * max(1.0, abs(scale))  # Python's floats reach further
+    return max(scaled, key, value) > 2.0**LARGEST or scaled * min(1.0, abs(scale)) * key * dim > 2.0 ** STRONGEST[dtype]
 
 
-def tamed(inputs: Inputs) -> tuple[Inputs, Tensor]:
-    """The problem in units that suit every head, and the unit (B, Hq, 1, 1) of the output."""
+def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
+    """The problem in units that suit every head, and the unit (B, Hq, 1, 1) of the output; as it is, and None, where
+    all entries are small enough.
+
+    The power of two in the scale goes to the queries: squares of scaled queries need a float, too.
+    """
     x = inputs
+    if not x.needs_rescaling:
+        return x, None
     with torch.no_grad():
         query, key, value = (_exponent(rows) for rows in (x.grouped_query(), x.key, x.value))
-        factor = math.log2(max(abs(x.scale), 2.0**-1000) * x.head_dim)
-        excess = (query + key + math.ceil(factor) - STRONGEST[working(x.query[:0]).dtype]).clamp_min(0)
+        scale, power = math.frexp(x.scale)
+        query = query + power
+        excess = (query + key + math.ceil(math.log2(x.head_dim)) - STRONGEST[working(x.query[:0]).dtype]).clamp_min(0)
         far = (query > LARGEST) | (key > LARGEST) | (excess > 0)
         down = key.where(far, 0)
-        by_head = down - excess
-        heads = [part.repeat_interleave(x.gqa_ratio, 1) for part in (by_head, value.where(value > LARGEST, 0))]
-    return (
-        replace(
-            x,
-            query=_scaled(x.query, heads[0]),
-            key=_scaled(x.key, -down),
-            value=_scaled(x.value, -value.where(value > LARGEST, 0)),
-            wild=False,
-            _memory={},
-        ),
-        _power(heads[1], x.value),
+        up = (power + down - excess).repeat_interleave(x.gqa_ratio, 1)
+        unit = value.where(value > LARGEST, 0)
+    in_units = replace(
+        x,
+        query=_scaled(x.query, up),
+        key=_scaled(x.key, -down),
+        value=_scaled(x.value, -unit),
+        scale=scale,
+        needs_rescaling=False,
+        _memory={},
     )
+    return in_units, _power(unit.repeat_interleave(x.gqa_ratio, 1), x.value)
 
 
 def _exponent(rows: Tensor) -> Tensor:

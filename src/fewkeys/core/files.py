@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -31,33 +30,21 @@ def cache_folder() -> Path:
 def spare_folder() -> Path:
     """What takes the place of a cache folder that cannot be written: the user's own below the system's temporary one.
 
-    Others may have made it first: `is_own` tells.
+    Another user may have made it first: `trust.is_trusted` looks.
     """
-    return Path(tempfile.gettempdir()) / f"fewkeys-{_user()}"
+    return Path(tempfile.gettempdir()) / f"fewkeys-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
-def is_own(path: Path) -> bool:
-    """Whether a file or folder belongs to this user or the system's, and nobody else may write to it."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return found.st_uid in (_user(), 0) and not stat.S_ISLNK(found.st_mode) and not found.st_mode & stat.S_IWOTH
-
-
-def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def write_whole(path: str | os.PathLike[str], data: str | bytes) -> None:
+def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
     """Write text (UTF-8) or bytes to `path` by rename: a reader finds the old file or the new one, never half.
 
     The draft beside it is this call's alone, whatever threads, processes or hosts write at the same time, and is never
-    an existing file or link. It is on the disk before it takes the name, so that a crash leaves one of the two.
+    an existing file or link. It is on the disk before it takes the name, so that a crash leaves one of the two. `mode`:
+    that of the file, less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)

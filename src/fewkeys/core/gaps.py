@@ -6,7 +6,7 @@ on, with padding after them at most. Here any other padding is brought into that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,25 +23,29 @@ def has_gaps(inputs: Inputs) -> bool:
     return inputs.is_causal and valid is not None and bool((valid[:, 1:] & ~valid[:, :-1]).any())
 
 
-def is_torn(valid: Tensor) -> bool:
+def has_interior_padding(valid: Tensor) -> bool:
     """Whether a sequence (B, Nk) has padding between real keys: without it, distances are others."""
     return bool(((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any())
 
 
-def without_gaps(inputs: Inputs, valid: Tensor, answer: Callable[[Inputs], Tensor]) -> Tensor:
-    """What `answer` gives, (B, Hq, Nq, Dv), for the same problem without its padding; zero for queries of padding.
+Restore = Callable[[Sequence[Tensor]], Tensor]
+
+
+def without_gaps(inputs: Inputs, valid: Tensor) -> tuple[list[Inputs], Restore]:
+    """The same problem without its padding, in parts, and what makes its output (B, Hq, Nq, Dv) of theirs; zero for
+    queries of padding.
 
     `valid` (B, Nk): that of the inputs. Sequences from the first position on are moved together; queries that come
-    later stand at other positions in each of them, so those padded alike are answered together.
+    later stand at other positions in each of them, so those padded alike are a part.
     """
     asked = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
     asked = asked[:, inputs.offset : inputs.offset + inputs.queries]
-    return (_each if inputs.offset else _all)(inputs, valid, asked, answer)
+    return (_each if inputs.offset else _all)(inputs, valid, asked)
 
 
-def _all(x: Inputs, valid: Tensor, asked: Tensor, answer: Callable[[Inputs], Tensor]) -> Tensor:
+def _all(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore]:
     keys, queries = _first(valid), _first(asked)
-    own = replace(
+    moved = replace(
         x,
         query=_moved(x.query, queries),
         key=_moved(x.key, keys),
@@ -49,24 +53,35 @@ def _all(x: Inputs, valid: Tensor, asked: Tensor, answer: Callable[[Inputs], Ten
         valid=valid.gather(-1, keys),
         _memory={},
     )
-    found = _moved(answer(own), queries.argsort(-1))
-    return found.masked_fill(~asked[:, None, :, None], 0.0)
+
+    def restore(outputs: Sequence[Tensor]) -> Tensor:
+        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~asked[:, None, :, None], 0.0)
+
+    return [moved], restore
 
 
-def _each(x: Inputs, valid: Tensor, asked: Tensor, answer: Callable[[Inputs], Tensor]) -> Tensor:
-    output = x.value.new_zeros((x.batch, x.query_heads, x.queries, x.value_dim))
+def _each(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore]:
     kinds, kind = valid.unique(dim=0, return_inverse=True)
+    parts: list[Inputs] = []
+    places: list[tuple[Tensor, Tensor]] = []
     for number, real in enumerate(kinds):
         rows = (kind == number).nonzero().squeeze(-1)
-        own = asked[rows[0]]
-        if not bool(own.any() & real.any()):
+        those_asked = asked[rows[0]]
+        if not bool(those_asked.any() & real.any()):
             continue
-        query = x.query[rows][:, :, own]
+        query = x.query[rows][:, :, those_asked]
         key, value = (part[rows][:, :, real] for part in (x.key, x.value))
         before = int(real[: x.offset].sum()) + max(0, x.offset - x.keys)
-        found = answer(replace(x, query=query, key=key, value=value, offset=before, valid=None, _memory={}))
-        output[rows[:, None], :, own.nonzero().squeeze(-1)] = found.transpose(1, 2)
-    return output
+        parts.append(replace(x, query=query, key=key, value=value, offset=before, valid=None, _memory={}))
+        places.append((rows[:, None], those_asked.nonzero().squeeze(-1)))
+
+    def restore(outputs: Sequence[Tensor]) -> Tensor:
+        whole = x.value.new_zeros((x.batch, x.query_heads, x.queries, x.value_dim))
+        for output, (rows, queries) in zip(outputs, places, strict=True):
+            whole[rows, :, queries] = output.transpose(1, 2)
+        return whole
+
+    return parts, restore
 
 
 def _first(real: Tensor) -> Tensor:

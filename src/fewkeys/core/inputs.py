@@ -41,9 +41,10 @@ class Inputs:
     `h // gqa_ratio`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
     Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
     `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more. `impl`
-    says which code may read all this: kernels of statistics and executors ask here. `wild`: entries or scores are so
-    large that statistics need other units first (`fewkeys.core.extent`). `bias`: what distances add to the scores.
-    Until `cleared`, keys and values of padding are as they came: finite and not wild, which is enough under a mask.
+    says which code may read all this: kernels of statistics and executors ask here. `needs_rescaling`: entries or
+    scores are so large that statistics need other units first (`fewkeys.core.extent`). `bias`: what distances add to
+    the scores. Until `cleared`, keys and values of padding are as they came: finite and no larger than others, which is
+    enough under a mask.
     """
 
     query: Tensor
@@ -57,7 +58,7 @@ class Inputs:
     filler: int = 0
     shard: Shard | None = None
     impl: Impl = "auto"
-    wild: bool = False
+    needs_rescaling: bool = False
     bias: DistanceBias | None = None
     cleared: bool = True
     _memory: dict[Any, Any] = field(default_factory=dict, repr=False)

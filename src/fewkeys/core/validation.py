@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fewkeys.core.distances import DistanceBias
-from fewkeys.core.extent import is_wild
+from fewkeys.core.extent import needs_rescaling
 from fewkeys.core.impl import COMPILED, Impl, check_impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import lowered, working
@@ -157,16 +157,15 @@ def check_inputs(
     valid = _check_valid(lengths, key_mask, k)
     look, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
     tops, cleared = look(q, k, v), valid is None
-    if valid is not None and (not all(map(math.isfinite, tops)) or is_wild(tops[0], tops[1], tops[2], *shape)):
+    if valid is not None and (not all(map(math.isfinite, tops)) or needs_rescaling(tops, *shape)):
         # It may be padding that is: what stands there must not decide, and times zero need not be zero.
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
         tops, cleared = look(q, k, v), True
     if not all(map(math.isfinite, tops)):
         check_finite(query=q, key=k, value=v)
-    wild = is_wild(tops[0], tops[1], tops[2], *shape)
-    bias = _check_bias(distance_bias, q)
+    large, bias = needs_rescaling(tops, *shape), _check_bias(distance_bias, q)
     at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
-    inputs = Inputs(*at, impl=impl, wild=wild, bias=bias, cleared=cleared)
+    inputs = Inputs(*at, impl=impl, needs_rescaling=large, bias=bias, cleared=cleared)
     return inputs.clear() if clear else inputs
 
 

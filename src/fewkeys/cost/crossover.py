@@ -6,7 +6,8 @@ runs on random inputs, made when `impl="auto"` first asks about a plan: some ten
 plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`). All of them take
 turns, so that what disturbs one disturbs the others, and of each the fastest counts; there are more turns as long as
 they bring faster ones, and where that does not end, or more work takes less time, the lines are measured again soon.
-Which is faster is a function of the numbers that are kept, so that the same call goes the same way in every process.
+Which is faster is a function of the numbers that are kept: until they expire, the same call goes the same way in every
+process.
 The plan is taken where its line is clearly below, and torch's operations where they are clearly faster than the
 kernels. Where nothing can be kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
 """
@@ -26,7 +27,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import learned_parts
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
-from fewkeys.cost.operations import exact_operations, plan_operations
+from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, visible_keys
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
@@ -86,7 +87,8 @@ class Expected:
 
     @property
     def exact_is_faster(self) -> bool:
-        return min(self.plan, self.steps or self.plan) > ADVANTAGE * self.exact
+        plan = self.plan if self.steps is None else min(self.plan, self.steps)
+        return plan > ADVANTAGE * self.exact
 
     @property
     def kernels_lose(self) -> bool:
@@ -103,12 +105,10 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     return own > SHIPPED * exact_ones if found is None else found.exact_is_faster
 
 
-def by_the_faster(inputs: Inputs, plan: Plan) -> Inputs:
-    """The inputs, for torch's operations where `impl="auto"` would take kernels that are slower. Reads no data."""
-    if inputs.impl != "auto" or not plan.exact_if_faster:
-        return inputs
+def kernels_lose(inputs: Inputs, plan: Plan) -> bool:
+    """Whether torch's operations are clearly faster than the compiled kernels. Reads no data."""
     found = expected(inputs, plan)
-    return replace(inputs, impl="torch") if found is not None and found.kernels_lose else inputs
+    return found is not None and found.kernels_lose
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
@@ -128,13 +128,13 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
     if lines is None:
         return None
     exact_line, *plan_lines = lines
-    rows, keys = x.batch * x.query_heads * x.queries, x.batch * x.kv_heads * x.keys
-    seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
+    pairs, keys = x.batch * x.query_heads * x.queries * visible_keys(x), x.batch * x.kv_heads * x.keys
+    rows = x.batch * x.query_heads * answered_queries(x, plan)
     # As many heads as were measured, again and again: all pay what a plan prepares for a head, however short.
     times = x.batch * x.kv_heads / heads
-    pairs = zip(*[iter(plan_lines)] * 2, strict=True)
-    plans = [times * (prepare.at(keys / times) + attend.at(rows / times)) for prepare, attend in pairs]
-    return Expected(exact_line.at(rows * seen), *plans)
+    lines_of_plan = zip(*[iter(plan_lines)] * 2, strict=True)
+    plans = [times * (prepare.at(keys / times) + attend.at(rows / times)) for prepare, attend in lines_of_plan]
+    return Expected(exact_line.at(pairs), *plans)
 
 
 @lru_cache(256)
@@ -164,8 +164,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], obje
         raise ValueError("plan: expected one that chooses keys, got exact attention")
     for length in EXACT_LENGTHS:
         x = _inputs(setting, length)
-        pairs = x.query_heads * length**2 * (0.5 if x.is_causal else 1.0)
-        found.append((pairs, partial(exact.attend, x, plan.weights)))
+        found.append((x.query_heads * length * visible_keys(x), partial(exact.attend, x, plan.weights)))
     impls: tuple[Impl, ...] = ("auto",) if setting.kernels == "none" else ("auto", "torch")
     for impl in impls:
         sizes = [replace(_inputs(setting, length), impl=impl) for length in PLAN_LENGTHS]

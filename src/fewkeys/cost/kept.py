@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fewkeys.core.files import cache_folder, write_whole
+from fewkeys.core.trust import make_folder
 from fewkeys.core.version import VERSION
 from fewkeys.native.sets import processor
 
@@ -41,7 +42,7 @@ def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -
         path = cache_folder() / FOLDER / f"{name}.json"
         found = _read(path, told)
         if found is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             if not os.access(path.parent, os.W_OK):
                 return None
             numbers, sound = measure()

@@ -9,8 +9,22 @@ from fewkeys.plan import Plan
 
 def exact_operations(inputs: Inputs) -> float:
     """Operations per query of exact attention."""
-    seen = inputs.keys * (0.5 if inputs.is_causal and not inputs.offset else 1.0)
-    return seen * per_score(inputs)
+    return visible_keys(inputs) * per_score(inputs)
+
+
+def visible_keys(inputs: Inputs) -> float:
+    """Keys that a query sees on average, padding included: under causality, query i sees `min(i + 1 + offset, Nk)`."""
+    x = inputs
+    if not x.is_causal:
+        return float(x.keys)
+    growing = min(max(0, x.keys - 1 - x.offset), x.queries)
+    seen = growing * (x.offset + (growing + 1) / 2) + (x.queries - growing) * x.keys
+    return seen / x.queries
+
+
+def answered_queries(inputs: Inputs, plan: Plan) -> int:
+    """Queries that a plan answers, Nq or, where its stand-ins begin with the first token, those before them, too."""
+    return inputs.queries + (inputs.offset if plan.rest.needs_causal else 0)
 
 
 def plan_operations(inputs: Inputs, plan: Plan) -> float:
@@ -20,4 +34,5 @@ def plan_operations(inputs: Inputs, plan: Plan) -> float:
         return exact_operations(x)
     work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
     # There are so many keys per query of one key head's group.
-    return work.scores * per_score(x) + work.per_key * x.keys / (x.queries * x.gqa_ratio)
+    attending = work.scores * per_score(x) * answered_queries(x, plan)
+    return (attending + work.per_key * x.keys / x.gqa_ratio) / x.queries

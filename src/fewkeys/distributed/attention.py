@@ -94,7 +94,8 @@ def attention(
         by_cohort = cohorts.lists(plan)
         rules = () if is_causal or by_cohort else means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)
-        if (is_causal or any(rule.band for rule in rules)) and inputs.queries != inputs.keys:
+        windowed = any(part.sharded is not None and part.sharded.band for part in plan.parts)
+        if (is_causal or windowed) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
         **described(inputs.key),
@@ -114,7 +115,7 @@ def attention(
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
     asked = [count for _, count, _ in own]
     if by_cohort is not None:
-        return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, comm)
+        return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, tokens, comm)
     if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():
         return means.attend(inputs, plan, rules, tokens, asked, comm, wanted)
     with torch.no_grad():

@@ -1,16 +1,20 @@
-"""Lists and stand-ins of cohorts of queries over token shards.
+"""Lists and stand-ins of cohorts of queries, beside a window, over token shards.
 
     cohorts          of the queries of all ranks, which stay where they are (`fewkeys.sketch.halves_apart`)
     kept keys        of every cohort, chosen in two rounds, gathered
     stand-ins        sums over ranks (`fewkeys.core.totals`)
+    window           the last and first keys of the neighbouring shards, and their clusters, gathered
 
-Each rank then attends to its own queries, cohort by cohort.
+Each rank then attends as one process does: to its own keys, the edges beside them and the kept keys of all.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
@@ -18,54 +22,70 @@ from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
-from fewkeys.distributed.means import nothing
-from fewkeys.distributed.selection import Kept, best
-from fewkeys.execute import by_cohort, dispatch
+from fewkeys.distributed.means import columns_of, edges_of, nothing
+from fewkeys.distributed.selection import best
+from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
-from fewkeys.rest import StandIns
+from fewkeys.rest.base import CohortStandIns
 from fewkeys.select import Outliers
 from fewkeys.sketch.cohorts import cohorts
 
 
 def lists(plan: Plan) -> Outliers | None:
     """The rule of a plan whose lists are those of cohorts; None of others."""
-    return plan.keep if isinstance(plan.keep, Outliers) and plan.keep.cohorts > 1 else None
+    outliers = [part for part in plan.parts if isinstance(part, Outliers) and part.cohorts > 1]
+    return outliers[0] if outliers else None
 
 
-def attend(own: Inputs, plan: Plan, keep: Outliers, comm: Communicator) -> Tensor:
-    """The output (B, Hq, Nq, Dv) of this rank's queries; `own` knows of the whole sequence, `keep` is that of `lists`.
+def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: Communicator) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries; `inputs` knows of the whole sequence, `keep` is that of
+    `lists`, `tokens` are all ranks' numbers of keys.
 
-    H cohorts and lists of S keys cost (R - 1) B Hkv H S (D + Dv) numbers sent by a rank of R; nothing grows with the
-    number of tokens.
+    H cohorts and lists of S keys cost (R - 1) B Hkv H S (D + Dv) numbers sent by a rank of R, a window of W keys
+    (R - 1) B Hkv W (D + Dv + 1); nothing grows with the number of tokens.
     """
+    x, band = inputs, _band(plan)
     with torch.no_grad():
-        known = cohorts(own, keep.cohorts)
-        score = known.mean @ working(own.key.detach()).mT + keep.common(own, known).unsqueeze(2)
+        cohort = cohorts(x, keep.cohorts)
+        score = cohort.mean @ working(x.key.detach()).mT + keep.common(x, cohort).unsqueeze(2)
         kept = best(score.flatten(1, 2), keep.count, comm)
-    index = kept.index.unflatten(1, score.shape[1:3])
+    heads = score.shape[1:3]
+    index = kept.index.unflatten(1, heads)
     used = torch.arange(index.shape[-1], device=index.device) < kept.counts[comm.rank].unsqueeze(-1)
-    columns = Columns(index, used.view(index.shape), known.place.shape[3], known.place)
-    problem = Problem(own, Graph(own, columns=columns), None, plan.weights)
-    stand_ins = plan.rest.prepare(own, problem.graph, plan.weights)
-    if stand_ins is not None and not isinstance(stand_ins, StandIns):
+    most, place = cohort.place.shape[3], cohort.place
+    local_lists = Columns(index, used.view(index.shape), most, place)
+    stand_ins = plan.rest.prepare(x, Graph(x, band, local_lists), plan.weights)
+    if stand_ins is not None and not isinstance(stand_ins, CohortStandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
-    rows = take(torch.cat([working(own.key), working(own.value)], -1), index).flatten(1, 2)
-    heavy = gather(rows, kept.counts, comm)
-    # All ranks have said what they had to say.
-    if not own.queries:
-        return nothing(own, [heavy], stand_ins)
-    query = take(working(own.grouped_query()).flatten(2, 3), known.place.clamp_min(0)).flatten(1, 2)
-    key, value = heavy.split([own.head_dim, own.value_dim], -1)
-    local = Inputs(query, key, value, own.scale)
-    plain = Problem(local, Graph(local, columns=_listed(kept, query.shape[2])), stand_ins, plan.weights)
-    return by_cohort.restored(problem, dispatch.attend(plain)).to(own.query.dtype)
+    left, right = band or (0, 0)
+    rows = torch.cat([working(x.key), working(x.value)], -1)
+    edges = edges_of(rows, tokens, left, right, comm)
+    heavy = gather(take(rows, index).flatten(1, 2), kept.counts, comm)
+    near = torch.cat([edges[0], rows, edges[1]], 2)
+    # Kept keys that stand far away follow behind rows that no window reaches, cohort by cohort.
+    first = sum(tokens[: comm.rank]) - edges[0].shape[2]
+    base = near.shape[2] + right + torch.arange(heads[1], device=index.device).repeat(heads[0]) * heavy.shape[2]
+    index, used = columns_of(kept, tokens, range(first, first + near.shape[2]), base.unsqueeze(-1), comm)
+    if stand_ins is not None:
+        # Labels are small: every floating dtype holds them exactly.
+        label = stand_ins.label.to(rows.dtype).unsqueeze(-1)
+        before, after = edges_of(label, tokens, left, right, comm)
+        label = torch.cat([before, label, after], 2).squeeze(-1).long()
+        stand_ins = replace(stand_ins, label=pad(label, (0, right + heads[1] * heavy.shape[2])))
+    # No collectives below this line.
+    if not x.queries:
+        return nothing(x, [*edges, heavy], stand_ins)
+    far = heavy.unflatten(1, heads).flatten(2, 3)
+    key, value = torch.cat([pad(near, (0, 0, 0, right)), far], 2).split([x.head_dim, x.value_dim], -1)
+    position = torch.arange(key.shape[2], device=key.device)
+    real = ((position < near.shape[2]) | (position >= near.shape[2] + right)).expand(x.batch, -1)
+    local = Inputs(working(x.query), key, value, x.scale, offset=edges[0].shape[2], valid=real)
+    columns = Columns(index.unflatten(1, heads), used.unflatten(1, heads), most, place)
+    return dispatch.attend(Problem(local, Graph(local, band, columns), stand_ins, plan.weights)).to(x.query.dtype)
 
 
-def _listed(kept: Kept, queries: int) -> Columns:
-    """The kept keys of all ranks, in order, as `gather` stacks them."""
-    width = max(1, int(kept.counts.max()))
-    used = torch.arange(width, device=kept.counts.device) < kept.counts.unsqueeze(-1)
-    used = used.permute(1, 2, 0, 3).flatten(2)
-    order = used.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(used.sum(-1).max())]
-    return Columns.shared(order, used.gather(-1, order), queries)
+def _band(plan: Plan) -> tuple[int, int] | None:
+    """How far the windows of a plan reach before and after a query."""
+    reach = max((part.sharded.band for part in plan.parts if part.sharded is not None), default=0)
+    return (reach // 2, (reach - 1) // 2) if reach else None

@@ -26,7 +26,7 @@ from fewkeys.distributed.selection import Kept, kept_of, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
-from fewkeys.rest import StandIns
+from fewkeys.rest.base import CohortStandIns, StandIns
 from fewkeys.select.base import Sharded
 
 
@@ -77,17 +77,17 @@ def attend(
     reach = max(rule.band for rule in rules)
     left, right = (reach // 2, (reach - 1) // 2) if reach else (0, 0)
     rows = torch.cat([working(own.key), working(own.value)], -1)
-    edges = _edges(rows, tokens, left, right, comm)
+    edges = edges_of(rows, tokens, left, right, comm)
     heavy = gather(rows.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1])), kept.counts, comm)
     near = torch.cat([edges[0], rows, edges[1]], 2)
     # What is far away stands on rows that no window reaches, one for each stand-in, which thus keeps its total.
     far = right + (0 if stand_ins is None else stand_ins.count)
     start, base = first - edges[0].shape[2], near.shape[2] + far
-    index, used = _columns(kept, tokens, range(start, start + near.shape[2]), base, comm)
+    index, used = columns_of(kept, tokens, range(start, start + near.shape[2]), base, comm)
     if stand_ins is not None:
         label, share = _shares(stand_ins, tokens, left, right, comm)
         stand_ins = replace(stand_ins, label=pad(label, (0, heavy.shape[2])), share=pad(share, (0, heavy.shape[2])))
-    # All ranks have said what they had to say.
+    # No collectives below this line.
     if not own.queries:
         return nothing(own, [*edges, heavy], stand_ins)
     key, value = torch.cat([pad(near, (0, 0, 0, far)), heavy], 2).split([own.head_dim, own.value_dim], -1)
@@ -105,7 +105,7 @@ def _shares(stand_ins: StandIns, tokens: list[int], left: int, right: int, comm:
     share = stand_ins.share
     # Labels are small: every floating dtype holds them exactly.
     own = torch.stack([stand_ins.label.to(share.dtype), share], -1)
-    before, after = _edges(own, tokens, left, right, comm)
+    before, after = edges_of(own, tokens, left, right, comm)
     label, share = torch.cat([before, own, after], 2).unbind(-1)
     label = label.long()
     near = share.new_zeros(stand_ins.total.shape).scatter_add_(-1, label, share)
@@ -129,7 +129,7 @@ def _marks(kept: Kept, like: Tensor, comm: Communicator) -> Tensor:
     return hits.scatter_add_(-1, kept.index, used.to(torch.int32)) > 0
 
 
-def _edges(rows: Tensor, tokens: list[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+def edges_of(rows: Tensor, tokens: list[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
     """The rows (B, H, ., F) that stand up to `left` before and `right` after this rank's own."""
     found = []
     for count, before in ((left, True), (right, False)):
@@ -149,8 +149,12 @@ def _edges(rows: Tensor, tokens: list[int], left: int, right: int, comm: Communi
     return found[0], found[1]
 
 
-def _columns(kept: Kept, tokens: list[int], near: range, base: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Where the kept keys of all ranks stand among this rank's rows: beside the window where it holds them already."""
+def columns_of(
+    kept: Kept, tokens: list[int], near: range, base: int | Tensor, comm: Communicator
+) -> tuple[Tensor, Tensor]:
+    """Where the kept keys of all ranks stand among this rank's rows: at their own place where it holds the keys `near`,
+    else from `base` on, in the order in which `gather` stacks them. `base`: a number, or one for each head (H, 1).
+    """
     width = max(1, int(kept.counts.max()))
     places = torch.stack(comm.all_gather(pad(kept.index, (0, width - kept.index.shape[-1]))))
     firsts = torch.tensor([sum(tokens[:rank]) for rank in range(comm.size)], device=places.device).view(-1, 1, 1, 1)
@@ -164,7 +168,7 @@ def _columns(kept: Kept, tokens: list[int], near: range, base: int, comm: Commun
     return index.gather(-1, order), used.gather(-1, order)
 
 
-def nothing(own: Inputs, rows: list[Tensor], stand_ins: StandIns | None) -> Tensor:
+def nothing(own: Inputs, rows: list[Tensor], stand_ins: StandIns | CohortStandIns | None) -> Tensor:
     """No output, but a part in the graph: the other ranks' backward pass waits for this one's."""
     parts = [*rows]
     if stand_ins is not None:

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import constants
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import positive
@@ -60,7 +61,7 @@ def _columns(x: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int
     return torch.cat(logits, -1), torch.cat(means, 2).expand(-1, query.shape[1], -1, -1)
 
 
-@torch.no_grad()
+@constants()
 def _shown(x: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int) -> dict[int, Tensor]:
     """By the size of nodes, which of them stand in for each of these queries: bool (H, gqa_ratio, stop - start, C)."""
     query = walk.sequences.queries(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,6 +13,10 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
+
+ROWS = 512
+"""Queries of a causal call whose mask is made at once. They skip the keys after the last of them, as torch's own causal
+kernel does, which knows neither padding nor queries that begin late; and no mask has n x n entries."""
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
@@ -35,7 +41,20 @@ def attend(inputs: Inputs, weights: Weights) -> Tensor:
     causal = x.is_causal and x.offset < x.keys - 1
     if not causal and x.valid is None:
         return _sdpa(x, None, False)
-    seen = visible(x, 0, x.queries) if causal else x.valid[:, None, None]  # type: ignore[index]
+    if not causal:
+        return _masked(x, x.valid[:, None, None])  # type: ignore[index]
+    outputs = []
+    for start in range(0, x.queries, ROWS):
+        stop = min(x.queries, start + ROWS)
+        last = min(x.keys, stop + x.offset)
+        query, key, value = x.query[:, :, start:stop], x.key[:, :, :last], x.value[:, :, :last]
+        part = replace(x, query=query, key=key, value=value)
+        outputs.append(_masked(part, visible(x, start, stop)[..., :last]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+
+def _masked(x: Inputs, seen: Tensor) -> Tensor:
+    """Attention to the keys that are `seen`, broadcastable to (B, Hq, Nq, Nk)."""
     # A row that sees nothing would be 0 / 0: it is allowed everything and then set to zero.
     empty = ~seen.any(-1, keepdim=True)
     output = _sdpa(x, seen | empty, False)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.integrations import interface
-from fewkeys.integrations.patterns import SLIDING, layer_kinds
+from fewkeys.integrations.patterns import SLIDING, layer_kinds, layer_window
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming.by_head import HeadStreams
@@ -64,15 +64,16 @@ def cache(
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
-    config = model.config.get_text_config(decoder=True)
-    plans, how = _layers(config, plan), Held(leaves, None if folder is None else os.fspath(folder))
-    if how != Held() and not any(Whole.suits(one) for own in plans for one in own):
+    layers, how = _layers(model, plan), Held(leaves, None if folder is None else os.fspath(folder))
+    if how != Held() and not any(Whole.suits(one) for plans, _ in layers for one in plans):
         raise ValueError(f"leaves, folder: expected None without a layer of KeyTree, got {leaves}, {folder}")
-    return StreamCache(model, plans, how)
+    return StreamCache(model, layers, how)
 
 
-def _layers(config: Any, plan: Plan | Sequence[LayerPlan]) -> list[tuple[Plan, ...]]:
-    """The plans of every layer: one for all of its key heads, or one for each."""
+def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tuple[tuple[Plan, ...], int | None]]:
+    """The plans of every layer, one for all of its key heads or one for each, and the window of its own, if any."""
+    config: Any = model.config.get_text_config(decoder=True)
+    modules = interface.attention_modules(model)
     count = config.num_hidden_layers
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_sharing_modes", None) is not None:
         raise ValueError("model: expected a decoder-only model whose layers have keys of their own")
@@ -81,23 +82,26 @@ def _layers(config: Any, plan: Plan | Sequence[LayerPlan]) -> list[tuple[Plan, .
             f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "
             "no stream can read; use fewkeys.apply and the model's own cache"
         )
-    kinds, window = layer_kinds(config)
-    if kinds is None:
-        kinds = ["full_attention" if window is None else SLIDING[0]] * count
-    whole = [layer for layer, kind in enumerate(kinds) if kind not in SLIDING or window is None]
-    for layer in whole:
-        if kinds[layer] not in ("full_attention", *SLIDING):
-            raise ValueError(
-                f"model: expected layers of full or sliding attention, got {kinds[layer]!r} in layer {layer}"
-            )
+    if len(modules) != count:
+        raise ValueError(
+            f"model: expected one attention module for each of {count} layers, got {len(modules)}; use fewkeys.apply "
+            "and the model's own cache"
+        )
+    windows = [layer_window(module) for module in modules]
+    whole = [layer for layer, window in enumerate(windows) if window is None]
+    kinds = layer_kinds(config)[0]
+    for layer, kind in enumerate(kinds or ()):
+        if kind not in ("full_attention", *SLIDING):
+            raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
     given: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
     if len(given) not in (count, len(whole)):
         also = "" if len(whole) == count else f", or of the {len(whole)} that see every key"
         raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(given)}")
     own = dict(zip(range(count) if len(given) == count else whole, given, strict=True))
-    plans = []
-    for layer in range(count):
-        one = own[layer] if layer in whole else Plan(Window(window))
-        plans.append((one,) if isinstance(one, Plan) else tuple(one))
-        HeadStreams(plans[-1])
-    return plans
+    layers = []
+    for layer, window in enumerate(windows):
+        one = own[layer] if window is None else Plan(Window(window))
+        plans = (one,) if isinstance(one, Plan) else tuple(one)
+        HeadStreams(plans)
+        layers.append((plans, window))
+    return layers

@@ -155,7 +155,7 @@ def _mpt(
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
     bias = position_bias.transpose(0, 1)  # (1, Hq, length), ends at 0
-    if streams.waits(key):
+    if streams.waiting(key):
         slope = bias[..., -1:] - bias[..., -2:-1]
         first = past_key_values.get_seq_length(module.layer_idx)
         bias = slope * torch.arange(first, first + key.shape[2], device=key.device)
@@ -177,14 +177,14 @@ def _gpt_neo(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, None]:
     local = module.config.attention_layers[module.layer_id] == "local"
-    more = {"scaling": 1.0, "sliding_window": module.config.window_size if local else None}
+    more = {"scaling": 1.0, "window": module.config.window_size if local else None}
     mixed = _ask(module, query, key, value, attention_mask, module.attn_dropout.p, **more)
     return mixed.unflatten(-1, (-1, value.shape[-1])).transpose(1, 2), None
 
 
 def _latest(bias: Tensor, key: Tensor, past: Any, layer: int) -> Tensor:
     """The bias of the keys at hand. Of a stream, whose keys before are elsewhere, those of the newest places."""
-    if streams.waits(key) and bias.shape[-1] != past.get_seq_length(layer) + key.shape[2]:
+    if streams.waiting(key) and bias.shape[-1] != past.get_seq_length(layer) + key.shape[2]:
         raise ValueError(
             "attention_mask: expected one over all tokens so far, so that new ones know their places, got none; pass "
             "the tokenizer's attention_mask, lengthened by ones, as model.generate does"
@@ -201,6 +201,3 @@ FAMILIES = {
     "GPTNeoSelfAttention": Family("_attn", _gpt_neo, mask_at=3),
 }
 """By the name of a class of transformers."""
-
-ALWAYS_MASKED = ("mpt",)
-"""Types of models that take no None for a mask."""

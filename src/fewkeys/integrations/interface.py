@@ -1,15 +1,8 @@
 """The door between transformers and this package: who answers the attention calls of a model, and with which mask.
 
-transformers asks two registries by one name: the attention function, and the function that builds its mask. Both are
-registered here, once, on first use; a model switched to the name without a mask function would silently lose its
-padding. Our mask function builds nothing of size n x n. It checks that the model wants causal or bidirectional
-attention, within a window or not, and passes on which keys are real:
-
-    None            every key is real; the attention module says whether it is causal
-    (B, Nk)         real keys of a causal call
-    (B, 1, 1, Nk)   real keys of a call in which every query sees them all
-
-True and False, or, where the layer sees a window only, its size at real keys and 0 at others.
+transformers asks two registries by one name: the attention function, and the function that builds its mask (`masks`).
+Both are registered here, once, on first use; a model switched to the name without a mask function would silently lose
+its padding.
 
 Modules that do not ask by themselves are made to where it is known how (`families`).
 
@@ -22,25 +15,23 @@ from __future__ import annotations
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
-from fewkeys.attention import attention
+from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import lowered
 from fewkeys.integrations import streams, switch
 from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
-from fewkeys.integrations.families import ALWAYS_MASKED, NAME, family_of
-from fewkeys.integrations.patterns import check_honoured, pattern_of, span
+from fewkeys.integrations.families import NAME, family_of
+from fewkeys.integrations.masks import Keys, key_mask, read_mask, visible
+from fewkeys.integrations.patterns import check_honoured
 from fewkeys.integrations.terms import check_sink, distance_bias, in_terms, plain, with_key_bias, with_sink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.configuration_utils import PreTrainedConfig
 
 _MIXED = ", and its scores depend on contents and distances together, which no plan knows"
 _SPARSE = ", and it is sparse by a rule of its own"
@@ -166,7 +157,7 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention_forward)
-    AttentionMaskInterface.register(NAME, _key_mask)
+    AttentionMaskInterface.register(NAME, _mask)
 
 
 def _arrived(found: tuple[int, Answer] | None) -> Door:
@@ -189,15 +180,8 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     mask = None
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and queries != keys):
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=inputs.key.device)
-        if inputs.is_causal:
-            mask = mask.tril(inputs.query_offset)
-        if inputs.window is not None:
-            before, after = span(inputs.window, inputs.is_causal)
-            mask = mask.triu(inputs.query_offset - before).tril(inputs.query_offset + after)
-        mask = mask.expand(inputs.query.shape[0], 1, queries, keys)
-        if inputs.key_mask is not None:
-            mask = mask & inputs.key_mask[:, None, None, :]
+        how = (inputs.is_causal, inputs.window, inputs.query_offset, inputs.key_mask, inputs.key.device)
+        mask = visible(queries, keys, *how).expand(inputs.query.shape[0], 1, queries, keys)
     out, _ = _sdpa(module, inputs.query, inputs.key, inputs.value, mask, inputs.scale, inputs.is_causal)
     return out.transpose(1, 2)
 
@@ -224,6 +208,16 @@ def _sdpa(
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, softcap=softcap)
 
 
+def _is_causal_unmasked(module: nn.Module, is_causal: bool | None) -> bool:
+    """Whether a call whose model made no mask is causal: what the model's own implementation takes it for.
+
+    "eager" sees every key then; the others go by the argument, or else by the flag of the module.
+    """
+    if switch.own_implementation(module) == "eager":
+        return False
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
 # --- what transformers calls --------------------------------------------------------------------------------------
 
 
@@ -238,50 +232,12 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
         )
 
 
-def _key_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_bidirectional_skip: bool = False,
-    config: PreTrainedConfig | None = None,
-    device: torch.device | None = None,
-    **_: Any,
-) -> Tensor | None:
-    """The real keys, in the forms the head of this file lists. Raises `ValueError` for any pattern beside padding."""
-    pattern = pattern_of(mask_function, local_size, kv_offset + kv_length, config, allow_is_bidirectional_skip)
-    causal, window = pattern.causal, pattern.window
-    if causal and int(q_offset) + q_length != kv_offset + kv_length:
-        raise ValueError(
-            f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
-            f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
-        )
-    whole = pattern.plain and getattr(config, "model_type", None) not in ALWAYS_MASKED
-    if attention_mask is None:
-        if whole:
-            return None
-        real = torch.ones((batch_size, kv_length), dtype=torch.bool, device=device)
-    else:
-        real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-        if real.shape[1] < kv_length:
-            if isinstance(kv_length, streams.Length):
-                raise ValueError(
-                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, those in the cache "
-                    f"and the new ones, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache "
-                    "before it"
-                )
-            real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
-        if whole and bool(real.all()):
-            return None
-    found = real if window is None else real.int() * window
-    found = found if causal else found[:, None, None, :]
-    if config is not None:
-        switch.watch(config, found)
-    return found
+def _mask(**kwargs: Any) -> Tensor:
+    """The mask function of transformers."""
+    mask = key_mask(**kwargs)
+    if kwargs.get("config") is not None:
+        switch.watch(kwargs["config"], mask)
+    return mask
 
 
 def _attention_forward(
@@ -295,27 +251,30 @@ def _attention_forward(
     is_causal: bool | None = None,
     key_bias: Tensor | None = None,
     position_bias: Tensor | None = None,
+    window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out.
 
-    key_bias: of families that are restated alone. position_bias: (B or 1, Hq, Nq, Nk), of distances.
+    key_bias, window: of families that are restated alone. position_bias: (B or 1, Hq, Nq, Nk), of distances.
     """
     check_honoured(module, dropout, kwargs)
-    own = door(module)
-    found = None if own is None else own.innermost()
+    applied = door(module)
+    found = None if applied is None else applied.innermost()
     foreign = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1
     if found is None and foreign and kwargs.get("s_aux") is None and position_bias is None:
         # A call that began before the switch, in a thread that has nothing to do with it.
         return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    real, window, causal = _read_mask(module, attention_mask, (query.shape[0], key.shape[2]), causal)
-    if window is None and (told := kwargs.get("sliding_window")) is not None:
-        window = told if causal else 2 * told - 1
+    real, causal, own_window = (
+        Keys(None, _is_causal_unmasked(module, is_causal), None)
+        if attention_mask is None
+        else read_mask(module, attention_mask, (query.shape[0], key.shape[2]))
+    )
+    window = own_window if window is None else window
     if causal and key.shape[2] < query.shape[2]:
         raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
     offset, bias = key.shape[2] - query.shape[2] if causal else 0, position_bias
-    waiting, scale = streams.take(key), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    waiting, scale = streams.waiting(key), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if key_bias is not None:
         query, key, value = with_key_bias(query, key, value, key_bias, scale, centred=waiting is None)
     inputs = AttentionInputs(
@@ -336,27 +295,3 @@ def _attention_forward(
     else:
         output = exact(module, inputs) if found is None else found[1](found[0], module, inputs)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _read_mask(
-    module: nn.Module, mask: Tensor | None, shape: tuple[int, int], causal: bool
-) -> tuple[Tensor | None, int | None, bool]:
-    """The real keys (B, Nk) or None, the size of the window or None, and whether the call is causal."""
-    if mask is None:
-        return None, None, causal
-    if mask.is_floating_point():
-        raise ValueError(
-            f"attention_mask: {type(module).__name__} adds numbers of its own to the scores, {tuple(mask.shape)}, such "
-            "as a bias for the distance in an image, and no plan can know them; use a model without (ViT, DINOv2)"
-        )
-    if mask.dtype not in (torch.bool, torch.int32) or mask.shape not in (shape, (shape[0], 1, 1, shape[1])):
-        raise ValueError(
-            f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
-            "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
-        )
-    causal = mask.ndim == 2
-    rows = mask if causal else mask[:, 0, 0, :]
-    if mask.dtype == torch.bool:
-        return rows, None, causal
-    real = rows > 0
-    return None if bool(real.all()) else real, int(rows.max()) or None, causal

@@ -6,6 +6,7 @@ Honoured: causal and bidirectional attention, padding, and windows that a layer 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,13 +43,11 @@ _INERT = {
 class Pattern(NamedTuple):
     """Which keys a query sees, beside padding.
 
-    `window`: how many keys around the query (causal: up to it), as `fewkeys.Window` counts them; None: all. `plain`:
-    the attention module knows as much without a mask.
+    `window`: how many keys around the query (causal: up to it), as `fewkeys.Window` counts them; None: all.
     """
 
     causal: bool
     window: int | None
-    plain: bool
 
 
 def pattern_of(
@@ -56,33 +55,32 @@ def pattern_of(
     local_size: int | None,
     reach: int,
     config: PreTrainedConfig | None,
-    is_whole: bool,
 ) -> Pattern:
     """The pattern of a mask function of transformers, told by what it is made of; `ValueError` for all others.
 
-    reach: keys up to the last one. is_whole: of a bidirectional pattern, whether nothing will be added to the mask.
+    reach: keys up to the last one.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function:
-        return Pattern(True, None, True)
-    if function is bidirectional_mask_function and is_whole:
-        return Pattern(False, None, True)
+        return Pattern(True, None)
+    if function is bidirectional_mask_function:
+        return Pattern(False, None)
     name, parts = _made_of(function)
     if local_size is not None and name == "and_masks":
         if parts[0] == "sliding_window_overlay":
-            return Pattern(True, local_size, False)
+            return Pattern(True, local_size)
         if parts[0] == "sliding_window_bidirectional_overlay":
-            return Pattern(False, 2 * local_size + 1, False)
+            return Pattern(False, 2 * local_size + 1)
         if parts[0] == "chunked_overlay":
             if reach <= local_size:
-                return Pattern(True, None, True)
+                return Pattern(True, None)
             raise ValueError(
                 f"attention_chunk_size: this model cuts its sequences into chunks of {local_size} tokens, which is not "
                 f"honoured, got {reach} tokens; use sequences of at most {local_size}"
             )
     if name == "or_masks" and parts[1] != "blockwise_overlay" and getattr(config, "use_bidirectional_attention", False):
-        return Pattern(False, None if local_size is None else 2 * local_size - 1, False)
+        return Pattern(False, None if local_size is None else 2 * local_size - 1)
     raise ValueError(
         "attention_mask: expected causal or bidirectional attention with padding, or a window, got another pattern "
         "(packed sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
@@ -108,15 +106,21 @@ def span(window: int, causal: bool) -> tuple[int, int]:
 
 
 def layer_window(module: nn.Module) -> int | None:
-    """The window of an attention module's own, as its configuration counts it; None: it sees every key."""
-    if "sliding_window" in vars(module):
-        found = vars(module)["sliding_window"]
+    """The window of an attention module's own, as its configuration counts it; None: it sees every key.
+
+    Moshi's configuration has a window that its model never asks for.
+    """
+    own = vars(module)
+    if "sliding_window" in own:
+        window = own["sliding_window"]
     else:
-        (kinds, found), own = layer_kinds(getattr(module, "config", None)), vars(module)
+        kinds, window = layer_kinds(getattr(module, "config", None))
         layer = own.get("layer_idx", own.get("layer_id"))
         if kinds is not None and layer is not None and kinds[layer] not in SLIDING:
-            found = None
-    return found if isinstance(found, int) else None
+            window = None
+        if kinds is None and not any("sliding" in name for name in vars(sys.modules[type(module).__module__])):
+            window = None
+    return window if isinstance(window, int) else None
 
 
 def layer_kinds(config: Any) -> tuple[Sequence[str] | None, Any]:

@@ -6,6 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,25 +28,37 @@ from fewkeys.tree.leaves import Held
 
 
 class StreamLayer(CacheLayerMixin):
-    """One layer of a `StreamCache`: the streams of its key heads."""
+    """One layer of a `StreamCache`: the streams of its key heads.
+
+    `calls`: one for each attention call that the layer makes of the same keys, all but the first with other values
+    (DiffLlama: two). `window`: of the layer's own, None: it sees every key.
+    """
 
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, plans: Sequence[Plan], how: Held, config: PreTrainedConfig, before: StreamLayer | None) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        window: int | None,
+        how: Held,
+        config: PreTrainedConfig,
+        before: StreamLayer | None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plans = plans
-        self.streams = HeadStreams(plans, how)
+        self.plans, self.window, self.how = plans, window, how
+        self.calls = [HeadStreams(plans, how)]
         self.expected: tuple[Tensor, Tensor] | None = None
         self.closed = False
+        self._length, self._answered = 0, 0
         self._config, self._before = weakref.ref(config), before
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is allocated before the first attention call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values alone, which wait for their attention call; the rest is in the stream."""
+        """The new keys and values alone, which wait for their attention calls; the rest is in the streams."""
         config = self._config()
         if self.closed or config is None or config._attn_implementation != NAME:
             raise ValueError(
@@ -58,6 +71,7 @@ class StreamLayer(CacheLayerMixin):
                 "with the model it was made for"
             )
         self.expected = (key_states, value_states)
+        self._length, self._answered = self.get_seq_length(), 0
         streams.wait(key_states, self)
         return key_states, value_states
 
@@ -69,8 +83,22 @@ class StreamLayer(CacheLayerMixin):
                 "model: its attention has capped scores, learned sinks or a bias of distances, which no stream knows; "
                 "use fewkeys.apply and the model's own cache"
             )
-        self.streams.append(inputs.key, inputs.value, inputs.key_mask, inputs.scale)
-        return self.streams.attend(inputs.query)
+        if inputs.window != self.window:
+            raise ValueError(
+                f"model: expected a layer whose window is {self.window}, as its configuration says, got a call within "
+                f"{inputs.window}; use fewkeys.apply and the model's own cache"
+            )
+        if self._answered == len(self.calls):
+            self.calls.append(HeadStreams(self.plans, self.how))
+        answering = self.calls[self._answered]
+        if answering.length != self._length:
+            raise ValueError(
+                f"past_key_values: expected as many attention calls of a layer as for the {self._length} tokens "
+                f"before, got {self._answered + 1}; use the cache with the model it was made for"
+            )
+        self._answered += 1
+        answering.append(inputs.key, inputs.value, inputs.key_mask, inputs.scale)
+        return answering.attend(inputs.query)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` returns."""
@@ -78,7 +106,7 @@ class StreamLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """All tokens seen, whatever is left of them."""
-        return self.streams.length
+        return self.calls[0].length
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -88,7 +116,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.streams, self.expected = HeadStreams(self.plans, self.streams.how), None
+        self.calls, self.expected = [HeadStreams(self.plans, self.how)], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
@@ -96,23 +124,32 @@ class StreamLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences."""
-        self.streams.select(indices)
+        for streams_of_call in self.calls:
+            streams_of_call.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
-        if self.streams.batch is not None:
-            self.streams.select(torch.arange(self.streams.batch, device="cpu").repeat_interleave(repeats))
+        batch = self.calls[0].batch
+        if batch is not None:
+            self.batch_select_indices(torch.arange(batch, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""
         self.check_crop(tokens_to_remove)
-        self.streams.crop(self.streams.length + tokens_to_remove)
+        length = self.get_seq_length() + tokens_to_remove
+        for streams_of_call in self.calls:
+            streams_of_call.crop(length)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what `crop` would raise, and take nothing back."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        self.streams.check_crop(self.streams.length + tokens_to_remove)
+        for streams_of_call in self.calls:
+            streams_of_call.check_crop(self.get_seq_length() + tokens_to_remove)
+
+    def memory(self) -> int:
+        """Bytes held."""
+        return sum(streams_of_call.memory() for streams_of_call in self.calls)
 
     def offload(self) -> None:
         """Streams stay where they are."""
@@ -124,13 +161,12 @@ class StreamLayer(CacheLayerMixin):
 class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
-    def __init__(self, model: PreTrainedModel, plans: Sequence[Sequence[Plan]], how: Held) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], how: Held) -> None:
         self._how = how
-        modules: list[Any] = [*interface.attention_modules(model)]
         self._own: list[StreamLayer] = []
-        for own, module in zip(plans, modules, strict=True):
-            config = getattr(module, "config", model.config)
-            self._own.append(StreamLayer(own, how, config, self._own[-1] if self._own else None))
+        for (plans, window), module in zip(layers, interface.attention_modules(model), strict=True):
+            config: Any = getattr(module, "config", model.config)
+            self._own.append(StreamLayer(plans, window, how, config, self._own[-1] if self._own else None))
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
         hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
@@ -150,11 +186,12 @@ class StreamCache(Cache):
 
     def memory(self) -> int:
         """Bytes of memory held by all layers; files are not counted."""
-        return sum(own.streams.memory() for own in self._own)
+        return sum(own.memory() for own in self._own)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything held to one safetensors file, whole or not at all."""
-        files.write_all(path, [part for own in self._own for part in own.streams.contents()])
+        parts = [part for own in self._own for streams_of_call in own.calls for part in streams_of_call.contents()]
+        files.write_all(path, parts)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from what `save` wrote under the same plans; `ValueError` for another or a damaged file, which changes
@@ -162,20 +199,25 @@ class StreamCache(Cache):
         """
         model = self._model()
         device = "cpu" if model is None else model.device
-        counts = [len(own.streams.streams) for own in self._own]
+        empty = [HeadStreams(own.plans, own.how) for own in self._own]
+        counts = [len(streams_of_call.streams) for streams_of_call in empty]
         try:
             held = files.read_all(path)
-            if len(held) != sum(counts):
-                raise ValueError(f"expected {sum(counts)} streams, got {len(held)}")
-            parts = [held[sum(counts[:layer]) :][:count] for layer, count in enumerate(counts)]
-            found = [own.streams.restored(part, device) for own, part in zip(self._own, parts, strict=True)]
+            calls = max(1, len(held) // sum(counts))
+            if len(held) != calls * sum(counts):
+                raise ValueError(f"expected {sum(counts)} streams for each attention call, got {len(held)}")
+            parts = iter(held)
+            restored = [
+                [streams.restored([*islice(parts, count)], device) for _ in range(calls)]
+                for streams, count in zip(empty, counts, strict=True)
+            ]
         except files.FAULTS as error:
             raise ValueError(
                 f"path: expected a file that a cache's save wrote, of the {len(counts)} layers of this cache with "
                 f"their plans, got {path} ({error})"
             ) from None
-        for own, held_now in zip(self._own, found, strict=True):
-            own.streams, own.expected = held_now, None
+        for own, calls_of_layer in zip(self._own, restored, strict=True):
+            own.calls, own.expected = calls_of_layer, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()
@@ -183,10 +225,10 @@ class StreamCache(Cache):
             raise ValueError(
                 "past_key_values: expected a cache whose model is still there, got one whose model is gone"
             )
-        found = StreamCache(model, [own.plans for own in self._own], self._how)
-        for new, own in zip(found._own, self._own, strict=True):
-            new.streams = copy.deepcopy(own.streams, memo)
-        return found
+        twin = StreamCache(model, [(own.plans, own.window) for own in self._own], self._how)
+        for new, own in zip(twin._own, self._own, strict=True):
+            new.calls = copy.deepcopy(own.calls, memo)
+        return twin
 
 
 def _refuse_every_token_again(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:

@@ -6,15 +6,15 @@ By the identity of the key tensor, which both sides hold in their hands between 
 from __future__ import annotations
 
 from typing import Protocol
-from weakref import WeakValueDictionary
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fewkeys.captures.capture import AttentionInputs
 
 
 class Waiting(Protocol):
-    """Whoever answers the attention call of the keys it left here."""
+    """Whoever answers the attention calls of the keys it left here."""
 
     def attend(self, inputs: AttentionInputs) -> Tensor: ...
 
@@ -23,19 +23,15 @@ class Length(int):
     """A number of keys that are all new: what came before is remembered elsewhere, by its own rule."""
 
 
-_waiting: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
+_waiting = WeakIdKeyDictionary()
 
 
 def wait(key: Tensor, who: Waiting) -> None:
-    """Let `who` answer the call whose keys are `key`; it keeps the tensor alive until then."""
-    _waiting[id(key)] = who
+    """Let `who` answer the calls whose keys are `key`, for as long as somebody holds that tensor."""
+    _waiting[key] = who
 
 
-def waits(key: Tensor) -> bool:
-    """Whether somebody answers the call whose keys are `key`."""
-    return id(key) in _waiting
-
-
-def take(key: Tensor) -> Waiting | None:
-    """Who answers the call whose keys are `key`, once."""
-    return _waiting.pop(id(key), None)
+def waiting(key: Tensor) -> Waiting | None:
+    """Who answers the call whose keys are `key`."""
+    who: Waiting | None = _waiting.get(key)
+    return who

@@ -37,10 +37,13 @@ class Held:
 
     def let_go(self, waiting: bool) -> None:
         """Give the configuration its own implementation back, if nobody needs ours."""
-        if not self.holders and not waiting and held.pop(id(self.config), None) is not None:
+        if self.holders or waiting or held.get(id(self.config)) is not self:
+            return
+        del held[id(self.config)]
+        if self.config._attn_implementation == NAME:  # else somebody set another one, which stays
             self.config._attn_implementation = {"": self.own}  # this configuration alone, not those inside it
-            for module in self.modules:
-                give_back(module)
+        for module in self.modules:
+            give_back(module)
 
     def gone(self, thread: int) -> None:
         """A mask that served this thread is gone."""
@@ -78,7 +81,10 @@ def hold(configs: list[PreTrainedConfig], modules: list[nn.Module]) -> None:
     """
     with LOCK:
         for config in configs:
-            held.setdefault(id(config), Held(config, config._attn_implementation)).holders += 1
+            entry = held.setdefault(id(config), Held(config, config._attn_implementation))
+            if config._attn_implementation != NAME:  # set to another one since it was first held
+                entry.own = config._attn_implementation
+            entry.holders += 1
         held[id(configs[0])].modules.update(modules)
 
 
@@ -90,6 +96,12 @@ def release(configs: list[PreTrainedConfig]) -> None:
             found.holders -= 1
             mine = threading.get_ident()
             found.let_go(any(count for thread, count in found.masks.items() if thread != mine))
+
+
+def own_implementation(module: nn.Module) -> str | None:
+    """What answers the attention calls of a module when nobody holds its configuration; None: not known."""
+    entry = held.get(id(getattr(module, "config", None)))
+    return None if entry is None else entry.own
 
 
 def switch(model: PreTrainedModel) -> None:

@@ -34,7 +34,7 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
     own = inputs.sink.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     key[:, :, 0, -1] = 1 / inputs.scale
     mask = None if inputs.key_mask is None else pad(inputs.key_mask, (1, 0), value=True)
-    offset = inputs.query_offset + 1 if inputs.is_causal else 0
+    offset = inputs.query_offset + 1  # every key stands one place later
     query, value = torch.cat([query, own], -1), pad(inputs.value, (0, 0, 1, 0))
     return replace(inputs, query=query, key=key, value=value, key_mask=mask, query_offset=offset, sink=None)
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from fewkeys.attention import attention
+from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.core.weights import Softcap, Weights
-from fewkeys.flow import always
+from fewkeys.flow import never_exact
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
 from fewkeys.integrations.known import check_known, weights_of
@@ -90,7 +90,7 @@ def apply(
     """
     model = unwrapped(model)
     modules = attention_modules(model)
-    plans = tuple(None if own is None else always(own) for own in plans_per_layer(plan, modules))
+    plans = tuple(None if own is None else never_exact(own) for own in plans_per_layer(plan, modules))
     if isinstance(plan, ModelPlan):
         check_known(plan, [module for module, own in zip(modules, plans, strict=True) if own is not None])
     guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
-from fewkeys.core.gaps import is_torn
+from fewkeys.core.gaps import has_interior_padding
 
 # Entries of W in a block (float32: 128 MB). A block holds at least one sequence and one key head with its queries.
 BLOCK = 2**25
@@ -71,7 +71,7 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
         raise ValueError(
             f"query_offset: expected 0 for padded sequences, got {call.query_offset}; capture whole sequences"
         )
-    if padded and mask is not None and call.distance_bias is not None and is_torn(mask):
+    if padded and mask is not None and call.distance_bias is not None and has_interior_padding(mask):
         raise ValueError("key_mask: expected real keys side by side with distance_bias, got padding among them")
     group = query.shape[1] // key.shape[1]
     size = query.shape[2] * key.shape[2] * group

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.attention import attention
+from fewkeys.call import attention
 from fewkeys.core.clock import clock
 from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
-from fewkeys.flow import by_plan, run
+from fewkeys.flow import Choice, by_plan, canonicalise, choose, run, select
 from fewkeys.judge.exact import Block, Exact, held
 from fewkeys.judge.row import Effect
 from fewkeys.judge.tally import Tally
@@ -46,10 +46,10 @@ class Entry:
     def plans(self, layer: int, block: Block) -> Sequence[Plan]:
         """The plan of each key head of a block, which runs even where exact attention is faster."""
         if isinstance(self.plan, Plan):
-            return [self.plan.always()] * block.key.shape[1]
+            return [self.plan.never_exact()] * block.key.shape[1]
         group = block.query.shape[1] // block.key.shape[1]
         own: tuple[Plan, ...] = self.plan[layer][block.heads.start // group : block.heads.stop // group]
-        return tuple(plan.always() for plan in own)
+        return tuple(plan.never_exact() for plan in own)
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
         """Randomness that depends on the place (which begins with the seed) and the row, not on the other rows."""
@@ -66,7 +66,7 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
     inputs = block.checked(generator, impl)
     parts = list(by_plan(inputs, entry.plans(layer, block)))
     if len(parts) == 1 and parts[0][0].keep is None:
-        output = run(inputs, parts[0][0])
+        output = run(choose(parts[0][0], inputs))
         mass, slots, found = truth.weights.new_ones(()), truth.visible, truth.heavy_per_head
     else:
         output = torch.empty_like(truth.output)
@@ -76,14 +76,16 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
         for plan, index, part in parts:
             heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
             entry.restart(generator, where)
-            output[:, heads] = run(part, plan).float()
+            choice = choose(plan, part)
+            output[:, heads] = run(choice).float()
             # The same inputs, and the generator where it began: the edges that the output was made from.
             entry.restart(generator, where)
-            graph = Graph(part, full=True) if plan.keep is None else plan.keep.select(part)
-            edges[:, heads] = graph.to_mask()
-            price[heads] = plan.rest.slots(part.head_dim, part.value_dim)
+            graph = _graph(choice)
+            first, last = graph.inputs.filler, graph.inputs.queries
+            edges[:, heads] = graph.mask(first, last)
+            price[heads] = choice.plan.rest.slots(part.head_dim, part.value_dim)
             if graph.descent is not None:
-                scored[:, heads] = graph.descent.scored(0, part.queries).to(scored.dtype)
+                scored[:, heads] = graph.descent.scored(first, last).to(scored.dtype)
         mass, slots = held(truth.weights, edges)
         found = truth.count(edges.flatten()[truth.heavy])
         # Where every key is kept, nothing stands in.
@@ -94,6 +96,14 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
     errors = relative_error(output.float(), truth.output)
     mass, slots = mass.expand_as(errors), slots.expand_as(errors)
     entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy_per_head, found)
+
+
+def _graph(choice: Choice) -> Graph:
+    """The edges of a plan, or all of them."""
+    if choice.plan.keep is None:
+        return Graph(choice.inputs, full=True)
+    (part,), _ = canonicalise(choice)  # blocks have no padding
+    return select(part, choice.plan)
 
 
 def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> Tensor:

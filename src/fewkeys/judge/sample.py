@@ -16,13 +16,12 @@ from torch.nn.functional import pad
 
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.core import tensor_files
-from fewkeys.core.extent import tamed
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import plain_defaults
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
-from fewkeys.flow import by_plan, fitting, from_first, prepare, run
+from fewkeys.flow import by_plan, canonicalise, choose, prepare, run
 from fewkeys.judge.exact import blocks, exact
 from fewkeys.model_plan import ModelPlan
 from fewkeys.past.scan import States
@@ -107,7 +106,7 @@ def _layer(
             own = [plan] * block.key.shape[1] if isinstance(plan, Plan) else plan[layer][some]
             inputs = block.checked(torch.Generator(block.query.device).manual_seed(seed))
             parts, order = [], []
-            for one, index, part in by_plan(inputs, [each.always() for each in own]):
+            for one, index, part in by_plan(inputs, [each.never_exact() for each in own]):
                 order.append((index[:, None] * group + torch.arange(group)).flatten())
                 parts.append(_look(part, one, truth.output[:, order[-1]], picks, seed))
             back = torch.cat(order).argsort()
@@ -119,15 +118,15 @@ def _layer(
 
 def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dict[str, Tensor]:
     """What the query heads of `x` do with the queries `picks`, under one plan; `truth` (1, H, N, Dv)."""
-    error = relative_error(run(x, plan).float(), truth)[0][:, picks]
+    choice = choose(plan, x)
+    error = relative_error(run(choice).float(), truth)[0][:, picks]
     nothing = {"weight": error.new_zeros((*error.shape, 0)), "label": error.new_zeros((len(error), 0)).short()}
     if plan.keep is None:
         return {"kept": torch.full((*error.shape, -(-x.keys // 8)), 255, dtype=torch.uint8), "error": error, **nothing}
     if x.generator is not None:
         x.generator.manual_seed(seed)
-    x = tamed(x)[0] if x.wild else x
-    plan = fitting(x, plan)
-    problem = prepare(from_first(x, plan), plan)
+    (part,), _ = canonicalise(choice)
+    problem = prepare(part, choice.plan)
     places = [place + problem.inputs.filler for place in picks.tolist()]
     kept = torch.cat([problem.graph.mask(place, place + 1)[0] for place in places], 1)
     return {"kept": _packed(kept), "error": error, **(nothing | _stand_ins(problem, kept, places))}

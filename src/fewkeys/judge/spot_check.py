@@ -9,9 +9,10 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from fewkeys.core.extent import rescaled
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.validation import Options, check_count, check_inputs, check_real
-from fewkeys.flow import answers_exactly, by_plan, check_plan, run
+from fewkeys.core.validation import Options, check_count, check_real
+from fewkeys.flow import by_plan, check_plan, checked, choose, run
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.interval import Estimates, estimates, pool
 from fewkeys.guard.sample import Spread, draw, real_queries, sampled_errors, uniform
@@ -76,7 +77,7 @@ def check_tensors(
     """`fewkeys.spot_check` of one attention call."""
     check_options(queries, confidence)
     check_plan(plan)
-    inputs = check_inputs(query, key, value, **options)
+    inputs = checked(query, key, value, **options)
     return summary(check_call(inputs, plan, queries, inputs.generator), confidence)
 
 
@@ -90,8 +91,8 @@ def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[CallCheck]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
-    if isinstance(plan, Plan):
-        return [_check_part(inputs, plan, torch.arange(inputs.query_heads, device="cpu"), queries, generator)]
+    # Errors are relative, and squares of large outputs have no float.
+    inputs, _ = rescaled(inputs.clear())
     inner = torch.arange(inputs.gqa_ratio, device="cpu")
     return [
         _check_part(part, own, (heads.cpu().unsqueeze(-1) * inputs.gqa_ratio + inner).flatten(), queries, generator)
@@ -102,12 +103,12 @@ def check_call(
 def _check_part(
     inputs: Inputs, plan: Plan, heads: Tensor, queries: int, generator: torch.Generator | None
 ) -> CallCheck:
-    plan = plan.always()
     with torch.no_grad():
         shape = (inputs.batch, inputs.query_heads)
         where = heads.expand(shape).flatten()
-        output = run(inputs, plan)
-        if answers_exactly(inputs, plan):
+        choice = choose(plan.never_exact(), inputs)
+        output = run(choice)
+        if choice.is_exact:
             count = real_queries(inputs).sum(-1)
             zero = torch.zeros(shape, dtype=torch.float64, device="cpu")
             known = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, zero.new_ones(1)))

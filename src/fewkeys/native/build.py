@@ -1,7 +1,8 @@
 """Finds the compiled kernels and runs them.
 
 A wheel has brought a library for every instruction set (`LIBRARIES`). Where there is none of the set wanted, the
-machine's C++ compiler makes it, once, and it is kept for the next process.
+machine's C++ compiler makes it, once, and it is kept for the next process, in a folder that nobody else may write.
+What is loaded are the bytes that were checked, not a path that another user could change in between.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import shlex
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from signal import SIGINT, default_int_handler, getsignal
 
 import torch
 
-from fewkeys.core.files import cache_folder, is_own, spare_folder
+from fewkeys.core.files import cache_folder, spare_folder, write_whole
+from fewkeys.core.trust import is_trusted, make_folder, read_own, read_trusted
 from fewkeys.native import sets
 from fewkeys.native.sets import InstructionSet
 
@@ -39,7 +43,18 @@ _WHY = {_OUT_OF_MEMORY: "there is no memory for its buffers", _INTERRUPTED: "it 
 _LOADING = threading.RLock()
 PATIENCE = 300.0
 """Seconds that a compiler may take."""
+WAIT = 120.0
+"""Seconds to wait for another process that compiles the same kernels."""
 _LOG = logging.getLogger("fewkeys")
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """A loaded library, the file that its bytes came from (None: none was kept), and their SHA-256."""
+
+    library: ctypes.CDLL
+    place: Path | None
+    digest: str
 
 
 def missing() -> str | None:
@@ -55,24 +70,19 @@ def missing() -> str | None:
 def instruction_set() -> str | None:
     """The name of the instruction set that the kernels use, None where there are no kernels."""
     found = _found()
-    return None if isinstance(found, str) else found.fewkeys_set().decode()
+    return None if isinstance(found, str) else found.library.fewkeys_set().decode()
 
 
 def place() -> Path | None:
-    """The library that the kernels are in, None where there are no kernels."""
+    """The file that the kernels came from, None where there is none."""
     found = _found()
-    return None if isinstance(found, str) else Path(str(found._name))
+    return None if isinstance(found, str) else found.place
 
 
 def identity() -> str:
     """What tells these kernels from all others; "none" where there are none."""
     found = _found()
-    return "none" if isinstance(found, str) else f"{instruction_set()}-{_digest(found)}"
-
-
-@lru_cache
-def _digest(library: ctypes.CDLL) -> str:
-    return hashlib.sha256(Path(str(library._name)).read_bytes()).hexdigest()[:16]
+    return "none" if isinstance(found, str) else f"{instruction_set()}-{found.digest[:16]}"
 
 
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
@@ -117,11 +127,11 @@ def _library() -> ctypes.CDLL:
     found = _found()
     if isinstance(found, str):
         raise RuntimeError(f"compiled kernels: expected a library or a C++ compiler, got none that works: {found}")
-    return found
+    return found.library
 
 
-def _found() -> ctypes.CDLL | str:
-    """The library that the environment asks for, or why there is none; every kernel asks, so it must be quick."""
+def _found() -> Kernels | str:
+    """The kernels that the environment asks for, or why there are none; every kernel asks, so it must be quick."""
     return _load(os.environ.get(SWITCH), os.environ.get(sets.FORCED), _counting())
 
 
@@ -141,7 +151,7 @@ def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
 
 
 @lru_cache
-def _load(switch: str | None, forced: str | None, counting: bool) -> ctypes.CDLL | str:
+def _load(switch: str | None, forced: str | None, counting: bool) -> Kernels | str:
     if switch == "0":
         return f"{SWITCH}=0 turns them off"
     wanted = sets.chosen()
@@ -151,21 +161,38 @@ def _load(switch: str | None, forced: str | None, counting: bool) -> ctypes.CDLL
     with _LOADING:
         shipped = LIBRARIES / f"{wanted}.so"
         if switch == "jit" or counting or not shipped.is_file():
-            found = _made(wanted, counting)
+            kernels = _made(wanted, counting)
         else:
-            found = _opened(shipped, wanted) if _undamaged(shipped) else f"{shipped} is damaged; install fewkeys again"
-    if isinstance(found, str) and forced:
-        raise RuntimeError(f"{sets.FORCED}={wanted}: expected kernels of this set, got none ({found})")
-    return found
+            library = _intact(shipped.read_bytes())
+            damage = f"{shipped} is damaged; install fewkeys again"
+            kernels = damage if library is None else _opened(library, shipped, wanted)
+    if isinstance(kernels, str) and forced:
+        raise RuntimeError(f"{sets.FORCED}={wanted}: expected kernels of this set, got none ({kernels})")
+    return kernels
 
 
-def _opened(path: Path, wanted: InstructionSet) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+def _opened(data: bytes, place: Path | None, wanted: InstructionSet) -> Kernels:
+    library = _load_bytes(data)
     library.fewkeys_set.restype = ctypes.c_char_p
-    if (found := library.fewkeys_set().decode()) != wanted.name:
-        raise RuntimeError(f"compiled kernels: expected those of {wanted} in {path}, got those of {found}")
+    if (name := library.fewkeys_set().decode()) != wanted.name:
+        raise RuntimeError(f"compiled kernels: expected those of {wanted} in {place}, got those of {name}")
     library.fewkeys_lend(_threads())
-    return library
+    return Kernels(library, place, hashlib.sha256(data).hexdigest())
+
+
+def _load_bytes(data: bytes) -> ctypes.CDLL:
+    """The library of exactly these bytes, from memory where the system can, else from a private copy."""
+    try:
+        descriptor = os.memfd_create("fewkeys-kernels")
+    except (AttributeError, OSError):  # not Linux
+        with tempfile.TemporaryDirectory(prefix="fewkeys-", ignore_cleanup_errors=True) as folder:
+            path = Path(folder) / "kernels.so"
+            path.write_bytes(data)
+            return ctypes.CDLL(str(path))
+    with open(descriptor, "wb", closefd=False) as memory:
+        memory.write(data)
+    # The descriptor stays open: the loader would take a library of the same path for this one.
+    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
 
 
 def _threads() -> ctypes.c_void_p | None:
@@ -176,35 +203,47 @@ def _threads() -> ctypes.c_void_p | None:
         return None
 
 
-def _made(wanted: InstructionSet, counting: bool) -> ctypes.CDLL | str:
+def _made(wanted: InstructionSet, counting: bool) -> Kernels | str:
+    """Kernels that were compiled and kept before, else compiled now."""
     compiler = sets.compiler()
     if compiler is None:
         looked_for = ", ".join(sets.COMPILERS)
         return f"no C++ compiler ({looked_for}) is installed; set {sets.COMPILER} to one, or install a wheel"
     try:
         name = f"kernels-{_fingerprint(compiler, wanted, counting)}.so"
-        kept = next((path for folder in _folders() if _whole(path := folder / name)), None)
-        if kept is not None:
-            return _opened(kept, wanted)
-        path = _place(name)
+        for folder in (cache_folder(), spare_folder()):
+            if kernels := _kept(folder / name, wanted):
+                return kernels
+        keep_in = _folder_to_keep()
+        if keep_in is None:
+            return _opened(_compile(compiler, wanted, counting, "no folder"), None, wanted)
+        path = keep_in / name
         with _alone(path):
-            if not _whole(path):  # by now another process may have compiled it
-                _compile(compiler, wanted, path, counting)
-            return _opened(path, wanted)
+            if kernels := _kept(path, wanted):  # by now another process may have compiled it
+                return kernels
+            library = _compile(compiler, wanted, counting, str(keep_in))
+            with suppress(OSError):  # no room: the next process compiles again
+                write_whole(path, library + hashlib.sha256(library).digest(), mode=0o755)
+            return _opened(library, path, wanted)
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         return f"{shlex.join(compiler)} failed: {told.strip().splitlines()[0] if told.strip() else error}"
 
 
-def _whole(path: Path) -> bool:
-    """Whether a library is what was compiled, by a user who may run code here."""
-    return path.is_file() and is_own(path) and _undamaged(path)
+def _kept(path: Path, wanted: InstructionSet) -> Kernels | None:
+    """Kernels from a file that nobody else could have written, None where there is no such file, or a damaged one."""
+    file = read_trusted(path)
+    library = None if file is None else _intact(file)
+    return None if library is None else _opened(library, path, wanted)
 
 
-def _undamaged(path: Path) -> bool:
-    """A truncated library would end the process that loads it."""
-    library, digest = (held := path.read_bytes())[:-DIGEST], held[-DIGEST:]
-    return hashlib.sha256(library).digest() == digest
+def _intact(file: bytes) -> bytes | None:
+    """The library that a file holds before its SHA-256, None where the two differ.
+
+    Loading a truncated library would end the process.
+    """
+    library, digest = file[:-DIGEST], file[-DIGEST:]
+    return library if hashlib.sha256(library).digest() == digest else None
 
 
 def _flags(counting: bool) -> tuple[str, ...]:
@@ -221,60 +260,51 @@ def _fingerprint(compiler: list[str], wanted: InstructionSet, counting: bool) ->
     return digest.hexdigest()[:16]
 
 
-def _folders() -> list[Path]:
-    """Where compiled kernels may be found."""
-    return [cache_folder(), *([spare_folder()] if is_own(spare_folder()) else [])]
-
-
-def _place(name: str) -> Path:
-    """Where compiled kernels are to be kept: in the first folder that can be written; at worst for this process alone.
-
-    A file of this name that is another user's is left alone.
-    """
-    for folder, mode in ((cache_folder(), 0o777), (spare_folder(), 0o700)):
-        path = folder / name
-        try:
-            folder.mkdir(mode, parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK) or (path.exists() and not is_own(path)):
-                continue
-            if folder != spare_folder() or is_own(folder):
-                return path
-        except OSError:
-            continue
-    return Path(tempfile.mkdtemp(prefix="fewkeys-")) / name
+def _folder_to_keep() -> Path | None:
+    """The first folder that can be written and that nobody else may write; made if it is missing."""
+    for folder in (cache_folder(), spare_folder()):
+        with suppress(OSError):
+            make_folder(folder)
+            if is_trusted(folder) and os.access(folder, os.W_OK):
+                return folder
+    return None
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait while another process compiles the same; a process that dies waits for nobody, and nobody for it."""
+    """Wait up to `WAIT` seconds while another process compiles the same; then both do, and the later file stays."""
     try:
         import fcntl
 
         handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    except (ImportError, OSError):  # no locks here: the last to be done wins
+    except (ImportError, OSError):  # there are no locks here
         yield
         return
     try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        end = time.monotonic() + WAIT
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
         yield
     finally:
         os.close(handle)
 
 
-def _compile(compiler: list[str], wanted: InstructionSet, path: Path, counting: bool) -> None:
-    """Written whole or not at all; a compiler that is stopped leaves nothing."""
+def _compile(compiler: list[str], wanted: InstructionSet, counting: bool, kept_in: str) -> bytes:
+    """The library, compiled in a folder that only this process knows and gone from there."""
     _LOG.warning(
-        "compiling the kernels for %s with %s, once: 10 to 60 seconds; kept in %s", wanted, compiler[0], path.parent
+        "compiling the kernels for %s with %s, once: 10 to 60 seconds; kept in %s", wanted, compiler[0], kept_in
     )
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    try:
-        command = sets.command(compiler, wanted, part, *_flags(counting))
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603
-        library = Path(part).read_bytes()
-        Path(part).chmod(0o755)  # readable by others, who may share the folder
-        Path(part).write_bytes(library + hashlib.sha256(library).digest())
-        os.replace(part, path)
-    finally:
-        Path(part).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fewkeys-") as folder:
+        path = Path(folder) / "kernels.so"
+        command = sets.command(compiler, wanted, str(path), *_flags(counting))
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE, umask=0o077)  # noqa: S603
+        library = read_own(path)
+    if library is None:
+        raise OSError(f"expected a library in {folder} that only this user may write, got none")
+    return library

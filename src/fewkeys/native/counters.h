@@ -34,7 +34,8 @@ struct Counters {
   void take(int64_t &multiply_adds, int64_t &bytes) {
     const std::lock_guard<std::mutex> hold(enrolling);
     multiply_adds = bytes = 0;
-    for (Counter &counter : of_threads) multiply_adds += counter.multiply_adds.exchange(0), bytes += counter.bytes.exchange(0);
+    for (Counter &counter : of_threads)
+      multiply_adds += counter.multiply_adds.exchange(0), bytes += counter.bytes.exchange(0);
   }
 
  private:

@@ -1,7 +1,7 @@
 // Gradients of `descend.h`: tile by tile once more, the weights made again from the inputs; what is opened is a choice.
 //
-// A node's logit is q . mu + log z + min(c spread, most), spread = sum_i q_i^2 D_i. With the gradient S of the logit and
-// V = c S where the spread counts, zero beyond, mu gets S q, D gets V q^2, and q gets S mu + 2 V (q D).
+// A node's logit is q . mu + log z + min(c spread, most), spread = sum_i q_i^2 D_i. With the gradient S of the logit
+// and V = c S where the spread counts, zero beyond, mu gets S q, D gets V q^2, and q gets S mu + 2 V (q D).
 #pragma once
 #include "back.h"
 #include "descend.h"
@@ -123,7 +123,8 @@ class DescentAttentionBack {
   float mean_of(FoundBack<At> &list, int i, const Row *row, float inverse) {
     const int64_t from = list.start[i], to = list.start[i + 1];
     float found = 0;
-    for (int64_t c = from; c < to; c += FOUR) four_dots(row + (c - from), &out[i * value_dim], value_dim, &list.grad[c]);
+    for (int64_t c = from; c < to; c += FOUR)
+      four_dots(row + (c - from), &out[i * value_dim], value_dim, &list.grad[c]);
     count_multiply_adds(3 * (to - from));
     for (int64_t c = from; c < to; c++) found += (list.weight[c] *= inverse) * list.grad[c];
     return found;
@@ -155,7 +156,8 @@ class DescentAttentionBack {
       mix_rows(variance_row.data(), slope.data() + closed.start[i], nodes, dim, square);
       mix_rows(leaf_row.data(), leaf.grad.data() + leaf.start[i], keys, dim, own);
       const float *q = &found.asked[i * dim];
-      float *to = all.query + ((found.batch * p.heads + found.query_head[i]) * all.queries + found.query_place[i]) * dim;
+      const int64_t head = found.batch * p.heads + found.query_head[i];
+      float *to = all.query + (head * all.queries + found.query_place[i]) * dim;
       for (int d = 0; d < dim; d++) to[d] = p.scale * (own[d] + 2 * q[d] * square[d]);
     }
   }

@@ -32,7 +32,8 @@ struct TableOf {
   const float *key, *value, *variance, *radius;  // radius: null where no bounds are asked for
   int64_t rows;
 };
-// A node that stands in: its table, its row there beginning with those of the first head, and the variance of its scores.
+// A node that stands in: its table, its row there beginning with those of the first head, and the variance of its
+// scores.
 struct ClosedAt {
   int64_t table, row;
   float spread;
@@ -311,8 +312,10 @@ class Descender {
       const LevelOf &level = level_of(step, l);
       const float size = std::log((float)level.size);
       for (int64_t stop = c + entering_of(level); c < stop; c++)
-        for (int w = 0, v = 0; w < WIDE; w++, v += LANES)
-          tile.top[w] = max(tile.top[w], load(&score[(near + c) * TILE + v]) + (size + gain(load(&spread[c * TILE + v]))));
+        for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
+          const vec width = load(&spread[c * TILE + v]);
+          tile.top[w] = max(tile.top[w], load(&score[(near + c) * TILE + v]) + (size + gain(width)));
+        }
     }
   }
   vec gain(vec spread) const {
@@ -331,8 +334,8 @@ class Descender {
     return found;
   }
 
-  // What a query knows of its mass, in units of e^top: the least that there is beside the nodes of a level, and the most
-  // that stays closed. `length`: of the query.
+  // What a query knows of its mass, in units of e^top: the least that there is beside the nodes of a level, and the
+  // most that stays closed. `length`: of the query.
   struct Mass {
     float top, seen, closed, length;
   };

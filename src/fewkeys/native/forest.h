@@ -1,4 +1,5 @@
-// What a forest of key trees needs beside its splits: the metric of the queries seen so far, and what is known of nodes.
+// What a forest of key trees needs beside its splits: the metric of the queries seen so far, and what is known of
+// nodes.
 #pragma once
 #include "split.h"
 
@@ -8,7 +9,8 @@ namespace fewkeys {
 class Roots {
  public:
   explicit Roots(const TreeRoots &p)
-      : p(p), dim(p.dim), wide(round_up(dim)), total(dim), mean(dim), asked(FOUR * dim), square(dim * dim), root(wide * wide) {}
+      : p(p), dim(p.dim), wide(round_up(dim)), total(dim), mean(dim), asked(FOUR * dim), square(dim * dim),
+        root(wide * wide) {}
 
   void run(int64_t head) {
     std::fill(total.begin(), total.end(), 0.0), std::fill(square.begin(), square.end(), 0.0);
@@ -141,69 +143,6 @@ static void summarise(const Summaries &p, int threads) {
       }
     }
   });
-}
-
-// Gradients of `summarise`, from the root of a tree down. With gradients of a node's mean m and variance D, a child with
-// mean m_c gets (m + 2 D (m_c - mean)) / count, and its variance D / count; values get their part of the mean.
-class SummariesDown {
- public:
-  explicit SummariesDown(const SummariesBack &all)
-      : all(all), p(all.of), dim(p.dim), value_dim(p.value_dim), wide(2 * dim + value_dim), total(p.count * wide) {}
-
-  // Node i of a level and all below it, whose own gradients and that of its parent's are `total`.
-  void run(int64_t head, int64_t level, int64_t i) {
-    const auto *tables = (const TableTo *)p.tables, *from = (const TableTo *)all.from;
-    const int64_t at = head * tables[level].rows + i;
-    float *own = &total[level * wide];
-    add(own, from[level].key + at * dim, 1.0f, dim);
-    add(own + dim, from[level].variance + at * dim, 1.0f, dim);
-    add(own + 2 * dim, from[level].value + at * value_dim, 1.0f, value_dim);
-    const float *mean = tables[level].key + at * dim;
-    for (int r = 0; r < (level ? FOUR : LEAF); r++) {
-      if (level) {
-        float *to = &total[(level - 1) * wide];
-        std::fill_n(to, wide, 0.0f);
-        give(own, tables[level - 1].key + (head * tables[level - 1].rows + i * FOUR + r) * dim, mean, 1.0f / FOUR, to,
-             to + 2 * dim);
-        add(to + dim, own + dim, 1.0f / FOUR, dim);
-        run(head, level - 1, i * FOUR + r);
-      } else {
-        const int64_t place = p.order[head * p.places + i * LEAF + r], to = head * all.keys + place;
-        give(own, p.key.at<float>(head, 0, place), mean, 1.0f / LEAF, all.key + to * dim, all.value + to * value_dim);
-      }
-    }
-  }
-  void start(int64_t level) { std::fill_n(&total[level * wide], wide, 0.0f); }
-
- private:
-  const SummariesBack &all;
-  const Summaries &p;
-  const int64_t dim, value_dim, wide;
-  aligned_vector<float> total;  // by level, of the node that is looked at: of mean key, variance and mean value
-
-  void give(const float *own, const float *row, const float *mean, float share, float *key, float *value) {
-    count_multiply_adds(2 * dim);
-    for (int64_t d = 0; d < dim; d++) key[d] += share * (own[d] + 2 * own[dim + d] * (row[d] - mean[d]));
-    add(value, own + 2 * dim, share, value_dim);
-  }
-};
-
-static void summarise_back(const SummariesBack &all, int threads) {
-  const Summaries &p = all.of;
-  const auto *tables = (const TableTo *)p.tables;
-  // Trees of one size share no key; those of others come after them.
-  for (int64_t first = 0, last; first < p.trees; first = last) {
-    int64_t level = 0;
-    for (last = first; last < p.trees && p.size[last] == p.size[first]; last++) {}
-    while (level + 1 < p.count && tables[level + 1].size <= p.size[first]) level++;
-    const int64_t many = p.size[first] / tables[level].size;
-    in_parallel(
-        threads, p.heads * (last - first) * many, [&] { return SummariesDown(all); },
-        [&](SummariesDown &down, int64_t t) {
-          down.start(level);
-          down.run(t % p.heads, level, p.base[first + t / p.heads / many] / tables[level].size + t / p.heads % many);
-        });
-  }
 }
 
 }  // namespace fewkeys

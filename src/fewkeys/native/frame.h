@@ -99,7 +99,9 @@ static void frame(const Framed &p, int threads) {
   const auto add_piece = [&](Framing<T> &framing, int64_t head, int64_t piece) {
     framing.add_piece(head, piece, sums.data() + head * size);
   };
-  const auto finish = [&](Framing<T> &framing, int64_t head, int64_t) { framing.finish(head, sums.data() + head * size); };
+  const auto finish = [&](Framing<T> &framing, int64_t head, int64_t) {
+    framing.finish(head, sums.data() + head * size);
+  };
   in_phases(threads, heads, small, [&] { return Framing<T>(p); }, Phase{one.pieces(), add_piece}, Phase{1, finish});
 }
 

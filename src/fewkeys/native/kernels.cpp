@@ -46,7 +46,6 @@ EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
-EXPORT(scan_back, PastBack)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(form, Forms)
 EXPORT(halve, Halves)
@@ -54,7 +53,6 @@ EXPORT(split, Split)
 EXPORT(grow, Trees)
 EXPORT(roots, TreeRoots)
 EXPORT(summarise, Summaries)
-EXPORT(summarise_back, SummariesBack)
 
 FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
   return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
@@ -98,7 +96,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Clustered);
   SIZE_OF(Represented);
   SIZE_OF(Past);
-  SIZE_OF(PastBack);
   SIZE_OF(Forms);
   SIZE_OF(Halves);
   SIZE_OF(Best);
@@ -109,7 +106,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Trees);
   SIZE_OF(TreeRoots);
   SIZE_OF(Summaries);
-  SIZE_OF(SummariesBack);
   SIZE_OF(Descend);
   SIZE_OF(Descents);
   SIZE_OF(DescendBack);

@@ -72,7 +72,8 @@ static inline void round_to(float x, bf16 &into) {
   into.bits = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 
-// One move each. Through memcpy, compilers split moves as they think best for the processor, and do so through the stack.
+// One move each. Through memcpy, compilers split moves as they think best for the processor, and do so through the
+// stack.
 static inline vec load(const float *from) { return *(const vec *)from; }
 static inline vec load(const bf16 *from) {
   typedef uint16_t half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));

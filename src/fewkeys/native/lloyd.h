@@ -132,8 +132,9 @@ static void cluster(const Clustered &p, int threads) {
       p.distance[j] = std::max(energy - 2.0f * all.nearest[j], p.near * energy);
     }
   };
-  in_phases(threads, all.batch * all.heads, all.keys <= PIECE, [&] { return Worker{Clustering<T>(p.some), Surveyor<T>(all)}; },
-            Phase{1, seek}, Phase{(all.keys + TILE - 1) / TILE, look});
+  const auto make = [&] { return Worker{Clustering<T>(p.some), Surveyor<T>(all)}; };
+  in_phases(threads, all.batch * all.heads, all.keys <= PIECE, make, Phase{1, seek},
+            Phase{(all.keys + TILE - 1) / TILE, look});
 }
 
 }  // namespace fewkeys

@@ -127,6 +127,8 @@ struct AmxProducts {
       written(&shape);
       _tile_loadconfig(&shape);
     }
+    // A copy that ends would take the unit from the thread.
+    Session(const Session &) = delete;
     ~Session() { _tile_release(); }
   };
 
@@ -172,7 +174,8 @@ struct AmxProducts {
 
   class Columns {
    public:
-    Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), deep(round_up(dim, STEP)), wide(round_up(value_dim)) {}
+    Columns(int dim, int value_dim)
+        : dim(dim), value_dim(value_dim), deep(round_up(dim, STEP)), wide(round_up(value_dim)) {}
 
     template <class R>
     void read(const R *keys, int64_t key_pitch, const R *values, int64_t value_pitch, int count) {

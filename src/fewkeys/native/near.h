@@ -13,8 +13,8 @@ struct Reach {
   int count;
 };
 
-// What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the left
-// and right factor of the first-order term. Places beyond the last key are zero.
+// What all queries of a key head, or of a cohort, share, in rows filled up with zeros: the list, the stand-ins, the
+// left and right factor of the first-order term. Places beyond the last key are zero.
 template <class T>
 static void gather_shared(const Near &p, int64_t b, int64_t h, float *key, int deep, float *value, int wide) {
   const int64_t head = b * (p.heads / p.gqa_ratio) + h;
@@ -41,7 +41,7 @@ class NearWeights {
 
   explicit NearWeights(const Near &p)
       : score(round_up(p.entries + p.means + p.rank, STEP) * TILE), near(round_up(most_reached(p), STEP) * TILE), p(p),
-        count(p.means * TILE) {}
+        count((p.means + 2) * TILE) {}
 
   Reach reach_of(int64_t first, int rows) const {
     const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
@@ -93,7 +93,7 @@ class NearWeights {
 
  private:
   const Near &p;
-  aligned_vector<float> count;  // what every stand-in speaks for
+  aligned_vector<float> count;  // what every stand-in speaks for; two rows more, which `Neighbours` writes
   const ivec lane = count_up();
 
   static int64_t most_reached(const Near &p) {
@@ -307,27 +307,33 @@ class Shared {
 
 template <class Products>
 static void attend(const Near &p, int threads) {
-  const int64_t shared_heads = p.heads / p.gqa_ratio, lists = p.batch * shared_heads;
-  const int64_t tiles = (p.queries + TILE - 1) / TILE, work = tiles * p.batch * p.heads;
+  const int64_t lists_each = p.heads / p.gqa_ratio, lists = p.batch * lists_each, units = lists / p.cohorts;
+  const int64_t tiles = (p.queries + TILE - 1) / TILE, turns = p.gqa_ratio * p.cohorts;
   typedef NearAttention<Products> Attention;
-  if (p.order && lists >= 4 * threads) {
-    // Lists of cohorts are many and serve few queries each: one is held at a time.
-    const auto new_worker = [&] { return std::pair<Attention, Shared<Products>>(p, p); };
-    return in_parallel(threads, lists, new_worker, [&](auto &worker, int64_t i) {
-      auto &[attention, shared] = worker;
-      shared.read(i / shared_heads, i % shared_heads);
-      for (int64_t first = 0; first < p.queries; first += TILE)
-        attention.attend(shared.columns, i / shared_heads, i % shared_heads, first);
+  // A unit is a key head of a sequence. Tiles of the same number of its cohorts follow one another: they are near one
+  // another in the sequence, and read the same keys around them.
+  const auto attend_tile = [&](Attention &attention, Shared<Products> *shared, int64_t unit, int64_t turn) {
+    const int64_t b = unit * p.cohorts / lists_each, h = unit * p.cohorts % lists_each * p.gqa_ratio + turn % turns;
+    attention.attend(shared[turn % turns / p.gqa_ratio].columns, b, h, turn / turns * TILE);
+  };
+  if (p.order && units >= 4 * threads) {
+    // Lists of cohorts are many: those of one unit are held at a time.
+    typedef std::vector<Shared<Products>> Lists;
+    const auto new_worker = [&] { return std::pair<Attention, Lists>(p, Lists(p.cohorts, Shared<Products>(p))); };
+    return in_parallel(threads, units, new_worker, [&](auto &worker, int64_t unit) {
+      for (int64_t c = 0; c < p.cohorts; c++)
+        worker.second[c].read(unit * p.cohorts / lists_each, unit * p.cohorts % lists_each + c);
+      for (int64_t turn = 0; turn < tiles * turns; turn++) attend_tile(worker.first, worker.second.data(), unit, turn);
     });
   }
   std::vector<Shared<Products>> shared(lists, Shared<Products>(p));
-  const auto read = [&](int, int64_t i) { shared[i].read(i / shared_heads, i % shared_heads); };
+  const auto read = [&](int, int64_t i) { shared[i].read(i / lists_each, i % lists_each); };
   in_parallel(threads, lists, [] { return 0; }, read, 16);
-  const auto attend = [&](Attention &attention, int64_t t) {
-    const int64_t b = t / tiles / p.heads, h = t / tiles % p.heads;
-    attention.attend(shared[b * shared_heads + h / p.gqa_ratio].columns, b, h, t % tiles * TILE);
+  const auto attend = [&](Attention &attention, int64_t i) {
+    const int64_t unit = i / (tiles * turns);
+    attend_tile(attention, &shared[unit * p.cohorts], unit, i % (tiles * turns));
   };
-  in_parallel(threads, work, [&] { return Attention(p); }, attend, 4);
+  in_parallel(threads, units * tiles * turns, [&] { return Attention(p); }, attend, 4);
 }
 
 }  // namespace fewkeys

@@ -1,5 +1,5 @@
-// Buffers that kernels have given back, for those that come next. Fresh memory is pages that the system has yet to clear,
-// a microsecond each or several, and a call may take hundreds.
+// Buffers that kernels have given back, for those that come next. Fresh memory is pages that the system has yet to
+// clear, a microsecond each or several, and a call may take hundreds.
 #pragma once
 #include <atomic>
 #include <cstddef>

@@ -169,17 +169,6 @@ struct Past {
   float scale, tilt, lowest;
 };
 
-// The gradients of such a scan, which is linear given its moves: `fewkeys.past.gradient`.
-struct PastBack {
-  const float *rows_by, *last;  // that come: (B Hkv, steps + 1, M, D + Dv), (B Hkv, M, D + Dv)
-  const int64_t *place;         // the moves: (B Hkv, steps, M + E)
-  const float *coefficient;
-  const int64_t *index;         // (B Hkv, steps, E)
-  float *rows;                  // of the rows at the beginning: (B Hkv, M, D + Dv)
-  float *key, *value;           // (B Hkv, Nk, D), (B Hkv, Nk, Dv): zeros, to be added to
-  int64_t heads, keys, dim, value_dim, count, steps, evicted;
-};
-
 // Sets of rows in equal parts: `fewkeys.sketch.cohorts.split`.
 struct Halves {
   const float *rows;    // (sets, rows_each, dim)
@@ -287,13 +276,6 @@ struct Summaries {
   int64_t heads, trees, places, dim, value_dim, count;
 };
 
-struct SummariesBack {
-  Summaries of;
-  const int64_t *from;  // (count): tables of gradients that come, as `tables`
-  float *key, *value;   // (H, n, D), (H, n, Dv): zeros, to be added to
-  int64_t keys;
-};
-
 // Softmax over what every query finds by descending a forest: `fewkeys.tree.descent`.
 struct Descend {
   Rows query, key, value, out;
@@ -301,7 +283,8 @@ struct Descend {
   const int64_t *real;   // (n): where real keys stand; null: all are
   const int64_t *seen;   // (Nq): how many of them each query sees
   const int64_t *order;  // (H, places)
-  // What is sealed, strides counted in bytes: row r of a head is r / 2^chunk chunks of chunk_bytes and its rest from there.
+  // What is sealed, strides counted in bytes: row r of a head is r / 2^chunk chunks of chunk_bytes and its rest from
+  // there.
   Rows leaf_key, leaf_value;
   int64_t leaf_type, leaf_first, chunk, chunk_bytes;  // 0: float, 1: bfloat16, 2: int8 after scales; the key of row 0
   int64_t skipped;  // keys after the sinks that are sealed and not among `key`

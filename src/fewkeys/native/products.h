@@ -10,7 +10,8 @@
 
 namespace fewkeys {
 
-// At most TILE rows (count, dim), transposed to lanes (dim, TILE), `pitch` apart, and scaled; lanes beyond count are zero.
+// At most TILE rows (count, dim), transposed to lanes (dim, TILE), `pitch` apart, and scaled; lanes beyond count are
+// zero.
 template <class T>
 static __attribute__((noinline)) void to_lanes(const T *const *rows, int count, int dim, float scale, float *into,
                                                int64_t pitch = TILE) {
@@ -115,8 +116,8 @@ static inline void mix(const float *value, int64_t stride, int count, int dim, c
   for (; v + LANES <= dim; v += LANES) mix_of<SOME, 1>(value + v, stride, count, weight, pitch, into + v, to);
 }
 
-// U of A = U^T U in the place of a symmetric matrix (dim, dim), rows `stride` apart, of which what stands on the diagonal
-// and right of it is read, and zeros below. False, and no such matrix, where A is not positive definite.
+// U of A = U^T U in the place of a symmetric matrix (dim, dim), rows `stride` apart, of which what stands on the
+// diagonal and right of it is read, and zeros below. False, and no such matrix, where A is not positive definite.
 static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, int64_t dim) {
   count_multiply_adds(dim * dim * dim / 6);
   // Takes from the row `to`, from column e on, `count` rows from `row` on, each times its number in column e.

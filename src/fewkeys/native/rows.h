@@ -34,8 +34,8 @@ static inline __attribute__((always_inline)) void four_dots(const T *const *row,
 }
 
 template <int V, class T>
-static inline __attribute__((always_inline)) void mix_rows_of(const T *const *row, const float *weight, int count, int d,
-                                                              float *into) {
+static inline __attribute__((always_inline)) void mix_rows_of(const T *const *row, const float *weight, int count,
+                                                              int d, float *into) {
   vec sum[V];
 #pragma GCC unroll 8
   for (int v = 0; v < V; v++) sum[v] = load(into + d + v * LANES);
@@ -54,6 +54,7 @@ static inline void mix_rows(const T *const *row, const float *weight, int count,
   count_multiply_adds((int64_t)count * dim);
   int d = 0;
   for (; d + 8 * LANES <= dim; d += 8 * LANES) mix_rows_of<8>(row, weight, count, d, into);
+  for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_rows_of<4>(row, weight, count, d, into);
   for (; d + 2 * LANES <= dim; d += 2 * LANES) mix_rows_of<2>(row, weight, count, d, into);
   for (; d + LANES <= dim; d += LANES) mix_rows_of<1>(row, weight, count, d, into);
   for (; d < dim; d++)

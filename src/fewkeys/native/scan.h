@@ -24,8 +24,8 @@ static inline void copy_row(const Rows &rows, bool is_bf16, int64_t b, int64_t h
 class Inflow {
  public:
   Inflow(const Past &p, int64_t head, bool is_bf16, bool query_is_bf16)
-      : p(p), head(head), is_bf16(is_bf16), query_is_bf16(query_is_bf16), w(p.dim, p.value_dim), asked_total(w.fill), asked_square((w.dim + SOME) * w.fill),
-        seen_total(w.span), queries(p.queries * w.fill) {
+      : p(p), head(head), is_bf16(is_bf16), query_is_bf16(query_is_bf16), w(p.dim, p.value_dim), asked_total(w.fill),
+        asked_square((w.dim + SOME) * w.fill), seen_total(w.span), queries(p.queries * w.fill) {
     const int dim = w.dim;
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) known += p.size[c] != 0.0f;
     asked = p.asked[head], seen = p.seen[head], seen_square = p.seen_square[head];
@@ -193,36 +193,6 @@ static void scan(const Past &p, bool is_bf16, bool query_is_bf16, int threads) {
     summary.finish();
     inflow.finish();
   });
-}
-
-// The gradients of a walk, which is linear given its moves: `fewkeys.past.gradient`.
-
-static void scan_back(const PastBack &p, int64_t head) {
-  const int64_t wide = p.dim + p.value_dim, size = p.count * wide;
-  const float *by = p.rows_by + head * (p.steps + 1) * size, *last = p.last + head * size;
-  aligned_vector<float> flow(by + p.steps * size, by + (p.steps + 1) * size), before(size);
-  add(flow.data(), last, 1.0f, size);
-  for (int64_t step = p.steps - 1; step >= 0; step--) {
-    const int64_t at = head * p.steps + step, first = at * (p.count + p.evicted);
-    std::copy_n(by + step * size, size, before.data());
-    for (int64_t i = 0; i < p.count + p.evicted; i++) {
-      const float coefficient = p.coefficient[first + i], *from = &flow[p.place[first + i] * wide];
-      if (coefficient == 0.0f) continue;
-      if (i < p.count) {
-        add(&before[i * wide], from, coefficient, wide);
-        continue;
-      }
-      const int64_t key = head * p.keys + p.index[at * p.evicted + i - p.count];
-      add(p.key + key * p.dim, from, coefficient, p.dim);
-      add(p.value + key * p.value_dim, from + p.dim, coefficient, p.value_dim);
-    }
-    flow.swap(before);
-  }
-  std::copy_n(flow.data(), size, p.rows + head * size);
-}
-
-static void scan_back(const PastBack &p, int threads) {
-  in_parallel(threads, p.heads, [&](int64_t head) { scan_back(p, head); });
 }
 
 }  // namespace fewkeys

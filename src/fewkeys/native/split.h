@@ -1,8 +1,9 @@
 // Trees of keys: the permutation by balanced splits that `fewkeys.tree.split` describes.
 //
-// A set is read where it lies, and its halves are written side by side to a second buffer, centred: so a set touches the
-// same places of both buffers all the way down, and small sets stay in the cache next to the core. Sets of at most SMALL
-// rows are split by their inner products alone: with those of a set, all sets inside have theirs, up to their centres.
+// A set is read where it lies, and its halves are written side by side to a second buffer, centred: so a set touches
+// the same places of both buffers all the way down, and small sets stay in the cache next to the core. Sets of at most
+// SMALL rows are split by their inner products alone: with those of a set, all sets inside have theirs, up to their
+// centres.
 #pragma once
 #include <limits>
 
@@ -236,7 +237,8 @@ class Splitter {
     }
   }
 
-  // Orders the indices of rows with such inner products, which are lost, so that halves are side by side down to leaves.
+  // Orders the indices of rows with such inner products, which are lost, so that halves are side by side down to
+  // leaves.
   void part(float *matrix, int size, int32_t *own) {
     // Centre: subtract the means of row and column, and add that of all.
     alignas(64) float by[SMALL], to[SMALL];
@@ -333,7 +335,8 @@ class Features {
       }
       energy[0] += square[0], energy[1] += square[1];
     }
-    const float by = p.value_weight * std::sqrt(energy[0] / std::max<double>(energy[1], std::numeric_limits<float>::min()));
+    const double least = std::numeric_limits<float>::min();
+    const float by = p.value_weight * std::sqrt(energy[0] / std::max(energy[1], least));
     count_multiply_adds(size * value_dim);
     for (int64_t i = 0; i < size; i++) {
       float *row = to + i * wide + dim;
@@ -403,7 +406,8 @@ static void grow(const Trees &p, int threads) {
     of.features.write(head, tree, of.splitter.first(), of.splitter.wide);
     of.splitter.split(p.size[tree], p.start[tree], p.order + head * p.places + p.base[tree]);
   };
-  in_parallel(threads, p.heads * p.trees, [&] { return Grower{Splitter(most, p.dim + p.value_dim), Features(p)}; }, grow);
+  const auto make = [&] { return Grower{Splitter(most, p.dim + p.value_dim), Features(p)}; };
+  in_parallel(threads, p.heads * p.trees, make, grow);
 }
 
 }  // namespace fewkeys

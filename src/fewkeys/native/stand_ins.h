@@ -182,7 +182,9 @@ static void represent(const Represented &p, int threads) {
   const auto add_piece = [&](Represent<T> &one, int64_t head, int64_t piece) {
     one.add_piece(head, piece, sums.data() + head * size + piece * one.size());
   };
-  const auto finish = [&](Represent<T> &one, int64_t head, int64_t) { one.finish(head, pieces, sums.data() + head * size); };
+  const auto finish = [&](Represent<T> &one, int64_t head, int64_t) {
+    one.finish(head, pieces, sums.data() + head * size);
+  };
   in_phases(threads, heads, pieces == 1, [&] { return Represent<T>(p); }, Phase{pieces, add_piece}, Phase{1, finish});
 }
 

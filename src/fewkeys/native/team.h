@@ -1,5 +1,5 @@
-// Work on several threads. No exception leaves a thread: what ends the work is told to all of them, and to the caller by
-// a code. Threads that wait for each other wait by `Team::check`, so that none waits for one that has failed.
+// Work on several threads. No exception leaves a thread: what ends the work is told to all of them, and to the caller
+// by a code. Threads that wait for each other wait by `Team::check`, so that none waits for one that has failed.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -132,15 +132,17 @@ class Team {
 
 static inline int team_size(int threads) { return std::clamp(threads, 1, MOST_THREADS); }
 
-// How late the other threads have come to calls of late, in nanoseconds: where another process has taken a core, one may
-// wait for milliseconds until it runs again, and every call waits for all. So the caller works alone for as long as they
-// would be late, and calls them for what is left: that takes at most twice as long as the better of the two would have.
+// How late the other threads have come to calls of late, in nanoseconds: where another process has taken a core, one
+// may wait for milliseconds until it runs again, and every call waits for all. So the caller works alone for as long as
+// they would be late, and calls them for what is left: that takes at most twice as long as the better of the two would
+// have.
 class Lateness {
  public:
   static int64_t now() { return read(CLOCK_MONOTONIC); }
   // Of this thread: what it has worked, not what it has waited for its core.
   static int64_t worked() { return read(CLOCK_THREAD_CPUTIME_ID); }
-  // Half as much after every HALF_LIFE, so that they are tried again; what sleeping threads need to wake is no lateness.
+  // Half as much after every HALF_LIFE, so that they are tried again; what sleeping threads need to wake is no
+  // lateness.
   static int64_t expected(int64_t now) {
     const int64_t halvings = (now - when.load(std::memory_order_relaxed)) / HALF_LIFE;
     const int64_t left = halvings < 62 ? worst.load(std::memory_order_relaxed) >> halvings : 0;
@@ -215,8 +217,8 @@ struct Phase {
   Phase(int64_t pieces, Run run) : pieces(pieces), run(run) {}
 };
 
-// Phases one after the other, head by head: where heads are `small` and enough for all threads, each is one thread's from
-// beginning to end, since a call of all threads costs as much as some of them; else every phase is shared by all.
+// Phases one after the other, head by head: where heads are `small` and enough for all threads, each is one thread's
+// from beginning to end, since a call of all threads costs as much as some of them; else every phase is shared by all.
 template <class NewWorker, class... Phases>
 static void in_phases(int threads, int64_t heads, bool small, NewWorker new_worker, Phases... phases) {
   if (small && heads >= threads)

@@ -37,15 +37,18 @@ class _Scanned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, states: Tensor, _excess: Tensor, _size: Tensor, last: Tensor, *_: Tensor) -> Any:
         place, coefficient, index = ctx.saved_tensors
-        back = _scan_back if torch.is_grad_enabled() else native.scan_back
-        gradients = back(states, last, place, coefficient, index, *ctx.shape[2:])
+        gradients = _scan_back(states, last, place, coefficient, index, *ctx.shape[2:])
         return (*(part.to(dtype) for part, dtype in zip(gradients, ctx.dtypes, strict=True)), None)
 
 
 def _scan_back(
     states: Tensor, last: Tensor, place: Tensor, coefficient: Tensor, index: Tensor, keys: int, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`native.scan_back` by torch's operations: through them go derivatives of the gradients."""
+    """Gradients of the rows at the beginning, of `keys` keys of `dim` dimensions and of the values.
+
+    states (B, Hkv, steps + 1, M, D + Dv) and last (B, Hkv, M, D + Dv): the gradients of the outputs. `place` and
+    `coefficient`: the moves of `native.scan`; index (B, Hkv, steps, E): the keys that every step absorbs.
+    """
     count, wide = last.shape[2:]
     *earlier, flow = states.unbind(2)
     flow, fresh = flow + last, []

@@ -1,4 +1,4 @@
-"""The compiled scan of a causal plan's past, and its gradient (`native/scan.h`)."""
+"""The compiled scan of a causal plan's past (`native/scan.h`)."""
 
 from __future__ import annotations
 
@@ -96,30 +96,3 @@ def scan(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list
     problem = NativeScan(steps, states, moves)
     call("fewkeys_scan", problem.told, *problem.dtypes)
     return states, problem.moved
-
-
-def scan_back(
-    states: Tensor, last: Tensor, place: Tensor, coefficient: Tensor, index: Tensor, keys: int, dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rows at the beginning, of `keys` keys of `dim` dimensions and of the values, all float32.
-
-    states (B, Hkv, steps + 1, M, D + Dv) and last (B, Hkv, M, D + Dv): the gradients that come. `place` and
-    `coefficient`: the moves of `scan`; index (B, Hkv, steps, E): the keys that every step absorbs.
-    """
-    *head, count, wide = last.shape
-    rows, key = torch.empty_like(last, memory_format=torch.contiguous_format), last.new_zeros((*head, keys, dim))
-    value = last.new_zeros((*head, keys, wide - dim))
-    given = (states.contiguous(), last.contiguous(), place, coefficient, index.contiguous())
-    told = struct("PastBack")(
-        **pointers(dict(zip(("rows_by", "last", *_MOVES, "index"), given, strict=True))),
-        **pointers({"rows": rows, "key": key, "value": value}),
-        heads=head[0] * head[1],
-        keys=keys,
-        dim=dim,
-        value_dim=wide - dim,
-        count=count,
-        steps=index.shape[2],
-        evicted=index.shape[3],
-    )
-    call("fewkeys_scan_back", told)
-    return rows, key, value

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import constants
 from fewkeys.past.running import RunningKeys
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, QueryMoments
 
@@ -156,7 +157,7 @@ def _joined(summary: Summary, joining: Tensor, metric: _Metric, first: int = 0) 
     """
     if not bool(joining.any()):
         return summary
-    with torch.no_grad():
+    with constants():
         rows = summary.rows.detach()
         log_mass = summary.excess + metric.log_weight(rows)
         gone, valid, leader = _joins(rows, log_mass, joining, metric, first)
@@ -171,7 +172,7 @@ def _joined(summary: Summary, joining: Tensor, metric: _Metric, first: int = 0) 
         size = (summary.size + (into.to(rows.dtype) @ summary.size.gather(-1, gone).unsqueeze(-1)).squeeze(-1)) * ~left
     moved = (part / total.unsqueeze(-1)) @ _take(summary.rows, gone)
     merged = summary.rows * own.unsqueeze(-1) + moved
-    with torch.no_grad():
+    with constants():
         excess = log_mass + total.log() - metric.log_weight(merged.detach())
         # Who met nobody keeps the excess to the last bit.
         excess = torch.where(into.any(-1), excess, summary.excess).masked_fill_(left, -math.inf)

@@ -22,7 +22,9 @@ class Tokens:
     def empty(key: Tensor, value: Tensor) -> Tokens:
         """None, in the shape of keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
         place = torch.zeros((*key.shape[:2], 0), dtype=torch.int64, device=key.device)
-        return Tokens(key[:, :, :0], value[:, :, :0], place, place.bool())
+        # No views: they would hold the memory of all tokens for as long as they live.
+        none = [part.new_empty((*part.shape[:2], 0, part.shape[3])) for part in (key, value)]
+        return Tokens(none[0], none[1], place, place.bool())
 
     @staticmethod
     def at(start: int, key: Tensor, value: Tensor, real: Tensor | None = None) -> Tokens:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import Totals
@@ -142,7 +143,7 @@ def represent(
         numbers["least"] = LEAST_DIRECTION
         found = native.represent(x.key, x.value, given, rank, SUBSPACE_STEPS, **numbers)
         return StandIns(label=label, **found)
-    with torch.no_grad():
+    with constants():
         log_e = TILT * (seen.importance - importance.gather(-1, label))
         share = unkept(inputs, graph) * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     mass = _mass(totals, label, share, count)
@@ -151,7 +152,7 @@ def represent(
     else:
         key_sum, value_sum = label_sums(x.key, x.value, label, share, count, impl)
     mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
-    with torch.no_grad():
+    with constants():
         offset = mean_key - known.mean
         bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
     if not rank:
@@ -159,7 +160,7 @@ def represent(
 
     # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never written down.
     pooled = (totals.sum(products) - (mass * (mean_key - known.mean)).mT @ mean_value) / mass.sum(-2, keepdim=True)
-    with torch.no_grad():
+    with constants():
         second = moments.second
         right = top_subspace(pooled.mT @ second @ pooled, min(rank, *pooled.shape[-2:])).mT
         here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
@@ -171,7 +172,7 @@ def represent(
         factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
         reference = TILT * (moments.mean + offset @ moments.covariance)
     left = pooled @ right.mT
-    with torch.no_grad():
+    with constants():
         bounds = bounds_around(TILT * moments.mean @ left, known.unit)
     moved = mean_value - factor.unsqueeze(-1) * ((reference @ left).clamp(*bounds.split(1, 2)) @ right)
     return StandIns(mean_key, moved, label, share, bias, left, right, factor, bounds=bounds)
@@ -179,7 +180,7 @@ def represent(
 
 def _mass(totals: Totals, label: Tensor, share: Tensor, count: int) -> Tensor:
     """Every cluster's weight, (B, Hkv, C, 1)."""
-    with torch.no_grad():
+    with constants():
         mass = share.new_zeros((*share.shape[:2], count)).scatter_add_(-1, label, share)
         return _at_least_tiny(totals.sum(mass)).unsqueeze(-1)
 

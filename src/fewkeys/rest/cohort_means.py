@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -43,7 +44,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         return CohortStandIns(mass=sums.mass, size=size, label=cluster.label, **stand_ins)
     mass = sums.mass.clamp_min(1e-30).unsqueeze(-1)
     offset, value = sums.key / mass, sums.value / mass
-    with torch.no_grad():
+    with constants():
         on_key = offset @ cohort.within.unsqueeze(2)
         square, query = (on_key * offset).sum(-1), cohort.mean.unsqueeze(3)
         seen = (offset * query).sum(-1) + 0.5 * square
@@ -53,12 +54,12 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         return CohortStandIns(key, value, bias, sums.mass, size, cluster.label)
     between = (sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT @ value.flatten(2, 3)
     pooled = (together - between) / sums.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
-    with torch.no_grad():
+    with constants():
         right = top_subspace(pooled.mT @ cohort.within @ pooled, min(rank, *pooled.shape[-2:])).mT
         factor = _factor(sums.energy / mass.squeeze(-1), square, sums.mass)
         reference = TILT * (query + on_key)
     left = pooled @ right.mT
-    with torch.no_grad():
+    with constants():
         bounds = bounds_around(TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
     moved = (reference @ left.unsqueeze(2)).clamp(*bounds.split(1, 3))
     value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))

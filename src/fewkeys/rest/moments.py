@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -50,7 +51,7 @@ class Moments(Rest):
         count = member.sum(-2, keepdim=True).clamp_min(1)
         mean_key, mean_value = member.mT @ key / count, member.mT @ value / count
         spread = (key - mean_key) * member
-        with torch.no_grad():
+        with constants():
             reach = REACH * (((value - mean_value) * member).square().sum(-2, keepdim=True) / count).sqrt()
         return StandIns(
             key=mean_key,

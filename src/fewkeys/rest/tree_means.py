@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import Work, per_score
+from fewkeys.native.tensors import unwatched
 from fewkeys.rest.base import NodeStandIns, Rest
 from fewkeys.select.base import Selector
 from fewkeys.tree.descent import Descent
@@ -34,7 +33,7 @@ class TreeMeans(Rest):
         if not isinstance(graph.descent, Descent):
             raise ValueError("rest: TreeMeans needs the graph of KeyTree, got one without a descent; use Drop()")
         walks = graph.descent.walks
-        if not (torch.is_grad_enabled() and (inputs.key.requires_grad or inputs.value.requires_grad)):
+        if unwatched(inputs.key, inputs.value):
             return NodeStandIns(tuple(walk.nodes for walk in walks))
         rows = [(walk.sequences.rows(inputs.key), walk.sequences.rows(inputs.value)) for walk in walks]
         return NodeStandIns(

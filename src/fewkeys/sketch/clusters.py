@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.derivatives import constants
 from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -114,25 +115,25 @@ def pieces(heads: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
 
 def query_moments(inputs: Inputs) -> QueryMoments:
     """Mean and covariance of the scaled queries, per key head; every s-th query once there are many."""
-    with torch.no_grad():
+    with constants():
         return inputs.remember("query_moments", lambda: _query_moments(inputs))
 
 
 def frame(inputs: Inputs) -> Frame:
     """Means of keys and values, and the units of the features. Cost O(n (D + Dv))."""
-    with torch.no_grad():
+    with constants():
         return inputs.remember("frame", lambda: _frame(inputs))
 
 
 def key_statistics(inputs: Inputs) -> KeyStatistics:
     """Importance and score spread of every key; clusters bring them along. Cost O(n D^2)."""
-    with torch.no_grad():
+    with constants():
         return inputs.remember("key_statistics", lambda: KeyStatistics(*_seen(inputs, frame(inputs))))
 
 
 def clusters(inputs: Inputs, count: int) -> Clusters:
     """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
-    with torch.no_grad():
+    with constants():
         return inputs.remember(("clusters", count), lambda: _clusters(inputs, count))
 
 

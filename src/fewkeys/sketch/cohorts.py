@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fewkeys.native as native
+from fewkeys.core.derivatives import constants
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -59,7 +60,7 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
     """The queries in `count` cohorts, a power of two; in fewer where these would have less than COHORT_QUERIES queries.
     Cost O(n D log count).
     """
-    with torch.no_grad():
+    with constants():
         return inputs.remember(("cohorts", count), lambda: _cohorts(inputs, count))
 
 

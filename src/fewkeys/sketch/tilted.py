@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
+from fewkeys.core.derivatives import constants, gradients_of
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -66,116 +67,102 @@ def tilted_sums(
     """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`; products only if they are asked
     for. Gradients flow through keys and values, not through what they weigh. Cost O(n H (D + Dv) + n D Dv).
     """
-    x, count, totals = inputs, found.importance.shape[-1], inputs.whole.totals
-    told = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
-    told |= {"index": index, "used": used, "filled": known.filled}
-    compiled = x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, known.mean)
-    given = (x.key, x.value, x.valid, told, count, together, compiled, totals)
-    *sums, importance, products = _Sums.apply(*given)  # type: ignore[no-untyped-call]
-    mass, energy, key, value = map(totals.sum, sums)
-    return Tilted(mass, energy, key, value, importance, None if products is None else totals.sum(products))
+    x, totals = inputs, inputs.whole.totals
+    facts = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
+    facts |= {"index": index, "used": used, "filled": known.filled}
+    wanted = Wanted(x.valid, facts, found.importance.shape[-1], together, totals)
+    if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, known.mean):
+        sums = _ByKernels.apply(x.key, x.value, wanted)  # type: ignore[no-untyped-call]
+    else:
+        sums = _by_torch(x.key, x.value, wanted)
+    mass, energy, key, value = map(totals.sum, sums[:4])
+    return Tilted(mass, energy, key, value, sums[4], None if sums[5] is None else totals.sum(sums[5]))
 
 
-def _levels(key: Tensor, real: Tensor | None, told: dict[str, Tensor], count: int, totals: Totals) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What sums are asked for: of real keys (B, Nk), over `count` clusters, with products or without.
+
+    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), its part of the importance that all
+    cohorts share; "middle" and "mean", of keys and of the cohorts' queries; "index", "used", "filled", as above.
+    """
+
+    real: Tensor | None
+    facts: dict[str, Tensor]
+    count: int
+    together: bool
+    totals: Totals
+
+
+Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""What `Tilted` has, in its order."""
+
+
+def _by_torch(key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
+    facts, label = wanted.facts, wanted.facts["label"]
+    with constants():
+        level = _levels(key.detach(), wanted)
+        e = _weights(key.detach(), wanted.real, facts, level)
+        where = label.unsqueeze(2).expand_as(e)
+        mass = torch.zeros_like(level).scatter_add(-1, where, e)
+        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["own"]).unsqueeze(2))
+    centred, values = working(key) - facts["middle"], working(value)
+
+    def by_cluster(rows: Tensor) -> Tensor:
+        """(B, Hkv, H, C, dim): one cohort after another, so that all keys times all cohorts are never written down."""
+        none, to = rows.new_zeros((*rows.shape[:2], wanted.count, rows.shape[3])), label.unsqueeze(-1).expand_as(rows)
+        return torch.stack([none.scatter_add(2, to, rows * one.unsqueeze(-1)) for one in e.unbind(2)], 2)
+
+    products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if wanted.together else None
+    return mass, energy, by_cluster(centred), by_cluster(values), level, products
+
+
+def _levels(key: Tensor, wanted: Wanted) -> Tensor:
     """g_hc: that of a cluster's mean key and mean `k^T W k / 2`."""
-    label, own = told["label"], told["own"]
+    facts, real, totals = wanted.facts, wanted.real, wanted.totals
+    label, own = facts["label"], facts["own"]
     there = torch.ones_like(own) if real is None else real[:, None].to(own.dtype).expand_as(own)
-    size, quad = own.new_zeros((2, *own.shape[:2], count)).unbind()
-    size.scatter_add_(-1, label, there)
-    quad.scatter_add_(-1, label, there * own)
-    where, total = label.unsqueeze(-1).expand_as(key), own.new_zeros((*size.shape, key.shape[-1]))
-    total.scatter_add_(2, where, (working(key) - told["middle"]) * there.unsqueeze(-1))
+    none = own.new_zeros((*own.shape[:2], wanted.count))
+    size, quad = none.scatter_add(-1, label, there), none.scatter_add(-1, label, there * own)
+    centred = (working(key) - facts["middle"]) * there.unsqueeze(-1)
+    where = label.unsqueeze(-1).expand_as(centred)
+    total = own.new_zeros((*size.shape, key.shape[-1])).scatter_add(2, where, centred)
     size, quad, total = (totals.sum(part) for part in (size, quad, total))
     size = size.clamp_min(1)
-    return told["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
+    return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
 
 
-def _weights(key: Tensor, real: Tensor | None, told: dict[str, Tensor], level: Tensor) -> Tensor:
-    """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for cohorts of nobody."""
-    label = told["label"].unsqueeze(2).expand(-1, -1, told["mean"].shape[2], -1)
-    exponent = told["mean"] @ (working(key) - told["middle"]).mT + told["own"].unsqueeze(2)
+def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: Tensor) -> Tensor:
+    """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
+    label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
+    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["own"].unsqueeze(2)
     e = exponent.sub_(level.gather(-1, label)).mul_(TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])
-    e.mul_((torch.arange(e.shape[2], device=e.device) < told["filled"].unsqueeze(-1)).unsqueeze(-1))
-    return e.scatter_reduce_(-1, told["index"], (~told["used"]).to(e.dtype), "prod")
+    e.mul_((torch.arange(e.shape[2], device=e.device) < facts["filled"].unsqueeze(-1)).unsqueeze(-1))
+    return e.scatter_reduce_(-1, facts["index"], (~facts["used"]).to(e.dtype), "prod")
 
 
-class _Sums(torch.autograd.Function):
-    """What `Tilted` has, in its order; the gradients are of keys and values, through sums and products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        key: Tensor,
-        value: Tensor,
-        real: Tensor | None,
-        told: dict[str, Tensor],
-        count: int,
-        together: bool,
-        compiled: bool,
-        totals: Totals,
-    ) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...]
-        if compiled:
-            found = native.tilt(key, value, {**told, "real": real}, count, together, tilt=TILT, largest=LARGEST_TILT)
-        else:
-            level, label = _levels(key, real, told, count, totals), told["label"]
-            e = _weights(key, real, told, level)
-            where = label.unsqueeze(2).expand_as(e)
-            mass, energy = level.new_zeros((2, *level.shape)).unbind()
-            mass.scatter_add_(-1, where, e)
-            energy.scatter_add_(-1, where, e * (2 * told["own"]).unsqueeze(2))
-            centred, values = working(key) - told["middle"], working(value)
-            sums = [part.new_zeros((*level.shape, part.shape[-1])) for part in (centred, values)]
-            for total, part in zip(sums, (centred, values), strict=True):
-                to = label.unsqueeze(-1).expand_as(part)
-                for h in range(e.shape[2]):
-                    total[:, :, h].scatter_add_(2, to, part * e[:, :, h].unsqueeze(-1))
-            products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if together else None
-            found = mass, energy, *sums, level, products
-        ctx.save_for_backward(key, value, found[4], *told.values())
-        ctx.real, ctx.names, ctx.compiled = real, tuple(told), compiled
-        ctx.mark_non_differentiable(found[0], found[1], found[4])
-        return found
+class _ByKernels(torch.autograd.Function):
+    """The same by compiled kernels; derivatives of the gradients go through torch's operations."""
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        _mass: Tensor,
-        _energy: Tensor,
-        to_key: Tensor,
-        to_value: Tensor,
-        _level: Tensor,
-        products: Tensor | None,
-    ) -> Any:
-        key, value, level, *parts = ctx.saved_tensors
-        told, coming = dict(zip(ctx.names, parts, strict=True)), (to_key, to_value, products)
-        # Derivatives of the gradients go through torch's operations.
-        if ctx.compiled and not torch.is_grad_enabled():
-            given = {**told, "real": ctx.real, "level": level}
-            found = native.tilt_back(key, value, given, coming, tilt=TILT, largest=LARGEST_TILT)
-        else:
-            found = _passed_on(key, value, _weights(key.detach(), ctx.real, told, level), told, coming)
-        return (*(part.to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)), *[None] * 6)
+    def forward(ctx: Any, key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
+        facts = {**wanted.facts, "real": wanted.real}
+        sums = native.tilt(key, value, facts, wanted.count, wanted.together, tilt=TILT, largest=LARGEST_TILT)
+        ctx.save_for_backward(key, value, sums[4])
+        ctx.wanted = wanted
+        ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
+        return sums
 
-
-def _passed_on(
-    key: Tensor, value: Tensor, e: Tensor, told: dict[str, Tensor], coming: tuple[Tensor, Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values, one cohort after another."""
-    label = told["label"].unsqueeze(-1)
-
-    def spread(sums: Tensor) -> Tensor:
-        where = label.expand(*e.shape[:2], e.shape[3], sums.shape[-1])
-        found = sums.new_zeros(where.shape)
-        for h in range(e.shape[2]):
-            found = found + sums[:, :, h].gather(2, where) * e[:, :, h].unsqueeze(-1)
-        return found
-
-    (to_key, to_value), products = map(spread, coming[:2]), coming[2]
-    if products is None:
-        return to_key, to_value
-    weight = e.sum(2).unsqueeze(-1)
-    to_key = to_key + weight * (working(value) @ products.mT)
-    return to_key, to_value + weight * ((working(key) - told["middle"]) @ products)
+    @staticmethod
+    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
+        (key, value, level), wanted = ctx.saved_tensors, ctx.wanted
+        to_key, to_value, _, to_products = gradients
+        if torch.is_grad_enabled():
+            sums = _by_torch(key, value, wanted)
+            pairs = [(sums[2], to_key), (sums[3], to_value), (sums[5], to_products)]
+            return *gradients_of([key, value], [(out, grad) for out, grad in pairs if out is not None]), None
+        facts = {**wanted.facts, "real": wanted.real, "level": level}
+        back = native.tilt_back(key, value, facts, (to_key, to_value, to_products), tilt=TILT, largest=LARGEST_TILT)
+        return *(part.to(rows.dtype) for part, rows in zip(back, (key, value), strict=True)), None

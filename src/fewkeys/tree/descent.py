@@ -25,6 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import constants
 from fewkeys.core.inputs import Inputs
 from fewkeys.tree.enough import Enough, Mass, expected, with_radii
 from fewkeys.tree.forest import Forest, Nodes, Table, grow, summarise, take
@@ -83,15 +84,17 @@ def descend(
             score = torch.cat([score, along(take(table.key, children), query)], -1)
             spread = torch.cat([spread, along(take(table.variance, children), square)], -1)
         logit = score + (math.log(level.size) + (CURVE * spread).clamp_max(HIGHEST))
-        with torch.no_grad():
+        with constants():
             rank = score + (1 + math.log2(level.size)) / 2 * spread.sqrt()
-            rank = rank if there is None else rank.masked_fill(~there, -torch.inf)
+            # NaN ranks come last, as in the kernel.
+            unranked = rank.isnan() if there is None else rank.isnan() | ~there
+            rank = rank.masked_fill(unranked, -torch.inf)
             order = rank.argsort(dim=-1, descending=True, stable=True)
         if mass is None:
             opened, closed = rows.gather(-1, order[..., : level.opened]), order[..., level.opened :]
             found.append(Unopened(level.size, rows.gather(-1, closed), logit.gather(-1, closed)))
             continue
-        with torch.no_grad():
+        with constants():
             if mass.enough.certified:
                 least = score + math.log(level.size)
                 most = least + length * _radii(table, rows)
@@ -182,21 +185,22 @@ class Finding:
     mass: Mass | None
 
 
-@torch.no_grad()
 def findings(inputs: Inputs, walk: Walk, enough: Enough | None, start: int, stop: int) -> Iterator[Finding]:
     """What the queries start .. stop - 1, and perhaps some beside them, find in a walk; of steps with levels."""
-    own, query = walk.sequences, walk.sequences.queries(inputs)
-    key = None if enough is None else own.rows(inputs.key)
+    with constants():
+        query = walk.sequences.queries(inputs)
+        key = None if enough is None else walk.sequences.rows(inputs.key)
     for step, heads, span in walk.pieces(query.shape[0], query.shape[1], inputs.head_dim + inputs.value_dim):
         if not step.levels or span.stop <= start or span.start >= stop:
             continue
-        forest, nodes = walk.part(walk.nodes, heads)
-        asked = query[heads, :, span].flatten(1, 2)
-        near = mass = None
-        if key is not None and enough is not None:
-            near = near_scores(step, key[heads], own.seen[span], asked)[0].logsumexp(-1)
-            mass = Mass.of(enough, near)
-        opened, closed = descend(forest, nodes, step, asked, mass)
+        with constants():  # not around the yield: what others do between two steps is theirs
+            forest, nodes = walk.part(walk.nodes, heads)
+            asked = query[heads, :, span].flatten(1, 2)
+            near = mass = None
+            if key is not None and enough is not None:
+                near = near_scores(step, key[heads], walk.sequences.seen[span], asked)[0].logsumexp(-1)
+                mass = Mass.of(enough, near)
+            opened, closed = descend(forest, nodes, step, asked, mass)
         yield Finding(step, heads, span, asked, forest, opened, closed, near, mass)
 
 
@@ -233,7 +237,7 @@ class Descent:
             walks.append(Walk(sequences, forest, nodes))
         return Descent(inputs, tuple(walks), enough)
 
-    @torch.no_grad()
+    @constants()
     def mask(self, start: int, stop: int) -> Tensor:
         """The keys that queries start .. stop - 1 keep, (B, Hq, stop - start, Nk)."""
         x = self.inputs
@@ -280,7 +284,7 @@ class Descent:
             self._put(found, walk, own)
         return found[:, :, start:stop]
 
-    @torch.no_grad()
+    @constants()
     def share(self) -> Tensor:
         """The share of each query's softmax mass that is on the keys it keeps, (B, Hq, Nq): at least, where `enough` is
         certified, else by the estimate.

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import constants
 from fewkeys.tree.forest import Forest, Nodes, Table, take
 
 ROUNDING = 1e-5
@@ -82,7 +83,7 @@ def _log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
 
 
-@torch.no_grad()
+@constants()
 def with_radii(forest: Forest, nodes: Nodes, key: Tensor) -> dict[int, Table]:
     """The same nodes with their radii (H, R_s), from keys (H, n, D). Cost O(n log n D)."""
     found = {}

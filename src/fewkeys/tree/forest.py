@@ -179,37 +179,25 @@ def _sizes(forest: Forest) -> list[int]:
 
 
 class _Summarised(torch.autograd.Function):
-    """Mean keys, mean values and variances, size after size, by compiled kernels in both directions."""
+    """Mean keys, mean values and variances, size after size, by compiled kernels; gradients by torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, forest: Forest, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         _, keys, base = _places(forest.trees())
         rows = {one: int(keys[keys >= one].sum()) // one for one in _sizes(forest)}
         tables = native.summarise(key, value, forest.order, keys, base, rows)
-        found = tuple(part for own in tables.values() for part in own)
         ctx.forest = forest
-        ctx.save_for_backward(key, value, *found)
-        return found
+        ctx.save_for_backward(key, value)
+        return tuple(part for table in tables.values() for part in table)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        key, value, *found = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            # Derivatives of the gradients go through torch's operations.
-            key, value = key.view_as(key), value.view_as(value)
-            tables = _summarise(ctx.forest, key, value)
-            parts = [
-                part
-                for one in _sizes(ctx.forest)
-                for part in (tables[one].key, tables[one].value, tables[one].variance)
-            ]
-            return None, *torch.autograd.grad(parts, (key, value), gradients, create_graph=True)
-        _, keys, base = _places(ctx.forest.trees())
-        by_size = [
-            {size: rows[3 * at : 3 * at + 3] for at, size in enumerate(_sizes(ctx.forest))}
-            for rows in (found, gradients)
-        ]
-        return None, *native.summarise_back(key, value, ctx.forest.order, keys, base, *by_size)
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            key, value = (rows.view_as(rows).requires_grad_() for rows in ctx.saved_tensors)
+            tables = (table for _, table in sorted(_summarise(ctx.forest, key, value).items()))
+            parts = [part for table in tables for part in (table.key, table.value, table.variance)]
+            return None, *torch.autograd.grad(parts, (key, value), gradients, create_graph=create_graph)
 
 
 def _summarise(forest: Forest, key: Tensor, value: Tensor) -> dict[int, Table]:

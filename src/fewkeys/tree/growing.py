@@ -194,7 +194,8 @@ class Growing:
 
     def bytes(self) -> int:
         """Memory held."""
-        parts = [self.key.held, self.value.held, self.query.held, self.order, *self.spare.values()]
+        parts = [self.key.held, self.value.held, self.query.held, self.asked, self.order, *self.spare.values()]
+        parts += [getattr(self.past, one.name) for one in fields(self.past)]
         parts += [part for table in self.nodes.values() for part in (table.key, table.value, table.variance)]
         return self.leaves.bytes() + sum(part.numel() * part.element_size() for part in parts)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
+from fewkeys.native.tensors import Rows, dense, pointers, struct
 from fewkeys.past.running import RunningQueries
 
 
@@ -88,37 +87,11 @@ def summarise(
     """
     dims = (key.shape[2], value.shape[2], key.shape[2])
     found = {size: tuple(key.new_empty((key.shape[0], count, width)) for width in dims) for size, count in rows.items()}
-    told, _alive = _summaries(key, value, order, size, base, found)
-    call("fewkeys_summarise", told)
-    return {size: (own[0], own[1], own[2]) for size, own in found.items()}
-
-
-def summarise_back(
-    key: Tensor,
-    value: Tensor,
-    order: Tensor,
-    size: Tensor,
-    base: Tensor,
-    nodes: Mapping[int, Sequence[Tensor]],
-    gradients: Mapping[int, Sequence[Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """The gradients (H, n, D) and (H, n, Dv) of keys and values, given those of what `summarise` found, `nodes`."""
-    to = [torch.zeros_like(rows, memory_format=torch.contiguous_format) for rows in (key, value)]
-    told, _alive = _summaries(key, value, order, size, base, nodes)
-    tables, _kept = _tables(gradients)
-    held = {"from": tables, "key": to[0], "value": to[1]}
-    call("fewkeys_summarise_back", struct("SummariesBack")(of=told, **pointers(held), keys=key.shape[1]))
-    return to[0], to[1]
-
-
-def _summaries(
-    key: Tensor, value: Tensor, order: Tensor, size: Tensor, base: Tensor, nodes: Mapping[int, Sequence[Tensor]]
-) -> tuple[Told, Any]:
-    """What kernels are told of nodes, and what must live as long."""
+    numbers = [[*(part.data_ptr() for part in own), own[0].shape[1], size] for size, own in found.items()]
+    tables = torch.tensor(numbers, device="cpu")
     key, value = dense(key.unsqueeze(1)), dense(value.unsqueeze(1))
-    tables, kept = _tables(nodes)
     held = {"order": order.contiguous(), "size": size.contiguous(), "base": base.contiguous(), "tables": tables}
-    told = struct("Summaries")(
+    arguments = struct("Summaries")(
         key=Rows.of(key),
         value=Rows.of(value),
         **pointers(held),
@@ -127,13 +100,7 @@ def _summaries(
         places=order.shape[1],
         dim=key.shape[3],
         value_dim=value.shape[3],
-        count=len(nodes),
+        count=len(found),
     )
-    return told, (key, value, held, kept)
-
-
-def _tables(nodes: Mapping[int, Sequence[Tensor]]) -> tuple[Tensor, Any]:
-    """Where mean keys, mean values and variances lie, leaves first; and what must live as long."""
-    kept = {size: [part.contiguous() for part in nodes[size]] for size in sorted(nodes)}
-    numbers = [[*(part.data_ptr() for part in own), own[0].shape[1], size] for size, own in kept.items()]
-    return torch.tensor(numbers, device="cpu"), kept
+    call("fewkeys_summarise", arguments)
+    return {size: (own[0], own[1], own[2]) for size, own in found.items()}

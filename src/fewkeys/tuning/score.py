@@ -26,7 +26,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.weights import Softmax
 from fewkeys.execute import exact
-from fewkeys.flow import always, run
+from fewkeys.flow import attend, never_exact
 from fewkeys.plan import Plan
 from fewkeys.sketch.clusters import key_statistics
 from fewkeys.tuning.candidates import Candidate
@@ -79,7 +79,7 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
     for call in capture.calls(layer):
         problem = problem_of(call, seed)
         truth = exact.attend(problem, Softmax()).float()
-        output = run(problem, always(plans)).float()
+        output = attend(problem, never_exact(plans)).float()
         real = _real(problem)
         heads += float((relative_error(output, truth).mean(1) * real).double().sum())
         projected = (_project(x, projection, together=True) for x in (output, truth))
@@ -128,7 +128,7 @@ def _errors(
     """Sums over queries of the errors, (3, key heads)."""
     if problem.generator is not None:
         problem.generator.manual_seed(seed)
-    output = run(problem, plan.always()).float()
+    output = attend(problem, plan.never_exact()).float()
     relative = relative_error(output, truth)
     added = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
     felt = torch.zeros_like(relative) if gradient is None else (gradient * (output - truth)).sum(-1).square()

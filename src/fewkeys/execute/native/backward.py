@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fewkeys.core.derivatives import gradients_of
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import torch as by_torch
@@ -74,8 +75,7 @@ class _Attended(torch.autograd.Function):
         given = [rows.view_as(rows) for rows in ctx.saved_tensors]
         problem = _of(ctx.problem, *given)
         if torch.is_grad_enabled():
-            output = by_torch.attend(problem)
-            return None, *torch.autograd.grad(output, given, gradient, create_graph=True, allow_unused=True)
+            return None, *gradients_of(given, [(by_torch.attend(problem), gradient)])
         x = problem.inputs
         x = replace(x, query=dense(x.query), key=dense(x.key), value=dense(x.value))
         gradient = dense(gradient.to(x.query.dtype))

@@ -50,7 +50,9 @@ def attend(problem: Problem) -> Tensor:
     if not problem.by_block:
         told, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
         call("fewkeys_attend", told, x.query.dtype)
-    elif graph.columns is not None:
+    elif graph.columns is None:
+        raise ValueError("graph: expected lists by blocks, got none")
+    else:
         _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
     return output
 

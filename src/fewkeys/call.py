@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fewkeys import flow
 from fewkeys.core.impl import Impl
 from fewkeys.core.validation import Options
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.flow import answer, check_plan
 from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
@@ -64,7 +64,8 @@ def attention(
             with gradients, over all but groups of tokens, `Moments` and lists for every query. "auto":
             "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
             key; "auto" does too for plans with `exact_if_faster` (those of `budget`) where exact attention is faster,
-            by a model of this machine that is measured once and kept: the same call always gives the same answer.
+            by a model of this machine. Its measurements are kept for 30 days, for an hour if other work disturbed
+            them; until they expire, the same call takes the same way.
         max_error: answer exactly for each sequence and head where the plan's mean relative error, estimated from 32
             queries computed exactly, is above this; `fewkeys.Guard` says what that costs and means. A `Guard` in place
             of the number counts how often it happens.
@@ -92,7 +93,7 @@ def attention(
         import fewkeys.operator as operator  # loads torch's compiler
 
         return operator.compiled(query, key, value, chosen, max_error, options)
-    return answer(query, key, value, plan=chosen, max_error=max_error, **options)
+    return flow.attention(query, key, value, plan=chosen, max_error=max_error, **options)
 
 
 def _plan(
@@ -102,5 +103,5 @@ def _plan(
         return Plan(keep, rest or Drop(), weights or Softmax())
     if keep is not None or rest is not None or weights is not None:
         raise ValueError("plan: expected either a plan or keep, rest and weights, got both; change the plan instead")
-    check_plan(plan)
+    flow.check_plan(plan)
     return plan

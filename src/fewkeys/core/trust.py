@@ -1,0 +1,73 @@
+"""Files that only this user or root could have written, so that code in them may run."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+POSIX = hasattr(os, "getuid")
+"""Whether owners and modes of files say who may write them; on Windows they do not."""
+
+
+def read_trusted(path: Path) -> bytes | None:
+    """The content of a file that only this user or root could have written; None for other files, and for none.
+
+    The file is opened once: the owner, the mode and the content are those of one descriptor. Raises `OSError` where the
+    disk fails.
+    """
+    return read_own(path) if is_trusted(path.parent) else None
+
+
+def read_own(path: Path) -> bytes | None:
+    """The content of a file that belongs to this user or root and that only its owner may write, else None.
+
+    It says nothing of who put the file there: whoever may write its folder can move files into it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        is_own = stat.S_ISREG(status.st_mode) and _is_ours(status) and not _others_write(status)
+        return file.read() if is_own else None
+
+
+def is_trusted(folder: Path) -> bool:
+    """Whether only this user or root can put files into the folder, or another folder in its place.
+
+    So nobody else may write it, nor a folder on the way to it. Those on the way may be sticky, like /tmp: others can
+    add names there, but cannot move or remove ours.
+    """
+    try:
+        folder.resolve(strict=True)  # refuses links in a circle
+        return _is_trusted(folder.absolute(), may_be_sticky=False)
+    except (OSError, RuntimeError):
+        return False
+
+
+def _is_trusted(folder: Path, may_be_sticky: bool) -> bool:
+    """From the root downwards: nobody else can change what was looked at already."""
+    for part in (*reversed(folder.parents), folder):
+        status, sticky = part.lstat(), may_be_sticky or part != folder
+        if stat.S_ISLNK(status.st_mode):
+            if not _is_ours(status) or not _is_trusted(part.parent / part.readlink(), sticky):
+                return False
+        elif not _is_ours(status) or (_others_write(status) and not (sticky and status.st_mode & stat.S_ISVTX)):
+            return False
+    return True
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those missing above it. Only the owner may write them, whatever the umask."""
+    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        missing.mkdir(0o755, exist_ok=True)
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return not POSIX or status.st_uid in (os.getuid(), 0)
+
+
+def _others_write(status: os.stat_result) -> bool:
+    return POSIX and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) != 0

@@ -1,0 +1,157 @@
+"""The mask that a model builds by our mask function, and what the attention function reads from it.
+
+Nothing of size n x n is built. A mask says which keys are real and which pattern the model asked for:
+
+    (B, Nk)         causal
+    (B, 1, 1, Nk)   every query sees every key
+
+True and False, or, where the layer sees a window only, its size at real keys and 0 at others. There is always a mask:
+without one, the flag of the attention module (`is_causal`) would have to say whether the call is causal, and it is
+wrong in models that were only ever run by "eager". Where every key is real, the mask is one number, expanded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fewkeys.integrations import streams
+from fewkeys.integrations.patterns import pattern_of, span
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
+
+LOWEST = -1e4
+"""Numbers that models add to the scores of padding are at most this."""
+
+
+class KeyMask(Tensor):
+    """A mask that models may move and slice.
+
+    A module with an attention of its own, beside the interface, adds the mask to its scores (B, H, Nq, Nk): it gets
+    what the mask stands for. A model that computes anything else with it has keys or scores of its own: `ValueError`.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
+            mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
+            real, causal, window = _decoded(mask.as_subclass(Tensor))
+            queries, keys = scores.shape[2:]
+            seen = visible(queries, keys, causal, window, keys - queries if causal else 0, real, scores.device)
+            return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        try:
+            if name not in _COMPUTING:
+                return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except IndexError:  # more axes than it has
+            pass
+        raise ValueError(
+            "attention_mask: expected a model that hands its mask on as it is, got one that computes with it "
+            f"({name}), so that some of its attention is its own, which no plan knows; use another model"
+        )
+
+
+_ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
+_COMPUTING = _ADDING | {
+    *("sub", "mul", "rsub", "__sub__", "__rsub__", "__mul__", "__rmul__", "mul_"),
+    *("__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "bitwise_not", "bitwise_and"),
+    *("eq", "ne", "lt", "gt", "le", "ge", "__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "where"),
+    *("masked_fill", "masked_fill_", "cat", "concat", "pad", "float", "half", "bfloat16", "type_as", "all", "any"),
+}
+
+
+class Keys(NamedTuple):
+    """What a mask says: the real keys (B, Nk), None: all; whether the call is causal; its window, None: every key."""
+
+    real: Tensor | None
+    is_causal: bool
+    window: int | None
+
+
+def key_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: PreTrainedConfig | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> Tensor:
+    """What a mask function of transformers is given, in short. `ValueError` for patterns that are not honoured."""
+    pattern = pattern_of(mask_function, local_size, kv_offset + kv_length, config)
+    if pattern.causal and int(q_offset) + q_length != kv_offset + kv_length:
+        raise ValueError(
+            f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
+            f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
+        )
+    size, dtype = (1, torch.bool) if pattern.window is None else (pattern.window, torch.int32)
+    mask = torch.full((), size, dtype=dtype, device=device).expand(batch_size, kv_length)
+    if attention_mask is not None:
+        real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        if real.shape[1] < kv_length:
+            if isinstance(kv_length, streams.Length):
+                raise ValueError(
+                    f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, those in the cache "
+                    f"and the new ones, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache "
+                    "before it"
+                )
+            real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
+        if not bool(real.all()):
+            mask = mask * real
+    return (mask if pattern.causal else mask[:, None, None, :]).as_subclass(KeyMask)
+
+
+def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
+    """What the mask of a call says; `shape`: (B, Nk). `ValueError` for masks that are not honoured."""
+    mask = mask.as_subclass(Tensor)
+    by_key = mask.shape in ((shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1]))
+    if by_key and mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
+        mask = mask == 0
+    if mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask: {type(module).__name__} adds numbers of its own to the scores, {tuple(mask.shape)}, such "
+            "as a bias for the distance in an image, and no plan can know them; use a model without (ViT, DINOv2)"
+        )
+    if mask.dtype not in (torch.bool, torch.int32) or not (by_key or mask.shape == shape):
+        raise ValueError(
+            f"attention_mask: expected padding of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}; "
+            "pass the two-dimensional attention_mask of the tokenizer, not one prepared for each query"
+        )
+    return _decoded(mask.expand(shape[0], *mask.shape[1:]))
+
+
+def _decoded(mask: Tensor) -> Keys:
+    """What the head of this file lists, read."""
+    rows = mask if mask.ndim == 2 else mask[:, 0, 0]
+    window = None if mask.dtype == torch.bool else int(rows.max()) or None
+    is_whole = rows.shape[1] > 1 and rows.stride(1) == 0
+    return Keys(None if is_whole else rows.bool(), mask.ndim == 2, window)
+
+
+def visible(
+    queries: int,
+    keys: int,
+    is_causal: bool,
+    window: int | None,
+    offset: int,
+    real: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Which keys a query sees, (B or 1, 1, Nq, Nk); `offset` is the place of the first query among the keys."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if is_causal:
+        seen = seen.tril(offset)
+    if window is not None:
+        before, after = span(window, is_causal)
+        seen = seen.triu(offset - before).tril(offset + after)
+    return seen[None, None] if real is None else seen & real[:, None, None, :]
