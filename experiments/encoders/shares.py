@@ -63,11 +63,11 @@ class Rule:
     def cell(self, slots: int, cohorts: int) -> Cell | None:
         """The plan's numbers; None where no slot is left for a mean. Factors cost a slot in 128, and one."""
         rank = int(self.rank.of(slots))
-        window = (int(self.window.of(slots)) + 1) // 2 * 2 - 1 if self.window.share else 0
+        window = int(self.window.of(slots)) | 1 if self.window.share else 0
         outliers = max(1, int(self.outliers * (slots - window)))
         rank = rank if rank > 1 else 0
         means = slots - outliers - window - rank - (1 + slots // 128 if rank else 0)
-        return Cell(outliers, window, means, rank, cohorts) if means > 0 and window >= 0 else None
+        return Cell(outliers, window, means, rank, cohorts) if means > 0 else None
 
     def __str__(self) -> str:
         return f"outliers {self.outliers:g}, window {self.window}, rank {self.rank}"
