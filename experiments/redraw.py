@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "levattention"))  # of 
 
 from experiments.causal import figure as causal
 from experiments.embeddings import run as embeddings
+from experiments.encoders import report as encoders
 from experiments.levattention import recovery, vit_report
 from experiments.peers import picture as peers
 from experiments.sparsefinder import analysis
@@ -59,6 +60,8 @@ def main() -> None:
         vit_report.figure(read(folder / f"{name}.json"), folder / f"{name}.png")
     folder = HERE / "embeddings" / "results"
     embeddings.figure(read(folder / "minilm.json"), folder / "minilm.png")
+    folder = HERE / "encoders" / "results"
+    encoders.save_picture(read(folder / "encoders.json"), folder / "encoders.png")
     folder = HERE / "training" / "results"
     training.save_picture(read(folder / "training.json"), folder / "training.png")
     for path in sorted((HERE / "peers" / "results").glob("*.png")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, log
 from typing import Any
 
@@ -10,16 +10,14 @@ from experiments.encoders.shares import RULES, Rule, cohorts_of
 
 Place = tuple[str, int, int]
 """A model, a length and a number of slots."""
-Row = Mapping[str, Any]
+Found = Mapping[str, Mapping[str, Sequence[float]]]
+"""By place, its three words in one, and plan: the mean error and that of the worst head."""
 
 
-def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, tuple[float, float]]]:
-    """The mean error and that of the worst head of every plan at every place."""
-    found: dict[Place, dict[str, tuple[float, float]]] = {}
-    for row in rows:
-        place = row["model"], row["length"], row["slots"]
-        found.setdefault(place, {})[row["plan"]] = row["error"], row["worst"]
-    return found
+def by_place(found: Found) -> dict[Place, dict[str, Sequence[float]]]:
+    """What was found, with places taken apart."""
+    apart = ((key.split(), dict(plans)) for key, plans in found.items())
+    return {(model, int(length), int(slots)): plans for (model, length, slots), plans in apart}
 
 
 def mean_ratio(values: Sequence[float]) -> float:
@@ -30,8 +28,8 @@ def mean_ratio(values: Sequence[float]) -> float:
 class Errors:
     """What every rule has at the places of every model, at the number of cohorts that the budget has there."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._at = by_place(rows)
+    def __init__(self, found: Found) -> None:
+        self._at = by_place(found)
         tried = {slots: [rule.cell(slots, cohorts_of(slots)) for rule in RULES] for _, _, slots in self._at}
         everywhere = [i for i in range(len(RULES)) if all(cells[i] is not None for cells in tried.values())]
         self.rules = [RULES[i] for i in everywhere]
@@ -42,7 +40,7 @@ class Errors:
         self._places = [place for place in self._at if place not in biased]
         self.models = list(dict.fromkeys(place[0] for place in self._places))
 
-    def of(self, rule: Rule, model: str) -> dict[tuple[int, int], tuple[float, float]]:
+    def of(self, rule: Rule, model: str) -> dict[tuple[int, int], Sequence[float]]:
         """By length and slots."""
         i = self.rules.index(rule)
         return {
@@ -72,11 +70,11 @@ class Errors:
         return min(self.rules, key=lambda rule: self.excess(rule, models))
 
 
-def conclusions(rows: Iterable[Row]) -> dict[str, Any]:
+def conclusions(found: Found) -> dict[str, Any]:
     """For every model the rule that the others choose, how it does beside the best rule for that model and beside the
     best plan at each length and number of slots; and the rule that all choose together.
     """
-    errors = Errors(rows)
+    errors = Errors(found)
     if len(errors.models) < 2:
         raise ValueError(f"--models: expected two at least, got {', '.join(errors.models) or 'none'}")
     held_out = []

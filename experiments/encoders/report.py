@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from experiments.encoders.choose import Errors, by_place
@@ -12,12 +13,12 @@ from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say,
 
 CHOSEN, WITHOUT, SHARED, ORACLE = "the rule", "cohorts, no window", "fk.budget, 1 cohort", "best keys"
 NAMES = {
-    CHOSEN: "the rule, chosen on the others",
+    CHOSEN: "rule chosen on the others",
     WITHOUT: "cohorts, no window",
-    SHARED: "one cohort, with a window",
-    "random keys + window": "control: random keys + window",
-    "key norm + window": "control: keys of largest norm + window",
-    ORACLE: "oracle: each query's best keys",
+    SHARED: "one cohort and a window",
+    "random keys + window": "random keys + window",
+    "key norm + window": "key norm + window",
+    ORACLE: "best keys (oracle)",
 }
 LOOKS = {
     CHOSEN: Look("#009e73", width=3.4),
@@ -29,15 +30,15 @@ LOOKS = {
 }
 
 
-def lines(data: dict[str, Any], model: str) -> dict[str, dict[int, tuple[float, float]]]:
+def lines(data: dict[str, Any], model: str) -> dict[str, dict[int, Sequence[float]]]:
     """By row and slots the mean error and that of the worst head, at the model's largest length. The rule is the one
     that the other models chose; for a model that has no rules' figures there is none.
     """
-    at, length, errors = by_place(data["rows"]), max(ENCODERS[model].lengths), Errors(data["rows"])
+    at, length, errors = by_place(data["errors"]), max(ENCODERS[model].lengths), Errors(data["errors"])
     rule = next((row["rule"] for row in data["chosen"]["held_out"] if row["model"] == model), data["chosen"]["rule"])
     chosen = next(known for known in errors.rules if str(known) == rule)
     own = errors.of(chosen, model) if model in errors.models else {}
-    found: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in NAMES}
+    found: dict[str, dict[int, Sequence[float]]] = {name: {} for name in NAMES}
     for (name, long, slots), plans in at.items():
         if (name, long) == (model, length):
             plans = plans | ({CHOSEN: own[long, slots]} if own else {})
@@ -68,7 +69,7 @@ def table(data: dict[str, Any]) -> str:
         "| --- | --- |",
     ]
     told += [f"| {slots} | {cell} |" for slots, cell in chosen["cells"].items()]
-    for model in dict.fromkeys(row["model"] for row in data["rows"]):
+    for model in dict.fromkeys(model for model, _, _ in by_place(data["errors"])):
         every = lines(data, model)
         slots = sorted({count for points in every.values() for count in points})
         told += ["", f"{ENCODERS[model].title}, {max(ENCODERS[model].lengths):,} tokens: mean error, worst head", ""]
@@ -81,7 +82,7 @@ def table(data: dict[str, Any]) -> str:
 
 def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Draw a panel for every model, mean error against slots at its largest length, as PNG."""
-    models = list(dict.fromkeys(row["model"] for row in data["rows"]))
+    models = list(dict.fromkeys(model for model, _, _ in by_place(data["errors"])))
     subtitle = "queries of all heads; the rule of each panel was chosen on the other models"
     figure, panels = sheet(
         "Error of attention with few keys, on encoders", subtitle, columns=2, rows=-(-len(models) // 2),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("out/encoders"), help="where captures are kept")
     parser.add_argument("--draw", action="store_true", help="only choose and draw from the figures that are there")
     given = parser.parse_args(arguments)
-    data: dict[str, Any] = {"rows": []}
+    data: dict[str, Any] = {"errors": {}}
     if (given.out / FILE).is_file():
         data = read_json(given.out, FILE)
     try:
@@ -57,12 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
                 for length in ENCODERS[name].lengths[::-1]:
                     data |= {"machine": machine(), "versions": versions(with_transformers=True)}
                     x = problem(captured(name, length, paths, given.work), ENCODERS[name].layers)
-                    for _ in _judged(data["rows"], name, length, x):
+                    for _ in _judged(data["errors"], name, length, x):
                         write_json(given.out, FILE, data)
     except ValueError as problem_said:
         print(f"error: {problem_said}", file=sys.stderr)
         return 2
-    data["chosen"] = conclusions(data["rows"])
+    data["chosen"] = conclusions(data["errors"])
     write_json(given.out, FILE, data)
     (given.out / "table.md").write_text(table(data))
     save_picture(data, given.out / "encoders.png")
@@ -71,18 +70,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 @torch.no_grad()
-def _judged(rows: list[dict[str, Any]], name: str, length: int, x: Problem) -> Iterator[None]:
-    """Add the rows of one model and length that are not there, and pause after each number of slots."""
+def _judged(errors: dict[str, Any], name: str, length: int, x: Problem) -> Iterator[None]:
+    """Add the figures of one model and length that are not there, and pause after each number of slots."""
     begun = perf_counter()
-    there = {(row["slots"], row["plan"]) for row in rows if (row["model"], row["length"]) == (name, length)}
     for slots in (slots for slots in SLOTS if 2 * slots <= length):
-        tried = {str(cell): (asdict(cell), cell.plan()) for cell in cells(slots)}
-        tried |= {plan: ({}, made) for plan, made in compared(slots).items()}
-        if (slots, ORACLE) not in there:
-            rows.append(_row(name, length, slots, ORACLE, {}, best_keys(x, slots)))
-        for plan, (numbers, made) in tried.items():
-            if (slots, plan) not in there and (found := error(x, made)) is not None:
-                rows.append(_row(name, length, slots, plan, numbers, found))
+        plans = errors.setdefault(f"{name} {length} {slots}", {})
+        if ORACLE not in plans:
+            plans[ORACLE] = _short(best_keys(x, slots))
+        for plan, made in (compared(slots) | {str(cell): cell.plan() for cell in cells(slots)}).items():
+            if plan not in plans and (found := error(x, made)) is not None:
+                plans[plan] = _short(found)
         yield
     spent = perf_counter() - begun
     print(f"{name}, {length} tokens: {x.scores.shape[0] * x.scores.shape[1]} heads, {spent:.0f} s", file=sys.stderr)
@@ -92,19 +89,16 @@ def compared(slots: int) -> dict[str, fk.Plan]:
     """The plans beside the rules, by their names."""
     window = slots // 4 | 1
     return {
-        WITHOUT: WITHOUT_WINDOW.cell(slots, min(32, cohorts_of(slots))).plan(),
-        SHARED: fk.budget(slots, cohorts=1).always(),
+        WITHOUT: WITHOUT_WINDOW.cell(slots, cohorts_of(slots)).plan(),
+        SHARED: fk.budget(slots, cohorts=1).never_exact(),
         "random keys + window": fk.Plan(fk.RandomKeys(slots - window) | fk.Window(window)),
         "key norm + window": fk.Plan(fk.KeyNorm(slots - window) | fk.Window(window)),
     }
 
 
-def _row(
-    model: str, length: int, slots: int, plan: str, numbers: dict[str, int], found: tuple[float, float]
-) -> dict[str, Any]:
-    mean, worst = (float(f"{value:.4g}") for value in found)
-    place = {"model": model, "length": length, "slots": slots, "plan": plan}
-    return {**place, **numbers, "error": mean, "worst": worst}
+def _short(found: tuple[float, float]) -> list[float]:
+    """The mean error and that of the worst head, with four digits."""
+    return [float(f"{value:.4g}") for value in found]
 
 
 if __name__ == "__main__":

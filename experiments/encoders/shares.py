@@ -35,39 +35,42 @@ class Cell:
 
 @dataclass(frozen=True)
 class Part:
-    """`share * slots` or, with `root`, `share * sqrt(slots)` slots."""
+    """`share * slots` or, with `root`, `share * sqrt(slots)` slots, at most `most`."""
 
     share: float
     root: bool = False
+    most: int = 512
 
     def of(self, slots: int) -> float:
         """So many of the slots."""
-        return self.share * (sqrt(slots) if self.root else slots)
+        return min(self.share * (sqrt(slots) if self.root else slots), self.most)
 
     def __str__(self) -> str:
-        return f"{self.share:g} {'root' if self.root else 'slots'}" if self.share else "0"
+        most = f", at most {self.most}" if self.most < 512 else ""
+        return f"{self.share:g} {'root' if self.root else 'slots'}{most}" if self.share else "0"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Outliers, window and rank as parts of the slots, the window odd; means are what is left. A rank of one is none:
-    its factors cost as much as it does.
+    """A window, odd, and a rank as parts of the slots; `outliers` is a share of the slots that the window leaves; means
+    are the rest. A rank of one is none: its factors cost as much as it does.
     """
 
-    outliers: Part
+    outliers: float
     window: Part
     rank: Part
 
     def cell(self, slots: int, cohorts: int) -> Cell | None:
         """The plan's numbers; None where no slot is left for a mean. Factors cost a slot in 128, and one."""
-        outliers, rank = max(1, int(self.outliers.of(slots))), int(self.rank.of(slots))
-        window = (int(self.window.of(slots)) + 1) // 2 * 2 - 1 if self.window.share else 0
+        rank = int(self.rank.of(slots))
+        window = int(self.window.of(slots)) | 1 if self.window.share else 0
+        outliers = max(1, int(self.outliers * (slots - window)))
         rank = rank if rank > 1 else 0
         means = slots - outliers - window - rank - (1 + slots // 128 if rank else 0)
-        return Cell(outliers, window, means, rank, cohorts) if means > 0 and window >= 0 else None
+        return Cell(outliers, window, means, rank, cohorts) if means > 0 else None
 
     def __str__(self) -> str:
-        return f"outliers {self.outliers}, window {self.window}, rank {self.rank}"
+        return f"outliers {self.outliers:g}, window {self.window}, rank {self.rank}"
 
 
 def cohorts_of(slots: int) -> int:
@@ -75,23 +78,20 @@ def cohorts_of(slots: int) -> int:
     return 1 << min(MOST_COHORTS, max(1, COHORT_SLOTS // slots)).bit_length() - 1
 
 
-OUTLIERS = Part(3 / 8), Part(7 / 16), Part(1 / 2), Part(5 / 8)
-WINDOWS = Part(1 / 5), Part(1.0, root=True), Part(1.5, root=True), Part(2.0, root=True)
-RANKS = Part(1 / 16), Part(1 / 8), Part(0.5, root=True)
+OUTLIERS = 3 / 8, 1 / 2, 9 / 16, 5 / 8
+WINDOWS = Part(1 / 5), *(Part(share, root=True) for share in (1.0, 1.25, 1.5, 2.0))
+RANKS = Part(1 / 16), Part(1 / 8), Part(1 / 8, most=8)
 RULES = [Rule(*parts) for parts in product(OUTLIERS, WINDOWS, RANKS)]
 """The rules among which one is chosen."""
-WITHOUT_WINDOW = Rule(Part(9 / 16), Part(0.0), Part(1 / 8))
+MIDDLE = Rule(9 / 16, WINDOWS[2], RANKS[2])
+"""The rule that is tried with other numbers of cohorts."""
+WITHOUT_WINDOW = Rule(9 / 16, Part(0.0), Part(1 / 8))
 """Cohorts without a window."""
 
 
 def cells(slots: int) -> list[Cell]:
-    """Every plan of so many slots that is tried, each once: all rules at the budget's own number of cohorts, and all
-    shares of outliers beside a window of 1.5 roots and a rank of a sixteenth at other numbers.
+    """Every plan of so many slots that is tried, each once: all rules at the budget's own number of cohorts, and one at
+    other numbers.
     """
-    tried = [(rule, cohorts_of(slots)) for rule in RULES]
-    tried += [
-        (rule, cohorts)
-        for rule, cohorts in product(RULES, COHORTS)
-        if rule.window == WINDOWS[2] and rule.rank == RANKS[0]
-    ]
+    tried = [(rule, cohorts_of(slots)) for rule in RULES] + [(MIDDLE, cohorts) for cohorts in COHORTS]
     return [cell for cell in dict.fromkeys(rule.cell(slots, cohorts) for rule, cohorts in tried) if cell is not None]
