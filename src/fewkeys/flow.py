@@ -63,7 +63,7 @@ def run(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = None)
         return without_gaps(inputs, inputs.valid, lambda own: run(own, plan, guard))
     whole = from_first(inputs, plan)
     if whole is not inputs:
-        return run(whole, plan, guard)[:, :, inputs.offset :]
+        return run(whole, plan, guard)[:, :, whole.filler :]
     output = dispatch.attend(prepare(by_the_faster(inputs, plan), plan))
     return output if guard is None else guard.correct(inputs, plan.weights, output)
 
@@ -75,7 +75,10 @@ def fitting(inputs: Inputs, plan: Plan) -> Plan:
 
 def from_first(inputs: Inputs, plan: Plan) -> Inputs:
     """The problem from the first token on, if that is where the plan's stand-ins begin: block by block."""
-    return inputs.from_start() if plan.rest.needs_causal and inputs.offset else inputs
+    if plan.keep is None or not plan.rest.needs_causal or not inputs.offset:
+        return inputs
+    parts = [held.recent for part in plan.keep.parts if (held := part.remembered) is not None]
+    return inputs.from_start(max(recent.size * recent.blocks for recent in parts if recent is not None))
 
 
 def prepare(inputs: Inputs, plan: Plan) -> Problem:
