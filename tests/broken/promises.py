@@ -146,6 +146,20 @@ PROMISES = (
         (Law("parts/test_crossover", "kernels_that_lose"),),
     ),
     Breakage(
+        "alone after a fork: the child writes into its parent's file",
+        "tree/leaves.py",
+        "leaves.shared = math.inf",
+        "pass",
+        (Law("parts/test_leaves", "after_a_fork"),),
+    ),
+    Breakage(
+        "alone after a fork: the parent writes over rows that its child reads",
+        "tree/leaves.py",
+        "leaves.shared = max(leaves.shared, leaves.count)",
+        "pass",
+        (Law("parts/test_leaves", "after_a_fork"),),
+    ),
+    Breakage(
         "no library of another user: of anybody",
         "native/build.py",
         "file = read_trusted(path)",

@@ -303,6 +303,12 @@ def test_an_existing_folder_keeps_its_other_files(run, tmp_path):
     Report.load(out / "results.json")
 
 
+def test_an_empty_name_is_no_folder(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(run(out=""), "--out", "expected a path, got an empty name")
+    assert left(tmp_path) == ["words.txt"]
+
+
 def test_capture_stores_what_can_be_loaded(run, tmp_path):
     out = tmp_path / "captured"
     code, shown, _ = run("capture", out=out)
@@ -321,9 +327,9 @@ def test_capture_stores_what_can_be_loaded(run, tmp_path):
     )
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "abc", "", ",", "8,,16", "8,0", "1.5", "8;16"])
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "", ",", "8,,16", "8,0", "1.5", "8;16", "9" * 20])
 def test_bad_slots(run, tmp_path, value):
-    refused(run(slots=value, out=tmp_path / "out"), "--slots", "whole numbers >= 1", repr(value))
+    refused(run(slots=value, out=tmp_path / "out"), "--slots", "whole numbers from 1", repr(value))
     assert left(tmp_path) == ["words.txt"]
 
 

@@ -1,8 +1,10 @@
 """A report survives the disk, refuses what is not one, and is shown in full."""
 
+import functools
 import io
 import itertools
 import json
+import operator
 import os
 import struct
 import subprocess
@@ -10,8 +12,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import given as given_any
+from hypothesis import settings as limits
+from hypothesis import strategies as st
 from rich.console import Console
 
+from fewkeys import cli
 from fewkeys.core.clock import in_words
 from fewkeys.judge.pareto import best, front, oracle
 from fewkeys.judge.result import SCHEMA, Report
@@ -275,3 +282,86 @@ def test_importing_the_report_loads_neither_rich_nor_matplotlib():
     code = "import sys, fewkeys.report; print([m for m in ('rich', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    10**400,
+    1e308,
+    5e-324,
+    "",
+    "[/b] $_{$ \x1b",
+    "\ud800",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": {}},
+    [1, 2, 3, 4],
+]
+
+
+def places(data, path=()):
+    """Where the values of a JSON value stand, by the keys on the way to each."""
+    parts = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in parts for place in places(value, (*path, key)))]
+
+
+@st.composite
+def malformed(draw):
+    """A results file in which one to three values are gone, or are others."""
+    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"], sample=None).to_dict()
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.sampled_from(places(data)[1:]))
+        *way, last = place
+        inner = functools.reduce(operator.getitem, way, data)
+        if draw(st.booleans()):
+            del inner[last]
+        else:
+            inner[last] = draw(st.sampled_from(VALUES))
+    return json.dumps(data).encode()
+
+
+BYTES = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"3",
+    b"\xff\xfe",
+    b"NaN",
+    b"[" * 10**5,
+    b'{"schema": "fewkeys.report/1"}',
+    b"1" * 5000,
+]
+
+
+@limits(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given_any(data=malformed() | st.sampled_from(BYTES), page=st.booleans())
+def test_a_malformed_results_file_is_one_line(data, page, tmp_path, capsys, monkeypatch):
+    """Shown, where it is still a report, or refused: never a traceback."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    path = tmp_path / "results.json"
+    path.write_bytes(data)
+    code = cli.main(["report", str(path), *(["--html", str(tmp_path / "page.html")] if page else [])])
+    said = capsys.readouterr()
+    assert code == (2 if said.err else 0)
+    if code:
+        assert said.err.count("\n") == 1
+        assert said.err.startswith("fewkeys: error: path: expected a JSON report, got ")
+        assert not said.out
+
+
+@pytest.mark.parametrize("name", ["[/foo]", "[bold]x", "a$b_{$", ":smile:", "\\frac"])
+def test_names_are_shown_as_they_are(name, tmp_path):
+    """Neither markup of rich nor mathematics of matplotlib."""
+    found = replace(report([row("exact", None, "exact", 64.0, 0.0), row(name)]), model=name)
+    assert shown(found).count(name) >= 2
+    save_figure(found, tmp_path / "figure.png")
+
+
+def test_a_report_without_rows_is_shown():
+    assert "no method stayed within the budget" in shown(replace(report(), rows=[]))

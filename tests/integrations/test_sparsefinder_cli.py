@@ -99,7 +99,7 @@ def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
         ({"alpha": 1.0}, ["--alpha", "expected a number > 1, got '1.0'"]),
         ({"lr": "nan"}, ["--lr", "expected a number > 0, got 'nan'"]),
         ({"margin": 0}, ["--margin", "expected a number > 0"]),
-        ({"rank": 0}, ["--rank", "expected a whole number >= 1"]),
+        ({"rank": 0}, ["--rank", "expected a whole number from 1"]),
         ({"held_out": 1.5}, ["--held-out", "expected a number in (0, 1]"]),
         ({"sequences": 2}, ["--held-out: expected at least 2 sequences left to fit on, got 2 in all"]),
         ({"length": 4000}, ["--length"]),

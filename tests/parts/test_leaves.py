@@ -3,6 +3,8 @@
 import copy
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -176,3 +178,50 @@ def test_caches_hold_leaves_as_they_are_told(tmp_path):
 def test_what_cannot_be_held_is_refused(make):
     with pytest.raises(ValueError, match=r"^(leaves|folder)\b.*: expected"):
         make()
+
+
+FORK = """
+import copy, os, sys, torch
+import fewkeys as fk
+sys.path.insert(0, "tests")
+from parts.test_leaves import PLAN, draw, feed
+
+torch.set_num_threads(1)
+rows, crops = draw(), (int(sys.argv[2]), 0)  # what the parent takes back, and the child
+stream = fk.stream(PLAN, folder=sys.argv[1])
+feed(stream, rows, [150])
+halves = [tuple(part[:, :, at : at + 110] for part in rows) for at in (150, 290)]
+expected = []
+for half, crop in zip(halves, crops):
+    alone = copy.deepcopy(stream)
+    alone.crop(150 - crop)
+    expected.append([feed(alone, half, [70]), feed(alone, half, [40], 70)])
+
+(their_turn, my_turn), (from_child, to_parent) = os.pipe(), os.pipe()
+child = os.fork()
+wait, go = (from_child, my_turn) if child else (their_turn, to_parent)
+me = 0 if child else 1
+half, wanted = halves[me], expected[me]
+first = int(sys.argv[3])  # who writes first: the parent (1) or the child (0)
+if bool(child) != bool(first):
+    os.read(wait, 1)
+stream.crop(150 - crops[me])
+same = torch.equal(feed(stream, half, [70]), wanted[0])
+os.write(go, b".")
+os.read(wait, 1)
+same &= torch.equal(feed(stream, half, [40], 70), wanted[1])
+os.write(go, b".")
+if not child:
+    os._exit(0 if same else 1)
+print(same, os.waitpid(child, 0)[1] == 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.parametrize("crop", [0, 60])
+@pytest.mark.parametrize("first", ["child", "parent"])
+def test_after_a_fork_parent_and_child_go_on_alone(crop, first, tmp_path):
+    """Both write other tokens in turns, the parent also over those that it took back: each as if it were alone."""
+    command = [sys.executable, "-c", FORK, str(tmp_path), str(crop), str(int(first == "parent"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr

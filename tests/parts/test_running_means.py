@@ -119,3 +119,17 @@ def test_stand_ins_of_the_past_need_a_past():
 def test_blocks_of_odd_sizes_are_refused(size):
     with pytest.raises(ValueError, match=r"^RecentBlocks size: "):
         fk.RecentBlocks(size)
+
+
+@pytest.mark.parametrize("blocks", [2, 5])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_queries_far_behind_the_last_key_cost_no_more_than_near_ones(impl, blocks):
+    """Nothing but the blocks of recent keys depends on a query's place, and far behind the keys these are empty."""
+    plan = fk.Plan(fk.RecentBlocks(16, blocks) | fk.Leverage(4), fk.RunningMeans(4))
+    query, key, value = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
+    far = [
+        fk.attention(query[:, :, :20], key, value, plan=plan, is_causal=True, query_offset=offset, impl=impl)
+        for offset in (150, 500, 10**9 + 7, 10**18)
+    ]
+    for output in far[1:]:
+        torch.testing.assert_close(output, far[0], rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver, picture
-from fewkeys.cli.options import add_common, add_impl, add_model, add_size, add_text, budgets, share
+from fewkeys.cli.options import add_common, add_impl, add_model, add_size, add_text, budgets, named_path, share
 from fewkeys.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
         help="slots per query: keys and stand-ins that a query may pay (default 16,32,64,128)",
     )  # fmt: skip
     parser.add_argument(
-        "--plan", action="append", type=Path, default=[], metavar="DIR",
+        "--plan", action="append", type=named_path, default=[], metavar="DIR",
         help="folder with a plan of your own, of save_pretrained or fewkeys tune, as one more row; repeat it for more",
     )  # fmt: skip
     parser.add_argument("--eps", type=share, default=0.05, help="weights at or above it count in recall (default 0.05)")

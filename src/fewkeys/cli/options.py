@@ -10,6 +10,7 @@ from typing import Any, get_args
 from fewkeys.core.impl import Impl
 
 MOST_THREADS = max(256, os.cpu_count() or 1)
+MOST_COUNT, MOST_SEED = 2**31 - 1, 2**63 - 1
 
 
 def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture: bool = False) -> None:
@@ -20,13 +21,15 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture
         "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
     )
     if capture:
-        which.add_argument("--capture", type=Path, metavar="DIR", help="what fewkeys capture stored, without a model")
+        which.add_argument(
+            "--capture", type=named_path, metavar="DIR", help="what fewkeys capture stored, without a model"
+        )
 
 
 def add_text(parser: argparse.ArgumentParser) -> None:
     """The option that names the text."""
     parser.add_argument(
-        "--text", action="append", type=Path, metavar="FILE",
+        "--text", action="append", type=named_path, metavar="FILE",
         help="UTF-8 text, also as .gz, or - for what is piped in; repeat it to join files (with --demo not needed)",
     )  # fmt: skip
 
@@ -42,7 +45,7 @@ def add_size(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
 def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
     """What every command that computes takes: the folder for its results, a seed, threads, JSON in place of a table."""
     if out is not None:
-        parser.add_argument("--out", type=Path, required=required, metavar="DIR", help=out)
+        parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
         parser.add_argument("--seed", type=whole, default=0, help="seed of everything random (default 0)")
     parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
@@ -57,14 +60,21 @@ def add_impl(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def named_path(text: str) -> Path:
+    """A path that is named: no name at all would be the working folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty name; write . for the working folder")
+    return Path(text)
+
+
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    return _whole(text, 1)
+    """A whole number from 1 to `MOST_COUNT`."""
+    return _whole(text, 1, MOST_COUNT)
 
 
 def whole(text: str) -> int:
-    """A whole number of at least 0."""
-    return _whole(text, 0)
+    """A whole number from 0 to `MOST_SEED`."""
+    return _whole(text, 0, MOST_SEED)
 
 
 def threads(text: str) -> int:
@@ -72,11 +82,10 @@ def threads(text: str) -> int:
     return _whole(text, 1, MOST_THREADS)
 
 
-def _whole(text: str, least: int, most: int | None = None) -> int:
+def _whole(text: str, least: int, most: int) -> int:
     value: int = _number(int, text, least - 1)
-    if value < least or (most is not None and value > most):
-        wanted = f">= {least}" if most is None else f"from {least} to {most}"
-        raise argparse.ArgumentTypeError(f"expected a whole number {wanted}, got {text!r}")
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text!r}")
     return value
 
 
@@ -106,10 +115,12 @@ def _above(text: str, least: int) -> float:
 
 
 def budgets(text: str) -> list[int]:
-    """Whole numbers of at least 1, with commas, sorted."""
+    """Whole numbers from 1 to `MOST_COUNT`, with commas, sorted."""
     values = sorted({_number(int, part, 0) for part in text.split(",")})
-    if values[0] < 1:
-        raise argparse.ArgumentTypeError(f"expected whole numbers >= 1 with commas, such as 16,32,64, got {text!r}")
+    if not 1 <= values[0] <= values[-1] <= MOST_COUNT:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers from 1 to {MOST_COUNT} with commas, such as 16,32,64, got {text!r}"
+        )
     return values
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fewkeys.cli.compare import RESULTS
 from fewkeys.cli.inputs import need
+from fewkeys.cli.options import named_path
 
 
 def add_to(commands: Any) -> None:
@@ -19,8 +20,8 @@ def add_to(commands: Any) -> None:
         "network: error against slots and against time, every row, every head, and what a few queries of the text see. "
         f"That last part is read from the file beside {RESULTS} that fewkeys compare wrote with it.",
     )
-    parser.add_argument("results", type=Path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page to this file")
+    parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
+    parser.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
     parser.set_defaults(run=run)
 
 

@@ -122,10 +122,16 @@ class Inputs:
         bias = None if self.bias is None else self.bias.heads(index, self.gqa_ratio)
         return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], bias=bias, _memory={})
 
-    def from_start(self) -> Inputs:
-        """The same problem with the places of all earlier tokens filled, so that the first query is at position 0."""
-        query = pad(self.query, (0, 0, self.offset, 0))
-        return replace(self, query=query, offset=0, filler=self.offset, _memory={})
+    def from_start(self, reach: int) -> Inputs:
+        """The same problem with the places of all earlier tokens filled, so that the first query is at position 0.
+
+        `reach`: positions before its own, in blocks of a power of two, to which a query looks. Queries that start
+        further behind the last key are moved towards it by whole blocks, which changes no answer: so the cost is that
+        of the keys, whatever the offset.
+        """
+        unit = 1 << (self.keys + reach).bit_length()
+        filler = self.offset if self.offset < 2 * unit else unit + self.offset % unit
+        return replace(self, query=pad(self.query, (0, 0, filler, 0)), offset=0, filler=filler, _memory={})
 
     def clear(self) -> Inputs:
         """The same problem with keys and values of padding zero."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -19,21 +20,27 @@ DEEPEST = 64
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text, without NaN or infinity, at most `DEEPEST` levels deep."""
+    """The value of a JSON text of UTF-8, without NaN or infinity, at most `DEEPEST` levels deep."""
     try:
-        found = json.loads(text, parse_constant=_no_number)
+        found = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
     level = [found]
     for _ in range(DEEPEST):
         level = [item for value in level for item in _inside(value)]
         if not level:
+            json.dumps(found, ensure_ascii=False).encode()  # refuses halves of surrogate pairs, which nothing can print
             return found
     raise ValueError(f"more than {DEEPEST} levels of lists and objects")
 
 
 def _inside(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if math.isfinite(value) else _no_number(number)
 
 
 def _no_number(name: str) -> NoReturn:
@@ -100,7 +107,7 @@ def _as(hint: Any, value: Any, name: str) -> Any:
         return {key: _as(inner[1], item, name) for key, item in value.items()}
     elif is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value)
-    elif hint is float and type(value) in (int, float) and math.isfinite(value):
+    elif hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     elif hint in (bool, int, str, type(None)) and type(value) is hint:
         return value

@@ -14,6 +14,7 @@ from typing import Any
 
 from fewkeys.core.files import write_whole
 from fewkeys.core.records import build, parse, seal, unseal
+from fewkeys.judge.checked import SIZES, check_report
 from fewkeys.judge.row import Row, Skipped
 from fewkeys.judge.short import as_html, as_text
 
@@ -88,9 +89,12 @@ class Report:
             got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
         try:
-            return build(cls, {key: value for key, value in data.items() if key != "schema"})
+            report = build(cls, {key: value for key, value in data.items() if key != "schema"})
+            sizes = {name: getattr(report, name) for name in SIZES}
+            check_report(sizes, report.settings, report.machine, report.rows, report.skipped)
         except ValueError as error:
             raise ValueError(f"data: {error}") from None
+        return report
 
     def to_json(self) -> str:
         """The JSON text, indented, ending in a newline."""
@@ -104,10 +108,9 @@ class Report:
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read what `save` wrote. Raises ValueError if the file is not such a report."""
         try:
-            data = unseal(parse(Path(path).read_bytes()))
+            return cls.from_dict(unseal(parse(Path(path).read_bytes())))
         except ValueError as error:
             raise ValueError(f"path: expected a JSON report, got {os.fspath(path)!r} ({error})") from error
-        return cls.from_dict(data)
 
 
 def plain(value: Any) -> Any:

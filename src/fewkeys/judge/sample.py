@@ -19,6 +19,7 @@ from fewkeys.core import tensor_files
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import plain_defaults
+from fewkeys.core.records import build
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import by_plan, canonicalise, choose, prepare, run
@@ -63,7 +64,32 @@ class Sample:
     def load(cls, path: str | os.PathLike[str]) -> Sample:
         """Read what `save` wrote. Raises `ValueError` for a file that is damaged or something else."""
         facts, tensors = tensor_files.read(path, KIND)
-        return cls(tuple(facts["tokens"]), tuple(facts["queries"]), tensors)
+        found = build(_Facts, facts)
+        tensor_files.check(tensors, _forms(tensors, len(found.queries)))
+        return cls(tuple(found.tokens), tuple(found.queries), tensors)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the header of a file says."""
+
+    tokens: list[str]
+    queries: list[int]
+
+
+def _forms(tensors: Mapping[str, Tensor], queries: int) -> dict[str, tensor_files.Form]:
+    """What the tensors must look like, all after the exact weights."""
+    exact = tensors.get("exact", torch.empty(0))
+    layers, heads, _, keys = exact.shape if exact.ndim == 4 else (None,) * 4
+    own = (layers, heads, queries)
+    kinds = {
+        "kept": tensor_files.Form((*own, None if keys is None else -(-keys // 8)), torch.uint8),
+        "error": tensor_files.Form(own, torch.float32),
+        "weight": tensor_files.Form((*own, None), torch.int16),
+        "label": tensor_files.Form((layers, heads, keys), torch.int16),
+    }
+    rows = {name: kinds[kind] for name in tensors if (kind := name.partition(".")[2]) in kinds}
+    return {"exact": tensor_files.Form((*own, keys), torch.int16), **rows}
 
 
 @plain_defaults()
@@ -120,7 +146,7 @@ def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dic
     """What the query heads of `x` do with the queries `picks`, under one plan; `truth` (1, H, N, Dv)."""
     choice = choose(plan, x)
     error = relative_error(run(choice).float(), truth)[0][:, picks]
-    nothing = {"weight": error.new_zeros((*error.shape, 0)), "label": error.new_zeros((len(error), 0)).short()}
+    nothing = {"weight": error.new_zeros((*error.shape, 0)).short(), "label": error.new_zeros((len(error), 0)).short()}
     if plan.keep is None:
         return {"kept": torch.full((*error.shape, -(-x.keys // 8)), 255, dtype=torch.uint8), "error": error, **nothing}
     if x.generator is not None:

@@ -54,11 +54,12 @@ def print_columns(
     sections: Mapping[int, str] | None = None,
     styles: Sequence[str] = (),
 ) -> set[str]:
-    """Print the columns that fit, and return their names. `sections`: headings above rows, by the row's number;
-    `styles`: one for each row.
+    """Print the columns that fit, their cells without markup, and return their names. `sections`: headings above rows,
+    by the row's number; `styles`: one for each row.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
     shown = list(columns)
     for column in sorted((column for column in columns if column.drop), key=lambda column: column.drop):
@@ -66,7 +67,9 @@ def print_columns(
             break
         shown.remove(column)
     others = sum(column.width + 2 for column in shown[1:])
-    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_style="bold")
+    table = Table(
+        title=Text(title) if title else None, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_style="bold"
+    )
     for number, column in enumerate(shown):
         # The first one gives way: it holds names.
         width = column.width if number else min(column.width, max(8, console.width - others - 2))
@@ -74,7 +77,7 @@ def print_columns(
     for number, cells in enumerate(zip(*(column.cells for column in shown), strict=True)):
         if heading := (sections or {}).get(number):
             table.add_section()
-            table.add_row(heading, style="bold")
-        table.add_row(*cells, style=styles[number] if styles else "")
+            table.add_row(Text(heading), style="bold")
+        table.add_row(*map(Text, cells), style=styles[number] if styles else "")
     console.print(table)
     return {column.name for column in shown}

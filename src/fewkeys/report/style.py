@@ -55,8 +55,10 @@ def sheet(
     width, height = cell * columns, tall + more * (rows - 1)
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
-    figure.text(LEFT / width, 1 - 0.33 / height, title, fontsize=14, weight="bold", va="baseline")
-    figure.text(LEFT / width, 1 - 0.57 / height, subtitle, fontsize=9.5, color="#555555", va="baseline")
+    figure.text(LEFT / width, 1 - 0.33 / height, title, fontsize=14, weight="bold", va="baseline", parse_math=False)
+    figure.text(
+        LEFT / width, 1 - 0.57 / height, subtitle, fontsize=9.5, color="#555555", va="baseline", parse_math=False
+    )
     panels = []
     for number in range(rows * columns):
         row, column = divmod(number, columns)
@@ -83,7 +85,7 @@ def say(axes: Axes, x: str, y: str, title: str = "") -> None:
     """What the axes and the panel show."""
     axes.set_xlabel(x, fontsize=10)
     axes.set_ylabel(y, fontsize=10)
-    axes.set_title(title, loc="left", fontsize=10.5)
+    axes.set_title(title, loc="left", fontsize=10.5, parse_math=False)
 
 
 def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more: Any) -> None:
@@ -153,7 +155,7 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
         )  # fmt: skip
         axes.text(
             1 + 0.33 * inch, place, name, transform=axes.transAxes, color=look.color, fontsize=9,
-            va="center_baseline", weight="bold" if look.width > 3 else "normal",
+            va="center_baseline", weight="bold" if look.width > 3 else "normal", parse_math=False,
         )  # fmt: skip
 
 

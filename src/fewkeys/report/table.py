@@ -32,7 +32,9 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         plain = "bold green" if row is best(report.rows, row.budget) else ""
         styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, plain))
     cells = [_cells(row) for row in rows]
-    columns = [Column(name, [cell[name] for cell in cells], drop=DROP.get(name, 0)) for name in cells[0]]
+    columns = [
+        Column(name, [cell[name] for cell in cells], drop=DROP.get(name, 0)) for name in (cells[0] if cells else ())
+    ]
     columns = [Column("plan", names, "left"), *(column for column in columns if set(column.cells) != {"-"})]
     shown = print_columns(screen, columns, title=title(report), sections=sections, styles=styles)
     explained = " ".join(line for name, line in notes(report).items() if name in shown)

@@ -46,7 +46,8 @@ def stream(
         leaves: how a `KeyTree` holds its sealed keys and values: "bfloat16", or "int8" with a scale for each key and
             each value; default: as they come. Sinks, the newest keys, and all means and spreads stay in full precision.
         folder: where a `KeyTree` writes them, to a file without a name that goes with the stream, whatever ends it;
-            default: nowhere, they are in memory. A copy, and every reordering, writes a file of its own.
+            default: nowhere, they are in memory. A copy, every reordering, and a child after a fork write a file of
+            their own.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """

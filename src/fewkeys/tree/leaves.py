@@ -7,6 +7,8 @@ none: row r of head h is [r // CHUNK, h, r % CHUNK] of (chunks, H, CHUNK, width)
 
 from __future__ import annotations
 
+import copy
+import math
 import mmap
 import os
 import tempfile
@@ -95,19 +97,42 @@ def _numbers(rows: Tensor, at: int, count: int, dtype: torch.dtype) -> Tensor:
     return found
 
 
+class LeafFile:
+    """A file without a name, which goes with this object."""
+
+    def __init__(self, folder: str) -> None:
+        file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - it lives as long as this
+        weakref.finalize(self, file.close)
+        self.descriptor = file.fileno()
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Write bytes at a place."""
+        while data:
+            written = os.pwrite(self.descriptor, data, at)
+            data, at = data[written:], at + written
+
+
 class Leaves:
-    """The keys and values of `count` sealed tokens, for H heads in a row."""
+    """The keys and values of `count` sealed tokens, for H heads in a row.
+
+    A fork leaves parent and child with one file. The child moves to a file of its own before it first writes. So does
+    the parent before it writes over rows that the child reads: the first `shared` ones.
+    """
 
     def __init__(self, how: Held, form: Form, heads: int, device: torch.device) -> None:
         self.how, self.form, self.count = how, form, 0
         self.held = torch.zeros((0, heads, CHUNK, form.width), dtype=torch.uint8, device=device)
-        self._file = None
-        if how.folder is not None:
-            self._file = tempfile.TemporaryFile(dir=how.folder, buffering=0)  # noqa: SIM115 - it lives as long as this
-            weakref.finalize(self, self._file.close)
+        self.shared: float = 0
+        self._file = None if how.folder is None else LeafFile(how.folder)
+        if self._file is not None:
+            _IN_FILES.add(self)
 
     def make_room(self, count: int) -> None:
-        """Make room for so many tokens in all; `OSError` where the file finds none, and nothing has changed."""
+        """Make room for so many tokens in all, to be written now; `OSError` where the file finds none, and nothing has
+        changed.
+        """
+        if self.count < self.shared:
+            self._move()
         before, held = self.held.shape[0], self.held
         chunks = -(-count // CHUNK)
         if chunks <= before:
@@ -119,8 +144,8 @@ class Leaves:
         size = held.shape[1] * CHUNK * self.form.width
         try:
             for chunk in range(before, chunks):
-                self._write(chunk * size, memoryview(bytes(size)))
-            mapped = mmap.mmap(self._file.fileno(), chunks * size)
+                self._file.write(chunk * size, memoryview(bytes(size)))
+            mapped = mmap.mmap(self._file.descriptor, chunks * size)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -186,10 +211,27 @@ class Leaves:
             # Through the file: where a disk is full after all, that is an error, and a write to memory no longer one.
             for head, data in enumerate(own.contiguous().flatten(1).numpy()):
                 place = (start // CHUNK * self.held.shape[1] + head) * CHUNK + low - start
-                self._write(place * self.form.width, memoryview(data))
+                self._file.write(place * self.form.width, memoryview(data))
         self.count = total
 
-    def _write(self, at: int, data: memoryview) -> None:
-        while data and self._file is not None:
-            written = os.pwrite(self._file.fileno(), data, at)
-            data, at = data[written:], at + written
+    def _move(self) -> None:
+        """Go on in a file of one's own."""
+        own = copy.deepcopy(self)
+        self.held, self._file, self.shared = own.held, own._file, 0
+
+
+_IN_FILES: weakref.WeakSet[Leaves] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for leaves in _IN_FILES:
+        leaves.shared = max(leaves.shared, leaves.count)
+
+
+def _in_child() -> None:
+    for leaves in _IN_FILES:
+        leaves.shared = math.inf
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)

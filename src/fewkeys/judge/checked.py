@@ -1,0 +1,100 @@
+"""What must hold between the parts of a report that came from a file, so that whoever shows it can trust it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fewkeys.core.records import build
+from fewkeys.judge.row import Row, Skipped
+
+SIZES = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "sequences", "length", "tokens")
+KINDS = ("exact", "oracle", "method")
+MOST = 2**63 - 1
+"""The largest whole number of a report."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The settings that a report is shown with; it may have others."""
+
+    eps: float
+    budgets: list[int] | None
+    timed_shape: list[int]
+    text: list[str] | None = None
+    sample: str | None = None
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What is shown of the machine; it may have more."""
+
+    cpu: str
+    threads: int
+
+
+def check_report(
+    sizes: Mapping[str, int],
+    settings: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    rows: Sequence[Row],
+    skipped: Sequence[Skipped],
+) -> None:
+    """Raise `ValueError` where a report of these parts cannot be shown: the part, what was expected, what came.
+
+    `sizes` are the numbers of the report that are named in `SIZES`.
+    """
+    for name, size in sizes.items():
+        _count(name, size)
+    shown = _part(_Settings, settings)
+    _expect("settings.timed_shape", "four numbers", shown.timed_shape, len(shown.timed_shape) == 4)
+    for number in (*shown.timed_shape, *(shown.budgets or [])):
+        _count("settings", number)
+    beside = shown.sample
+    _expect("settings.sample", "the name of a file", beside, beside is None or not set(beside) & {"/", "\\", "\0"})
+    _part(_Machine, machine)
+    names = [(row.name, row.budget) for row in rows]
+    _expect("rows", "one row for a name and budget", max(names, key=names.count, default=None), _unique(names))
+    for number, row in enumerate(rows):
+        _check_row(f"rows[{number}]", row, sizes["layers"], sizes["query_heads"])
+    for item in skipped:
+        _count("skipped: budget", 1 if item.budget is None else item.budget)
+
+
+def _check_row(name: str, row: Row, layers: int, heads: int) -> None:
+    _count(f"{name}.budget", 1 if row.budget is None else row.budget)
+    _expect(f"{name}.kind", f"one of {', '.join(KINDS)}", row.kind, row.kind in KINDS)
+    for time in ("ms", "exact_ms"):
+        _expect(f"{name}.{time}", "a time above 0", getattr(row, time), getattr(row, time) > 0)
+    for part in ("slots", "error", "error_p50", "error_p90", "worst_head_error", "mass"):
+        _expect(f"{name}.{part}", "a number of at least 0", getattr(row, part), getattr(row, part) >= 0)
+    worst = row.worst_head
+    inside = len(worst) == 2 and 0 <= worst[0] < layers and 0 <= worst[1] < heads
+    _expect(f"{name}.worst_head", f"a layer below {layers} and a head below {heads}", worst, inside)
+    for part, numbers in row.per_layer.items():
+        _expect(f"{name}.per_layer.{part}", f"{layers} numbers", numbers, len(numbers) == layers)
+    for part, table in row.per_head.items():
+        fits = len(table) == layers and all(len(line) == heads for line in table)
+        _expect(f"{name}.per_head.{part}", f"{layers} lists of {heads} numbers", table, fits)
+    errors = row.per_head.get("error", [[None]])
+    whole = all(error is not None for line in errors for error in line)
+    _expect(f"{name}.per_head.error", "a number for every head", row.per_head.get("error"), whole)
+
+
+def _part(kind: type[Any], data: Mapping[str, Any]) -> Any:
+    names = {field.name for field in fields(kind)}
+    return build(kind, {name: value for name, value in data.items() if name in names})
+
+
+def _count(name: str, value: int) -> None:
+    _expect(name, f"whole numbers from 1 to {MOST}", value, 1 <= value <= MOST)
+
+
+def _unique(names: Sequence[Any]) -> bool:
+    return len(set(names)) == len(names)
+
+
+def _expect(name: str, wanted: str, value: object, fits: bool) -> None:
+    if not fits:
+        raise ValueError(f"{name}: expected {wanted}, got {str(value)[:60]}")
