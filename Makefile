@@ -15,7 +15,7 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test browser docs figures sets wheels qemu audit broken campaign lint types clean
+.PHONY: help demo test browser docs families figures sets wheels qemu audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -24,6 +24,7 @@ help:
 	@echo 'make qemu   the same on an emulated aarch64'
 	@echo 'make broken break kernels and promises on purpose; do the tests notice? most of an hour'
 	@echo 'make figures  every figure of the pages anew, from the JSON of its run'
+	@echo 'make families every type of model that transformers knows, under an exact plan: some minutes; docs/families.md'
 	@echo 'make audit  known vulnerabilities of the pinned packages'
 	@echo 'make lint   ruff: rules and format'
 	@echo 'make types  mypy --strict on src'
@@ -67,6 +68,9 @@ docs: $(VENV)/.installed-docs
 
 figures: $(VENV)/.installed-dev
 	$(BIN)/python -m docs.figures
+
+families: $(VENV)/.installed-dev
+	$(BIN)/python -m experiments.families.run
 
 # Known vulnerabilities of what is pinned; asks a public database.
 audit: $(VENV)/.installed-audit

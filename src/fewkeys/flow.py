@@ -150,9 +150,11 @@ def select(inputs: Inputs, plan: Plan) -> Graph:
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
-    x = inputs.from_start() if plan.rest.needs_causal and inputs.offset else inputs
+    if plan.rest.needs_causal and inputs.offset:
+        parts = [held.recent for part in plan.keep.parts if (held := part.remembered) is not None]
+        inputs = inputs.from_start(max(recent.size * recent.blocks for recent in parts if recent is not None))
     with constants():
-        return plan.keep.select(x)
+        return plan.keep.select(inputs)
 
 
 def by_plan(inputs: Inputs, plans: Plan | Sequence[Plan]) -> Iterator[tuple[Plan, Tensor, Inputs]]:

@@ -7,10 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MoshiConfig,
+    MoshiForCausalLM,
     MptConfig,
     MptForCausalLM,
     Qwen2Config,
@@ -48,6 +52,12 @@ def mpt():
     return MptForCausalLM(MptConfig(**sizes)).eval()
 
 
+def diffllama():
+    """Whose layers attend twice, to the same keys and to two halves of the values."""
+    torch.manual_seed(5)
+    return DiffLlamaForCausalLM(DiffLlamaConfig(**GROUPED)).eval()
+
+
 WAYS = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -58,7 +68,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("side", [None, "left"])
 @pytest.mark.parametrize("plan", [ALL, TREE], ids=["recent", "tree"])
-@pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma])
+@pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma, diffllama])
 def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     model = make()
     inputs = padded(side)
@@ -189,6 +199,35 @@ def test_memory_is_constant_and_positions_count_all_tokens():
     assert len(sizes - {min(sizes)}) <= 1
     cache.reset()
     assert cache.get_seq_length() == cache.memory() == 0
+
+
+@pytest.mark.parametrize("plan", [FEW, SMALL_TREE], ids=["recent", "tree"])
+def test_layers_that_attend_twice(plan, tmp_path):
+    """Both calls are saved, copied, taken back and selected."""
+    model, ids = diffllama(), tokens(2, 60)
+    cache = fk.cache(model, plan)
+    with torch.no_grad():
+        model(ids[:, :50], past_key_values=cache)
+        cache.save(tmp_path / "file")
+        copied, loaded = copy.deepcopy(cache), fk.cache(model, plan)
+        loaded.load(tmp_path / "file")
+        cache.batch_repeat_interleave(2)
+        want = model(ids[:, 50:].repeat_interleave(2, 0), past_key_values=cache).logits[::2]
+        for other in (copied, loaded):
+            close(model(ids[:, 50:], past_key_values=other).logits, want)
+        copied.crop(-10)
+        close(model(ids[:, 50:], past_key_values=copied).logits, want)
+
+
+@torch.no_grad()
+def test_a_window_that_only_the_configuration_knows():
+    """Moshi's masks have none."""
+    torch.manual_seed(5)
+    sizes = GROUPED | {"ffn_dim": 32, "head_dim": 8, "num_codebooks": 2, "audio_vocab_size": 60}
+    model, ids = MoshiForCausalLM(MoshiConfig(**sizes, sliding_window=4)).eval(), tokens(2, 20)
+    want = model(ids, use_cache=False).logits
+    cache = fk.cache(model, ALL)
+    close(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(5, 1)], 1), want)
 
 
 def test_a_plan_for_each_layer():

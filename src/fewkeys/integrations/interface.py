@@ -26,7 +26,7 @@ from fewkeys.core.precision import lowered
 from fewkeys.integrations import streams, switch
 from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
 from fewkeys.integrations.families import NAME, family_of
-from fewkeys.integrations.masks import Keys, key_mask, read_mask, visible
+from fewkeys.integrations.masks import key_mask, read_mask, visible
 from fewkeys.integrations.patterns import check_honoured
 from fewkeys.integrations.terms import check_sink, distance_bias, in_terms, plain, with_key_bias, with_sink
 
@@ -208,14 +208,19 @@ def _sdpa(
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, softcap=softcap)
 
 
-def _is_causal_unmasked(module: nn.Module, is_causal: bool | None) -> bool:
-    """Whether a call whose model made no mask is causal: what the model's own implementation takes it for.
+def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool | None) -> bool:
+    """Whether a call is causal in which no key is hidden by more than that; `by_mask`: as the mask says, None: no mask.
 
-    "eager" sees every key then; the others go by the argument, or else by the flag of the module.
+    "eager" goes by the mask. The other implementations drop such a mask, and go by the argument, or else by the flag of
+    the module, which is wrong in some models (AIMv2): a plan does not change what they are. An argument that is not the
+    flag may say no more than whether there is a mask (Moonshine).
     """
     if switch.own_implementation(module) == "eager":
-        return False
-    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        return bool(by_mask)
+    flag = bool(getattr(module, "is_causal", True))
+    if argument is None or argument == flag:
+        return flag
+    return argument if by_mask is None else by_mask
 
 
 # --- what transformers calls --------------------------------------------------------------------------------------
@@ -265,11 +270,12 @@ def _attention_forward(
     if found is None and foreign and kwargs.get("s_aux") is None and position_bias is None:
         # A call that began before the switch, in a thread that has nothing to do with it.
         return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
-    real, causal, own_window = (
-        Keys(None, _is_causal_unmasked(module, is_causal), None)
-        if attention_mask is None
-        else read_mask(module, attention_mask, (query.shape[0], key.shape[2]))
-    )
+    if attention_mask is None:
+        real, causal, own_window = None, _is_causal_unmasked(module, is_causal, None), None
+    else:
+        real, causal, own_window = read_mask(module, attention_mask, (query.shape[0], key.shape[2]))
+        if real is None and own_window is None and (query.shape[2] == key.shape[2] or not causal):
+            causal = _is_causal_unmasked(module, is_causal, causal)
     window = own_window if window is None else window
     if causal and key.shape[2] < query.shape[2]:
         raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")

@@ -7,7 +7,8 @@ Nothing of size n x n is built. A mask says which keys are real and which patter
 
 True and False, or, where the layer sees a window only, its size at real keys and 0 at others. There is always a mask:
 without one, the flag of the attention module (`is_causal`) would have to say whether the call is causal, and it is
-wrong in models that were only ever run by "eager". Where every key is real, the mask is one number, expanded.
+wrong in models that were only ever run by "eager". Where every key is real, and SDPA would drop the mask, it is one
+number, expanded.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def key_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     config: PreTrainedConfig | None = None,
     device: torch.device | None = None,
     **_: Any,
@@ -108,6 +111,8 @@ def key_mask(
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):
             mask = mask * real
+    if not (allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip):
+        mask = mask.contiguous()
     return (mask if pattern.causal else mask[:, None, None, :]).as_subclass(KeyMask)
 
 
