@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from fewkeys.core import hub
@@ -65,6 +65,10 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
     def __str__(self) -> str:
         distinct = len({plan for plans in self.layers for plan in plans})
         return f"{distinct} plan{'s' * (distinct > 1)} over {len(self.layers)} layers of {len(self.layers[0])} heads"
+
+    def never_exact(self) -> ModelPlan:
+        """The same plans without leave to give way to exact attention where that is faster."""
+        return replace(self, layers=tuple(tuple(plan.never_exact() for plan in plans) for plans in self.layers))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values: the distinct plans, and for each layer and head the number of its plan."""
