@@ -11,11 +11,12 @@ from fewkeys.core import hub
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, save_learned
 from fewkeys.core.records import build
-from fewkeys.plan import Plan
+from fewkeys.plan import FILE as PLAN_FILE
+from fewkeys.plan import MODEL_FILE, Plan, check_listed
 from fewkeys.select import PARTS
 
 FORMAT = 1
-FILE = "model_plan.json"
+FILE = MODEL_FILE
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
         """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; never a half-written
         file.
         """
+        for plans in self.layers:
+            for plan in plans:
+                check_listed(plan)
         data = self.to_dict()
         save_learned(directory, self.layers)
         write_json(directory, FILE, data)
@@ -113,8 +117,8 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        directory = hub.folder(directory, [FILE, LEARNED_FILES], how)
-        data = read_json(directory, FILE)
+        directory = hub.folder(directory, [FILE, PLAN_FILE, LEARNED_FILES], how)
+        data = read_json(directory, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
         return cls.from_dict(data, load_learned(directory, data, PARTS))
 
 
