@@ -123,7 +123,7 @@ def run(encoder: Any, documents: list[str], slots: list[int], *, trained: bool =
     queries = embedded(encoder, queries_of(documents))
     found: list[dict[str, Any]] = [{"plan": "exact", **row}]
     for count in slots:
-        with fk.apply(encoder, fk.budget(count, cohorts=1)):
+        with fk.apply(encoder, fk.budget(count, cohorts=1).never_exact()):
             rows, row = measured(encoder, documents)
         found.append({"plan": f"budget({count}, cohorts=1)", **row})
         if trained:

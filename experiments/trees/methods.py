@@ -63,7 +63,7 @@ def replaced(model: Any, method: str, slots: int, tokens: int, first: int) -> It
     if method == EXACT:
         yield lambda: (first + tokens + 1) / 2
     elif method in PLANS:
-        plan = PLANS[method](slots)
+        plan = PLANS[method](slots).never_exact()
         with fk.apply(model, plan):
             yield lambda: _paid(plan, model.config, tokens, first)
     else:

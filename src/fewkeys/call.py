@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ def attention(
     impl: Impl = "auto",
     max_error: float | Guard | None = None,
     distance_bias: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Attention with few keys.
 
@@ -86,6 +88,8 @@ def attention(
     of your own: it breaks the graph, and runs as without it); its gradient computes the output a second time.
     Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
     """
+    if unknown:
+        raise TypeError(_unknown(next(iter(unknown))))
     chosen = _plan(plan, keep, rest, weights)
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "generator": generator, "impl": impl, "distance_bias": distance_bias}
@@ -94,6 +98,11 @@ def attention(
 
         return operator.compiled(query, key, value, chosen, max_error, options)
     return flow.attention(query, key, value, plan=chosen, max_error=max_error, **options)
+
+
+def _unknown(name: str) -> str:
+    fix = "use key_mask (bool, True for real keys) for padding and is_causal=True for causal attention"
+    return f"{name}: attention() has no such argument" + (f"; {fix}" if "mask" in name else "")
 
 
 def _plan(

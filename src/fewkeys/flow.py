@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Unpack
 
 import torch
@@ -99,6 +100,36 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
     if exact_is_faster(inputs, plan):
         return Choice(inputs, plan, True, FASTER)
     return Choice(replace(inputs, impl="torch") if kernels_lose(inputs, plan) else inputs, plan, False, FASTER)
+
+
+def gives_way(plan: Plan | Sequence[Plan], inputs: Inputs) -> bool:
+    """Whether `choose` lets exact attention answer all heads of such a call. Reads no data, and decides once for each
+    shape: a call that gives way pays for a look-up alone.
+    """
+    plans = (plan,) if isinstance(plan, Plan) else tuple(plan)
+    if inputs.impl != "auto" or not any(one.exact_if_faster for one in plans) or torch.compiler.is_compiling():
+        return False
+    query, key, value = inputs.query, inputs.key, inputs.value
+    how = (query.dtype, query.device, inputs.is_causal, inputs.offset, torch.get_num_threads())
+    return _gives_way(plans, query.shape, key.shape, value.shape, *how)
+
+
+@lru_cache(4096)
+def _gives_way(
+    plans: tuple[Plan, ...],
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_causal: bool,
+    offset: int,
+    threads: int,  # which `exact_is_faster` asks torch for
+) -> bool:
+    nothing = torch.zeros((), dtype=dtype, device=device)
+    empty_query, empty_key, empty_value = (nothing.expand(shape) for shape in (query, key, value))
+    inputs = Inputs(empty_query, empty_key, empty_value, 1.0, is_causal, offset)
+    return all(choose(one, part).is_exact for one, _, part in by_plan(inputs, plans))
 
 
 @full_precision()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from fewkeys.core import hub
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, save_learned
 from fewkeys.core.records import build
-from fewkeys.plan import Plan
+from fewkeys.plan import FILE as PLAN_FILE
+from fewkeys.plan import MODEL_FILE, Plan, check_listed
 from fewkeys.select import PARTS
 
 FORMAT = 1
-FILE = "model_plan.json"
+FILE = MODEL_FILE
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
         distinct = len({plan for plans in self.layers for plan in plans})
         return f"{distinct} plan{'s' * (distinct > 1)} over {len(self.layers)} layers of {len(self.layers[0])} heads"
 
+    def never_exact(self) -> ModelPlan:
+        """The same plans without leave to give way to exact attention where that is faster."""
+        return replace(self, layers=tuple(tuple(plan.never_exact() for plan in plans) for plans in self.layers))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values: the distinct plans, and for each layer and head the number of its plan."""
         number: dict[Plan, int] = {}
@@ -94,6 +99,9 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
         """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; never a half-written
         file.
         """
+        for plans in self.layers:
+            for plan in plans:
+                check_listed(plan)
         data = self.to_dict()
         save_learned(directory, self.layers)
         write_json(directory, FILE, data)
@@ -109,8 +117,8 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        directory = hub.folder(directory, [FILE, LEARNED_FILES], how)
-        data = read_json(directory, FILE)
+        directory = hub.folder(directory, [FILE, PLAN_FILE, LEARNED_FILES], how)
+        data = read_json(directory, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
         return cls.from_dict(data, load_learned(directory, data, PARTS))
 
 

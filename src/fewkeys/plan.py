@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 from fewkeys.core import hub
+from fewkeys.core.catalogue import is_listed
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, pack, save_learned, unpack
@@ -20,6 +21,8 @@ from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
 FILE = "plan.json"
+MODEL_FILE = "model_plan.json"
+"""What a `ModelPlan` writes."""
 MOST_COHORTS, COHORT_SLOTS = 64, 4096
 """A budget has as many cohorts as have so many slots together, at most so many: more take longer to prepare than they
 are worth.
@@ -69,13 +72,13 @@ class Plan(hub.OnHub):
         if inputs.is_causal and self.keep is not None:
             if not self.rest.causal:
                 raise ValueError(
-                    f"is_causal: {type(self.rest).__name__} summarises the future too; use rest=RunningMeans(count) "
-                    "beside RecentBlocks, as budget(slots, is_causal=True, memory='constant') does, or Drop()"
+                    f"is_causal: {type(self.rest).__name__} summarises the future too; use "
+                    "budget(slots, is_causal=True), or rest=RunningMeans(count) beside RecentBlocks, or Drop()"
                 )
             if not self.keep.causal:
                 raise ValueError(
-                    f"is_causal: {self.keep} chooses keys by looking at the future; use Window, Sinks, TopK, "
-                    "RandomKeys, KeyNorm or Leverage(count) of power 2"
+                    f"is_causal: {self.keep} chooses keys by looking at the future; use budget(slots, is_causal=True), "
+                    "or Window, Sinks, TopK, RandomKeys, KeyNorm or Leverage(count) of power 2"
                 )
 
     def never_exact(self) -> Plan:
@@ -145,7 +148,11 @@ class Plan(hub.OnHub):
             raise ValueError(f"{damaged} ({error})") from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write `plan.json` into `directory` (made if missing), learned tensors beside it, no file by halves."""
+        """Write `plan.json` into `directory` (made if missing), learned tensors beside it, no file by halves.
+
+        `TypeError` for a part of your own that no catalogue lists, since it could not be loaded again.
+        """
+        check_listed(self)
         data = self.to_dict()
         save_learned(directory, self)
         write_json(directory, FILE, data)
@@ -157,8 +164,8 @@ class Plan(hub.OnHub):
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        directory = hub.folder(directory, [FILE, LEARNED_FILES], how)
-        data = read_json(directory, FILE)
+        directory = hub.folder(directory, [FILE, MODEL_FILE, LEARNED_FILES], how)
+        data = read_json(directory, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
         return cls.from_dict(data, load_learned(directory, data, PARTS))
 
 
@@ -171,6 +178,17 @@ class _Description:
     rest: dict[str, Any]
     weights: dict[str, Any]
     exact_if_faster: bool
+
+
+def check_listed(plan: Plan) -> None:
+    """Raise `TypeError` for a plan with a part that `from_dict` could not find by its name."""
+    for part in (*plan.parts, plan.rest, plan.weights):
+        if not is_listed(type(part)):
+            name = type(part).__name__
+            raise TypeError(
+                f"plan: expected parts that can be loaded by name, got {name}, which no catalogue lists; define it by "
+                f"`class {name}(..., listed=True)`, and import it before the plan is loaded"
+            )
 
 
 def budget(

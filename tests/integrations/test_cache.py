@@ -309,7 +309,7 @@ def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
     cache, again = fk.cache(model, plan), fk.cache(model, plan)
     logits(model, ids, [150], cache)
     cache.save(tmp_path / "cache")
-    again.load(tmp_path / "cache")
+    assert again.load(tmp_path / "cache") is again
     assert again.get_seq_length() == 150
     assert 0 < again.memory() <= cache.memory()
     assert torch.equal(logits(model, ids, [10, 140], again), logits(model, ids, [10, 140], cache))

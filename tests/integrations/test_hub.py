@@ -151,7 +151,7 @@ def test_questions_about_a_context(chats):
     ask = fk.pipeline(model, letters, every)
     how = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
     found = ask("a context of some words. ", questions=["who?", "when then?"], answer_prefix="It", **how)["answers"]
-    text = "<user>a context of some words. {}</user><bot>It" if chats else "a context of some words. {}\nIt"
+    text = "<user>a context of some words. \n\n{}</user><bot>It" if chats else "a context of some words. \n\n{}\nIt"
     for question, answer in zip(["who?", "when then?"], found, strict=True):
         ids = letters(text.format(question), not chats, "pt")["input_ids"]
         assert answer == letters.decode(model.generate(ids, do_sample=False, **how)[0, ids.shape[1] :], True)
@@ -159,3 +159,5 @@ def test_questions_about_a_context(chats):
     assert model.config._attn_implementation != "fewkeys"
     with pytest.raises(ValueError, match=r"^question, questions: expected one of the two"):
         ask("a context")
+    with pytest.raises(ValueError, match=r"^model: expected a decoder that generates text, got BertModel"):
+        fk.pipeline(bert(), letters, every)

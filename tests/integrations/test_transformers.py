@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from transformers import BartConfig, BartModel, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralModel
 
 import fewkeys as fk
+from fewkeys import flow
 from fewkeys.integrations import interface, switch
 from fewkeys.integrations.transformers import apply, capture, load_model
 from tiny_models import GROUPED, MODELS, after_attention, bert, close, far, gpt2, llama, padded, run, tokens
@@ -99,13 +100,37 @@ def test_generation(name):
     assert torch.equal(model.generate(**inputs, **how), before)
 
 
-def test_the_plan_always_runs_by_the_executor_asked_for():
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_a_call_that_exact_attention_answers_faster_is_the_models_own(name, side, monkeypatch):
+    """Bit for bit; and a plan runs where it says `never_exact`, or where the model of the machine prefers it."""
+    model, inputs, plan = MODELS[name](), padded(side), fk.budget(8, is_causal=name != "bert")
+    before = run(model, **inputs)
+    with apply(model, plan):
+        assert torch.equal(run(model, **inputs), before)
+    by_head = [plan, fk.budget(9, is_causal=name != "bert")] * (1 if name == "llama" else 2)
+    with apply(model, [by_head] * 3):
+        assert torch.equal(run(model, **inputs), before)
+    with apply(model, plan.never_exact()):
+        few = run(model, **inputs)
+    assert far(few, before)
+    monkeypatch.setattr(flow, "exact_is_faster", lambda *_: False)
+    monkeypatch.setattr(flow, "kernels_lose", lambda *_: False)
+    flow._gives_way.cache_clear()
+    try:
+        with apply(model, plan):
+            assert torch.equal(run(model, **inputs), few)
+    finally:
+        flow._gives_way.cache_clear()
+
+
+def test_a_plan_that_must_run_runs_by_the_executor_asked_for():
     """Also where exact attention is faster, as it is for so few tokens."""
     model = MODELS["bert"]()
     exact = run(model, input_ids=tokens())
     found = []
     for impl in ("auto", "torch", "reference"):
-        with apply(model, fk.budget(8), impl=impl):
+        with apply(model, fk.budget(8).never_exact(), impl=impl):
             found.append(run(model, input_ids=tokens()))
         torch.testing.assert_close(found[-1], found[0], rtol=1e-3, atol=1e-4)
         assert (found[-1] - exact).abs().max() > 1e-3

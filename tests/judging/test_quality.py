@@ -48,7 +48,7 @@ def test_sentence_embeddings_survive(encoder):
             return torch.cat([model(batch).last_hidden_state.mean(1) for batch in tokens])
 
     exact = embed()
-    with fk.apply(model, fk.budget(64)):
+    with fk.apply(model, fk.budget(64).never_exact()):
         few = embed()
     cosine = torch.cosine_similarity(exact, few)
     assert 0.97 <= cosine.mean() < 0.99999

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from fewkeys.cli import bench, capture, compare, doctor, fit, report, tune
@@ -24,7 +25,21 @@ SHELLS = ("bash", "zsh", "tcsh")
 class _Parser(argparse.ArgumentParser):
     """Reports bad usage as one line, like every other error."""
 
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        inner = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        own = [self, *(choices[word] for choices in inner for word in self._given if word in choices)]
+        options = [name for one in own for name in one._option_string_actions if name.startswith("--")]
+        for word in self._given:
+            name = word.partition("=")[0]
+            if word.startswith("--") and name not in options and (near := get_close_matches(name, options, 1)):
+                message = f"{name} is no option; did you mean {near[0]}?"
+                break
         raise ValueError(f"{message} (try {self.prog} --help)")
 
 

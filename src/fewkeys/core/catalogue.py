@@ -60,6 +60,11 @@ class Catalogue(Collection[type[T]], Generic[T]):
         return {kind.__name__: kind for kind in self}
 
 
+def is_listed(kind: type[Any]) -> bool:
+    """Whether the name of a class leads to it."""
+    return Listed._known.get(kind.__name__) is kind
+
+
 def is_taken(kind: type[Any]) -> bool:
     """Whether the name of a class leads to another one."""
     return Listed._known.get(kind.__name__, kind) is not kind

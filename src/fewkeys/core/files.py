@@ -79,8 +79,10 @@ def write_json(directory: str | os.PathLike[str], name: str, data: object) -> No
     write_whole(folder / name, text)
 
 
-def read_json(directory: str | os.PathLike[str], name: str) -> Any:
+def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
     """What `write_json` wrote. Raises `ValueError` naming `directory` where there is no such file, or a damaged one.
+
+    other: a file that the folder may hold instead, which `reader` reads.
 
     An object that carries no checksum, written by hand, is taken as it is.
     """
@@ -88,6 +90,7 @@ def read_json(directory: str | os.PathLike[str], name: str) -> Any:
     try:
         return unseal(parse(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"directory: expected a folder with {name}, got {os.fspath(directory)!r}") from None
+        fix = f", which holds {other}; use {reader}" if other and (Path(directory) / other).is_file() else ""
+        raise ValueError(f"directory: expected a folder with {name}, got {os.fspath(directory)!r}{fix}") from None
     except ValueError as error:
         raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None

@@ -22,12 +22,14 @@ class Download(TypedDict, total=False):
 
 
 def folder(name_or_dir: str | os.PathLike[str], files: list[str], how: Download) -> str:
-    """The folder itself; or, where there is none and the name is that of a repository, "owner/name", its files of the
-    hub: kept in the hub's cache, which is used alone where the hub cannot be reached.
+    """The folder itself, or that of a file that is there; or, where there is none and the name is that of a repository,
+    "owner/name", its files of the hub: kept in the hub's cache, which is used alone where the hub cannot be reached.
 
     `ValueError`, one line, for a repository that cannot be had.
     """
     name = os.fspath(name_or_dir)
+    if Path(name).is_file():
+        return str(Path(name).parent)
     if Path(name).is_dir() or not isinstance(name_or_dir, str) or not _is_repository(name):
         return name
     need()

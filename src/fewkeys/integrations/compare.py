@@ -38,7 +38,7 @@ TIMED = 6
 
 def compare(
     capture: Capture,
-    plans: Plans,
+    plans: Plans | AnyPlan,
     *,
     model: Any = None,
     batches: Iterable[Batch] | None = None,
@@ -52,7 +52,8 @@ def compare(
     Args:
         capture: the attention inputs of every layer, from `fewkeys.capture`.
         plans: rows by name, as `standard_plans(64)` gives them; or `{budget: rows}` for several budgets at once (a
-            row that is the same at every budget, such as exact attention, is judged once); or a list of plans.
+            row that is the same at every budget, such as exact attention, is judged once); or a list of plans, or one
+            plan.
         model: the model itself, for the effect of replacing attention in every layer; None leaves that out.
         batches: the token ids that were captured; needed with `model`.
         eps: entries of exact attention at or above it count as heavy in `recall`; in (0, 1].
@@ -70,7 +71,7 @@ def compare(
     if (model is None) != (batches is None):
         raise ValueError("model, batches: expected both or neither, got one; pass the model with the batches captured")
     check_impl(impl)
-    entries, budgets = _entries(plans, capture)
+    entries, budgets = _entries([plans] if isinstance(plans, Plan | ModelPlan) else plans, capture)
     passes = capture.layers + (0 if model is None else 1)
     counter = _Counter(progress, capture.sequences * (1 + len(entries)) * passes)
     shape = _judge_layers(capture, entries, eps, seed, impl, counter)

@@ -8,6 +8,7 @@ entered it alone (`contextvars`: a thread, or a task of asyncio); every other an
 from __future__ import annotations
 
 import threading
+import warnings
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -33,6 +34,7 @@ class Application:
         self.answer = answer
         self.own = False
         self.thread = threading.get_ident()
+        self._warned = False
 
     def enter(self) -> None:
         """From now on, answer in the present context alone, and in those that begin in it."""
@@ -42,6 +44,17 @@ class Application:
     def leave(self) -> None:
         """Forget the present context."""
         _entered.set(tuple(other for other in _entered.get() if other is not self))
+
+    def warn_once(self) -> None:
+        """Say that the model is called where this answer does not hold, the first time."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "fewkeys.apply: a thread or task that did not enter `with fewkeys.apply(...)` calls the model, and its "
+                "attention is exact there; apply the plan without `with` to reach every thread, or start the thread by "
+                "contextvars.copy_context().run",
+                stacklevel=2,
+            )
 
     @property
     def mine(self) -> bool:
@@ -79,6 +92,8 @@ class Door:
                     "threads; apply one plan without `with` to train on this device with gradient checkpointing"
                 )
             return own[0][0], own[0][1].answer
+        for _, application in own:
+            application.warn_once()
         return None
 
 

@@ -45,7 +45,7 @@ def effects(
         count += int(mask.sum())
         done(len(states))
         for i, plan in enumerate(plans):
-            with apply(model, plan, impl=impl, generator=generators[i]):
+            with apply(model, plan.never_exact(), impl=impl, generator=generators[i]):
                 other, _ = _states(model, batch)
             pooled[i].append(cosine_similarity(_mean(states, mask), _mean(other, mask), dim=-1).cpu())
             tokens[i] += cosine_similarity(states[mask].double(), other[mask].double(), dim=-1).sum().cpu()

@@ -179,7 +179,7 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         return by_token(attention(own.query, own.key, own.value, plan=in_terms(inputs, None), **own.options()))
     mask = None
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and queries != keys):
+    if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and 1 < queries != keys):
         how = (inputs.is_causal, inputs.window, inputs.query_offset, inputs.key_mask, inputs.key.device)
         mask = visible(queries, keys, *how).expand(inputs.query.shape[0], 1, queries, keys)
     out, _ = _sdpa(module, inputs.query, inputs.key, inputs.value, mask, inputs.scale, inputs.is_causal)
@@ -266,8 +266,8 @@ def _attention_forward(
     check_honoured(module, dropout, kwargs)
     applied = door(module)
     found = None if applied is None else applied.innermost()
-    foreign = attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1
-    if found is None and foreign and kwargs.get("s_aux") is None and position_bias is None:
+    is_plain = found is None and kwargs.get("s_aux") is None and position_bias is None
+    if is_plain and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1:
         # A call that began before the switch, in a thread that has nothing to do with it.
         return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
     if attention_mask is None:

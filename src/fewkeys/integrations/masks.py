@@ -117,7 +117,22 @@ def key_mask(
 
 
 def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
-    """What the mask of a call says; `shape`: (B, Nk). `ValueError` for masks that are not honoured."""
+    """What the mask of a call says; `shape`: (B, Nk). `ValueError` for masks that are not honoured.
+
+    What one of ours says stays with it, since all layers share it.
+    """
+    if not isinstance(mask, KeyMask) or torch.compiler.is_compiling():
+        return _read(module, mask, shape)
+    remembered: tuple[tuple[int, int], Keys] | None = vars(mask).get(_KEYS)
+    if remembered is None or remembered[0] != shape:
+        remembered = vars(mask)[_KEYS] = shape, _read(module, mask, shape)
+    return remembered[1]
+
+
+_KEYS = "_fewkeys_keys"
+
+
+def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
     mask = mask.as_subclass(Tensor)
     by_key = mask.shape in ((shape[0], 1, 1, shape[1]), (1, 1, 1, shape[1]))
     if by_key and mask.is_floating_point() and bool(((mask == 0) | (mask <= LOWEST)).all()):
@@ -153,6 +168,8 @@ def visible(
     device: torch.device,
 ) -> Tensor:
     """Which keys a query sees, (B or 1, 1, Nq, Nk); `offset` is the place of the first query among the keys."""
+    if real is not None and not is_causal and window is None:
+        return real[:, None, None, :].expand(-1, 1, queries, keys)
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if is_causal:
         seen = seen.tril(offset)

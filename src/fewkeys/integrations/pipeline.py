@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fewkeys.integrations.cache import LayerPlan, cache
+from fewkeys.integrations.interface import unwrapped
 from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ class Pipeline:
     """Made by `fewkeys.pipeline`."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> None:
+        if not unwrapped(model).can_generate():
+            raise ValueError(
+                f"model: expected a decoder that generates text, got {type(model).__name__}; load it by "
+                "AutoModelForCausalLM, and embed with an encoder by fewkeys.apply"
+            )
         self.model, self.tokenizer, self.plan, self.held = model, tokenizer, plan, held
 
     @torch.no_grad()
@@ -52,6 +58,8 @@ class Pipeline:
                 ids = torch.cat([read, self._ids(f"{asked}{after}{answer_prefix}", False)], 1)
                 given = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
                 given |= {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True, **how}
+                if given.get("stop_strings") is not None:
+                    given.setdefault("tokenizer", self.tokenizer)
                 model: Any = self.model  # torch's types make every attribute a tensor
                 written = model.generate(ids, **given)
                 answers.append(str(self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)))
@@ -62,8 +70,8 @@ class Pipeline:
     def _parts(self, context: str) -> tuple[str, str]:
         """What stands before and after the question."""
         if getattr(self.tokenizer, "chat_template", None) is None:
-            return context, "\n"
-        said = [{"role": "user", "content": f"{context}{_MARK}"}]
+            return f"{context}\n\n", "\n"
+        said = [{"role": "user", "content": f"{context}\n\n{_MARK}"}]
         text = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         before, _, after = str(text).partition(_MARK)
         return before, after
@@ -83,6 +91,7 @@ def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[Layer
         ask(context, questions=["Who wrote it?", "When?"])["answers"]
 
     model, plan and `held` (`leaves`, `folder`) as in `fewkeys.cache`, whose errors it raises. Chat models are asked by
-    their template, others by context, question and a new line.
+    their template, others by context, a blank line, question and a new line. `ValueError` for a model that generates no
+    text.
     """
     return Pipeline(model, tokenizer, plan, **held)

@@ -193,9 +193,10 @@ class StreamCache(Cache):
         parts = [part for own in self._own for streams_of_call in own.calls for part in streams_of_call.contents()]
         files.write_all(path, parts)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from what `save` wrote under the same plans; `ValueError` for another or a damaged file, which changes
-        nothing. Everything in it is checked before it is used.
+    def load(self, path: str | os.PathLike[str]) -> StreamCache:
+        """This cache, going on from what `save` wrote under the same plans.
+
+        `ValueError` for another or a damaged file, which changes nothing: everything in it is checked first.
         """
         model = self._model()
         device = "cpu" if model is None else model.device
@@ -218,6 +219,7 @@ class StreamCache(Cache):
             ) from None
         for own, calls_of_layer in zip(self._own, restored, strict=True):
             own.calls, own.expected = calls_of_layer, None
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()

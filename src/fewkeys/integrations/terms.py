@@ -106,7 +106,7 @@ def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
     if inputs.softcap is not None:
         if not isinstance(plan.weights, Softmax):
             raise ValueError(f"plan: expected Softmax() weights for a model that caps its scores, got {plan.weights}")
-        plan = Plan(plan.keep, plan.rest, Softcap(inputs.softcap))
+        plan = replace(plan, weights=Softcap(inputs.softcap))
     if inputs.sink is None or plan.keep is None:
         return plan
     held = plan.keep.remembered

@@ -20,8 +20,9 @@ from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.impl import Impl, check_impl
+from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softcap, Weights
-from fewkeys.flow import never_exact
+from fewkeys.flow import gives_way
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
 from fewkeys.integrations.known import check_known, weights_of
@@ -29,9 +30,10 @@ from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
 from fewkeys.integrations.sensitivity import Sensitivity, counted, speaker
-from fewkeys.integrations.terms import in_terms, with_sink
+from fewkeys.integrations.terms import in_terms, plain, with_sink
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
+from fewkeys.select import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,10 +63,11 @@ def apply(
     model: a transformers model, or a module around one: a SentenceTransformer, a model of peft, a compiled or a
     distributed one. plan: one plan, or one per attention layer as a sequence or a mapping from layer index; in place of
     a layer's plan there may be one for each of its key heads, as in the `ModelPlan` of `fewkeys.tune`. impl, generator:
-    as in `fewkeys.attention`, but that `impl="auto"`, too, always runs the plan. Encoders and decoder-only models,
-    parts of a model (`model.encoder`), grouped queries, left and right padding (2-D attention_mask), prefill and
-    decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees the keys of one call: a causal
-    plan that selects among them selects anew at each decoded token.
+    as in `fewkeys.attention`: with `impl="auto"`, a call that exact attention is expected to answer faster goes to the
+    model's own SDPA, for plans with `exact_if_faster`; `plan.never_exact()` always runs. Encoders and decoder-only
+    models, parts of a model (`model.encoder`), grouped queries, left and right padding (2-D attention_mask), prefill,
+    and decoding with `DynamicCache` (query i of Lq stands at key Lk - Lq + i). The plan sees the keys of one call: a
+    causal plan that selects among them selects anew at each decoded token.
 
     Layers whose own attention is a sliding window keep exactly that window, whatever the plan and the length; a
     sequence of plans may leave them out. Soft caps of scores (Gemma 2) and learned sinks (gpt-oss) are part of the
@@ -90,7 +93,7 @@ def apply(
     """
     model = unwrapped(model)
     modules = attention_modules(model)
-    plans = tuple(None if own is None else never_exact(own) for own in plans_per_layer(plan, modules))
+    plans = tuple(plans_per_layer(plan, modules))
     if isinstance(plan, ModelPlan):
         check_known(plan, [module for module, own in zip(modules, plans, strict=True) if own is not None])
     guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
@@ -116,12 +119,27 @@ class _ByPlan:
                 f"plan: expected layer {layer} to attend within a window of its own, got a call without; give a plan "
                 "for every layer"
             )
+        if self._gives_way(plan, inputs):
+            return exact(module, inputs)
         own = with_sink(inputs)
         guard = self.guards[layer] if self.guards and inputs.window is None else None
         plans = in_terms(inputs, plan)
         return attention(
             own.query, own.key, own.value, plan=plans, max_error=guard, **own.options(self.generator, self.impl)
         )
+
+    def _gives_way(self, plan: LayerPlan | None, inputs: AttentionInputs) -> bool:
+        """Whether the model's own SDPA answers: it knows windows, but no caps, sinks or biases.
+
+        Calls with a guard go to `attention`, which counts them.
+        """
+        if not plain(inputs) or (self.guards and inputs.window is None):
+            return False
+        if inputs.window is not None:
+            plan = Plan(Window(inputs.window), exact_if_faster=True)
+        how = (inputs.scale, inputs.is_causal, inputs.query_offset)
+        problem = Inputs(inputs.query, inputs.key, inputs.value, *how, impl=self.impl)
+        return plan is not None and gives_way(plan, problem)
 
 
 class Applied:

@@ -1,0 +1,63 @@
+"""What newcomers get wrong first: the error names the argument and the fix."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import fewkeys as fk
+from fewkeys.cli import main
+
+Q = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+MODEL_PLAN = fk.ModelPlan(((fk.budget(16),),))
+
+
+def test_each_folder_of_plans_names_its_reader(tmp_path):
+    fk.budget(16).save_pretrained(tmp_path / "one")
+    MODEL_PLAN.save_pretrained(tmp_path / "many")
+    with pytest.raises(ValueError, match=r"which holds model_plan\.json; use fewkeys\.ModelPlan\.from_pretrained$"):
+        fk.Plan.from_pretrained(tmp_path / "many")
+    with pytest.raises(ValueError, match=r"which holds plan\.json; use fewkeys\.Plan\.from_pretrained$"):
+        fk.ModelPlan.from_pretrained(tmp_path / "one")
+
+
+def test_a_file_that_is_there_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    fk.budget(16).save_pretrained(tmp_path / "plan")
+    MODEL_PLAN.save_pretrained(tmp_path / "plan")
+    monkeypatch.chdir(tmp_path)
+    assert fk.Plan.from_pretrained("plan/plan.json") == fk.budget(16)
+    assert fk.ModelPlan.from_pretrained("plan/model_plan.json") == MODEL_PLAN
+
+
+@dataclass(frozen=True)
+class Nearest(fk.Window):
+    """A rule of one's own, in no catalogue."""
+
+
+def test_what_cannot_be_loaded_is_not_saved(tmp_path):
+    plan = fk.Plan(fk.Sinks(1) | Nearest(3))
+    for own in (plan, fk.ModelPlan(((fk.budget(16), plan),))):
+        with pytest.raises(TypeError, match=r"got Nearest, which no catalogue lists; .*listed=True"):
+            own.save_pretrained(tmp_path / "plan")
+    assert not (tmp_path / "plan").exists()
+
+
+def test_the_mask_of_torch_is_named():
+    with pytest.raises(TypeError, match=r"^attn_mask: attention\(\) has no such argument; use key_mask"):
+        fk.attention(Q, Q, Q, plan=fk.budget(16), attn_mask=torch.ones(40, 40, dtype=torch.bool))
+    with pytest.raises(TypeError, match=r"^dropout: attention\(\) has no such argument$"):
+        fk.attention(Q, Q, Q, dropout=0.1)
+
+
+@pytest.mark.parametrize("plan", [fk.budget(16), fk.Plan(fk.Window(3), fk.ClusterMeans(4))], ids=str)
+def test_a_plan_that_sees_the_future_names_one_that_does_not(plan):
+    with pytest.raises(ValueError, match=r"^is_causal: .*use budget\(slots, is_causal=True\)"):
+        fk.attention(Q, Q, Q, plan=plan, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"), [(["--versoin"], "--version"), (["compare", "--modle", "x", "--demo"], "--model")]
+)
+def test_a_misspelt_option_is_told(words, near, capsys):
+    assert main(words) == 2
+    assert f"is no option; did you mean {near}?" in capsys.readouterr().err
