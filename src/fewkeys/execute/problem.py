@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
+from fewkeys.rest.base import AnyStandIns, BlockStandIns, StandIns
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +19,7 @@ class Problem:
 
     inputs: Inputs
     graph: Graph
-    stand_ins: StandIns | BlockStandIns | NodeStandIns | None
+    stand_ins: AnyStandIns | None
     weights: Weights
 
     @property

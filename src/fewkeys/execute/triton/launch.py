@@ -16,7 +16,7 @@ from fewkeys.core.weights import Softmax
 from fewkeys.execute.operands import listed
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.triton import launch_grouped
-from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, NodeStandIns, RangeStandIns, StandIns
 
 LARGEST_HEAD = 256
 LARGEST_RANK = 64
@@ -32,8 +32,8 @@ def unsupported(problem: Problem) -> str | None:
             return reason
     elif not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
-    if graph.descent is not None or isinstance(stand_ins, NodeStandIns):
-        return "expected a band and shared keys, got keys that each query finds in a tree"
+    if graph.descent is not None or isinstance(stand_ins, (NodeStandIns, RangeStandIns)):
+        return "expected a band and shared keys, got keys that each query finds for itself"
     if graph.rows is not None or graph.full:
         return "expected a band and shared keys, got a list of keys for every query"
     if graph.columns is not None and graph.columns.blocks > 1:
