@@ -31,8 +31,6 @@ LEFT_TO_TORCH = {
     fk.Routing: GROUPS,
     fk.Predicted: GROUPS,
     fk.BlockClusters: GROUPS,
-    fk.KeyScan: r"the descent of KeyTree, got Scanned",
-    fk.BlockMeans: r"the descent of KeyTree, got Scanned",
     fk.Moments: r"stand-ins without curvature, got Moments\(\)",
     fk.GroupMeans: GROUPS,
 }

@@ -11,6 +11,7 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "prefill.h"
+#include "scan_attend.h"
 #include "tilts.h"
 
 namespace fewkeys {
@@ -46,6 +47,8 @@ EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
+EXPORT_BY_DTYPE(scan_attend, ScanAttend)
+EXPORT(scan_codes, Scan)
 EXPORT(scan_back, PastBack)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(form, Forms)
@@ -113,6 +116,8 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Descend);
   SIZE_OF(Descents);
   SIZE_OF(DescendBack);
+  SIZE_OF(Scan);
+  SIZE_OF(ScanAttend);
 #undef SIZE_OF
   return -1;
 }

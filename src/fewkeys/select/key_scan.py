@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+import fewkeys.native as native
 from fewkeys.core.graph import Graph
+from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
+from fewkeys.native.codes import LARGEST_CODED
 from fewkeys.select.base import Counted
-from fewkeys.sketch.codes import BLOCK, best, encode, middle, rounded
+from fewkeys.sketch.codes import BLOCK, Codes, best, encode, middle, rounded
 
 PER_CODE = 0.25
 """Operations of scanning a number of a key in two bits, counted like multiplications and additions."""
@@ -33,14 +37,10 @@ class KeyScan(Counted):
     """
 
     def select(self, inputs: Inputs) -> Graph:
-        x, seen = inputs, before_block(inputs)
-        if not int(seen[-1]):
-            index = torch.empty((*x.query.shape[:3], 0), dtype=torch.int32, device=x.query.device)
-        else:
-            codes = x.remember("codes", lambda: encode(x.key, middle(x)))
-            query = x.remember("rounded queries", lambda: rounded(x.query * x.scale))
-            index = best(codes, query, seen, x.valid, self.count)
-        return Graph(x, descent=Scanned(x, index))
+        x = inputs
+        codes = x.remember("codes", lambda: encode(x.key, middle(x)))
+        query = x.remember("rounded queries", lambda: rounded(x.query * x.scale))
+        return Graph(x, descent=Scanned(x, codes, query, self.count))
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= int(before_block(inputs)[-1])
@@ -61,17 +61,39 @@ def before_block(inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Scanned:
-    """Every query's own block of keys up to itself, and `index` (B, Hq, Nq, K), int32: the keys that it chose among
-    those before, ascending, -1 for none at the end.
+    """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
+
+    `query` (B, Hq, Nq, D): as `rounded` gives them.
     """
 
     inputs: Inputs
-    index: Tensor
+    codes: Codes
+    query: Tensor
+    count: int
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """(Nq,): among how many keys each query chooses."""
+        return before_block(self.inputs)
+
+    @cached_property
+    def most(self) -> int:
+        """How many keys a query chooses at most."""
+        return min(self.count, int(self.seen[-1]))
+
+    @cached_property
+    def index(self) -> Tensor:
+        """(B, Hq, Nq, most), int32: what queries choose, ascending, -1 for none at the end."""
+        x = self.inputs
+        chosen = (self.codes.packed, self.codes.sigma, self.query, self.seen, x.valid, self.most)
+        if x.impl in COMPILED and native.readable(*chosen[:5]) and x.head_dim <= LARGEST_CODED:
+            return native.best_codes(*chosen)
+        return best(self.codes, *chosen[2:])
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
         x = self.inputs
-        own = torch.arange(x.keys, device=x.key.device) >= before_block(x)[start:stop, None]
+        own = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
         index = self.index[:, :, start:stop].long()
         # One place more, for those that are none.
         kept = own.new_zeros((*index.shape[:3], x.keys + 1))
@@ -80,4 +102,4 @@ class Scanned:
 
     def scored(self, start: int, stop: int) -> Tensor:
         """None of its slots is spent on finding keys."""
-        return self.index.new_zeros((*self.index.shape[:2], stop - start))
+        return self.query.new_zeros((*self.query.shape[:2], stop - start), dtype=torch.int64)

@@ -35,8 +35,8 @@ BLOCK = 32
 """Keys that are coded, and forgotten by the window of a query, together."""
 LEVELS = 10
 """Queries are rounded to integers of at most this: two pairs of products still fit into a byte."""
-PAIRS = 4
-"""Pairs of numbers are filled up to a multiple of this: the widest registers look up as many at once."""
+PAIRS = 8
+"""Pairs of numbers are filled up to a multiple of this: two of the widest registers look up as many."""
 PIECE = 2**22
 """Scores held at a time (16 MB)."""
 
@@ -45,9 +45,9 @@ PIECE = 2**22
 class Codes:
     """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32.
 
-    `packed` (B, Hkv, G, P, 16), uint8: of every block and pair of numbers 32 nibbles, the first key's in the lower half
-    of the first byte, the 17th key's in its upper half; a nibble holds `code_2p + 2` and, two bits higher, that of
-    2p + 1.
+    `packed` (B, Hkv, G, P, 16), uint8: of every block and pair of numbers 32 nibbles. Bytes 0, 2, .. hold the keys 0 to
+    7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble holds
+    `code_2p + 2` and, two bits higher, that of 2p + 1.
     `sigma` (B, Hkv, 32 G), float32. Bytes: D / 4 + 4 for every key.
     """
 
@@ -56,9 +56,10 @@ class Codes:
 
     def levels(self, dim: int) -> Tensor:
         """The levels (B, Hkv, 32 G, D), -3 to 3, as float32."""
-        nibbles = torch.stack([self.packed & 15, self.packed >> 4], -3)  # (B, Hkv, G, 2, P, 16)
-        codes = torch.stack([nibbles & 3, nibbles >> 2], -1).transpose(-3, -2)  # (B, Hkv, G, 2, 16, P, 2)
-        return codes.flatten(-2).flatten(2, 4)[..., :dim].float() * 2 - 3
+        parts = self.packed.unflatten(-1, (8, 2))
+        nibbles = torch.stack([parts & 15, parts >> 4], -4)  # (B, Hkv, G, 2, P, 8, 2)
+        codes = torch.stack([nibbles & 3, nibbles >> 2], -1).movedim(-4, -2).transpose(-4, -3)  # (.., 2, 2, 8, P, 2)
+        return codes.flatten(-2).flatten(2, 5)[..., :dim].float() * 2 - 3
 
 
 @lru_cache
@@ -97,9 +98,10 @@ def encode(key: Tensor, middle: Tensor) -> Codes:
     code = ((turned / sigma.clamp_min(torch.finfo(sigma.dtype).tiny)).floor().clamp(-2, 1) + 2).to(torch.uint8)
     keys, dim = key.shape[2:]
     fill, wide = -keys % BLOCK, -dim % (2 * PAIRS)
-    halves = pad(code, (0, wide, 0, fill)).unflatten(-1, (-1, 2)).unflatten(2, (-1, 2, BLOCK // 2))
-    low, high = (halves[..., 0] | halves[..., 1] << 2).transpose(-2, -1).unbind(3)
-    return Codes((low | high << 4).contiguous(), pad(sigma.squeeze(-1), (0, fill)).float())
+    pairs = pad(code, (0, wide, 0, fill)).unflatten(-1, (-1, 2))
+    low, high = (pairs[..., 0] | pairs[..., 1] << 2).unflatten(2, (-1, 2, 2, BLOCK // 4)).unbind(3)
+    packed = (low | high << 4).permute(0, 1, 2, 5, 4, 3).flatten(-2)
+    return Codes(packed.contiguous(), pad(sigma.squeeze(-1), (0, fill)).float())
 
 
 def rounded(query: Tensor) -> Tensor:

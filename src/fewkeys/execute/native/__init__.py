@@ -8,11 +8,12 @@ from torch import Tensor
 
 from fewkeys.core.weights import Softmax
 from fewkeys.execute import by_cohort
-from fewkeys.execute.native import backward, descent, forward
+from fewkeys.execute.native import backward, by_scan, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.select.key_scan import Scanned
 
 __all__ = ["attend", "attend_each", "unsupported"]
 
@@ -33,8 +34,9 @@ def unsupported(problem: Problem) -> str | None:
     if (reason := missing()) is not None:
         return f"expected compiled kernels, got none ({reason})"
     s = problem.stand_ins
+    scanned = isinstance(problem.graph.descent, Scanned)
     if problem.graph.descent is not None:
-        plain = placed(*descent.read(problem))
+        plain = placed(*(by_scan if scanned else descent).read(problem))
     elif isinstance(s, BlockStandIns):
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
@@ -42,7 +44,7 @@ def unsupported(problem: Problem) -> str | None:
         plain = readable(x.query, x.key, x.value, *forward.read(s if isinstance(s, StandIns) else None))
     if not plain:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
-    if problem.graph.descent is not None and descent.apart(problem) and _wants_gradient(problem):
+    if problem.graph.descent is not None and not scanned and descent.apart(problem) and _wants_gradient(problem):
         return "expected no gradient where leaves are held apart from the keys, as streams hold them, got one asked for"
     # Plans take these for constants, and so do the kernels.
     if isinstance(s, StandIns) and wants_gradient(s.bias, s.factor, s.right):
@@ -67,6 +69,8 @@ def _form(problem: Problem) -> str | None:
     graph, s = problem.graph, problem.stand_ins
     if not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
+    if isinstance(graph.descent, Scanned):
+        return by_scan.form(problem)
     if graph.descent is not None:
         return descent.form(problem)
     if graph.rows is not None or graph.full:
@@ -88,6 +92,8 @@ def _form(problem: Problem) -> str | None:
 
 def _wants_gradient(problem: Problem) -> bool:
     x, s = problem.inputs, problem.stand_ins
+    if isinstance(problem.graph.descent, Scanned):
+        return wants_gradient(*by_scan.read(problem))
     if problem.graph.descent is not None:
         return wants_gradient(*descent.read(problem))
     if not isinstance(s, BlockStandIns):

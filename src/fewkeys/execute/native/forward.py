@@ -15,13 +15,14 @@ from torch import Tensor
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import by_cohort
-from fewkeys.execute.native import descent
+from fewkeys.execute.native import by_scan, descent
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
 from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.select.key_scan import Scanned
 
 _ROWS = ("query", "key", "value", "out")
 _MEANS = ("mean_key", "mean_value", "left_factor", "right_factor", "bias", "total", "factor", "bounds", "share")
@@ -42,6 +43,8 @@ def attend(problem: Problem) -> Tensor:
     O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """
     inputs, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
+    if isinstance(graph.descent, Scanned):
+        return by_scan.attend(problem)
     if graph.descent is not None:
         return descent.attend(problem)
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))

@@ -13,7 +13,7 @@ from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import Problem
 from fewkeys.rest.base import RangeStandIns
-from fewkeys.select.key_scan import Scanned, before_block
+from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK
 
 PIECE = 2**22
@@ -32,9 +32,9 @@ def attend(problem: Problem) -> Tensor:
     x, scanned = problem.inputs, problem.graph.descent
     if not isinstance(scanned, Scanned):
         raise ValueError("graph: expected what a scan found, got another")
-    each = x.gqa_ratio * (scanned.index.shape[3] + 1) * (x.head_dim + x.value_dim)
+    each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
     heads = max(1, PIECE // (each * min(BLOCK, x.queries)))
-    rows, seen = _Rows(problem, scanned), before_block(x)
+    rows, seen = _Rows(problem, scanned), scanned.seen
     output = x.value.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
     parts: list[Tensor] = []
     start = 0
