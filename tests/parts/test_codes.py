@@ -101,9 +101,11 @@ def test_ranges_hold_every_key_before_the_own_block_once(count, keys):
 
 
 def test_means_need_a_scan():
-    query = drawn(1, 1, 70, 4)
-    with pytest.raises(ValueError, match=r"^rest: BlockMeans needs the graph of KeyScan"):
-        fk.attention(query, query, query, keep=fk.Window(5), rest=fk.BlockMeans(3), is_causal=True)
+    for keep in (fk.Window(5), fk.KeyScan(5) | fk.Window(5)):
+        with pytest.raises(
+            ValueError, match=r"^keep: BlockMeans stands for what KeyScan\(count\) alone does not choose"
+        ):
+            fk.Plan(keep, fk.BlockMeans(3))
 
 
 def test_two_scans_do_not_join():

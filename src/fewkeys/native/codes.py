@@ -21,7 +21,6 @@ def scan(
     int8; seen (Nq,), ascending; real (B, N) or None.
     """
     batch, heads, queries, dim = query.shape
-    room = packed.stride(1) // packed[0, 0, 0].numel()
     held = {"query": query.contiguous(), "seen": seen.contiguous(), "real": None if real is None else real.contiguous()}
     told = struct("Scan")(
         **pointers({"packed": packed, "sigma": sigma, **held}),
@@ -30,7 +29,7 @@ def scan(
         gqa_ratio=heads // packed.shape[1],
         queries=queries,
         keys=0 if real is None else real.shape[1],
-        room=room,
+        room=packed.stride(1) // packed.shape[3:].numel(),
         pairs=packed.shape[3],
         dim=dim,
         count=count,

@@ -48,21 +48,31 @@ class BlockMeans(Rest):
     def work(self, inputs: Inputs, keep: Selector) -> Work:
         return Work(float(self.count), (1 + self.count / BLOCK) * (inputs.head_dim + inputs.value_dim))
 
+    def check_beside(self, keep: Selector) -> None:
+        if keep.remembered is None or not keep.remembered.scan:
+            raise ValueError(f"keep: BlockMeans stands for what KeyScan(count) alone does not choose, got {keep}")
+
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> RangeStandIns:
         x = inputs
         if not isinstance(graph.descent, Scanned):
             raise ValueError("rest: BlockMeans needs the graph of KeyScan, got another; use ClusterMeans or Drop()")
-        edges = torch.tensor(self._edges(x), device=x.key.device)
         blocks = -(-x.keys // BLOCK)
-        edges, size = edges.clamp_max(blocks), _sums(_real(x), blocks)
+        totals = [_sums(working(part), blocks) for part in (x.key, x.value)]
+        return self.of_totals(x, totals[0], totals[1], _sums(_real(x), blocks))
+
+    def of_totals(self, inputs: Inputs, key: Tensor, value: Tensor, size: Tensor) -> RangeStandIns:
+        """The ranges of queries from the sums, float64, over the keys (B, Hkv, blocks + 1, D), values and numbers of
+        real keys (B, blocks + 1) before each block, and before the end.
+        """
+        x = inputs
+        edges = torch.tensor(self._edges(x), device=x.key.device).clamp_max(key.shape[2] - 1)
         start, stop = edges[:, :-1], edges[:, 1:]
         size = size[:, stop] - size[:, start]
         rows = []
-        for part in (x.key, x.value):
+        for total in (key, value):
             # Differences of sums over all that came before: float64 leaves of them what float32 could not.
-            total = _sums(working(part).flatten(0, 1), blocks).unflatten(0, part.shape[:2])
             mean = (total[:, :, stop] - total[:, :, start]) / size.clamp_min(1)[:, None, :, :, None]
-            rows.append(mean.to(working(part).dtype))
+            rows.append(mean.to(working(x.key[:0]).dtype))
         return RangeStandIns(rows[0], rows[1], size.to(rows[0].dtype), (edges * BLOCK).clamp_max(x.keys))
 
     def _edges(self, x: Inputs) -> list[list[int]]:
@@ -79,10 +89,17 @@ class BlockMeans(Rest):
 
 
 def _sums(rows: Tensor, blocks: int) -> Tensor:
-    """(H, blocks + 1, ...), float64: sums over the rows (H, N, ...) before each block."""
-    fill = (0, 0) * (rows.ndim - 2) + (0, blocks * BLOCK - rows.shape[1])
-    by_block = pad(rows.double(), fill).unflatten(1, (blocks, BLOCK)).sum(2).cumsum(1)
-    return pad(by_block, (0, 0) * (rows.ndim - 2) + (1, 0))
+    """(..., blocks + 1, X), float64: sums over the rows (..., N, X), or (..., N), before each block."""
+    if rows.ndim == 2:
+        return _sums(rows.unsqueeze(-1), blocks).squeeze(-1)
+    by_block = block_sums(pad(rows, (0, 0, 0, blocks * BLOCK - rows.shape[-2])))
+    return pad(by_block.cumsum(-2), (0, 0, 1, 0))
+
+
+def block_sums(rows: Tensor) -> Tensor:
+    """The sums (..., N / 32, X), float64, of blocks of rows (..., N, X)."""
+    found: Tensor = rows.double().unflatten(-2, (-1, BLOCK)).sum(-2)
+    return found
 
 
 def _real(inputs: Inputs) -> Tensor:

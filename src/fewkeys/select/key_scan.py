@@ -14,7 +14,7 @@ from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
 from fewkeys.native.codes import LARGEST_CODED
-from fewkeys.select.base import Counted
+from fewkeys.select.base import Counted, Remembered
 from fewkeys.sketch.codes import BLOCK, Codes, best, encode, middle, rounded
 
 PER_CODE = 0.25
@@ -39,8 +39,12 @@ class KeyScan(Counted):
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
         codes = x.remember("codes", lambda: encode(x.key, middle(x)))
-        query = x.remember("rounded queries", lambda: rounded(x.query * x.scale))
+        query = x.remember("rounded queries", lambda: rounded(x.query, x.scale))
         return Graph(x, descent=Scanned(x, codes, query, self.count))
+
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(scan=self.count)
 
     def covers(self, inputs: Inputs) -> bool:
         return self.count >= int(before_block(inputs)[-1])

@@ -104,9 +104,9 @@ def encode(key: Tensor, middle: Tensor) -> Codes:
     return Codes(packed.contiguous(), pad(sigma.squeeze(-1), (0, fill)).float())
 
 
-def rounded(query: Tensor) -> Tensor:
-    """Queries (B, Hq, Nq, D), scaled, as integers of at most `LEVELS`, int8. Cost O(Nq D^2)."""
-    turned = _rotated(working(query.detach()))
+def rounded(query: Tensor, scale: float = 1.0) -> Tensor:
+    """Scaled queries (B, Hq, Nq, D) as integers of at most `LEVELS`, int8. Cost O(Nq D^2)."""
+    turned = _rotated(working(query.detach()) * scale)
     largest = turned.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(turned.dtype).tiny)
     return (turned / largest * LEVELS).round().to(torch.int8)
 
