@@ -123,76 +123,52 @@ static __attribute__((noinline)) void scan_rows(const uint8_t *packed, const flo
   }
 }
 
-// The places of the `count` largest of many scores, ascending, of equal ones the first; there is room for one more.
+// The places of the `count` largest of many scores, ascending, of equal ones the first; there is room for LANES more.
 class Largest {
  public:
   // How many there are: those of -inf are none. `score` has room for a multiple of LANES.
   int64_t choose(float *score, int64_t keys, int64_t count, int32_t *place) {
     const int64_t whole = (keys + LANES - 1) / LANES * LANES;
     std::fill(score + keys, score + whole, -INFINITY);
-    count_multiply_adds(whole);
-    vec low = broadcast(INFINITY), high = broadcast(-INFINITY), sum = {}, square = {};
+    count_multiply_adds(2 * whole);
+    vec sum = {}, square = {};
     for (int64_t v = 0; v < whole; v += LANES) {
       const vec x = load(score + v), real = x == broadcast(-INFINITY) ? vec{} : x;
-      high = max(high, x), low = real < low ? real : low;
       sum += real, square += real * real;
     }
-    float lowest = low[0], highest = high[0];
-    for (int l = 1; l < LANES; l++) lowest = std::min<float>(lowest, low[l]), highest = std::max<float>(highest, high[l]);
     const float mean = sum_of_lanes(sum) / keys;
     const float spread = std::sqrt(std::max(0.0f, sum_of_lanes(square) / keys - mean * mean));
-    // A score that at least `count` reach, and not many more: from where it was for the query before.
-    float least = mean + height * spread, below = lowest, above = highest;
-    const int64_t most = 2 * count + 2 * LANES;
-    if (keys <= most) {
-      least = -std::numeric_limits<float>::max();
-    } else {
-      for (int turn = 0;; turn++) {
-        const int64_t reach = turn < 24 ? count_from(score, whole, least) : 0;
-        if (reach >= count && reach <= most) break;
-        if (turn == 24) {  // many equal scores
-          least = count_from(score, whole, below) >= count ? below : -std::numeric_limits<float>::max();
-          break;
-        }
-        (reach < count ? above : below) = least;
-        least = below + (above - below) / 2;
-      }
-      if (spread > 0) height = (least - mean) / spread;
+    // A little below where the query before had its last one; then further down, until there are enough.
+    float least = mean + height * spread, step = spread;
+    for (int turn = 0;; turn++, least -= step, step *= 2) {
+      if (turn == 12 || !(spread > 0)) least = -std::numeric_limits<float>::max();
+      collect(score, whole, least);
+      if (held >= count || least == -std::numeric_limits<float>::max()) break;
     }
-    collect(score, whole, least);
-    return cut(count, place);
+    const float last = cut(count, place);
+    if (spread > 0 && held > count) height = (last - mean) / spread - MARGIN;
+    return std::min(held, count);
   }
 
  private:
-  float height = 2.0f;
+  static constexpr float MARGIN = 0.15f;
+  float height = 1.5f;
   int64_t held = 0;
   aligned_vector<int32_t> key, at;  // of what was collected: its score, in the order of integers, and its place
-
-  static int64_t count_from(const float *score, int64_t whole, float least) {
-    count_multiply_adds(whole);
-    ivec found = {};
-    for (int64_t v = 0; v < whole; v += LANES) found -= load(score + v) >= least;
-    int64_t total = 0;
-    for (int l = 0; l < LANES; l++) total += found[l];
-    return total;
-  }
 
   // Keeps what reaches `least`.
   void collect(const float *score, int64_t whole, float least) {
     held = 0;
+    count_multiply_adds(whole);
     for (int64_t v = 0; v < whole; v += LANES) {
       const vec x = load(score + v);
       uint32_t bits = bits_from(x, least);
-      if (!bits) continue;
       if ((int64_t)key.size() < held + LANES) key.resize(2 * held + 64 * LANES), at.resize(key.size());
+      const ivec number = in_order((ivec)(x + 0.0f));  // zeros of both signs are equal
 #if defined(__AVX512F__)
-      const ivec number = (ivec)(x + 0.0f), place = count_up() + int(v);
-      _mm512_storeu_si512(&key[held], _mm512_maskz_compress_epi32(bits, (__m512i)in_order(number)));
-      _mm512_storeu_si512(&at[held], _mm512_maskz_compress_epi32(bits, (__m512i)place));
-      held += __builtin_popcount(bits);
+      _mm512_storeu_si512(&key[held], _mm512_maskz_compress_epi32(bits, (__m512i)number));
+      held += pack(bits, count_up() + int(v), &at[held]);
 #else
-      int32_t number[LANES];
-      *(ivec *)number = in_order((ivec)(x + 0.0f));
       for (; bits; bits &= bits - 1, held++) {
         const int lane = __builtin_ctz(bits);
         key[held] = number[lane], at[held] = v + lane;
@@ -201,8 +177,22 @@ class Largest {
     }
   }
 
-  // Integers in the order of the floats whose bits these are.
+  // Integers in the order of the floats whose bits these are, and back.
   static ivec in_order(ivec bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
+  static float number_of(int32_t key) {
+    key ^= (key >> 31) & 0x7fffffff;
+    float found;
+    memcpy(&found, &key, sizeof found);
+    return found;
+  }
+
+#if defined(__AVX512F__)
+  // Writes the numbers whose bits are set, side by side, and something after them; how many they are.
+  static int pack(uint32_t bits, ivec number, int32_t *to) {
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits, (__m512i)number));
+    return __builtin_popcount(bits);
+  }
+#endif
 
   int64_t reached(int32_t least) const {
     ivec found = {};
@@ -214,38 +204,52 @@ class Largest {
     return total;
   }
 
-  int64_t cut(int64_t count, int32_t *place) const {
-    int64_t left = held, to = 0;
-    int32_t least = std::numeric_limits<int32_t>::min();
-    if (held > count) {
-      // The largest number that `count` of them reach.
-      int32_t smallest = key[0], largest = key[0];
-      for (int64_t i = 1; i < held; i++) smallest = std::min(smallest, key[i]), largest = std::max(largest, key[i]);
-      int64_t low = smallest, high = largest;
-      while (low < high) {
-        const int64_t middle = low + (high - low + 1) / 2;
-        if (reached(middle) >= count)
-          low = middle;
-        else
-          high = middle - 1;
-      }
-      least = low;
-      left = count - (least == std::numeric_limits<int32_t>::max() ? 0 : reached(least + 1));
+  // Writes the places of the `count` largest of what was collected, and gives the least of their scores, or about that.
+  float cut(int64_t count, int32_t *place) const {
+    if (held <= count) {
+      std::copy_n(at.begin(), held, place);
+      return 0.0f;
     }
+    // The largest number that `count` of them reach, or one that no more than these do.
+    int32_t smallest = key[0], largest = key[0];
+    for (int64_t i = 1; i < held; i++) smallest = std::min(smallest, key[i]), largest = std::max(largest, key[i]);
+    int64_t low = smallest, high = largest, found = held;
+    while (low < high && found != count) {
+      const int64_t middle = low + (high - low + 1) / 2, reach = reached(middle);
+      if (reach >= count)
+        low = middle, found = reach;
+      else
+        high = middle - 1;
+    }
+    const int32_t least = low;
+    int64_t to = 0;
+#if defined(__AVX512F__)
+    if (found == count) {
+      for (int64_t v = 0; v < held; v += LANES) {
+        const uint32_t there = held - v < LANES ? (1u << (held - v)) - 1 : 0xffff;
+        const ivec x = *(const ivec *)&key[v];
+        to += pack(_mm512_mask_cmpge_epi32_mask(there, (__m512i)x, _mm512_set1_epi32(least)), *(const ivec *)&at[v],
+                   place + to);
+      }
+      return number_of(least);
+    }
+#endif
+    // Of those that are equal to it, as many as are left.
+    int64_t left = found == count ? held : count - (least == largest ? 0 : reached(least + 1));
     for (int64_t i = 0; i < held; i++) {  // without branches, which nothing could foretell
       const bool last = (key[i] == least) & (left > 0);
       left -= last;
       place[to] = at[i];
       to += (key[i] > least) | last;
     }
-    return to;
+    return number_of(least);
   }
 };
 
 // What a thread needs to find the keys of queries.
 class Scanner {
  public:
-  explicit Scanner(const Scan &p) : p(p), tables(ABREAST_ROWS * p.pairs * TABLE), held(p.count + 1) {}
+  explicit Scanner(const Scan &p) : p(p), tables(ABREAST_ROWS * p.pairs * TABLE), held(p.count + 2 * LANES) {}
 
   // The places of the keys of `rows` queries of a key head, all of which choose among the first `seen` keys; `query(i)`
   // tells where the integers of the i-th lie, and `take(i, place, count)` gets what it chooses.
@@ -327,8 +331,7 @@ static void scan_codes(const Scan &p, int threads) {
               std::copy_n(place, count, to);
               std::fill(to + count, to + p.count, -1);
             });
-      },
-      4);
+      });
 }
 
 }  // namespace fewkeys

@@ -160,8 +160,7 @@ static void scan_attend(const ScanAttend &p, int threads) {
       [&](ScanAttention<T> &worker, int64_t t) {
         const Piece &piece = pieces[t % each];
         worker.attend(t / each / kv_heads, t / each % kv_heads, piece.run, piece.first);
-      },
-      4);
+      });
 }
 
 }  // namespace fewkeys
