@@ -81,6 +81,8 @@ KEEP_CASES = {
     "random edges": Case(fk.RandomEdges(6), draws=True, alone=True),
     "key tree": Case(fk.KeyTree(64), by_position=True, grows=True, alone=True),
     "key tree + window": Case(fk.KeyTree(64) | fk.Window(25), by_position=True, grows=True, alone=True),
+    "key scan": Case(fk.KeyScan(9), by_position=True, grows=True, alone=True),
+    "key scan + window": Case(fk.KeyScan(9) | fk.Window(25), by_position=True, grows=True, alone=True),
     "entmax support (oracle)": Case(fk.EntmaxSupport(1.5)),
 }
 REST_CASES = {
@@ -117,6 +119,14 @@ TREES = {
 }
 """Plans whose queries find their keys in a tree, and whose stand-ins are its nodes."""
 
+SCANS = {
+    "key scan, block means": Case(Plan(fk.KeyScan(9), fk.BlockMeans(3)), by_position=True, grows=True),
+    "larger key scan, block means": Case(Plan(fk.KeyScan(40), fk.BlockMeans(2)), by_position=True, grows=True),
+    "key scan, block means, power": Case(
+        Plan(fk.KeyScan(7), fk.BlockMeans(1), fk.Power(2.0)), by_position=True, grows=True
+    ),
+}
+"""Plans whose queries scan the codes of all keys, and whose stand-ins are means of ranges."""
 
 COHORTS = {
     "first-order cohorts": Case(Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))),
@@ -153,7 +163,7 @@ def _plans() -> dict[str, Case]:
                     continue
                 name = f"{keep_name}, {rest_name}, {weights_name}"
                 plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
-    return plans | GROUPED | TREES | COHORTS
+    return plans | GROUPED | TREES | SCANS | COHORTS
 
 
 RUNNING_CASES = {
@@ -187,6 +197,7 @@ SOME_PLANS = {
         "leverage + window, sample, relu",
         "universal set, first-order means, softmax",
         "key tree, tree means",
+        "key scan, block means",
         "first-order cohorts + window",
     )
 }

@@ -31,6 +31,7 @@ EXAMPLES: dict[str, Any] = {
     "TopK": fk.TopK(8),
     "BestColumns": fk.BestColumns(8),
     "Outliers": fk.Outliers(8, clusters=6),
+    "KeyScan": fk.KeyScan(8),
     "KeyTree": fk.KeyTree(64),
     "EntmaxSupport": fk.EntmaxSupport(1.5),
     "LowRankEntmax": fk.LowRankEntmax(4),
@@ -39,7 +40,7 @@ EXAMPLES: dict[str, Any] = {
     "SortedLSH": fk.SortedLSH(8),
 }
 """What is drawn; the other selectors need something learned, or more tokens than a picture has room for."""
-CAUSAL = ("RecentBlocks", "KeyTree")
+CAUSAL = ("RecentBlocks", "KeyScan", "KeyTree")
 SECTIONS: dict[str, tuple[str, Catalogue[Any], str]] = {
     "select": ("Selectors", SELECTORS, "Which keys each query attends to exactly."),
     "group": ("Groupings", GROUPINGS, "How `Predicted` joins queries and keys in a learned space."),

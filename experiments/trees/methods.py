@@ -20,11 +20,17 @@ from experiments.trees.rivals import Chosen, Evicting, Multipole, Quest
 import fewkeys as fk
 from fewkeys.integrations.interface import attach
 
-EXACT, OURS = "exact", "fewkeys"
+EXACT, OURS, CODES = "exact", "fewkeys", "fewkeys, codes"
 TUNED = {"fewkeys, tuned": "tuned-{}", "fewkeys, tuned at 8,192": "tuned-{}-8192"}
 """The folders of the plans that `tuned.py` has found, by their slots."""
 TUNED_PLANS = Path(__file__).parent / "results"
 SINKS = 4
+
+
+def _scanned(slots: int) -> fk.Plan:
+    """Slots are those of the own block, half of it on average, of means, a 32nd, and of the best keys."""
+    means = slots // 32
+    return fk.Plan(fk.KeyScan(slots - means - 17), fk.BlockMeans(means))
 
 
 def _tuned(folder: str, slots: int) -> fk.ModelPlan:
@@ -33,6 +39,7 @@ def _tuned(folder: str, slots: int) -> fk.ModelPlan:
 
 PLANS: dict[str, Callable[[int], fk.Plan | fk.ModelPlan]] = {
     OURS: lambda slots: fk.budget(slots, is_causal=True),
+    CODES: _scanned,
     **{name: partial(_tuned, folder) for name, folder in TUNED.items()},
     "constant memory": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),

@@ -29,6 +29,8 @@ ALL = fk.Plan(fk.RecentBlocks(32, 9), fk.RunningMeans(2))
 TREE = fk.budget(200, is_causal=True)
 """Keeps every key of short sequences too."""
 SMALL_TREE = fk.budget(64, is_causal=True)
+SCAN = fk.Plan(fk.KeyScan(200), fk.BlockMeans(3))
+SMALL_SCAN = fk.Plan(fk.KeyScan(20), fk.BlockMeans(3))
 HEAVY = fk.Plan(fk.Window(5) | fk.Sinks(1) | fk.Leverage(4) | fk.RandomKeys(3))
 FEW = fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5))
 
@@ -67,7 +69,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("plan", [ALL, TREE], ids=["recent", "tree"])
+@pytest.mark.parametrize("plan", [ALL, TREE, SCAN], ids=["recent", "tree", "scan"])
 @pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma, diffllama])
 def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     model = make()
@@ -91,7 +93,9 @@ def drafter():
 
 
 @pytest.mark.parametrize("way", ["assistant", "lookup"])
-@pytest.mark.parametrize("plan", [SMALL_TREE, fk.Plan(fk.Window(5)), HEAVY], ids=["tree", "window", "heavy"])
+@pytest.mark.parametrize(
+    "plan", [SMALL_TREE, SMALL_SCAN, fk.Plan(fk.Window(5)), HEAVY], ids=["tree", "scan", "window", "heavy"]
+)
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
     cropped, crop = [], fk.Stream.crop

@@ -2,7 +2,7 @@
 
 import copy
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,8 @@ from fewkeys.tree.growing import UNDO
 from fewkeys.tree.rule import block_of
 from fewkeys.tree.sequences import steps_after, steps_of
 from native_cases import needs_compiler
+from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
-TOKENS = 420
 PLANS = {
     "blocks of 16": fk.budget(64, is_causal=True).never_exact(),
     "blocks of 32": fk.budget(160, is_causal=True).never_exact(),
@@ -25,54 +25,6 @@ PLANS = {
     "without stand-ins": fk.Plan(fk.KeyTree(70)),
     "entmax": fk.Plan(fk.KeyTree(66), weights=fk.Entmax(1.5)),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """The tokens of two sequences: query (2, 4, N, D), key (2, 2, N, D), value (2, 2, N, Dv), real (2, N)."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    real: torch.Tensor
-
-    @staticmethod
-    def draw(seed, padding=0.0, count=TOKENS):
-        g = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(2, h, count, d, generator=g, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 5)))
-        return Tokens(3 * q, k, v, torch.rand(2, count, generator=g) >= padding)
-
-    def __getitem__(self, part):
-        return Tokens(self.query[:, :, part], self.key[:, :, part], self.value[:, :, part], self.real[:, part])
-
-    def __add__(self, other):
-        parts = ((self.query, other.query, 2), (self.key, other.key, 2), (self.value, other.value, 2))
-        return Tokens(*(torch.cat(part[:2], part[2]) for part in (*parts, (self.real, other.real, 1))))
-
-    def select(self, index):
-        return Tokens(*(rows[index] for rows in (self.query, self.key, self.value, self.real)))
-
-    def feed(self, stream):
-        stream.append(self.key, self.value, self.real)
-        return stream.attend(self.query)
-
-
-def whole(plan, tokens):
-    """Attention on the whole of each sequence, without its padding."""
-    found = torch.zeros(*tokens.query.shape[:3], tokens.value.shape[3], dtype=tokens.value.dtype)
-    for row, real in enumerate(tokens.real):
-        if not real.any():
-            continue
-        own = (rows[row : row + 1, :, real] for rows in (tokens.query, tokens.key, tokens.value))
-        found[row : row + 1, :, real] = fk.attention(*own, plan=plan, is_causal=True, impl="torch")
-    return found
-
-
-def same(found, want):
-    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-10)
-
-
-SIZES = st.lists(st.one_of(st.just(1), st.integers(1, 140)), min_size=1, max_size=14)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -6,7 +6,7 @@ A `Graph` is a union of five kinds of edges, each stored in the space its patter
 * columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
 * rows: every query has its own list of keys (only oracles need this);
 * groups: every query sees the keys that share one of its groups;
-* a descent: every query finds its own keys in a tree over them.
+* a descent: every query finds its own keys, in a tree over them or by their codes.
 
 Causality and padding hold for every kind: hidden keys are never edges.
 """
@@ -57,7 +57,7 @@ class Columns:
 
 
 class Descent(Protocol):
-    """Edges that every query finds by scoring nodes of a tree (`fewkeys.tree.descent`)."""
+    """Edges that every query finds: in a tree (`fewkeys.tree.descent`), or by codes (`fewkeys.select.key_scan`)."""
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
@@ -93,7 +93,7 @@ class Graph:
         if other.inputs is not self.inputs:
             raise ValueError("graph: expected two graphs of the same inputs, got graphs of different ones")
         if self.descent is not None and other.descent is not None:
-            raise ValueError("keep: expected one KeyTree, got two; give one of them the slots of both")
+            raise ValueError("keep: expected one KeyTree or KeyScan, got two; give one of them what both have")
         return Graph(
             self.inputs,
             _join_bands(self.band, other.band),

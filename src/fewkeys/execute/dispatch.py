@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fewkeys.execute import native, reference, torch
 from fewkeys.execute.problem import Problem
+from fewkeys.tree.descent import Descent
 
 
 class Executor(Protocol):
@@ -43,7 +44,7 @@ def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
 
     Every output is what `attend` gives, to the last bit.
     """
-    if len(problems) > 1 and problems[0].graph.descent is not None and choose(problems[0])[0] == "native":
+    if len(problems) > 1 and isinstance(problems[0].graph.descent, Descent) and choose(problems[0])[0] == "native":
         return native.attend_each(problems)
     return [attend(one) for one in problems]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
 from fewkeys.core.distances import logarithm
 from fewkeys.core.graph import Graph, cohort_of_queries
@@ -20,7 +20,7 @@ from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import by_nodes
 from fewkeys.execute.problem import Problem
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, NodeStandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, NodeStandIns, RangeStandIns
 
 PIECE = 2**22
 """Scores held at a time by `attend_in_pieces` (16 MB in float32)."""
@@ -76,6 +76,17 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         return _beside_cohort_means(problem, stand_ins, start, query, kept, scores)
     if isinstance(stand_ins, NodeStandIns):
         return by_nodes.attend(problem, start, stop, scores)
+    if isinstance(stand_ins, RangeStandIns):
+        step = stand_ins.step(inputs, start, stop)
+        key, mean = (per_query_head(part)[:, :, step] for part in (stand_ins.key, stand_ins.value))
+        before = pad(kept.to(query.dtype).cumsum(-1), (1, 0))
+        held = before.gather(-1, stand_ins.edges[step].expand(*before.shape[:3], -1)).diff(dim=-1)
+        left = working(stand_ins.size)[:, None, step] - held
+        extra = (query.unsqueeze(-2) @ key.mT).squeeze(-2).masked_fill(left <= 0, -torch.inf)
+        weight, weight_extra = weights.kernel([scores, extra])
+        weight_extra = weight_extra * left
+        total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
+        return (weight @ value + (weight_extra.unsqueeze(-2) @ mean).squeeze(-2)) / positive(total)
     extra = query @ per_query_head(stand_ins.key).mT
     if stand_ins.bias is not None:
         extra = extra + per_query_head(stand_ins.bias).unsqueeze(-2)

@@ -12,6 +12,7 @@
 #include "near_back.h"
 #include "near_cohorts.h"
 #include "prefill.h"
+#include "scan_attend.h"
 #include "tilts.h"
 
 namespace fewkeys {
@@ -47,6 +48,8 @@ EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
+EXPORT_BY_DTYPE(scan_attend, ScanAttend)
+EXPORT(scan_codes, Scan)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(form, Forms)
 EXPORT(halve, Halves)
@@ -110,6 +113,8 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Descend);
   SIZE_OF(Descents);
   SIZE_OF(DescendBack);
+  SIZE_OF(Scan);
+  SIZE_OF(ScanAttend);
 #undef SIZE_OF
   return -1;
 }

@@ -312,4 +312,26 @@ struct DescendBack {
   int64_t queries, keys;
 };
 
+// The best keys of every query by their codes: `fewkeys.sketch.codes.best`.
+struct Scan {
+  const uint8_t *packed;  // (B Hkv, room, pairs, 16): blocks of 32 keys
+  const float *sigma;     // (B Hkv, 32 room)
+  const int8_t *query;    // (B, Hq, Nq, D): rounded
+  const int64_t *seen;    // (Nq): among how many keys each query chooses, ascending
+  const uint8_t *real;    // (B, Nk); null: all are
+  int32_t *index;         // (B, Hq, Nq, count): ascending, -1 for none
+  int64_t batch, heads, gqa_ratio, queries, keys, room, pairs, dim, count;
+};
+
+// Softmax over each query's own block, the keys that it chooses, and means: `fewkeys.select.key_scan`.
+struct ScanAttend {
+  Scan of;  // its `index` is not written
+  Rows query, key, value, out;
+  const float *mean_key, *mean_value;  // (B Hkv, steps, means, D or Dv)
+  const float *size;                   // (B, steps, means)
+  const int64_t *edges;                // (steps, means + 1)
+  int64_t steps, means, value_dim, offset, causal, block;
+  float scale;
+};
+
 }  // namespace fewkeys

@@ -4,11 +4,14 @@ A line here makes a file's classes public, loadable by name and part of every la
 """
 
 from fewkeys.rest.base import RESTS as RESTS
+from fewkeys.rest.base import AnyStandIns as AnyStandIns
 from fewkeys.rest.base import BlockStandIns as BlockStandIns
 from fewkeys.rest.base import Drop as Drop
 from fewkeys.rest.base import NodeStandIns as NodeStandIns
+from fewkeys.rest.base import RangeStandIns as RangeStandIns
 from fewkeys.rest.base import Rest as Rest
 from fewkeys.rest.base import StandIns as StandIns
+from fewkeys.rest.block_means import BlockMeans as BlockMeans
 from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
 from fewkeys.rest.group_means import GroupMeans as GroupMeans
 from fewkeys.rest.moments import Moments as Moments

@@ -18,6 +18,7 @@ from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
 from fewkeys.past.scan import Scan, States
 from fewkeys.select.base import Selector
+from fewkeys.sketch.codes import BLOCK
 from fewkeys.sketch.sums import members
 from fewkeys.tree.forest import Nodes
 
@@ -152,7 +153,31 @@ class NodeStandIns:
     nodes: tuple[Nodes, ...]
 
 
-AnyStandIns = StandIns | CohortStandIns | BlockStandIns | NodeStandIns
+@dataclass(frozen=True, eq=False)
+class RangeStandIns:
+    """M ranges of keys for every step of queries, each of which stands in for what a query does not keep of it.
+
+    Shapes: key (B, Hkv, steps, M, D), value (B, Hkv, steps, M, Dv): means; size (B, steps, M): the number of real keys;
+    edges (steps, M + 1), int64: range c of a step holds the keys edges_c .. edges_(c+1) - 1. Weights are `f(score)`
+    times the size, less the keys of the range that the query keeps. A step is a block of 32 positions, or all queries.
+    """
+
+    key: Tensor
+    value: Tensor
+    size: Tensor
+    edges: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.key.shape[3]
+
+    def step(self, inputs: Inputs, start: int, stop: int) -> Tensor:
+        """The step of each of the queries start .. stop - 1."""
+        position = torch.arange(start, stop, device=self.key.device) + inputs.offset % BLOCK
+        return position // BLOCK if self.key.shape[2] > 1 else torch.zeros_like(position)
+
+
+AnyStandIns = StandIns | CohortStandIns | BlockStandIns | NodeStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):

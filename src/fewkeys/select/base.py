@@ -49,6 +49,7 @@ class Remembered:
         best: the best keys so far.
         tree: slots of a descent of a tree over all keys, which are held for it; 0: none.
         enough: when such a descent stops before its slots are spent; None: never.
+        scan: keys that a scan of the codes of all keys chooses, which are held for it; 0: none.
     """
 
     latest: int = 0
@@ -57,6 +58,7 @@ class Remembered:
     best: Best | None = None
     tree: int = 0
     enough: Enough | None = None
+    scan: int = 0
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,11 @@ def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
     return 0 if found is None or found.ndim <= axis else found.shape[axis]
 
 
+@dataclass(frozen=True)
+class NoFacts:
+    """What the header says of sequences of which the tensors say all."""
+
+
 # --- memory of every key ---------------------------------------------------------------------------------------------
 
 

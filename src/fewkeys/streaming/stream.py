@@ -2,7 +2,8 @@
 
     Stream    what comes in and goes out: checks, tokens that wait for their queries, files
     Padded    which sequences go together, and where they are padded
-    Memory    what is held between: `Summarised`, of a size that the plan fixes, or `Whole`, every key in its tree
+    Memory    what is held between: `Summarised`, of a size that the plan fixes, `Whole`, every key in its tree, or
+              `Coded`, every key with its code
 
 What a query sees is what it sees under `attention(..., plan=plan, is_causal=True)`.
 """
@@ -21,6 +22,7 @@ from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.plan import Plan
 from fewkeys.streaming import files
 from fewkeys.streaming.checks import check_query, check_tokens
+from fewkeys.streaming.coded import Coded
 from fewkeys.streaming.padded import Padded
 from fewkeys.streaming.summarised import Summarised
 from fewkeys.streaming.whole import Whole
@@ -38,7 +40,8 @@ def stream(
     """An empty stream that runs a causal plan, such as `fewkeys.budget(slots, is_causal=True)`.
 
     Args:
-        plan: `KeyTree` alone, with `TreeMeans` or `Drop`, whose stream holds every key; or, in memory of a fixed size,
+        plan: `KeyTree` alone, with `TreeMeans` or `Drop`, or `KeyScan` alone, with `BlockMeans` or `Drop`: their
+            streams hold every key; or, in memory of a fixed size,
             `RecentBlocks` or `Window`, with any of `Sinks`, `Leverage(count)`, `KeyNorm`, `RandomKeys` beside it, and
             `RunningMeans` or `Drop` for the rest.
         scale: factor on the scores; default 1 / sqrt(D).
@@ -68,6 +71,7 @@ class Stream:
 
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
         KeyTree                     memory O(n (D + Dv)); every 16 or 32 tokens a tree is built, O(log^2 n) a token
+        KeyScan                     the same memory; a token codes itself, O(D^2), and scans n D / 4 bytes
 
     `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units. Where a file finds no
     room, `attend` raises `OSError`, and the stream is as before the tokens. Without gradient.
@@ -96,7 +100,10 @@ class Stream:
                 f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyTree, whose memory "
                 f"does not grow, got {leaves or folder}"
             )
-        self._held = Padded(Whole(plan, how) if Whole.suits(plan) else Summarised(plan, self.generator, undo))
+        if Coded.suits(plan):
+            self._held = Padded(Coded(plan))
+        else:
+            self._held = Padded(Whole(plan, how) if Whole.suits(plan) else Summarised(plan, self.generator, undo))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -135,8 +142,8 @@ class Stream:
         """Forget the tokens from position `length` on, as if they had never come.
 
         Possible over the last `undo` tokens, and back to the beginning of the current unit of real tokens, whose keys
-        have moved no memory yet; a stream of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens. Raises
-        `ValueError` beyond.
+        have moved no memory yet; a stream of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens, one of a
+        `KeyScan` to any token. Raises `ValueError` beyond.
         """
         self.check_crop(length)
         if length < self.length:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from fewkeys.core.buffer import Buffer, room_for, widened
 from fewkeys.core.precision import working
 from fewkeys.past.running import RunningQueries
-from fewkeys.tree.buffer import Buffer, room_for, widened
 from fewkeys.tree.descent import Walk
 from fewkeys.tree.forest import Forest, Stand, Table, by_kernels, needed, order_of, summarise
 from fewkeys.tree.leaves import Form, Held, Leaves

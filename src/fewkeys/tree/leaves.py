@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fewkeys.core.buffer import room_for
 from fewkeys.core.precision import working
-from fewkeys.tree.buffer import room_for
 
 CHUNK = 256
 LARGEST = 127

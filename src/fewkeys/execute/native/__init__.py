@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
-from fewkeys.execute.native import backward, descent, forward
+from fewkeys.execute.native import backward, by_scan, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.select.key_scan import Scanned
 
 __all__ = ["attend", "attend_each", "unsupported"]
 
@@ -32,8 +33,9 @@ def unsupported(problem: Problem) -> str | None:
     if (reason := missing()) is not None:
         return f"expected compiled kernels, got none ({reason})"
     s = problem.stand_ins
+    scanned = isinstance(problem.graph.descent, Scanned)
     if problem.graph.descent is not None:
-        plain = placed(*descent.read(problem))
+        plain = placed(*(by_scan if scanned else descent).read(problem))
     elif isinstance(s, BlockStandIns):
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
@@ -41,7 +43,7 @@ def unsupported(problem: Problem) -> str | None:
         plain = readable(x.query, x.key, x.value, *forward.read(s))
     if not plain:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
-    if problem.graph.descent is not None and descent.apart(problem) and _wants_gradient(problem):
+    if problem.graph.descent is not None and not scanned and descent.apart(problem) and _wants_gradient(problem):
         return "expected no gradient where leaves are held apart from the keys, as streams hold them, got one asked for"
     if problem.by_cohort and _wants_gradient(problem):
         return "expected no gradient beside lists of cohorts, which torch's operations have, got one asked for"
@@ -68,6 +70,8 @@ def _form(problem: Problem) -> str | None:
     graph, s = problem.graph, problem.stand_ins
     if not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
+    if isinstance(graph.descent, Scanned):
+        return by_scan.form(problem)
     if graph.descent is not None:
         return descent.form(problem)
     if graph.rows is not None or graph.full:
@@ -89,6 +93,8 @@ def _form(problem: Problem) -> str | None:
 
 def _wants_gradient(problem: Problem) -> bool:
     x, s = problem.inputs, problem.stand_ins
+    if isinstance(problem.graph.descent, Scanned):
+        return wants_gradient(*by_scan.read(problem))
     if problem.graph.descent is not None:
         return wants_gradient(*descent.read(problem))
     if not isinstance(s, BlockStandIns):

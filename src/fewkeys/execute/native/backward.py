@@ -17,12 +17,13 @@ from fewkeys.core.derivatives import gradients_of
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import torch as by_torch
-from fewkeys.execute.native import descent, forward
+from fewkeys.execute.native import by_scan, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, pointers, round_up, struct
 from fewkeys.past.scan import States
-from fewkeys.rest.base import BlockStandIns, NodeStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, NodeStandIns, RangeStandIns, StandIns
+from fewkeys.select.key_scan import Scanned
 
 
 def attend(problem: Problem) -> Tensor:
@@ -40,6 +41,8 @@ def attend(problem: Problem) -> Tensor:
 def _parts(problem: Problem) -> tuple[Tensor, ...]:
     """What carries gradients."""
     stand_ins = problem.stand_ins
+    if isinstance(problem.graph.descent, Scanned):
+        return by_scan.parts(problem)
     if problem.graph.descent is not None:
         return descent.parts(problem)
     if isinstance(stand_ins, BlockStandIns):
@@ -55,6 +58,8 @@ def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Ten
     x, s = replace(problem.inputs, query=query, key=key, value=value), problem.stand_ins
     if isinstance(s, NodeStandIns):
         s = descent.of(s, parts)
+    elif isinstance(s, RangeStandIns):
+        s = replace(s, key=parts[0], value=parts[1])
     elif isinstance(s, BlockStandIns):
         s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
     elif isinstance(s, StandIns):
@@ -76,6 +81,12 @@ class _Attended(torch.autograd.Function):
         problem = _of(ctx.problem, *given)
         if torch.is_grad_enabled():
             return None, *gradients_of(given, [(by_torch.attend(problem), gradient)])
+        if isinstance(problem.graph.descent, Scanned):
+            # Of a scan there is no kernel backward: its choice is known, and torch attends to it once more.
+            with torch.enable_grad():
+                rows = [part.detach().requires_grad_() for part in given]
+                output = by_torch.attend(_of(ctx.problem, *rows))
+                return None, *torch.autograd.grad(output, rows, gradient, allow_unused=True)
         x = problem.inputs
         x = replace(x, query=dense(x.query), key=dense(x.key), value=dense(x.value))
         gradient = dense(gradient.to(x.query.dtype))

@@ -20,9 +20,9 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch import by_cohort, by_descent, grouped
+from fewkeys.execute.torch import by_cohort, by_descent, by_scan, grouped
 from fewkeys.execute.torch.distances import Distances
-from fewkeys.execute.torch.sources import Band, BlockMeans, Chunk, KeySource, Lists, Means, Source
+from fewkeys.execute.torch.sources import Band, Chunk, KeySource, Lists, Means, PastMeans, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
 
 CHUNK = 2**20
@@ -36,6 +36,8 @@ def unsupported(problem: Problem) -> None:
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n (slots + block) (D + Dv))."""
     x, graph, weights = problem.inputs, problem.graph, problem.weights
+    if by_scan.knows(problem):
+        return by_scan.attend(problem)
     if by_descent.knows(problem):
         return by_descent.attend(problem)
     if problem.by_cohort:
@@ -88,16 +90,16 @@ def block_size(graph: Graph) -> int:
     return 64 if graph.band is None else band_block(sum(graph.band))
 
 
-def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | BlockMeans | None]:
+def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | PastMeans | None]:
     x, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     sources: list[Source] = []
     if graph.columns is not None:
         sources.append(Lists(x, graph.columns))
     if graph.band is not None:
         sources.append(Band(x, graph.band, graph.columns, size))
-    means: Means | BlockMeans | None = None
+    means: Means | PastMeans | None = None
     if isinstance(stand_ins, BlockStandIns):
-        means = BlockMeans(stand_ins, isinstance(problem.weights, Softmax))
+        means = PastMeans(stand_ins, isinstance(problem.weights, Softmax))
     elif isinstance(stand_ins, StandIns):
         # Beside groups, what a query keeps is counted entry by entry.
         near = [source for source in sources if isinstance(source, KeySource) and source.spoken_for]
@@ -119,7 +121,7 @@ def _chunk(x: Inputs, query: Tensor, heads: slice, start: int, stop: int, size: 
 def _attend_chunk(
     chunk: Chunk,
     sources: list[Source],
-    means: Means | BlockMeans | None,
+    means: Means | PastMeans | None,
     weights: Weights,
     distances: Distances | None,
 ) -> Tensor:

@@ -25,7 +25,7 @@ def knows(problem: Problem) -> bool:
     """Whether the graph is a descent and nothing else."""
     graph = problem.graph
     others = (graph.band, graph.columns, graph.rows, graph.groups)
-    return graph.descent is not None and not graph.full and all(other is None for other in others)
+    return isinstance(graph.descent, Descent) and not graph.full and all(other is None for other in others)
 
 
 def attend(problem: Problem) -> Tensor:

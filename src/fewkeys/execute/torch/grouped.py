@@ -26,7 +26,7 @@ from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights, positive
-from fewkeys.execute.torch.sources import BlockMeans, Chunk, KeySource, Means, Source
+from fewkeys.execute.torch.sources import Chunk, KeySource, Means, PastMeans, Source
 
 CHUNK = 2**23
 """Scores held at a time: many, since a tile is the larger the more queries of a group the chunk has."""
@@ -178,7 +178,7 @@ def mean_width(inputs: Inputs, groups: Groups) -> int:
 
 
 def attend_chunk(
-    keys: GroupedKeys, chunk: Chunk, sources: Sequence[Source], means: Means | BlockMeans | None, weights: Weights
+    keys: GroupedKeys, chunk: Chunk, sources: Sequence[Source], means: Means | PastMeans | None, weights: Weights
 ) -> Tensor:
     """The output of a chunk's queries, (H, M, Dv)."""
     tiles = keys.tiles(chunk)
@@ -235,10 +235,10 @@ def _held(
     chunk: Chunk,
     sources: Sequence[Source],
     parts: Sequence[Tensor],
-    means: Means | BlockMeans,
+    means: Means | PastMeans,
 ) -> Tensor | None:
     """What each query keeps of every stand-in, (H, M, C)."""
-    if isinstance(means, BlockMeans):
+    if isinstance(means, PastMeans):
         return None
     shape = chunk.query.shape[:2]
     member = means.member[chunk.heads].flatten(0, 1)

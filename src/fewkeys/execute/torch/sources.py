@@ -301,7 +301,7 @@ class Means(Source):
         return mixed[..., :-1] + mixed[..., -1:] * moved
 
 
-class BlockMeans(Source):
+class PastMeans(Source):
     """The stand-ins that each block of queries has of its past."""
 
     def __init__(self, stand_ins: BlockStandIns, tilted: bool) -> None:

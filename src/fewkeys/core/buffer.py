@@ -25,10 +25,14 @@ def widened(held: Tensor, room: int) -> Tensor:
 
 @dataclass(eq=False)
 class Buffer:
-    """`rows` (..., count, X) of `held` (..., capacity, X). Appending costs O(1) a row, on average."""
+    """`rows` (..., count, X) of `held` (..., capacity, X). Appending costs O(1) a row, on average.
+
+    `least`: rows that there is room for at first.
+    """
 
     held: Tensor
     count: int = 0
+    least: int = LEAST
 
     @staticmethod
     def of(rows: Tensor) -> Buffer:
@@ -44,7 +48,7 @@ class Buffer:
     def append(self, rows: Tensor) -> None:
         """Add rows (..., N, X) at the end."""
         total = self.count + rows.shape[-2]
-        if (room := room_for(total, self.held.shape[-2])) != self.held.shape[-2]:
+        if (room := room_for(total, self.held.shape[-2], self.least)) != self.held.shape[-2]:
             self.held = widened(self.held, room)
         self.held[..., self.count : total, :] = rows
         self.count = total
@@ -53,7 +57,7 @@ class Buffer:
         """Forget `some` rows after the first few."""
         left = torch.cat([self.rows[..., :after, :], self.rows[..., after + some :, :]], -2)
         self.count -= some
-        room = room_for(self.count, 0)
+        room = room_for(self.count, 0, self.least)
         if 2 * room < self.held.shape[-2]:
             self.held = widened(left, room)
         else:
@@ -61,4 +65,4 @@ class Buffer:
 
     def select(self, index: Tensor) -> Buffer:
         """The sequences `index` of the first dimension."""
-        return Buffer(self.held[index], self.count)
+        return Buffer(self.held[index], self.count, self.least)

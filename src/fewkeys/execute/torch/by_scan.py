@@ -1,0 +1,111 @@
+"""Plans whose queries choose keys by their codes: own blocks, chosen keys and means, some queries of a block at a time.
+
+Memory O(n (D + Dv)) beside the lists: what is gathered has a fixed size, but where gradients are wanted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.precision import working
+from fewkeys.core.rows import take
+from fewkeys.core.weights import positive
+from fewkeys.execute.problem import Problem
+from fewkeys.rest.base import RangeStandIns
+from fewkeys.select.key_scan import Scanned
+from fewkeys.sketch.codes import BLOCK
+
+PIECE = 2**22
+"""Numbers of gathered keys held at a time (16 MB in float32)."""
+
+
+def knows(problem: Problem) -> bool:
+    """Whether the graph is what a scan found and nothing else."""
+    graph = problem.graph
+    others = (graph.band, graph.columns, graph.rows, graph.groups)
+    return isinstance(graph.descent, Scanned) and not graph.full and all(other is None for other in others)
+
+
+def attend(problem: Problem) -> Tensor:
+    """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
+    x, scanned = problem.inputs, problem.graph.descent
+    if not isinstance(scanned, Scanned):
+        raise ValueError("graph: expected what a scan found, got another")
+    each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
+    heads = max(1, PIECE // (each * min(BLOCK, x.queries)))
+    rows, seen = _Rows(problem, scanned), scanned.seen
+    output = x.value.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
+    parts: list[Tensor] = []
+    start = 0
+    while start < x.queries:
+        stop = min(x.queries, start + BLOCK - (start + x.offset) % BLOCK)
+        for head in range(0, len(output), heads):
+            part = slice(head, head + heads)
+            found = rows.attend(part, start, stop, int(seen[start]))
+            if found.requires_grad:
+                parts.append(found)
+            else:
+                output[part, :, start:stop] = found
+        start = stop
+    if parts:
+        # Written in place without gradients; with them, in-place writes would copy the whole gradient once per part.
+        many = -(-len(output) // heads)
+        output = torch.cat([torch.cat(parts[at : at + many]) for at in range(0, len(parts), many)], 2)
+    by_head: Tensor = output.to(x.query.dtype).unflatten(0, (x.batch, x.kv_heads)).flatten(1, 2)
+    return by_head
+
+
+class _Rows:
+    """What queries read, by sequence and key head, H = B Hkv."""
+
+    def __init__(self, problem: Problem, scanned: Scanned) -> None:
+        x, s = problem.inputs, problem.stand_ins
+        self.x, self.weights = x, problem.weights
+        self.stand_ins = s if isinstance(s, RangeStandIns) else None
+        self.query = x.grouped_query().flatten(0, 1)
+        self.key, self.value = x.key.flatten(0, 1), x.value.flatten(0, 1)
+        self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
+
+    def attend(self, heads: slice, start: int, stop: int, own: int) -> Tensor:
+        """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at `own`."""
+        x = self.x
+        query = working(self.query[heads, :, start:stop]).flatten(1, 2) * x.scale
+        key, value = self.key[heads], self.value[heads]
+        last = min(x.keys, stop + x.offset) if x.is_causal else own
+        near, far = slice(own, last), self.index[heads, :, start:stop].flatten(1, 2).long()
+        hidden = far < 0
+        chosen = far.clamp_min(0).unsqueeze(1)
+        keys, values = (working(take(rows.unsqueeze(1), chosen)).squeeze(1) for rows in (key, value))
+        late = (
+            torch.arange(own, last, device=far.device)
+            > torch.arange(start, stop, device=far.device)[:, None] + x.offset
+        )
+        late = late.repeat(x.gqa_ratio, 1).expand(len(query), -1, -1)
+        if x.valid is not None:
+            real = x.valid.repeat_interleave(x.kv_heads, 0)[heads, near]
+            late = late | ~real.unsqueeze(1)
+        scores = [
+            (query @ working(key[:, near]).mT).masked_fill(late, -torch.inf),
+            (keys @ query.unsqueeze(-1)).squeeze(-1).masked_fill(hidden, -torch.inf),
+        ]
+        s, left, means = self.stand_ins, None, None
+        if s is not None:
+            step = int(s.step(x, start, start + 1))
+            mean, means = (part.flatten(0, 1)[heads, step] for part in (s.key, s.value))
+            size = s.size[:, step].repeat_interleave(x.kv_heads, 0)[heads, None]
+            edges = s.edges[step]
+            # Ranges may be empty: a key is in the last one that begins at it or before it.
+            place = (torch.searchsorted(edges, far.clamp_min(0), right=True) - 1).clamp_max(s.count - 1)
+            held = size.new_zeros((*far.shape[:2], s.count)).scatter_add_(-1, place, (~hidden).to(size.dtype))
+            left = size - held
+            scores.append((query @ mean.mT).masked_fill(left <= 0, -torch.inf))
+        (joined,) = self.weights.kernel([torch.cat(scores, -1)])  # one part: each of them may be empty
+        weight = joined.split([part.shape[-1] for part in scores], -1)
+        mixed = weight[0] @ working(value[:, near]) + (weight[1].unsqueeze(-2) @ values).squeeze(-2)
+        total = weight[0].sum(-1, keepdim=True) + weight[1].sum(-1, keepdim=True)
+        if left is not None and means is not None:
+            rest = weight[2] * left
+            mixed, total = mixed + rest @ means, total + rest.sum(-1, keepdim=True)
+        by_head: Tensor = (mixed / positive(total)).unflatten(1, (x.gqa_ratio, -1))
+        return by_head

@@ -1,0 +1,109 @@
+"""The keys that each query finds for itself, by the codes of all keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+import fewkeys.native as native
+from fewkeys.core.graph import Graph
+from fewkeys.core.impl import COMPILED
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.work import Work
+from fewkeys.native.codes import LARGEST_CODED
+from fewkeys.select.base import Counted, Remembered
+from fewkeys.sketch.codes import BLOCK, Codes, best, encode, middle, rounded
+
+PER_CODE = 0.25
+"""Operations of scanning a number of a key in two bits, counted like multiplications and additions."""
+
+
+@dataclass(frozen=True)
+class KeyScan(Counted):
+    """The query's own block of 32 keys up to itself, and the `count` best of the keys before it, by their codes.
+
+    Every query scores all keys before its block, each in two bits a number after a fixed rotation
+    (`fewkeys.sketch.codes`): `score_j ~ q . (k_j - m)`, of equal scores the first. Blocks are of absolute positions,
+    0 .. 31 the first. Strictly causal: a code depends on its key and on the mean m of the first block alone. Without
+    causality all keys are scored, and there is no own block. Query heads that share keys choose their own.
+
+    Kept: count + 16.5 keys on average over a block of queries. Cost O(n (count (D + Dv) + n D / 8)): the scan reads 16
+    bytes a key of 64 dimensions, where its key and value are 512. Rotated scalar codes after RaBitQ (Gao and Long,
+    2024) and TurboQuant (Zandieh et al., 2025); others that scan cheap scores of all keys are Loki, PQCache, MagicPIG
+    and HashAttention.
+    """
+
+    def select(self, inputs: Inputs) -> Graph:
+        x = inputs
+        codes = x.remember("codes", lambda: encode(x.key, middle(x)))
+        query = x.remember("rounded queries", lambda: rounded(x.query, x.scale))
+        return Graph(x, descent=Scanned(x, codes, query, self.count))
+
+    @property
+    def remembered(self) -> Remembered:
+        return Remembered(scan=self.count)
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self.count >= int(before_block(inputs)[-1])
+
+    def work(self, inputs: Inputs) -> Work:
+        x = inputs
+        asking = x.queries * x.gqa_ratio * (0.5 if x.is_causal and not x.offset else 1.0)
+        return Work(self.count + (BLOCK + 1) / 2 * x.is_causal, PER_CODE * x.head_dim * asking)
+
+
+def before_block(inputs: Inputs) -> Tensor:
+    """(Nq,): how many keys stand before each query's own block; without causality, all keys do."""
+    x = inputs
+    position = torch.arange(x.queries, device=x.query.device) + x.offset
+    seen = position // BLOCK * BLOCK if x.is_causal else torch.full_like(position, x.keys)
+    return seen.clamp_max(x.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Scanned:
+    """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
+
+    `query` (B, Hq, Nq, D): as `rounded` gives them.
+    """
+
+    inputs: Inputs
+    codes: Codes
+    query: Tensor
+    count: int
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """(Nq,): among how many keys each query chooses."""
+        return before_block(self.inputs)
+
+    @cached_property
+    def most(self) -> int:
+        """How many keys a query chooses at most."""
+        return min(self.count, int(self.seen[-1]))
+
+    @cached_property
+    def index(self) -> Tensor:
+        """(B, Hq, Nq, most), int32: what queries choose, ascending, -1 for none at the end."""
+        x = self.inputs
+        chosen = (self.codes.packed, self.codes.sigma, self.query, self.seen, x.valid, self.most)
+        if x.impl in COMPILED and native.readable(*chosen[:5]) and x.head_dim <= LARGEST_CODED:
+            return native.best_codes(*chosen)
+        return best(self.codes, *chosen[2:])
+
+    def mask(self, start: int, stop: int) -> Tensor:
+        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+        x = self.inputs
+        own = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
+        index = self.index[:, :, start:stop].long()
+        # One place more, for those that are none.
+        kept = own.new_zeros((*index.shape[:3], x.keys + 1))
+        kept = kept.scatter_(-1, index.masked_fill(index < 0, x.keys), True)[..., : x.keys]
+        return kept | own
+
+    def scored(self, start: int, stop: int) -> Tensor:
+        """None of its slots is spent on finding keys."""
+        return self.query.new_zeros((*self.query.shape[:2], stop - start), dtype=torch.int64)

@@ -1,0 +1,81 @@
+"""The compiled scan of codes: the keys that it finds are torch's, to the last one; gradients go through torch."""
+
+import pytest
+import torch
+
+import fewkeys as fk
+import fewkeys.native as native
+from fewkeys.core.validation import check_inputs
+from fewkeys.sketch.codes import BLOCK, best, encode, rounded
+from native_cases import needs_compiler
+
+pytestmark = needs_compiler
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(key, query, seen, real, count):
+    held = encode(key, key[:, :, :BLOCK].mean(2, keepdim=True))
+    chosen = (rounded(query), seen, real, min(count, int(seen[-1])))
+    found = native.best_codes(held.packed, held.sigma, *chosen)
+    assert torch.equal(found, best(held, *chosen))
+
+
+@pytest.mark.parametrize(("dim", "groups"), [(1, 1), (8, 3), (33, 2), (64, 5), (130, 1), (256, 1)])
+@pytest.mark.parametrize("count", [1, 30, 300])
+def test_the_keys_are_those_of_torch(dim, groups, count):
+    """For every number of queries abreast, dimensions of every filling, and queries with few and many keys before."""
+    key, query = drawn(2, 2, 700, dim), drawn(2, 2 * groups, 90, dim, seed=1)
+    seen = torch.arange(90).mul(8) // BLOCK * BLOCK
+    assert_same(key, query, seen.clamp_max(700), None, count)
+    real = torch.rand(2, 700, generator=torch.Generator().manual_seed(2)) < 0.7
+    assert_same(key, query, seen.clamp_max(700), real, count)
+
+
+@pytest.mark.parametrize("kind", ["equal keys", "few kinds of keys", "zero keys", "zero queries", "one giant"])
+def test_equal_scores_are_cut_at_the_first(kind):
+    key, query = drawn(1, 1, 900, 16), drawn(1, 3, 40, 16, seed=1)
+    if kind == "equal keys":
+        key = key[:, :, :1].expand_as(key).contiguous()
+    elif kind == "few kinds of keys":
+        key = key[:, :, torch.arange(900) % 7]
+    elif kind == "zero keys":
+        key[:, :, 100:] = 0
+    elif kind == "zero queries":
+        query = torch.zeros_like(query)
+    else:
+        key[:, :, 400] *= 1e12
+    assert_same(key, query, torch.full((40,), 900), None, 25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_are_those_of_torch(dtype):
+    plan = fk.Plan(fk.KeyScan(20), fk.BlockMeans(3))
+    found = []
+    for impl in ("native", "torch"):
+        rows = [drawn(1, heads, 150, 8, seed=heads).to(dtype).requires_grad_() for heads in (4, 2, 2)]
+        output = fk.attention(*rows, plan=plan, is_causal=True, impl=impl)
+        found.append(torch.autograd.grad(output.float().square().sum(), rows))
+    for ours, theirs in zip(*found, strict=True):
+        limit = (2e-5 if dtype == torch.float32 else 2**-6) * theirs.float().abs().max()
+        assert (ours.float() - theirs.float()).abs().max() <= limit
+
+
+def test_long_past():
+    """More keys than a first guess of the threshold is made for, in few and in many queries."""
+    key = drawn(1, 1, 20_000, 64)
+    key[:, :, 5_000] *= 8
+    for queries in (1, 5):
+        query = drawn(1, 2, queries, 64, seed=queries)
+        assert_same(key, query, torch.full((queries,), 20_000), None, 227)
+
+
+def test_heads_too_large_for_sums_of_16_bits_are_left_to_torch():
+    rows = drawn(1, 1, 70, 1100)
+    plan = fk.Plan(fk.KeyScan(5))
+    with pytest.raises(ValueError, match="expected heads of at most 1024 dimensions, got 1100"):
+        fk.attention(rows, rows, rows, plan=plan, is_causal=True, impl="native")
+    index = plan.keep.select(check_inputs(rows, rows, rows, is_causal=True)).descent.index
+    assert (index[..., 64:, :] >= 0).all()

@@ -1,0 +1,137 @@
+"""Streams that hold every key with its code: whatever is done to them, they answer as attention on the whole does."""
+
+import copy
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fewkeys as fk
+from fewkeys.sketch.codes import BLOCK
+from stream_tokens import SIZES, TOKENS, Tokens, same, whole
+
+PLANS = {
+    "means": fk.Plan(fk.KeyScan(25), fk.BlockMeans(4)),
+    "without stand-ins": fk.Plan(fk.KeyScan(9)),
+    "entmax": fk.Plan(fk.KeyScan(30), weights=fk.Entmax(1.5)),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@settings(max_examples=5, deadline=None)
+@given(sizes=SIZES, padding=st.sampled_from([0.0, 0.0, 0.1]), seed=st.integers(0, 99))
+def test_pieces_give_what_the_whole_gives(plan, sizes, padding, seed):
+    tokens = Tokens.draw(seed, padding)
+    stream, outputs, start = fk.stream(plan), [], 0
+    for size in (*sizes, TOKENS):
+        part = slice(start, min(TOKENS, start + size))
+        if part.start < part.stop:
+            outputs.append(tokens[part].feed(stream))
+        start = part.stop
+    same(torch.cat(outputs, 2), whole(plan, tokens))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("append"), st.integers(1, 150)),
+            st.tuples(st.just("crop"), st.integers(1, 300)),
+            st.tuples(st.just("select"), st.sampled_from([(0, 1), (1, 0), (1, 1)])),
+            st.tuples(st.just("copy"), st.none()),
+            st.tuples(st.just("file"), st.none()),
+        ),
+        min_size=2,
+        max_size=12,
+    ),
+    padding=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 99),
+)
+def test_in_any_order_it_equals_the_whole(steps, padding, seed):
+    """Any token can be taken back: nothing that came later has changed what is held of those before."""
+    plan = PLANS["means"]
+    stream, so_far = fk.stream(plan), Tokens.draw(seed, padding, 0)
+    for number, (step, size) in enumerate([*steps, ("append", 60)]):
+        if step == "append":
+            new = Tokens.draw(100 * seed + number, padding, size)
+            found, so_far = new.feed(stream), so_far + new
+            same(found, whole(plan, so_far)[:, :, -size:])
+        elif step == "crop":
+            left = max(0, stream.length - size)
+            stream.crop(left)
+            so_far = so_far[:left]
+        elif step == "select":
+            if stream.batch:
+                stream.select(torch.tensor(size))
+            so_far = so_far.select(list(size))
+        elif step == "copy":
+            stream = copy.deepcopy(stream)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                stream.save(Path(folder) / "stream.safetensors")
+                stream = fk.Stream.load(Path(folder) / "stream.safetensors")
+        assert stream.length == so_far.key.shape[2]
+
+
+def test_streams_merge():
+    """A block is coded around the mean of the first one, so the later stream's blocks are coded again."""
+    plan, tokens = PLANS["means"], Tokens.draw(0)
+    one, other = fk.stream(plan), fk.stream(plan)
+    tokens[:100].feed(one)
+    tokens[100:300].feed(other)
+    one.merge(other)
+    same(tokens[300:].feed(one), whole(plan, tokens)[:, :, 300:])
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
+def test_float32_and_bfloat16_are_held_as_they_come(dtype, error):
+    plan, tokens = PLANS["means"], Tokens.draw(7)
+    rows = [part.to(dtype) for part in (tokens.query, tokens.key, tokens.value)]
+    tokens = replace(tokens, query=rows[0], key=rows[1], value=rows[2])
+    stream = fk.stream(plan)
+    found = torch.cat([tokens[:200].feed(stream), tokens[200:201].feed(stream), tokens[201:].feed(stream)], 2)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, fk.attention(*rows, plan=plan, is_causal=True), rtol=error, atol=error)
+
+
+def test_memory_is_that_of_the_tokens_and_their_codes():
+    """Half as much again for growing: keys and values of float32, codes, and two rows of float64 for every block."""
+    stream, generator, dim = fk.stream(PLANS["means"]), torch.Generator().manual_seed(0), 16
+    for count in (1024, 1024, 2048, 4096):
+        key, query = torch.randn(2, 1, 1, count, dim, generator=generator)
+        stream.append(key, key)
+        stream.attend(query)
+        assert stream.memory() < 1.5 * stream.length * (2 * dim * 4 + dim / 4 + 4 + 2 * dim * 8 / BLOCK) + 20_000
+
+
+@pytest.mark.parametrize("keep", [fk.KeyScan(9) | fk.Window(9), fk.KeyTree(64) | fk.KeyScan(9)], ids=str)
+def test_rules_beside_the_scan_are_refused(keep):
+    with pytest.raises(ValueError, match=r"^plan: a stream keeps Key(Scan|Tree) alone"):
+        fk.stream(fk.Plan(keep))
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    tokens, path = Tokens.draw(1), tmp_path / "stream.safetensors"
+    stream = fk.stream(PLANS["means"])
+    tokens.feed(stream)
+    facts, tensors = stream.contents()
+    short = {name: rows[:, :, 1:] if name.endswith("key") else rows for name, rows in tensors.items()}
+    fk.streaming.files.write(path, facts, short)
+    with pytest.raises(ValueError, match=r"^path: expected a file that Stream.save wrote"):
+        fk.Stream.load(path)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e38])
+def test_a_query_beyond_all_bounds_is_answered(size):
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 270, 8, generator=draw) for heads in (4, 2, 2))
+    query[0, 0, 60, 0] = size
+    stream, found = fk.stream(PLANS["means"]), []
+    for part in (slice(0, 200), slice(200, 270)):
+        stream.append(key[:, :, part], value[:, :, part])
+        found.append(stream.attend(query[:, :, part]))
+    assert torch.cat(found, 2).isfinite().all()
