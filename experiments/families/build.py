@@ -96,7 +96,7 @@ def small_config(config: Any, more: dict[str, Any] | None = None) -> Any:
     if "decoder_start_token_id" in names:
         kwargs["decoder_start_token_id"] = 1
     kwargs |= _layers(config, names)
-    if "qk_rope_head_dim" in names:
+    if {"qk_rope_head_dim", "qk_nope_head_dim"} <= names:
         kwargs |= {"head_dim": 4, "num_key_value_heads": HEADS}
     for name in config.sub_configs:
         inner = getattr(config, name, None)
@@ -147,6 +147,8 @@ def _small(name: str, value: Any) -> Any:
 def _rope(value: dict[str, Any]) -> dict[str, Any]:
     """Rotations of heads of eight numbers."""
     small = {name: _rope(part) if isinstance(part, dict) else part for name, part in value.items()}
+    if any(isinstance(part, dict) for part in small.values()):
+        return small
     return small | {"mrope_section": [2, 1, 1] if small.get("partial_rotary_factor", 1) == 1 else [1, 1, 0]}
 
 

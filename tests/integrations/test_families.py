@@ -28,9 +28,9 @@ def test_a_type(name):
 
 
 def test_nothing_fails_and_most_types_are_tried():
-    equal, refused, failed, untried = count(TABLE)
+    equal, _, failed, _ = count(TABLE)
     assert not failed
-    assert equal > refused + untried
+    assert equal > 300
 
 
 def test_the_page_is_of_these_results():

@@ -13,7 +13,7 @@ number, expanded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,7 +33,8 @@ class KeyMask(Tensor):
     """A mask that models may move and slice.
 
     A module with an attention of its own, beside the interface, adds the mask to its scores (B, H, Nq, Nk): it gets
-    what the mask stands for. A model that computes anything else with it has keys or scores of its own: `ValueError`.
+    what the mask stands for. A model that computes anything else with a causal mask, or with a window, has keys or
+    scores of its own: `ValueError`.
     """
 
     @classmethod
@@ -47,6 +48,9 @@ class KeyMask(Tensor):
             queries, keys = scores.shape[2:]
             seen = visible(queries, keys, causal, window, keys - queries if causal else 0, real, scores.device)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if name in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
+            with torch._C.DisableTorchFunctionSubclass():  # it is what SDPA would be given
+                return func(*args, **(kwargs or {}))
         try:
             if name not in _COMPUTING:
                 return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -58,12 +62,17 @@ class KeyMask(Tensor):
         )
 
 
+def _masks(args: Iterable[Any]) -> list[Tensor]:
+    flat = [part for arg in args for part in (arg if isinstance(arg, list | tuple) else (arg,))]
+    return [part for part in flat if isinstance(part, KeyMask)]
+
+
 _ADDING = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _COMPUTING = _ADDING | {
     *("sub", "mul", "rsub", "__sub__", "__rsub__", "__mul__", "__rmul__", "mul_"),
     *("__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "bitwise_not", "bitwise_and"),
     *("eq", "ne", "lt", "gt", "le", "ge", "__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "where"),
-    *("masked_fill", "masked_fill_", "cat", "concat", "pad", "float", "half", "bfloat16", "type_as", "all", "any"),
+    *("masked_fill", "masked_fill_", "cat", "concat", "pad", "float", "half", "bfloat16", "type_as"),
 }
 
 
@@ -100,7 +109,7 @@ def key_mask(
     size, dtype = (1, torch.bool) if pattern.window is None else (pattern.window, torch.int32)
     mask = torch.full((), size, dtype=dtype, device=device).expand(batch_size, kv_length)
     if attention_mask is not None:
-        real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool()
         if real.shape[1] < kv_length:
             if isinstance(kv_length, streams.Length):
                 raise ValueError(

@@ -111,15 +111,14 @@ def layer_window(module: nn.Module) -> int | None:
     Moshi's configuration has a window that its model never asks for.
     """
     own = vars(module)
+    kinds, window = layer_kinds(getattr(module, "config", None))
+    layer = own.get("layer_idx", own.get("layer_id"))
+    if kinds is not None and layer is not None and kinds[layer] not in SLIDING:
+        return None
     if "sliding_window" in own:
         window = own["sliding_window"]
-    else:
-        kinds, window = layer_kinds(getattr(module, "config", None))
-        layer = own.get("layer_idx", own.get("layer_id"))
-        if kinds is not None and layer is not None and kinds[layer] not in SLIDING:
-            window = None
-        if kinds is None and not any("sliding" in name for name in vars(sys.modules[type(module).__module__])):
-            window = None
+    elif kinds is None and not any("sliding" in name for name in vars(sys.modules[type(module).__module__])):
+        return None
     return window if isinstance(window, int) else None
 
 
