@@ -99,10 +99,10 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
         """Write `model_plan.json` into `directory` (made if missing), learned tensors beside it; never a half-written
         file.
         """
+        data = self.to_dict()
         for plans in self.layers:
             for plan in plans:
                 check_listed(plan)
-        data = self.to_dict()
         save_learned(directory, self.layers)
         write_json(directory, FILE, data)
 

@@ -152,8 +152,8 @@ class Plan(hub.OnHub):
 
         `TypeError` for a part of your own that no catalogue lists, since it could not be loaded again.
         """
-        check_listed(self)
         data = self.to_dict()
+        check_listed(self)
         save_learned(directory, self)
         write_json(directory, FILE, data)
 

@@ -161,3 +161,16 @@ def test_questions_about_a_context(chats):
         ask("a context")
     with pytest.raises(ValueError, match=r"^model: expected a decoder that generates text, got BertModel"):
         fk.pipeline(bert(), letters, every)
+
+
+def test_a_pipeline_stops_at_strings_by_its_own_tokenizer(monkeypatch):
+    model, letters, passed = llama(), Letters(), {}
+
+    def generate(ids, **how):
+        passed.update(how)
+        return ids
+
+    monkeypatch.setattr(model, "generate", generate)
+    fk.pipeline(model, letters, fk.budget(16, is_causal=True))("a context", question="who?", stop_strings=["."])
+    assert passed["tokenizer"] is letters
+    assert passed["stop_strings"] == ["."]

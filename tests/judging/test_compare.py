@@ -42,6 +42,11 @@ def test_exact_attention_has_no_error_and_is_judged_once(report):
     assert row.slots == 40.0
 
 
+def test_one_plan_is_compared_as_a_list_of_one(capture):
+    plan = fk.Plan(fk.Window(3))
+    assert numbers(compare(capture, plan)) == numbers(compare(capture, [plan]))
+
+
 def test_every_standard_row_is_there_at_every_budget(report):
     names = set(standard_plans(8)) - {"exact"}
     assert len(names) == 11

@@ -7,6 +7,7 @@ import torch
 
 import fewkeys as fk
 from fewkeys.cli import main
+from fewkeys.select.base import Selector, shared_top
 
 Q = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
 MODEL_PLAN = fk.ModelPlan(((fk.budget(16),),))
@@ -61,3 +62,32 @@ def test_a_plan_that_sees_the_future_names_one_that_does_not(plan):
 def test_a_misspelt_option_is_told(words, near, capsys):
     assert main(words) == 2
     assert f"is no option; did you mean {near}?" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Largest(Selector):
+    """A rule of one's own: the keys of the largest norm, which later keys change."""
+
+    count: int
+    covers, work = fk.KeyNorm.covers, fk.KeyNorm.work
+
+    def select(self, inputs):
+        return shared_top(inputs, inputs.key.norm(dim=-1), self.count)
+
+
+@dataclass(frozen=True)
+class Newest(fk.Window):
+    """A rule of one's own that keeps what a window keeps."""
+
+
+def test_a_rule_of_ones_own_is_causal_only_where_it_says_so():
+    with pytest.raises(ValueError, match=r"^is_causal: Largest\(count=4\) chooses keys by looking at the future"):
+        fk.attention(Q, Q, Q, keep=Largest(4), is_causal=True)
+    assert torch.equal(fk.attention(Q, Q, Q, keep=Largest(4)), fk.attention(Q, Q, Q, keep=fk.KeyNorm(4)))
+
+
+def test_a_rule_of_ones_own_can_be_tried():
+    Newest(3).check_causal(Q, Q)
+    fk.KeyNorm(4).check_causal(Q, Q, Q)
+    with pytest.raises(ValueError, match=r"^causal: expected Largest to choose without keys from \d+ on"):
+        Largest(4).check_causal(Q, Q)

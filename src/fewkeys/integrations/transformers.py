@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -20,27 +20,23 @@ from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs, Capture
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.impl import Impl, check_impl
-from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softcap, Weights
-from fewkeys.flow import gives_way
 from fewkeys.guard.fallback import Fallbacks, Guard
+from fewkeys.integrations.by_plan import ByPlan, LayerPlan
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
 from fewkeys.integrations.known import check_known, weights_of
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
 from fewkeys.integrations.sensitivity import Sensitivity, counted, speaker
-from fewkeys.integrations.terms import in_terms, plain, with_sink
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
-from fewkeys.select import Window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Applied", "apply", "capture", "load_model"]
 
-LayerPlan = Plan | Sequence[Plan]
 Plans = Plan | Mapping[int, LayerPlan] | Sequence[LayerPlan]
 Batch = Tensor | Mapping[str, Any]
 Part = Literal["encoder", "decoder", "cross"]
@@ -100,46 +96,7 @@ def apply(
     check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
-    return Applied(model, _ByPlan(plans, impl, generator, guards or ()))
-
-
-@dataclass(frozen=True, eq=False)
-class _ByPlan:
-    """The answer of a plan for each layer; a layer with a window of its own keeps that window."""
-
-    plans: tuple[LayerPlan | None, ...]
-    impl: Impl
-    generator: torch.Generator | None
-    guards: tuple[Guard, ...]
-
-    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
-        plan = self.plans[layer]
-        if plan is None and inputs.window is None:
-            raise ValueError(
-                f"plan: expected layer {layer} to attend within a window of its own, got a call without; give a plan "
-                "for every layer"
-            )
-        if self._gives_way(plan, inputs):
-            return exact(module, inputs)
-        own = with_sink(inputs)
-        guard = self.guards[layer] if self.guards and inputs.window is None else None
-        plans = in_terms(inputs, plan)
-        return attention(
-            own.query, own.key, own.value, plan=plans, max_error=guard, **own.options(self.generator, self.impl)
-        )
-
-    def _gives_way(self, plan: LayerPlan | None, inputs: AttentionInputs) -> bool:
-        """Whether the model's own SDPA answers: it knows windows, but no caps, sinks or biases.
-
-        Calls with a guard go to `attention`, which counts them.
-        """
-        if not plain(inputs) or (self.guards and inputs.window is None):
-            return False
-        if inputs.window is not None:
-            plan = Plan(Window(inputs.window), exact_if_faster=True)
-        how = (inputs.scale, inputs.is_causal, inputs.query_offset)
-        problem = Inputs(inputs.query, inputs.key, inputs.value, *how, impl=self.impl)
-        return plan is not None and gives_way(plan, problem)
+    return Applied(model, ByPlan(plans, impl, generator, guards or ()))
 
 
 class Applied:
@@ -148,7 +105,7 @@ class Applied:
     Dropping this object changes nothing: the plan stays in force for as long as the model lives.
     """
 
-    def __init__(self, model: PreTrainedModel, answer: _ByPlan) -> None:
+    def __init__(self, model: PreTrainedModel, answer: ByPlan) -> None:
         self.model = model
         self._guards = answer.guards
         self._attachment = attach(model, answer)

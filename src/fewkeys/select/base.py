@@ -110,8 +110,8 @@ class Selector(Listed, ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether the rule is defined, and strictly causal, under `is_causal=True`."""
-        return True
+        """Whether the rule is defined, and strictly causal, under `is_causal=True`; `check_causal` tries it."""
+        return False
 
     @abstractmethod
     def work(self, inputs: Inputs) -> Work:
@@ -150,6 +150,24 @@ class Selector(Listed, ABC):
         inputs = check_inputs(query, key, key if value is None else value, **options)
         with full_precision():
             return self.select(inputs)
+
+    def check_causal(self, query: Tensor, key: Tensor, value: Tensor | None = None) -> None:
+        """Raise `ValueError` where, under causality, a query keeps a key after its own, or later keys change what
+        earlier queries keep. Arguments as in `graph`, of as many queries as keys.
+
+        Call it on inputs of your own before a rule of your own says `causal = True`. Cost O(n^2).
+        """
+        value = key if value is None else value
+        name, before = type(self).__name__, self.graph(query, key, value, is_causal=True).to_mask()
+        if bool(before.triu(1).any()):
+            raise ValueError(f"causal: expected {name} to keep no key after the query's own, got one that it keeps")
+        for first in sorted({1, key.shape[2] // 2, key.shape[2] - 1} & set(range(1, key.shape[2]))):
+            later_key, later_value = key.clone(), value.clone()
+            later_key[:, :, first:] *= -3
+            later_value[:, :, first:] += 5
+            after = self.graph(query, later_key, later_value, is_causal=True).to_mask()
+            if not torch.equal(after[:, :, :first], before[:, :, :first]):
+                raise ValueError(f"causal: expected {name} to choose without keys from {first} on for queries before")
 
     def __or__(self, other: Selector) -> Selector:
         if not isinstance(other, Selector):

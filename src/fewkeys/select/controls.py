@@ -19,6 +19,8 @@ from fewkeys.select.causal import OnlineScore, running_top
 class KeyNorm(Counted):
     """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
 
+    causal = True
+
     @property
     def remembered(self) -> Remembered:
         return Remembered(best=Best(self.count, lambda generator: _Norms()))
@@ -42,6 +44,8 @@ class RandomKeys(Counted):
 
     The draw comes from the `generator` of the call (seed 0 if none is given) and does not look at the data.
     """
+
+    causal = True
 
     @property
     def remembered(self) -> Remembered:

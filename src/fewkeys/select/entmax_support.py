@@ -28,6 +28,8 @@ class EntmaxSupport(Selector):
     alpha: float = 1.5
     is_oracle: ClassVar[bool] = True
 
+    causal = True
+
     def __post_init__(self) -> None:
         check_real("EntmaxSupport alpha", self.alpha, above=1.0)
 

@@ -26,6 +26,8 @@ class GlobalTokens(Counted):
     Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.
     """
 
+    causal = True
+
     def select(self, inputs: Inputs) -> Graph:
         x, graph = inputs, Sinks(self.count).select(inputs)
         if x.offset >= self.count:

@@ -40,6 +40,8 @@ class KeyTree(Selector):
     certified: bool = False
     by_real_place: ClassVar[bool] = True
 
+    causal = True
+
     def __post_init__(self) -> None:
         check_count("KeyTree slots", self.slots, least=LEAST)
         if self.mass is not None and not 0 < check_real("KeyTree mass", self.mass) < 1:

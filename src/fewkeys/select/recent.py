@@ -26,6 +26,8 @@ class RecentBlocks(Selector):
     size: int
     blocks: int = 2
 
+    causal = True
+
     def __post_init__(self) -> None:
         check_count("RecentBlocks size", self.size)
         check_count("RecentBlocks blocks", self.blocks)

@@ -22,6 +22,8 @@ class TopK(Counted):
 
     is_oracle: ClassVar[bool] = True
 
+    causal = True
+
     def select(self, inputs: Inputs) -> Graph:
         rows = []
         for _, scores in score_blocks(inputs):

@@ -24,6 +24,8 @@ class Window(Selector):
 
     size: int
 
+    causal = True
+
     def __post_init__(self) -> None:
         check_count("Window size", self.size)
 
@@ -55,6 +57,8 @@ class Window(Selector):
 @dataclass(frozen=True)
 class Sinks(Counted):
     """The first `count` real keys of every sequence (StreamingLLM's attention sinks, arXiv 2309.17453)."""
+
+    causal = True
 
     def select(self, inputs: Inputs) -> Graph:
         count, shape = min(self.count, inputs.keys), (inputs.batch, inputs.kv_heads, -1)

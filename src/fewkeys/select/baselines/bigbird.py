@@ -37,6 +37,8 @@ class BigBird(Selector):
     random: int = 3
     global_blocks: int = 2
 
+    causal = True
+
     def __post_init__(self) -> None:
         RecentBlocks(check_count("BigBird size", self.size))
         check_count("BigBird window", self.window)

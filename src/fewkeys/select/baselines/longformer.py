@@ -26,6 +26,8 @@ class Longformer(Selector):
     window: int
     global_tokens: int
 
+    causal = True
+
     def __post_init__(self) -> None:
         check_count("Longformer window", self.window)
         check_count("Longformer global_tokens", self.global_tokens)

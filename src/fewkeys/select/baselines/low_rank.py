@@ -40,6 +40,8 @@ class LowRankEntmax(Selector):
     alpha: float = 1.5
     is_oracle: ClassVar[bool] = True
 
+    causal = True
+
     def __post_init__(self) -> None:
         if (self.rank is None) == (self.project is None):
             raise ValueError(f"LowRankEntmax: expected exactly one of rank and project, got {self}")

@@ -21,6 +21,8 @@ class RandomEdges(Counted):
     share their keys share the draw. It comes from the call's generator. Cost O(n (count D + count^2)).
     """
 
+    causal = True
+
     def select(self, inputs: Inputs) -> Graph:
         x, device = inputs, inputs.key.device
         real = torch.ones((x.batch, x.keys), dtype=torch.bool, device=device) if x.valid is None else x.valid

@@ -40,6 +40,8 @@ class Reformer(Selector):
     rounds: int = 1
     project: Projection | None = None
 
+    causal = True
+
     def __post_init__(self) -> None:
         check_count("Reformer rounds", self.rounds)
         if check_count("Reformer buckets", self.buckets, least=2) % 2:

@@ -27,6 +27,8 @@ class Strided(Selector):
 
     stride: int
 
+    causal = True
+
     def __post_init__(self) -> None:
         check_count("Strided stride", self.stride)
 
@@ -56,6 +58,8 @@ class Fixed(Selector):
 
     stride: int
     summary: int = 1
+
+    causal = True
 
     def __post_init__(self) -> None:
         check_count("Fixed stride", self.stride)
