@@ -95,6 +95,9 @@ def test_ranges_hold_every_key_before_the_own_block_once(count, keys):
             assert ranges.size[0, step, c] == stop - start
             if stop > start:
                 torch.testing.assert_close(ranges.key[0, 0, step, c], key[0, 0, start:stop].mean(0))
+    # As many ranges as there can be hold a key.
+    steps = torch.arange(len(ranges.edges))
+    assert torch.equal((ranges.edges.diff(dim=-1) > 0).sum(-1), steps.clamp_max(count))
     # The latest range is one block, and no range is shorter than the next one.
     lengths = ranges.edges[-1].diff()
     assert (lengths[:-1].masked_fill(lengths[:-1] == 0, keys) >= lengths[1:]).all()

@@ -126,18 +126,21 @@ static __attribute__((noinline)) void scan_rows(const uint8_t *packed, const flo
 // The places of the `count` largest of many scores, ascending, of equal ones the first; there is room for LANES more.
 class Largest {
  public:
-  // How many there are: those of -inf are none. `score` has room for a multiple of LANES.
+  // How many there are: those of -inf are none. `score` has room for a multiple of CODED.
   int64_t choose(float *score, int64_t keys, int64_t count, int32_t *place) {
-    const int64_t whole = (keys + LANES - 1) / LANES * LANES;
+    const int64_t whole = (keys + CODED - 1) / CODED * CODED;
     std::fill(score + keys, score + whole, -INFINITY);
+    if ((int64_t)key.size() < whole + LANES) key.resize(whole + LANES), at.resize(whole + LANES);
     count_multiply_adds(2 * whole);
-    vec sum = {}, square = {};
-    for (int64_t v = 0; v < whole; v += LANES) {
-      const vec x = load(score + v), real = x == broadcast(-INFINITY) ? vec{} : x;
-      sum += real, square += real * real;
-    }
-    const float mean = sum_of_lanes(sum) / keys;
-    const float spread = std::sqrt(std::max(0.0f, sum_of_lanes(square) / keys - mean * mean));
+    vec sum[2] = {}, square[2] = {};  // two of each: no addition waits for the one before
+    for (int64_t v = 0; v < whole; v += 2 * LANES)
+#pragma GCC unroll 2
+      for (int w = 0; w < 2; w++) {
+        const vec x = load(score + v + w * LANES), real = x == broadcast(-INFINITY) ? vec{} : x;
+        sum[w] += real, square[w] += real * real;
+      }
+    const float mean = sum_of_lanes(sum[0] + sum[1]) / keys;
+    const float spread = std::sqrt(std::max(0.0f, sum_of_lanes(square[0] + square[1]) / keys - mean * mean));
     // A little below where the query before had its last one; then further down, until there are enough.
     float least = mean + height * spread, step = spread;
     for (int turn = 0;; turn++, least -= step, step *= 2) {
@@ -156,25 +159,27 @@ class Largest {
   int64_t held = 0;
   aligned_vector<int32_t> key, at;  // of what was collected: its score, in the order of integers, and its place
 
-  // Keeps what reaches `least`.
+  // Keeps what reaches `least`; there is room for all, and LANES more.
   void collect(const float *score, int64_t whole, float least) {
-    held = 0;
+    int32_t *to_key = key.data(), *to_place = at.data();
     count_multiply_adds(whole);
-    for (int64_t v = 0; v < whole; v += LANES) {
+    ivec place = count_up();
+    for (int64_t v = 0; v < whole; v += LANES, place += LANES) {
       const vec x = load(score + v);
       uint32_t bits = bits_from(x, least);
-      if ((int64_t)key.size() < held + LANES) key.resize(2 * held + 64 * LANES), at.resize(key.size());
       const ivec number = in_order((ivec)(x + 0.0f));  // zeros of both signs are equal
 #if defined(__AVX512F__)
-      _mm512_storeu_si512(&key[held], _mm512_maskz_compress_epi32(bits, (__m512i)number));
-      held += pack(bits, count_up() + int(v), &at[held]);
+      pack(bits, place, to_place);
+      const int count = pack(bits, number, to_key);
+      to_key += count, to_place += count;
 #else
-      for (; bits; bits &= bits - 1, held++) {
+      for (; bits; bits &= bits - 1) {
         const int lane = __builtin_ctz(bits);
-        key[held] = number[lane], at[held] = v + lane;
+        *to_key++ = number[lane], *to_place++ = place[lane];
       }
 #endif
     }
+    held = to_key - key.data();
   }
 
   // Integers in the order of the floats whose bits these are, and back.
