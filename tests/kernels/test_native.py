@@ -196,6 +196,8 @@ class Trap(ctypes.CDLL):
         self._name = "trap"
 
     def __getattr__(self, name):
+        if name == "library":  # of `build.Kernels`
+            return self
         raise AssertionError(name)
 
 

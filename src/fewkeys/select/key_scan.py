@@ -36,6 +36,8 @@ class KeyScan(Counted):
     and HashAttention.
     """
 
+    causal = True
+
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
         codes = x.remember("codes", lambda: encode(x.key, middle(x)))

@@ -11,7 +11,7 @@ from fewkeys.execute.native import backward, by_scan, descent, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
 from fewkeys.select.key_scan import Scanned
 
 __all__ = ["attend", "attend_each", "unsupported"]
@@ -45,10 +45,8 @@ def unsupported(problem: Problem) -> str | None:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
     if problem.graph.descent is not None and not scanned and descent.apart(problem) and _wants_gradient(problem):
         return "expected no gradient where leaves are held apart from the keys, as streams hold them, got one asked for"
-    if problem.by_cohort and _wants_gradient(problem):
-        return "expected no gradient beside lists of cohorts, which torch's operations have, got one asked for"
     # Plans take these for constants, and so do the kernels.
-    if isinstance(s, StandIns) and wants_gradient(s.bias, s.factor, s.right):
+    if isinstance(s, StandIns | CohortStandIns) and wants_gradient(s.bias, s.factor, s.right):
         return "expected constants beside the stand-ins' means, got a bias, factor or basis that requires gradients"
     return None
 

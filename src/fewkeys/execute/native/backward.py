@@ -22,7 +22,7 @@ from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, pointers, round_up, struct
 from fewkeys.past.scan import States
-from fewkeys.rest.base import BlockStandIns, NodeStandIns, RangeStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, NodeStandIns, RangeStandIns, StandIns
 from fewkeys.select.key_scan import Scanned
 
 
@@ -47,7 +47,7 @@ def _parts(problem: Problem) -> tuple[Tensor, ...]:
         return descent.parts(problem)
     if isinstance(stand_ins, BlockStandIns):
         return (stand_ins.states.rows,)
-    if not isinstance(stand_ins, StandIns):
+    if not isinstance(stand_ins, StandIns | CohortStandIns):
         return ()
     left = () if stand_ins.left is None else (stand_ins.left,)
     return (stand_ins.key, stand_ins.value, *left)
@@ -62,7 +62,7 @@ def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Ten
         s = replace(s, key=parts[0], value=parts[1])
     elif isinstance(s, BlockStandIns):
         s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
-    elif isinstance(s, StandIns):
+    elif isinstance(s, StandIns | CohortStandIns):
         s = replace(s, key=parts[0], value=parts[1], left=parts[2] if parts[2:] else None)
     return replace(problem, inputs=x, stand_ins=s)
 
@@ -81,8 +81,8 @@ class _Attended(torch.autograd.Function):
         problem = _of(ctx.problem, *given)
         if torch.is_grad_enabled():
             return None, *gradients_of(given, [(by_torch.attend(problem), gradient)])
-        if isinstance(problem.graph.descent, Scanned):
-            # Of a scan there is no kernel backward: its choice is known, and torch attends to it once more.
+        if problem.by_cohort or isinstance(problem.graph.descent, Scanned):
+            # No kernel has these gradients: the choice is known, and torch attends to it once more.
             with torch.enable_grad():
                 rows = [part.detach().requires_grad_() for part in given]
                 output = by_torch.attend(_of(ctx.problem, *rows))
