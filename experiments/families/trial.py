@@ -26,7 +26,11 @@ REFUSED, FAILED, ITSELF = "no", "FAILED", "not even by itself"
 COLUMNS = ("apply", "generate", "cache", "train")
 PLAIN, CHANGED = "as it is", "its last token changed"
 EXACT = fk.Plan()
-FEW = (fk.budget(8, is_causal=True, memory="constant"), fk.budget(8), fk.Plan(fk.Window(3)))
+FEW = (
+    fk.budget(8, is_causal=True, memory="constant").never_exact(),
+    fk.budget(8).never_exact(),
+    fk.Plan(fk.Window(3)),
+)
 EVERY = fk.Plan(fk.RecentBlocks(32, 2), fk.RunningMeans(1))
 PACKAGE = str(Path(fk.__file__).parent)
 
