@@ -14,7 +14,7 @@ from fewkeys.streaming.parts import parts_of
 PLANS = {
     name: plan
     for name, plan in CAUSAL_PLANS.items()
-    if all(part.remembered and not part.remembered.tree for part in plan.keep.parts)
+    if all((held := part.remembered) and not held.tree and not held.scan for part in plan.keep.parts)
 }
 """Plans whose memory has a fixed size."""
 NAMES = {plan: name for name, plan in PLANS.items()}

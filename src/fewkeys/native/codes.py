@@ -39,7 +39,7 @@ def scan(
 
 def best_codes(packed: Tensor, sigma: Tensor, query: Tensor, seen: Tensor, real: Tensor | None, count: int) -> Tensor:
     """The places (B, Hq, Nq, count), int32, of the best keys of every query: `fewkeys.sketch.codes.best`."""
-    index = torch.empty((*query.shape[:3], count), dtype=torch.int32)
+    index = torch.empty((*query.shape[:3], count), dtype=torch.int32, device="cpu")
     told, _alive = scan(packed, sigma, query, seen, real, count)
     told.index = index.data_ptr()
     call("fewkeys_scan_codes", told)
