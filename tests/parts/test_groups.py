@@ -46,6 +46,8 @@ RESTS = {
 class Held(Selector):
     """Keeps given groups."""
 
+    causal = True
+
     groups: fk.Groups
 
     def select(self, inputs):

@@ -358,7 +358,7 @@ def test_what_is_no_plan_is_refused(make, message):
 
 def test_two_trees_do_not_join():
     q, k, v = SHAPES["plain"].draw()
-    with pytest.raises(ValueError, match=r"^keep: expected one KeyTree, got two"):
+    with pytest.raises(ValueError, match=r"^keep: expected one KeyTree or KeyScan, got two"):
         fk.attention(q, k, v, keep=fk.KeyTree(64) | fk.KeyTree(65), impl="torch")
 
 
