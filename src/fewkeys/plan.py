@@ -207,7 +207,7 @@ def budget(
     slots, too few to descend a tree, both are the same.
 
     Without causality, similar queries form `cohorts`, each with outliers and means of its own, beside a window around
-    each query. The window has about 1.25 times the root of the slots, the first-order term an eighth of the slots (one
+    each query. The window has at most 1.5 times the root of the slots, the first-order term an eighth of the slots (one
     a rank), at most 8; five eighths of the slots beside the window are outliers kept exactly, and the others are
     cluster means. The number of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64
     slots, 16 for 192. More have less error and take longer to prepare. With `cohorts=1` all queries of a head share a
@@ -258,7 +258,7 @@ def budget(
 
 def _cohort_split(slots: int) -> tuple[int, int, int]:
     """Outliers, window and rank of a budget whose queries are in cohorts."""
-    window = int(1.25 * slots**0.5) | 1 if slots >= 8 else 0
+    window = (int(1.5 * slots**0.5) - 1) | 1 if slots >= 8 else 0
     rank = min(slots // 8, MOST_RANK)
     return max(1, (slots - window) * 5 // 8), window, rank if rank > 1 else 0
 
