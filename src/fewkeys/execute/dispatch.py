@@ -49,11 +49,6 @@ def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
     return [attend(one) for one in problems]
 
 
-def attend_some(problem: Problem, queries: Sequence[int]) -> Tensor:
-    """The outputs (B, Hq, Q, Dv) of Q queries, by the reference."""
-    return reference.attend_some(problem, queries)
-
-
 def choose(problem: Problem) -> tuple[str, str | None]:
     """The name of the executor, and why it is not the compiled kernels where `"auto"` could not take them."""
     impl = problem.inputs.impl

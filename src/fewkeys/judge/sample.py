@@ -20,7 +20,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import plain_defaults
 from fewkeys.core.records import build
-from fewkeys.execute import dispatch
+from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import by_plan, canonicalise, choose, prepare, run
 from fewkeys.judge.exact import blocks, exact
@@ -168,7 +168,7 @@ def _stand_ins(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[st
         unit = torch.eye(stand_ins.count).expand(*stand_ins.key.shape[:2], -1, -1)
         alone = replace(stand_ins, value=unit, left=None, right=None, factor=None, bounds=None)
         value = unit.new_zeros((*x.value.shape[:3], stand_ins.count))
-        weight = dispatch.attend_some(replace(problem, inputs=_valued(x, value), stand_ins=alone), places)[0]
+        weight = reference.attend_some(replace(problem, inputs=_valued(x, value), stand_ins=alone), places)[0]
         label = stand_ins.label.masked_fill(stand_ins.share <= 0, -1).short()
         return {"weight": _units(weight), "label": label[0].repeat_interleave(x.gqa_ratio, 0)}
     return _stand_ins_together(problem, kept, places)
@@ -183,7 +183,7 @@ def _stand_ins_together(problem: Problem, kept: Tensor, places: Sequence[int]) -
     for inner in range(x.gqa_ratio):
         marks = kept.unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner].mT.float().unsqueeze(0).contiguous()
         marked = replace(problem, inputs=_valued(x, marks), stand_ins=_worthless(stand_ins, marks))
-        share = dispatch.attend_some(marked, places)[0].unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner]
+        share = reference.attend_some(marked, places)[0].unflatten(0, (x.kv_heads, x.gqa_ratio))[:, inner]
         left.append(1 - share.diagonal(dim1=-2, dim2=-1))
     return {"weight": _units(torch.stack(left, 1).flatten(0, 1).unsqueeze(-1))}
 

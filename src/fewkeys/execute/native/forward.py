@@ -1,7 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
-`native/near.h`: a band, one shared list and stand-ins, or lists and stand-ins of cohorts; `native/blocks.h`: lists and
-means of the past by blocks; `native/prefill.h`: the same while the past moves on.
+`native/near.h`: a band, one shared list and stand-ins; `native/near_cohorts.h`: lists and stand-ins of cohorts, and a
+band; `native/blocks.h`: lists and means of the past by blocks; `native/prefill.h`: the same while the past moves on.
 """
 
 from __future__ import annotations
