@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import lowered
-from fewkeys.core.validation import check_finite, check_tensor
+from fewkeys.core.extent import needs_rescaling
+from fewkeys.core.precision import lowered, working
+from fewkeys.core.validation import check_finite, check_tensor, largest_entries
 
 
 def check_tokens(
@@ -50,3 +51,11 @@ def check_query(query: Tensor, key: Tensor) -> None:
             f"tokens last appended, got {tuple(shape)} in {query.dtype}"
         )
     check_finite(query=query)
+
+
+def are_large(query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Whether queries, keys and values are so large that sums of their squares may have no float."""
+    asked = () if query is None else (query,)
+    largest = largest_entries(key, value, *asked)
+    tops = (largest[2] if asked else 0.0, *largest[:2])
+    return needs_rescaling(tops, scale, key.shape[3], working(key[:0]).dtype)

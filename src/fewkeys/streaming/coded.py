@@ -15,11 +15,13 @@ from fewkeys.core.precision import working
 from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form, check
 from fewkeys.execute.problem import Problem
+from fewkeys.flow import attend
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
 from fewkeys.rest.block_means import block_sums
 from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK, Codes, encode, rounded
+from fewkeys.streaming.checks import are_large
 from fewkeys.streaming.restored import NoFacts, check_rows
 
 LEAST = 8
@@ -30,7 +32,8 @@ class Coded:
     """What sequences leave under `KeyScan` (`fewkeys.streaming.padded.Memory`).
 
     Of every finished block of 32 keys: codes, and the sums of keys and values up to its end. A block is coded once;
-    tokens are taken back by forgetting the last ones.
+    tokens are taken back by forgetting the last ones. Numbers so large that codes need other units
+    (`fewkeys.core.extent`), which later ones may change, are coded again at every call.
     """
 
     _key: Buffer
@@ -43,6 +46,7 @@ class Coded:
         if len(held) != 1 or held[0] is None or not held[0].scan:
             raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
         self.plan, self.count = plan, held[0].scan
+        self._large = False
 
     @staticmethod
     def suits(plan: object) -> bool:
@@ -62,17 +66,20 @@ class Coded:
     def make_room(self, count: int) -> None:
         """There always is."""
 
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Problem]:
+    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor | Problem]:
         self._key.append(key)
         self._value.append(value)
+        self._large = self._large or are_large(query, key, value, scale)
         self._finish_blocks()
         if query is not None:
-            yield self._problem(query, scale)
+            inputs = self._inputs(query, scale)
+            yield attend(inputs, self.plan.never_exact()) if self._large else self._problem(inputs)
 
     def select(self, index: Tensor) -> Coded:
         found = Coded(self.plan)
         found._key, found._value = self._key.select(index), self._value.select(index)
         found._blocks = tuple(part.select(index) for part in self._blocks)  # type: ignore[assignment]
+        found._large = self._large
         return found
 
     def refusal(self, count: int) -> str | None:
@@ -124,12 +131,16 @@ class Coded:
         new = torch.cat([block_sums(working(key)), block_sums(working(value))], -1)
         sums.append(sums.rows[:, :, -1:] + new.cumsum(2))
 
-    def _problem(self, query: Tensor, scale: float) -> Problem:
+    def _inputs(self, query: Tensor, scale: float) -> Inputs:
         key, value = self._key.rows, self._value.rows
-        inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
+        offset = key.shape[2] - query.shape[2]
+        return Inputs(query, key, value, scale, is_causal=True, offset=offset, needs_rescaling=self._large)
+
+    def _problem(self, inputs: Inputs) -> Problem:
+        key, value = inputs.key, inputs.value
         packed, sigma, sums = (part.rows for part in self._blocks)
         codes = Codes(packed.unflatten(-1, (-1, 16)), sigma.flatten(2))
-        graph = Graph(inputs, descent=Scanned(inputs, codes, rounded(query, scale), self.count))
+        graph = Graph(inputs, descent=Scanned(inputs, codes, rounded(inputs.query, inputs.scale), self.count))
         rest, stand_ins = self.plan.rest, None
         if isinstance(rest, BlockMeans):
             totals = sums.split([key.shape[3], value.shape[3]], -1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.extent import LARGEST
 from fewkeys.core.precision import working
 from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form, check, check_form
@@ -70,6 +71,13 @@ def check_summarised(
     if bool((size.sum(-1) > tensors["summary.seen.count"]).any()) or bool((size.sum(-1) > length).any()):
         raise ValueError("expected a summary of keys that were seen, got more")
     _check_squares(tensors["queries.square"])
+
+
+def hold_large(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether rows in such a memory, or sums of their squares, are so large that it must be held in float64."""
+    log = {"key": LARGEST, "value": LARGEST, "rows": LARGEST, "asked": LARGEST, "total": LARGEST, "square": 2 * LARGEST}
+    some = [(part, log.get(name.rpartition(".")[2])) for name, part in tensors.items() if part.numel()]
+    return any(most is not None and float(part.abs().max()) > 2.0**most for part, most in some)
 
 
 def _tokens(root: str, like: Mapping[str, Tensor], count: int, length: int) -> dict[str, Form]:

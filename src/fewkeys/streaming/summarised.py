@@ -2,20 +2,22 @@
 
     appended keys -> near (exact) -> sinks and heavy keys (exact) -> summary: means of everything else
 
-What is kept depends on the plan alone, not on the length.
+What is kept depends on the plan alone, not on the length. From the first token on whose numbers are so large that
+sums of their squares would have no float (`fewkeys.core.extent`), everything is held in float64: later ones may be
+larger still, so no unit would serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
 from fewkeys.core.records import build
+from fewkeys.core.validation import FLOATS
 from fewkeys.core.weights import Softmax
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import advance
@@ -24,9 +26,10 @@ from fewkeys.past.tokens import Tokens, unheld
 from fewkeys.plan import Plan
 from fewkeys.select.causal import CAUSAL_BLOCK
 from fewkeys.streaming.attend import attend
+from fewkeys.streaming.checks import are_large
 from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import parts_of
-from fewkeys.streaming.restored import check_rows, check_summarised
+from fewkeys.streaming.restored import check_rows, check_summarised, hold_large
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class _Facts:
     """What `Summarised.facts` gives."""
 
     moved: int
+    dtype: str | None = None
+    """Of the tokens, where they are held in float64 and came in another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +55,21 @@ class _Before:
             found |= heavy.tensors(f"heavy{number}.")
         return found
 
-    def select(self, index: Tensor) -> _Before:
-        """The same of these sequences."""
-        own = {name: part[index] for name, part in tensors_of(self.state).items()}
-        heavy = [
-            one.with_tensors({name: part[index] for name, part in one.tensors("").items()}, "") for one in self.heavy
-        ]
-        return _Before(with_tensors(self.state, own), heavy, self.draws)
+    def changed(self, change: Callable[[Tensor], Tensor]) -> _Before:
+        return _Before(*_changed(self.state, self.heavy, change), self.draws)
+
+
+def _changed(
+    state: State, heavy: Sequence[HeavyKeys], change: Callable[[Tensor], Tensor]
+) -> tuple[State, list[HeavyKeys]]:
+    """The state and the heavy keys with every tensor changed."""
+    own = {name: change(part) for name, part in tensors_of(state).items()}
+    lists = [one.with_tensors({name: change(part) for name, part in one.tensors("").items()}, "") for one in heavy]
+    return with_tensors(state, own), lists
+
+
+def _double(part: Tensor) -> Tensor:
+    return part.double() if part.is_floating_point() else part
 
 
 class Summarised:
@@ -65,6 +78,8 @@ class Summarised:
     _state: State
     _heavy: list[HeavyKeys]
     """Beside the state: the keys that the plan's heavy rules keep, one list for each."""
+    _dtype: torch.dtype
+    """Of the tokens as they come."""
 
     def __init__(self, plan: Plan, generator: torch.Generator, undo: int = 0) -> None:
         self.plan, self.parts, self.generator, self.undo = plan, parts_of(plan), generator, undo
@@ -77,7 +92,7 @@ class Summarised:
         scores = [part.online(self.generator) for part in parts.heavy]
         counts = [part.count or 0 for part in parts.heavy]
         found._heavy = [HeavyKeys.empty(*of, key, value) for of in zip(counts, scores, strict=True)]
-        found._state = State.empty(parts.means, key, value)
+        found._state, found._dtype = State.empty(parts.means, key, value), key.dtype
         return found
 
     def make_room(self, count: int) -> None:
@@ -85,7 +100,10 @@ class Summarised:
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor]:
         """The outputs of queries of new tokens, unit by unit."""
+        if self._state.near.key.dtype != torch.float64 and are_large(query, key, value, scale):
+            self._widen()
         state, done = self._state, 0
+        key, value = (rows.to(state.near.key.dtype) for rows in (key, value))
         while done < key.shape[2]:
             state = self._moved(state)
             stop = min(key.shape[2], done + self.parts.unit - state.length % self.parts.unit)
@@ -93,14 +111,16 @@ class Summarised:
             if query is None:
                 state = state.append(new, sinks=self.parts.sinks)
             else:
-                rows = working(query[:, :, done:stop]).unflatten(1, (key.shape[1], -1)) * scale
+                rows = query[:, :, done:stop].to(state.asked.dtype).unflatten(1, (key.shape[1], -1)) * scale
                 state = state.append(new, rows, sinks=self.parts.sinks)
                 yield attend(state, self._heavy, self.parts, self.plan.weights, rows).to(query.dtype)
             self._state, done = state, stop
 
     def select(self, index: Tensor) -> Summarised:
-        found = self._remembering({name: tensor[index] for name, tensor in self.tensors().items()})
-        found._before = [before.select(index) for before in self._before]
+        found = Summarised(self.plan, self.generator, self.undo)
+        found._state, found._heavy = _changed(self._state, self._heavy, lambda part: part[index])
+        found._before = [before.changed(lambda part: part[index]) for before in self._before]
+        found._dtype = self._dtype
         return found
 
     def refusal(self, count: int) -> str | None:
@@ -124,11 +144,15 @@ class Summarised:
             raise ValueError(
                 f"other: expected this stream to stand at a multiple of {self.parts.aligned} tokens, got {length}"
             )
+        if self._state.near.key.dtype != other._state.near.key.dtype:
+            self._widen()
+            other._widen()
         self._state = self._merged(self._moved(self._state), other._state, other._heavy)
         self._before = []  # which know nothing of what came from the other
 
     def like(self) -> tuple[Tensor, Tensor]:
-        return self._state.near.key, self._state.near.value
+        near = self._state.near[:0]
+        return near.key.to(self._dtype), near.value.to(self._dtype)
 
     def bytes(self) -> int:
         held = [*self.tensors().values(), *(part for before in self._before for part in before.tensors().values())]
@@ -142,17 +166,31 @@ class Summarised:
         return found
 
     def facts(self) -> dict[str, Any]:
-        return {"moved": self._state.moved}
+        near = self._state.near.key.dtype
+        came = {} if near == self._dtype else {"dtype": str(self._dtype).removeprefix("torch.")}
+        return {"moved": self._state.moved, **came}
 
     def restored(self, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Summarised:
-        rows, moved = check_rows(tensors, "near."), build(_Facts, facts).moved
+        rows, came = check_rows(tensors, "near."), build(_Facts, facts)
+        moved, dtype = came.moved, getattr(torch, str(came.dtype), rows[0].dtype)
+        if dtype not in FLOATS or (came.dtype and rows[0].dtype != torch.float64):
+            raise ValueError(f"expected tokens of {came.dtype} to be held in torch.float64, got {rows[0].dtype}")
         before = self.generator.get_state()
         found = self.begin(*rows)
         check_summarised(tensors, count, moved, self.parts, found._state, found._heavy)
         self.generator.set_state(before)
         found = self.begin(*rows)
-        found._state = replace(found._state, length=count, moved=moved)
-        return found._remembering(tensors)
+        state = replace(found._state, length=count, moved=moved)
+        found._state, found._dtype = with_tensors(state, tensors), dtype
+        found._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(found._heavy)]
+        if state.near.key.dtype != torch.float64 and hold_large(tensors):
+            found._widen()
+        return found
+
+    def _widen(self) -> None:
+        """Hold everything in float64."""
+        self._state, self._heavy = _changed(self._state, self._heavy, _double)
+        self._before = [before.changed(_double) for before in self._before]
 
     def _moved(self, state: State) -> State:
         """Everything takes its place for the unit that begins at `length`, if one does and nothing has moved yet."""
@@ -194,10 +232,3 @@ class Summarised:
             return state.near[:0]
         kept = [state.sinks, *(heavy.rows for heavy in self._heavy)]
         return unheld([state.between(range(start, stop)), *released], kept, stop)
-
-    def _remembering(self, tensors: Mapping[str, Tensor]) -> Summarised:
-        """The same with the tensors of these names in place of its own; `KeyError` where one is missing."""
-        found = Summarised(self.plan, self.generator, self.undo)
-        found._state = with_tensors(self._state, tensors)
-        found._heavy = [heavy.with_tensors(tensors, f"heavy{number}.") for number, heavy in enumerate(self._heavy)]
-        return found

@@ -1,0 +1,122 @@
+"""Streams of numbers whose squares have no float: finite where exact attention is, and as exact as others."""
+
+import pytest
+import torch
+
+import fewkeys as fk
+from cases import CAUSAL_PLANS
+from fewkeys.streaming import files
+from odd_keys import EXTREME
+
+PLANS = {
+    name: plan.never_exact()
+    for name, plan in CAUSAL_PLANS.items()
+    if all((held := part.remembered) and not held.tree for part in plan.keep.parts)
+    and not (any(part.remembered.scan for part in plan.keep.parts) and len(plan.keep.parts) > 1)
+}
+SCANS = {name: plan for name, plan in PLANS.items() if plan.keep.parts[0].remembered.scan}
+FIXED = {name: plan for name, plan in PLANS.items() if name not in SCANS}
+MEANS = fk.Plan(fk.RecentBlocks(16, 2) | fk.Sinks(2) | fk.Leverage(5) | fk.KeyNorm(3), fk.RunningMeans(7))
+PIECES = ([150], [40, 1, 70, 39], [64, *[1] * 20, 66])
+
+
+def draw(kind, begin=0, dtype=torch.float32):
+    """Tokens that are of a kind of `EXTREME` from `begin` on, and their scale."""
+    g = torch.Generator().manual_seed(0)
+    *factors, scale = EXTREME[kind]
+    rows = [torch.randn(2, heads, 150, dim, generator=g) for heads, dim in ((4, 8), (2, 8), (2, 5))]
+    for part, by in zip(rows, factors, strict=True):
+        part[:, :, begin:] *= by
+    return *(part.to(dtype) for part in rows), scale
+
+
+def feed(stream, q, k, v, sizes):
+    outputs = []
+    for query, key, value in zip(*(part.split(sizes, 2) for part in (q, k, v)), strict=True):
+        stream.append(key, value)
+        outputs.append(stream.attend(query))
+    return torch.cat(outputs, 2)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("kind", EXTREME)
+def test_finite_where_exact_attention_is(name, kind):
+    plan = PLANS[name]
+    for sizes, begin, dtype in zip(PIECES, (0, 60, 70), (torch.float32, torch.bfloat16, torch.float32), strict=True):
+        q, k, v, scale = draw(kind, begin, dtype)
+        exact = fk.attention(q, k, v, weights=plan.weights, is_causal=True, scale=scale)
+        found = feed(fk.stream(plan, scale=scale), q, k, v, sizes)
+        assert found.dtype == dtype
+        seen = exact.isfinite().all(-1)
+        assert found[seen].isfinite().all()
+        assert (found[seen].abs() <= 1.01 * v.abs().max()).all()
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("kind", ["largest values", "all", "small scale of large keys"])
+def test_from_the_first_on_they_are_as_in_float64(name, kind):
+    q, k, v, scale = draw(kind)
+    want = feed(fk.stream(FIXED[name], scale=scale), q.double(), k.double(), v.double(), PIECES[1])
+    found = feed(fk.stream(FIXED[name], scale=scale), q, k, v, PIECES[1])
+    torch.testing.assert_close(found, want.float(), rtol=1e-5, atol=1e-6 * v.abs().max().item())
+
+
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("kind", EXTREME)
+def test_scans_find_the_keys_that_the_whole_finds(name, kind):
+    """Scores far above others decide alone, so units do not matter; entries of a kind that all tokens share."""
+    q, k, v, scale = draw(kind)
+    want = fk.attention(q, k, v, plan=SCANS[name], is_causal=True, scale=scale)
+    for sizes in PIECES[:2]:
+        found = feed(fk.stream(SCANS[name], scale=scale), q, k, v, sizes)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4 * v.abs().max().item())
+
+
+@pytest.mark.parametrize("plan", [MEANS, fk.Plan(fk.KeyScan(9), fk.BlockMeans(3))], ids=["means", "scan"])
+def test_whatever_is_done_to_them(plan, tmp_path):
+    q, k, v, _ = draw("all", 60)
+    stream = fk.Stream(plan, undo=40)
+    feed(stream, q[:, :, :90], k[:, :, :90], v[:, :, :90], [64, 26])
+    stream.save(tmp_path / "stream")
+    loaded = fk.Stream.load(tmp_path / "stream")
+    assert loaded.memory() == stream.memory() or plan is MEANS
+    rest = [part[:, :, 90:] for part in (q, k, v)]
+    want = feed(stream, *rest, [60])
+    assert want.isfinite().all()
+    assert torch.equal(feed(loaded, *rest, [60]), want)
+    for one in (stream, loaded):
+        one.select(torch.tensor([1, 0, 1]))
+    stream.crop(150 - 30)
+    again = feed(stream, *(part[[1, 0, 1]][:, :, 120:] for part in (q, k, v)), [30])
+    torch.testing.assert_close(again, want[[1, 0, 1]][:, :, 30:], rtol=1e-4, atol=1e-4 * v.abs().max().item())
+    with pytest.raises(ValueError, match="like the tokens before"):
+        stream.append(k.double()[[0, 0, 0]], v.double()[[0, 0, 0]])
+
+
+@pytest.mark.parametrize("large", [(0,), (1,), (0, 1)], ids=str)
+def test_merged_with_others(large):
+    """Where one of the two is large, the merged stream is."""
+    parts = [draw("all" if place in large else "small") for place in (0, 1)]
+    streams = [fk.stream(MEANS), fk.stream(MEANS)]
+    for stream, (q, k, v, _) in zip(streams, parts, strict=True):
+        feed(stream, q[:, :, :64], k[:, :, :64], v[:, :, :64], [64])
+    streams[0].merge(streams[1])
+    q, k, v, _ = draw("all")
+    assert feed(streams[0], q, k, v, [64, 86]).isfinite().all()
+
+
+NUMBERS = ["near.key", "near.value", "sinks.key", "summary.rows", "summary.excess", "summary.seen.key", "asked"]
+NUMBERS += ["summary.seen.value", "summary.seen.square", "queries.total", "queries.square", "heavy0.sums.gram"]
+
+
+@pytest.mark.parametrize("by", [1e10, 1e19, 1e30, 1e37])
+def test_files_of_huge_numbers(tmp_path, by):
+    """Whatever is huge: they load, and go on with numbers."""
+    q, k, v, _ = draw("small", 150)
+    stream = fk.stream(MEANS)
+    feed(stream, q, k, v, [150])
+    facts, tensors = stream.contents()
+    for name in NUMBERS:
+        files.write(tmp_path / "stream", facts, tensors | {f"0.{name}": (tensors[f"0.{name}"] * by).clamp(max=3e38)})
+        found = feed(fk.Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
+        assert found.isfinite().all(), name
