@@ -54,7 +54,7 @@ class BlockMeans(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> RangeStandIns:
         x = inputs
-        if not isinstance(graph.descent, Scanned):
+        if not isinstance(graph.scan, Scanned):
             raise ValueError("rest: BlockMeans needs the graph of KeyScan, got another; use ClusterMeans or Drop()")
         blocks = -(-x.keys // BLOCK)
         totals = [_sums(working(part), blocks) for part in (x.key, x.value)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fewkeys.plan import Plan
+from fewkeys.streaming.coded import Coded
 from fewkeys.streaming.files import Facts
 from fewkeys.streaming.stream import Stream
-from fewkeys.streaming.whole import Whole
 from fewkeys.tree.leaves import Held
 
 AS_THEY_COME = Held()
@@ -56,7 +56,7 @@ class HeadStreams:
         return torch.cat(parts, 1)[:, torch.cat(self._of).argsort()].flatten(1, 2)
 
     def _how(self, plan: Plan) -> Held:
-        return self.how if Whole.suits(plan) else AS_THEY_COME
+        return self.how if Coded.suits(plan) else AS_THEY_COME
 
     def _stream(self, plan: Plan) -> Stream:
         how = self._how(plan)

@@ -129,7 +129,7 @@ class Coded:
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         packed, sigma, sums = (part.rows for part in self._blocks)
         codes = Codes(packed.unflatten(-1, (-1, 16)), sigma.flatten(2))
-        graph = Graph(inputs, descent=Scanned(inputs, codes, rounded(query, scale), self.count))
+        graph = Graph(inputs, scan=Scanned(inputs, codes, rounded(query, scale), self.count))
         rest, stand_ins = self.plan.rest, None
         if isinstance(rest, BlockMeans):
             totals = sums.split([key.shape[3], value.shape[3]], -1)

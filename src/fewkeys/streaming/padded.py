@@ -247,7 +247,7 @@ def _together(takes: Sequence[Iterator[Tensor | Problem]]) -> list[Tensor | None
         came = [(number, take, next(take, None)) for number, take in left]
         left = [(number, take) for number, take, one in came if one is not None]
         problems = [one for _, _, one in came if isinstance(one, Problem)]
-        answers = iter(dispatch.attend_each(problems) if problems else ())
+        answers = iter([dispatch.attend(one) for one in problems])
         for number, _, one in came:
             if one is not None:
                 found[number].append(next(answers) if isinstance(one, Problem) else one)

@@ -1,4 +1,4 @@
-"""Softmax over what every query finds by the codes of all keys, by the compiled kernel (`native/scan_attend.h`)."""
+"""Softmax over the keys that every query chooses by their codes, by the compiled kernel (`native/scan_attend.h`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attend(problem: Problem) -> Tensor:
 
     Every query chooses as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)) beside the scan.
     """
-    x, found, s = problem.inputs, problem.graph.descent, problem.stand_ins
+    x, found, s = problem.inputs, problem.graph.scan, problem.stand_ins
     if not isinstance(found, Scanned):
         raise ValueError("graph: expected what a scan found, got another")
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))

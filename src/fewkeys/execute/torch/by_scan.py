@@ -24,12 +24,12 @@ def knows(problem: Problem) -> bool:
     """Whether the graph is what a scan found and nothing else."""
     graph = problem.graph
     others = (graph.band, graph.columns, graph.rows, graph.groups)
-    return isinstance(graph.descent, Scanned) and not graph.full and all(other is None for other in others)
+    return isinstance(graph.scan, Scanned) and not graph.full and all(other is None for other in others)
 
 
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
-    x, scanned = problem.inputs, problem.graph.descent
+    x, scanned = problem.inputs, problem.graph.scan
     if not isinstance(scanned, Scanned):
         raise ValueError("graph: expected what a scan found, got another")
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
