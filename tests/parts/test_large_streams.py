@@ -11,7 +11,7 @@ from odd_keys import EXTREME
 PLANS = {
     name: plan.never_exact()
     for name, plan in CAUSAL_PLANS.items()
-    if all((held := part.remembered) and not held.tree for part in plan.keep.parts)
+    if all(part.remembered for part in plan.keep.parts)
     and not (any(part.remembered.scan for part in plan.keep.parts) and len(plan.keep.parts) > 1)
 }
 SCANS = {name: plan for name, plan in PLANS.items() if plan.keep.parts[0].remembered.scan}

@@ -1,13 +1,13 @@
 """Which of a plan and exact attention is the faster here: straight lines, measured on this machine and kept.
 
 Exact attention takes `a + b` times the pairs of queries and keys; a plan takes `c + d` times the keys to prepare and
-`e + f` times the queries to attend, by compiled kernels and by operations of torch. Each line goes through two short
-runs on random inputs, made when `impl="auto"` first asks about a plan: some tenths of a second, once a month for every
-plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`). All of them take
-turns, so that what disturbs one disturbs the others, and of each the fastest counts; there are more turns as long as
-they bring faster ones, and where that does not end, or more work takes less time, the lines are measured again soon.
-Which is faster is a function of the numbers that are kept: until they expire, the same call goes the same way in every
-process.
+`e + f` times the queries to attend, which count for more as scans of all keys grow, by compiled kernels and by
+operations of torch. Each line goes through two short runs on random inputs, made when `impl="auto"` first asks about a
+plan: some tenths of a second, once a month for every plan, device, dtype, head size and number of threads of a machine
+and version (`fewkeys.cost.kept`). All of them take turns, so that what disturbs one disturbs the others, and of each
+the fastest counts; there are more turns as long as they bring faster ones, and where that does not end, or more work
+takes less time, the lines are measured again soon. Which is faster is a function of the numbers that are kept: until
+they expire, the same call goes the same way in every process.
 The plan is taken where its line is clearly below, and torch's operations where they are clearly faster than the
 kernels. Where nothing can be kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
 """
@@ -15,11 +15,13 @@ kernels. Where nothing can be kept, nothing is measured either: operations decid
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache, partial
 
 import torch
+from torch import Tensor
 
 from fewkeys.core.clock import clock
 from fewkeys.core.impl import Impl
@@ -27,7 +29,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import learned_parts
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
-from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, visible_keys
+from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, scan_share, visible_keys
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
@@ -44,6 +46,8 @@ EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS = 2
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
 """Turns end once so many of them in a row brought no time down by more than `CALM`."""
+LONGEST = 24
+"""log2 of the longest sequence that is asked about."""
 CALM = 0.03
 ENOUGH = 2000.0
 """Milliseconds after which they end in any case, but for the fewest."""
@@ -105,6 +109,30 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     return own > SHIPPED * exact_ones if found is None else found.exact_is_faster
 
 
+def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> int:
+    """How many first tokens of sequences with such heads exact attention answers: those of the shortest whole sequence
+    that a causal plan answers faster. 0 where the plan never gives way. Reads no data, and nothing of the lengths.
+    """
+    if not plan.exact_if_faster:
+        return 0
+    heads = (query.shape[1], query.shape[3], key.shape[1], value.shape[3])
+    return _exact_length(plan, heads, key.dtype, key.device, torch.get_num_threads())
+
+
+@lru_cache(256)
+def _exact_length(plan: Plan, heads: tuple[int, ...], dtype: torch.dtype, device: torch.device, threads: int) -> int:
+    query_heads, dim, kv_heads, value_dim = heads
+    nothing = torch.zeros((), dtype=dtype, device=device)
+
+    def gives_way(length: int) -> bool:
+        shapes = ((query_heads, length, dim), (kv_heads, length, dim), (kv_heads, length, value_dim))
+        x = Inputs(*(nothing.expand(1, *shape) for shape in shapes), dim**-0.5, is_causal=True)
+        return exact_is_faster(x, plan)
+
+    most = next((bits for bits in range(LONGEST) if not gives_way(1 << bits)), LONGEST)
+    return bisect_left(range(1 << most), True, key=lambda length: length > 0 and not gives_way(length))
+
+
 def kernels_lose(inputs: Inputs, plan: Plan) -> bool:
     """Whether torch's operations are clearly faster than the compiled kernels. Reads no data."""
     found = expected(inputs, plan)
@@ -129,7 +157,7 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
         return None
     exact_line, *plan_lines = lines
     pairs, keys = x.batch * x.query_heads * x.queries * visible_keys(x), x.batch * x.kv_heads * x.keys
-    rows = x.batch * x.query_heads * answered_queries(x, plan)
+    rows = x.batch * x.query_heads * answered_queries(x, plan) * (1 + scan_share(x, plan))
     # As many heads as were measured, again and again: all pay what a plan prepares for a head, however short.
     times = x.batch * x.kv_heads / heads
     lines_of_plan = zip(*[iter(plan_lines)] * 2, strict=True)
@@ -175,7 +203,9 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], obje
             return Problem(own, graph, plan.rest.prepare(own, graph, plan.weights), plan.weights)
 
         found += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
-        found += [(float(x.query_heads * x.keys), partial(dispatch.attend, ready(x))) for x in sizes]
+        found += [
+            (x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, ready(x))) for x in sizes
+        ]
     return found
 
 

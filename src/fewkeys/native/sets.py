@@ -24,8 +24,7 @@ SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
     *("columns.h", "matrix.h", "back.h", "neighbours.h", "near.h", "near_back.h", "near_cohorts.h", "blocks.h"),
     *("blocks_back.h", "keys.h", "frame.h", "lloyd.h", "stand_ins.h", "extent.h", "merge.h", "scan.h", "prefill.h"),
-    *("split.h", "rows.h", "leaves.h", "forest.h", "cohorts.h", "tilts.h", "cohort_means.h", "descender.h"),
-    *("descend.h", "descend_back.h", "code_scan.h", "scan_attend.h"),
+    *("rows.h", "seeker.h", "cohorts.h", "tilts.h", "cohort_means.h", "code_scan.h", "scan_attend.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),

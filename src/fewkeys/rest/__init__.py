@@ -7,7 +7,6 @@ from fewkeys.rest.base import RESTS as RESTS
 from fewkeys.rest.base import AnyStandIns as AnyStandIns
 from fewkeys.rest.base import BlockStandIns as BlockStandIns
 from fewkeys.rest.base import Drop as Drop
-from fewkeys.rest.base import NodeStandIns as NodeStandIns
 from fewkeys.rest.base import RangeStandIns as RangeStandIns
 from fewkeys.rest.base import Rest as Rest
 from fewkeys.rest.base import StandIns as StandIns
@@ -16,5 +15,4 @@ from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
 from fewkeys.rest.group_means import GroupMeans as GroupMeans
 from fewkeys.rest.moments import Moments as Moments
 from fewkeys.rest.running_means import RunningMeans as RunningMeans
-from fewkeys.rest.tree_means import TreeMeans as TreeMeans
 from fewkeys.rest.uniform_sample import UniformSample as UniformSample

@@ -20,7 +20,6 @@ from fewkeys.past.scan import Scan, States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.codes import BLOCK
 from fewkeys.sketch.sums import members
-from fewkeys.tree.forest import Nodes
 
 REACH = 0.25
 """How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
@@ -145,15 +144,6 @@ class BlockStandIns:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeStandIns:
-    """What is known of the nodes of every walk of the graph's descent: those that a query meets and does not open stand
-    in for their keys (`fewkeys.tree.descent`).
-    """
-
-    nodes: tuple[Nodes, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class RangeStandIns:
     """M ranges of keys for every step of queries, each of which stands in for what a query does not keep of it.
 
@@ -177,7 +167,7 @@ class RangeStandIns:
         return position // BLOCK if self.key.shape[2] > 1 else torch.zeros_like(position)
 
 
-AnyStandIns = StandIns | CohortStandIns | BlockStandIns | NodeStandIns | RangeStandIns
+AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):

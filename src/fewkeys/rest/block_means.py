@@ -54,7 +54,7 @@ class BlockMeans(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> RangeStandIns:
         x = inputs
-        if not isinstance(graph.descent, Scanned):
+        if not isinstance(graph.scan, Scanned):
             raise ValueError("rest: BlockMeans needs the graph of KeyScan, got another; use ClusterMeans or Drop()")
         blocks = -(-x.keys // BLOCK)
         totals = [_sums(working(part), blocks) for part in (x.key, x.value)]
@@ -72,7 +72,7 @@ class BlockMeans(Rest):
         for total in (key, value):
             # Differences of sums over all that came before: float64 leaves of them what float32 could not.
             mean = (total[:, :, stop] - total[:, :, start]) / size.clamp_min(1)[:, None, :, :, None]
-            rows.append(mean.to(working(x.key[:0]).dtype))
+            rows.append(mean.to(working(x.query[:0]).dtype))
         return RangeStandIns(rows[0], rows[1], size.to(rows[0].dtype), (edges * BLOCK).clamp_max(x.keys))
 
     def _edges(self, x: Inputs) -> list[list[int]]:

@@ -31,7 +31,6 @@ from fewkeys.select.groupings import Edges as Edges
 from fewkeys.select.groupings import Grouping as Grouping
 from fewkeys.select.groupings import Joined as Joined
 from fewkeys.select.key_scan import KeyScan as KeyScan
-from fewkeys.select.key_tree import KeyTree as KeyTree
 from fewkeys.select.leverage import Leverage as Leverage
 from fewkeys.select.outliers import Outliers as Outliers
 from fewkeys.select.predicted import Predicted as Predicted

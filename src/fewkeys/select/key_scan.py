@@ -42,7 +42,7 @@ class KeyScan(Counted):
         x = inputs
         codes = x.remember("codes", lambda: encode(x.key, middle(x)))
         query = x.remember("rounded queries", lambda: rounded(x.query, x.scale))
-        return Graph(x, descent=Scanned(x, codes, query, self.count))
+        return Graph(x, scan=Scanned(x, codes, query, self.count))
 
     @property
     def remembered(self) -> Remembered:
@@ -53,8 +53,10 @@ class KeyScan(Counted):
 
     def work(self, inputs: Inputs) -> Work:
         x = inputs
-        asking = x.queries * x.gqa_ratio * (0.5 if x.is_causal and not x.offset else 1.0)
-        return Work(self.count + (BLOCK + 1) / 2 * x.is_causal, PER_CODE * x.head_dim * asking)
+        seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
+        rotating = 2.0 * x.head_dim**2 * (1 + x.gqa_ratio)
+        kept = self.count + (BLOCK + 1) / 2 * x.is_causal
+        return Work(kept, choosing=rotating, scanned=PER_CODE * x.head_dim * seen)
 
 
 def before_block(inputs: Inputs) -> Tensor:
@@ -69,13 +71,15 @@ def before_block(inputs: Inputs) -> Tensor:
 class Scanned:
     """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
 
-    `query` (B, Hq, Nq, D): as `rounded` gives them.
+    `query` (B, Hq, Nq, D): as `rounded` gives them. `scale` (B, Hkv, Nk, 2), float32: what keys and values are to be
+    multiplied by, where those of the inputs are held in int8.
     """
 
     inputs: Inputs
     codes: Codes
     query: Tensor
     count: int
+    scale: Tensor | None = None
 
     @cached_property
     def seen(self) -> Tensor:
@@ -105,7 +109,3 @@ class Scanned:
         kept = own.new_zeros((*index.shape[:3], x.keys + 1))
         kept = kept.scatter_(-1, index.masked_fill(index < 0, x.keys), True)[..., : x.keys]
         return kept | own
-
-    def scored(self, start: int, stop: int) -> Tensor:
-        """None of its slots is spent on finding keys."""
-        return self.query.new_zeros((*self.query.shape[:2], stop - start), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Softmax over what every query finds by the codes of all keys, by the compiled kernel (`native/scan_attend.h`)."""
+"""Softmax over the keys that every query chooses by their codes, by the compiled kernel (`native/scan_attend.h`)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def form(problem: Problem) -> str | None:
     return None
 
 
+def is_rounded(problem: Problem) -> bool:
+    """Whether keys and values are held in int8, with scales."""
+    return isinstance(problem.graph.scan, Scanned) and problem.graph.scan.scale is not None
+
+
 def read(problem: Problem) -> list[Tensor]:
     """What the kernel reads that may depend on the inputs."""
     x = problem.inputs
@@ -44,11 +49,11 @@ def attend(problem: Problem) -> Tensor:
 
     Every query chooses as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)) beside the scan.
     """
-    x, found, s = problem.inputs, problem.graph.descent, problem.stand_ins
+    x, found, s = problem.inputs, problem.graph.scan, problem.stand_ins
     if not isinstance(found, Scanned):
         raise ValueError("graph: expected what a scan found, got another")
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
-    output = value.new_empty((*query.shape[:3], x.value_dim))
+    output = query.new_empty((*query.shape[:3], x.value_dim))
     of, _alive = scan(found.codes.packed, found.codes.sigma, found.query, found.seen, x.valid, found.most)
     of.keys = x.keys
     held: dict[str, Tensor] = {}
@@ -58,6 +63,8 @@ def attend(problem: Problem) -> Tensor:
         held = {name: part.contiguous() for name, part in held.items()}
         numbers = {"steps": s.key.shape[2], "means": s.count}
     rows = {"query": query, "key": key, "value": value, "out": output}
+    if found.scale is not None:
+        rows["scales"] = found.scale
     told = struct("ScanAttend")(
         of=of,
         **{name: Rows.of(tensor) for name, tensor in rows.items()},
