@@ -19,7 +19,7 @@ from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming.by_head import HeadStreams
 from fewkeys.streaming.coded import Coded
-from fewkeys.tree.leaves import Held, LeafType
+from fewkeys.streaming.rows import Held, LeafType
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -42,7 +42,7 @@ def cache(
         plan: for every layer, or one for each, or one for each of its key heads (the `ModelPlan` of `fewkeys.tune`):
             what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`; see `fewkeys.stream`. Layers whose
             own attention is a sliding window keep exactly that window; a sequence may leave them out.
-        leaves, folder: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "bfloat16" or
+        leaves, folder: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "model" or
             "int8", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike numbers of tokens,
             so `load` what was saved.
 
@@ -64,8 +64,8 @@ def cache(
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
-    layers, how = _layers(model, plan), Held(leaves, None if folder is None else os.fspath(folder))
-    if how != Held() and not any(Coded.suits(one) for plans, _ in layers for one in plans):
+    layers, how = _layers(model, plan), Held.of(leaves, folder)
+    if (leaves, folder) != (None, None) and not any(Coded.suits(one) for plans, _ in layers for one in plans):
         raise ValueError(f"leaves, folder: expected None without a layer of KeyScan, got {leaves}, {folder}")
     return StreamCache(model, layers, how)
 

@@ -253,6 +253,7 @@ struct Scan {
 struct ScanAttend {
   Scan of;  // its `index` is not written
   Rows query, key, value, out;
+  Rows scales;  // (B, Hkv, Nk, 2), float: what keys and values, which are int8 then, are multiplied by; or null
   const float *mean_key, *mean_value;  // (B Hkv, steps, means, D or Dv)
   const float *size;                   // (B, steps, means)
   const int64_t *edges;                // (steps, means + 1)

@@ -9,7 +9,8 @@
 
 namespace fewkeys {
 
-template <class T>
+// T: of queries and outputs; R: of keys and values as they are held.
+template <class T, class R>
 class ScanAttention {
  public:
   explicit ScanAttention(const ScanAttend &p)
@@ -67,15 +68,24 @@ class ScanAttention {
   Scanner scanner;
   int near = 0;
   aligned_vector<float> lanes, asked, mixed, key, value, score, logit;
-  aligned_vector<const T *> key_row, value_row;
+  aligned_vector<const R *> key_row, value_row;
+
+  // What a key and its value are multiplied by, where they are int8.
+  static constexpr bool SCALED = std::is_same_v<R, int8_t>;
+  const float *scale_of(int64_t batch, int64_t head, int64_t n) const { return p.scales.at<float>(batch, head, n); }
 
   // Copies the keys first .. stop - 1 and their values.
   void collect(int64_t batch, int64_t head, int64_t first, int64_t stop) {
     near = std::max<int64_t>(0, stop - first);
     key.resize((near + p.means) * dim), value.resize((near + p.means) * wide);
     if (!near) return;
-    copy_rows(p.key.at<T>(batch, head, first), p.key.row, near, dim, dim, key.data());
-    copy_rows(p.value.at<T>(batch, head, first), p.value.row, near, p.value_dim, wide, value.data());
+    copy_rows(p.key.at<R>(batch, head, first), p.key.row, near, dim, dim, key.data());
+    copy_rows(p.value.at<R>(batch, head, first), p.value.row, near, p.value_dim, wide, value.data());
+    for (int j = 0; SCALED && j < near; j++) {
+      const float *scale = scale_of(batch, head, first + j);
+      for (int64_t d = 0; d < dim; d++) key[j * dim + d] *= scale[0];
+      for (int64_t d = 0; d < p.value_dim; d++) value[j * wide + d] *= scale[1];
+    }
   }
 
   // And the means of a step.
@@ -115,8 +125,8 @@ class ScanAttention {
     const int64_t room = (count + LANES + FOUR) / LANES * LANES + LANES;
     if ((int64_t)logit.size() < room) logit.resize(room), key_row.resize(room), value_row.resize(room);
     for (int64_t c = 0; c < count; c++) {
-      key_row[c] = p.key.at<T>(batch, head, place[c]), value_row[c] = p.value.at<T>(batch, head, place[c]);
-      prefetch(key_row[c], dim * sizeof(T));
+      key_row[c] = p.key.at<R>(batch, head, place[c]), value_row[c] = p.value.at<R>(batch, head, place[c]);
+      prefetch(key_row[c], dim * sizeof(R));
     }
     float top = tile.top[i / LANES][i % LANES];
     for (int c = 0; c < means; c++) top = std::max(top, score[(near + c) * TILE + i]);
@@ -124,7 +134,10 @@ class ScanAttention {
       for (int64_t c = count; c % FOUR; c++) key_row[c] = key_row[0];
       for (int64_t c = 0; c < count; c += FOUR) {
         four_dots(&key_row[c], &asked[i * dim], dim, &logit[c]);
-        for (int64_t r = c; r < std::min(c + FOUR, count); r++) prefetch(value_row[r], p.value_dim * sizeof(T));
+        for (int64_t r = c; r < std::min(c + FOUR, count); r++) {
+          if (SCALED) logit[r] *= scale_of(batch, head, place[r])[0];
+          prefetch(value_row[r], p.value_dim * sizeof(R));
+        }
       }
       const int64_t whole = (count + LANES - 1) / LANES * LANES;
       std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
@@ -139,14 +152,15 @@ class ScanAttention {
         sum += x;
       }
       tile.sum[i / LANES][i % LANES] = sum_of_lanes(sum);
+      for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= scale_of(batch, head, place[c])[1];
       mix_rows(value_row.data(), logit.data(), count, p.value_dim, &mixed[i * wide]);
     }
     tile.top[i / LANES][i % LANES] = top;
   }
 };
 
-template <class T>
-static void scan_attend(const ScanAttend &p, int threads) {
+template <class T, class R>
+static void scan_attend_rows(const ScanAttend &p, int threads) {
   struct Piece {
     Run run;
     int64_t first;
@@ -156,11 +170,15 @@ static void scan_attend(const ScanAttend &p, int threads) {
     for (int64_t first = 0; first < p.of.gqa_ratio * (run.stop - run.start); first += TILE) pieces.push_back({run, first});
   const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, each = pieces.size();
   in_parallel(
-      threads, p.of.batch * kv_heads * each, [&] { return ScanAttention<T>(p); },
-      [&](ScanAttention<T> &worker, int64_t t) {
+      threads, p.of.batch * kv_heads * each, [&] { return ScanAttention<T, R>(p); },
+      [&](ScanAttention<T, R> &worker, int64_t t) {
         const Piece &piece = pieces[t % each];
         worker.attend(t / each / kv_heads, t / each % kv_heads, piece.run, piece.first);
       });
+}
+template <class T>
+static void scan_attend(const ScanAttend &p, int threads) {
+  p.scales.data ? scan_attend_rows<T, int8_t>(p, threads) : scan_attend_rows<T, T>(p, threads);
 }
 
 }  // namespace fewkeys

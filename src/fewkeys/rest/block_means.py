@@ -72,7 +72,7 @@ class BlockMeans(Rest):
         for total in (key, value):
             # Differences of sums over all that came before: float64 leaves of them what float32 could not.
             mean = (total[:, :, stop] - total[:, :, start]) / size.clamp_min(1)[:, None, :, :, None]
-            rows.append(mean.to(working(x.key[:0]).dtype))
+            rows.append(mean.to(working(x.query[:0]).dtype))
         return RangeStandIns(rows[0], rows[1], size.to(rows[0].dtype), (edges * BLOCK).clamp_max(x.keys))
 
     def _edges(self, x: Inputs) -> list[list[int]]:

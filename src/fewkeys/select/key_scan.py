@@ -71,13 +71,15 @@ def before_block(inputs: Inputs) -> Tensor:
 class Scanned:
     """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
 
-    `query` (B, Hq, Nq, D): as `rounded` gives them.
+    `query` (B, Hq, Nq, D): as `rounded` gives them. `scale` (B, Hkv, Nk, 2), float32: what keys and values are to be
+    multiplied by, where those of the inputs are held in int8.
     """
 
     inputs: Inputs
     codes: Codes
     query: Tensor
     count: int
+    scale: Tensor | None = None
 
     @cached_property
     def seen(self) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -87,8 +86,3 @@ def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
     """The size of a tensor that may be missing or have fewer dimensions."""
     found = tensors.get(name)
     return 0 if found is None or found.ndim <= axis else found.shape[axis]
-
-
-@dataclass(frozen=True)
-class NoFacts:
-    """What the header says of sequences of which the tensors say all."""

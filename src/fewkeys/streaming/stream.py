@@ -23,8 +23,8 @@ from fewkeys.streaming import files
 from fewkeys.streaming.checks import check_query, check_tokens
 from fewkeys.streaming.coded import Coded
 from fewkeys.streaming.padded import Padded
+from fewkeys.streaming.rows import Held, LeafType
 from fewkeys.streaming.summarised import Summarised
-from fewkeys.tree.leaves import Held, LeafType
 
 
 def stream(
@@ -43,10 +43,10 @@ def stream(
             `RunningMeans` or `Drop` for the rest.
         scale: factor on the scores; default 1 / sqrt(D).
         generator: source of randomness for `RandomKeys`; default: seed 0.
-        leaves: how a `KeyScan` holds its sealed keys and values: "bfloat16", or "int8" with a scale for each key and
-            each value; default: as they come. Sinks, the newest keys, and all means and spreads stay in full precision.
-        folder: where a `KeyScan` writes them, to a file without a name that goes with the stream, whatever ends it;
-            default: nowhere, they are in memory. A copy, every reordering, and a child after a fork write a file of
+        leaves: how a `KeyScan` holds keys and values: "model", the default, as they come, or "int8" with a scale for
+            each key and each value.
+        folder: where a `KeyScan` writes them, to files without a name that go with the stream, whatever ends it;
+            default: nowhere, they are in memory. A copy, every reordering, and who goes on after a fork write files of
             their own.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
@@ -84,16 +84,19 @@ class Stream:
         undo: int = 0,
     ) -> None:
         self.plan = plan
-        self.leaves = leaves
+        self.leaves, self.folder = leaves, folder
         self.scale = None if scale is None else check_real("scale", scale)
         # Drawn from as keys come, so that a saved stream can go on with the same draws.
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        how = Held(leaves, None if folder is None else os.fspath(folder))
-        if how != Held():
-            raise ValueError(f"{'folder' if leaves is None else 'leaves'}: expected None, got {leaves or folder}")
-        self._held = Padded(Coded(plan) if Coded.suits(plan) else Summarised(plan, self.generator, undo))
+        how = Held.of(leaves, folder)
+        if not Coded.suits(plan) and (leaves, folder) != (None, None):
+            raise ValueError(
+                f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyScan, whose memory "
+                f"does not grow, got {leaves or folder}"
+            )
+        self._held = Padded(Coded(plan, how) if Coded.suits(plan) else Summarised(plan, self.generator, undo))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()

@@ -21,9 +21,10 @@ def unsupported(problem: Problem) -> str | None:
         return "expected no distance_bias, got one"
     if (reason := _form(problem)) is not None:
         return reason
-    if any(rows.dtype not in DTYPES for rows in (x.query, x.key, x.value)):
+    rounded = by_scan.is_rounded(problem)
+    if any(rows.dtype not in DTYPES for rows in ((x.query,) if rounded else (x.query, x.key, x.value))):
         return f"expected float32 or bfloat16, got {x.query.dtype}"
-    if not x.query.dtype == x.key.dtype == x.value.dtype:
+    if not rounded and not x.query.dtype == x.key.dtype == x.value.dtype:
         return f"expected query, key and value of one dtype, got {x.query.dtype}, {x.key.dtype} and {x.value.dtype}"
     if x.query.device.type != "cpu":
         return f"expected tensors on the CPU, got {x.query.device.type}"

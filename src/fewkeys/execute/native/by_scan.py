@@ -27,6 +27,11 @@ def form(problem: Problem) -> str | None:
     return None
 
 
+def is_rounded(problem: Problem) -> bool:
+    """Whether keys and values are held in int8, with scales."""
+    return isinstance(problem.graph.scan, Scanned) and problem.graph.scan.scale is not None
+
+
 def read(problem: Problem) -> list[Tensor]:
     """What the kernel reads that may depend on the inputs."""
     x = problem.inputs
@@ -48,7 +53,7 @@ def attend(problem: Problem) -> Tensor:
     if not isinstance(found, Scanned):
         raise ValueError("graph: expected what a scan found, got another")
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
-    output = value.new_empty((*query.shape[:3], x.value_dim))
+    output = query.new_empty((*query.shape[:3], x.value_dim))
     of, _alive = scan(found.codes.packed, found.codes.sigma, found.query, found.seen, x.valid, found.most)
     of.keys = x.keys
     held: dict[str, Tensor] = {}
@@ -58,6 +63,8 @@ def attend(problem: Problem) -> Tensor:
         held = {name: part.contiguous() for name, part in held.items()}
         numbers = {"steps": s.key.shape[2], "means": s.count}
     rows = {"query": query, "key": key, "value": value, "out": output}
+    if found.scale is not None:
+        rows["scales"] = found.scale
     told = struct("ScanAttend")(
         of=of,
         **{name: Rows.of(tensor) for name, tensor in rows.items()},

@@ -1,1 +1,0 @@
-"""Rows of a stream as they are held: in fewer bits, and in files."""
