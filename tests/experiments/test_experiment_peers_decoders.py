@@ -8,7 +8,7 @@ from experiments.peers.decoders import run
 from experiments.peers.decoders.express import Express
 from experiments.peers.decoders.scored import compactor, expected, votes
 from experiments.peers.decoders.vattention import VAttention
-from experiments.trees.rivals import Quest
+from experiments.decoders.rivals import Quest
 
 TOKENS = 300
 RULES = {name: rule for name, rule in run.RULES.items() if name not in ("KeyDiff", "accumulated attention")}

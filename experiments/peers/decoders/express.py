@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from experiments.peers.thinformer import halve
-from experiments.trees.attend import Look
+from experiments.decoders.attend import Look
 from torch import Tensor
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from experiments.peers.parts import averages, k_means
-from experiments.trees.attend import Look
+from experiments.decoders.attend import Look
 from torch import Tensor
 
 SINKS = 4

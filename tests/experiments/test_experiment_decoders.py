@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
-from experiments.trees import heads, leaves, methods, tasks, tuned
-from experiments.trees.attend import ByRule
-from experiments.trees.evidence import main
-from experiments.trees.likelihood import Stretch
-from experiments.trees.rivals import Multipole, Quest
+from experiments.decoders import heads, leaves, methods, tasks, tuned
+from experiments.decoders.attend import ByRule
+from experiments.decoders.evidence import main
+from experiments.decoders.likelihood import Stretch
+from experiments.decoders.rivals import Multipole, Quest
 from experiments.value_aware.models import train_tokenizer
 
 import fewkeys as fk

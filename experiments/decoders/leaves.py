@@ -1,6 +1,6 @@
 """What leaves in fewer bits cost a decoder, and what they save.
 
-    python experiments/trees/leaves.py --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--place 1/3]
+    python experiments/decoders/leaves.py --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--place 1/3]
 
 One stretch of `--length` tokens; its second half is judged. A line for each way to hold leaves: bytes of a token in
 the leaves of one layer, and in all that a cache holds; by head and layer, mean and worst relative error of the output
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
 
-from experiments.trees.decoder import load, read_text
-from experiments.trees.decoder import options as decoder_options
-from experiments.trees.likelihood import Stretch
+from experiments.decoders.decoder import load, read_text
+from experiments.decoders.decoder import options as decoder_options
+from experiments.decoders.likelihood import Stretch
 
 import fewkeys as fk
 from fewkeys.bench.machine import versions
