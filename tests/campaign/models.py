@@ -24,7 +24,6 @@ CACHED = {
     "window": (WINDOW, None),
     "by layer": ([SMALL, SCAN, WINDOW], None),
     "by head": ([(SCAN, SMALL), (SMALL, SMALL), (WINDOW, SCAN)], None),
-    "bfloat16": (SCAN, "bfloat16"),
     "int8": ([SCAN, SMALL, SCAN], "int8"),
 }
 """Plans, and how scans hold their keys."""

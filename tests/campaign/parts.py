@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 
 import fewkeys as fk
+from campaign.hostile import Libraries, forks, reports
 from campaign.kernels import kernels
 from campaign.models import Caches, Commands
+from campaign.numbers import derivatives, magnitudes
 from distributed_faults import CALLS, LOST, OTHERS, meet, wrong
 from fewkeys.core.records import parse
 from parts.test_loaders import WRITTEN, damaged
@@ -299,7 +301,12 @@ PARTS = {
     "kernels": lambda: kernels,
     "streams": lambda: streams,
     "caches": Caches,
+    "derivatives": lambda: derivatives,
+    "magnitudes": lambda: magnitudes,
+    "forks": lambda: forks,
+    "libraries": Libraries,
     "files": Files,
+    "reports": lambda: reports,
     "kills": lambda: kills,
     "commands": Commands,
     "crowds": lambda: crowds,

@@ -190,7 +190,6 @@ class Summarised:
     def _widen(self) -> None:
         """Hold everything in float64."""
         self._state, self._heavy = _changed(self._state, self._heavy, _double)
-        self._before = [before.changed(_double) for before in self._before]
 
     def _moved(self, state: State) -> State:
         """Everything takes its place for the unit that begins at `length`, if one does and nothing has moved yet."""

@@ -1,0 +1,219 @@
+"""The parts of the campaign in which others interfere: forks, users who write caches or hold locks, bad files."""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import io
+import json
+import operator
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+import fewkeys as fk
+from fewkeys import cli, native
+from fewkeys.native import build, sets
+from integrations.test_report import BYTES, VALUES, Skipped, places, report
+
+SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
+SMALL = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(5))
+NOBODY = 65534
+
+
+def in_a_child(work):
+    """What `work` says in a forked process, in a line; nothing where it says nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)  # the parent's threads are not here
+            said = work() or ""
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said[:1000].encode() + b".")
+        os._exit(0)
+    os.close(writing)
+
+    def wait():
+        with open(reading, "rb") as pipe:
+            said = pipe.read().decode()
+        code = os.waitpid(child, 0)[1]
+        return said[:-1] or None if said.endswith(".") else f"ended with {code}"
+
+    return wait
+
+
+def forks(seed):
+    """Parent and child go on with a forked memory, in files or not, both writing: each as if it were alone."""
+    draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = draw.choice([SCAN, SCAN, SCAN.never_exact(), SMALL])
+        how = {} if plan is SMALL else {"leaves": draw.choice([None, "int8"]), "folder": draw.choice([None, folder])}
+        stream = fk.stream(plan, **how)
+
+        def feed(memory, count):
+            rows = [torch.randn(2, heads, count, 8, generator=g) for heads in (4, 2, 2)]
+            memory.append(*rows[1:])
+            return memory.attend(rows[0])
+
+        for _ in range(draw.randint(1, 3)):
+            feed(stream, draw.choice([1, 31, 70, 200]))
+
+        def future(memory, number):
+            """The outputs of random operations."""
+            own, outputs = random.Random(f"{seed} {number}"), []
+            g.manual_seed(1000 * seed + number)
+            for _ in range(own.randint(1, 5)):
+                action = own.choice(["feed", "feed", "crop", "select", "copy", "save"])
+                if action == "crop":
+                    try:
+                        memory.crop(max(1, memory.length - own.randint(0, 90)))
+                    except ValueError:
+                        continue
+                elif action == "select":
+                    memory.select(torch.tensor([own.randrange(2), own.randrange(2)]))
+                elif action == "copy":
+                    memory = copy.deepcopy(memory)
+                elif action == "save":
+                    path = Path(folder) / f"stream {number}"
+                    memory.save(path)
+                    memory = fk.Stream.load(path, folder=how.get("folder"))
+                outputs.append(feed(memory, own.choice([1, 5, 40, 130])))
+            return outputs
+
+        wanted = [future(copy.deepcopy(stream), number) for number in (0, 1)]
+
+        def compared(number):
+            for one, other in zip(future(stream, number), wanted[number], strict=True):
+                if not torch.allclose(one, other, atol=1e-5):
+                    return f"{plan}, {how}: {('parent', 'child')[number]} is {(one - other).abs().max():.2g} off"
+            return None
+
+        wait = in_a_child(lambda: compared(1))
+        return compared(0) or wait()
+
+
+class Libraries:
+    """Kernels are right, and never of a file that another user or group may have written, or beside a lock that
+    another process or user holds, for ever or not.
+    """
+
+    def __init__(self):
+        self.held = tempfile.TemporaryDirectory()
+        home = Path(self.held.name)
+        home.chmod(0o755)
+        if (reason := native.missing()) is not None:
+            raise RuntimeError(f"the campaign needs compiled kernels, and there are none: {reason}")
+        self.rows = torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
+        self.plan = fk.budget(16).never_exact()
+        self.want = self.attend()
+        chosen = next(path for path in map(shutil.which, sets.COMPILERS) if path)
+        subprocess.run(sets.command([chosen], sets.chosen(), str(home / "library.so"), "-O0"), check=True)
+        self.library = (home / "library.so").read_bytes()
+        copies = f'while [ "$1" != -o ]; do shift; done; exec cp {home / "library.so"} "$2"'
+        compiler = home / "compiler"
+        compiler.write_text(f'#!/bin/sh\ncase "$*" in *kernels.cpp*) {copies};; esac\nexec {chosen} "$@"\n')
+        compiler.chmod(0o755)
+        os.environ["CXX"], self.compiler = os.environ.get("CXX", ""), str(compiler)
+        if not os.environ["CXX"]:
+            del os.environ["CXX"]
+        folder = home / "first"
+        wait = in_a_child(lambda: self.tried(folder, 60.0))
+        if said := wait():
+            raise RuntimeError(said)
+        (self.name,) = (path.name for path in folder.glob("*.so"))
+
+    def attend(self):
+        return fk.attention(self.rows, self.rows, self.rows, plan=self.plan, impl="native")
+
+    def tried(self, folder, limit):
+        """In a process of its own: what is wrong with kernels that may be kept in a folder."""
+        os.environ |= {"CXX": self.compiler, "FEWKEYS_CACHE": str(folder), "FEWKEYS_NATIVE": "jit"}
+        build.WAIT = limit
+        build.spare_folder = lambda: Path(folder).parent / "spare"
+        build._load.cache_clear()
+        build._LOG.disabled = True
+        if (reason := native.missing()) is not None:
+            return f"no kernels: {reason}"
+        if hashlib.sha256(self.library).hexdigest()[:16] not in build.identity():
+            return "the library of another user was loaded"
+        return None if torch.allclose(self.attend(), self.want, atol=1e-5) else "other answers"
+
+    def __call__(self, seed):
+        draw = random.Random(seed)
+        with tempfile.TemporaryDirectory() as parent:
+            above = Path(parent) / "above"
+            folder = above / "cache"
+            folder.mkdir(parents=True)
+            os.chmod(parent, 0o755)
+            file, lock = folder / self.name, (folder / self.name).with_suffix(".lock")
+            other = self.library + b"another user's"
+            file.write_bytes(other + hashlib.sha256(other).digest())
+            root, holder, undo = os.getuid() == 0, None, [(above, 0o755), (folder, 0o755)]
+            opened = draw.choice(["file", "folder", "above", "link", "group", *["owner"] * root])
+            mode = draw.choice([0o775, 0o757, 0o777])
+            if opened == "owner":
+                os.chown(draw.choice([file, folder, above]), NOBODY, -1)
+            elif opened == "group":
+                os.chown(file, -1, NOBODY) if root else None
+                file.chmod(0o664)
+            elif opened == "link":
+                file.rename(above / "other.so")
+                file.symlink_to(above / "other.so")
+            else:
+                {"file": file, "folder": folder, "above": above}[opened].chmod(mode)
+            locked = draw.choice([None, "process", "user", "folder", "pipe", "unwritable"])
+            if locked in ("process", "user"):
+                lock.touch()
+                if locked == "user" and root:
+                    os.chown(lock, NOBODY, NOBODY)
+                holder = subprocess.Popen(["flock", str(lock), "sleep", "600"])
+            elif locked == "folder":
+                lock.mkdir()
+            elif locked == "pipe":
+                os.mkfifo(lock)
+            elif locked == "unwritable":
+                folder.chmod(0o555)
+            wait = in_a_child(lambda: self.tried(folder, draw.uniform(0.0, 0.3)))
+            said = wait()
+            if holder is not None:
+                holder.kill()
+                holder.wait()
+            for path, usual in undo:
+                path.chmod(usual)
+            return said and f"{opened} {mode:o}, lock: {locked}: {said}"
+
+
+def reports(seed):
+    """`fewkeys report` of a results file with values that are missing, or others: shown, or refused in one line."""
+    draw = random.Random(seed)
+    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"], sample=None).to_dict()
+    for _ in range(draw.randint(1, 4)):
+        *way, last = draw.choice(places(data)[1:])
+        inner = functools.reduce(operator.getitem, way, data)
+        if draw.random() < 0.4:
+            del inner[last]
+        else:
+            inner[last] = copy.deepcopy(
+                draw.choice([*VALUES, *map(str, VALUES), draw.uniform(-1e9, 1e9), data.get("rows")])
+            )
+    content = draw.choice(BYTES) if draw.random() < 0.02 else json.dumps(data).encode()
+    if draw.random() < 0.1:
+        content = content[: draw.randrange(len(content) + 1)]
+    out, err = io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        path.write_bytes(content)
+        more = ["--html", str(Path(folder) / "page.html")] if draw.random() < 0.1 else []
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(["report", str(path), *more])
+    said = err.getvalue()
+    if code not in (0, 2) or (code == 2) != bool(said) or said.count("\n") > 1:
+        return f"code {code}: {said[:200]!r}"
+    return None
