@@ -15,6 +15,7 @@ PLANS = {
     "shared lists": (fk.budget(64, cohorts=1), 70),
     "key scan": (fk.budget(24, is_causal=True), 150),
     "constant memory": (fk.budget(24, is_causal=True, memory="constant"), 70),
+    "all keys there are": (fk.Plan(fk.Window(401)), 70),
 }
 """Plans, and the keys of a sequence."""
 WAYS = [("auto", torch.float64), ("torch", torch.float64), ("auto", torch.float32)]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from fewkeys.core.derivatives import gradients_of
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
@@ -66,7 +71,43 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     if scale <= 0 and x.bias is None:
         # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
-    output: Tensor = scaled_dot_product_attention(
-        query, x.key, x.value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=x.gqa_ratio > 1
+    fused = partial(
+        scaled_dot_product_attention,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=x.gqa_ratio > 1,
     )
+    rows = query, x.key, x.value
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (mask is not None and mask.requires_grad):
+        return fused(*rows)
+    if forward_ad._current_level >= 0 or any(map(torch._C._functorch.is_functorch_wrapped_tensor, rows)):
+        with sdpa_kernel(SDPBackend.MATH):
+            return fused(*rows)
+    if not any(part.requires_grad for part in rows):
+        return fused(*rows)
+    output: Tensor = _Fused.apply(fused, *rows)  # type: ignore[no-untyped-call]
     return output
+
+
+class _Fused(torch.autograd.Function):
+    """Torch's fused attention, whose gradients have none; theirs are those of plain operations."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: partial[Tensor], *rows: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaves = [part.detach().requires_grad_(part.requires_grad) for part in rows]
+            output = fused(*leaves)
+        ctx.save_for_backward(*rows)
+        ctx.fused, ctx.leaves, ctx.output = fused, leaves, output
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            wanted = [part for part in ctx.leaves if part.requires_grad]
+            found = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
+            return (None, *(next(found) if part.requires_grad else None for part in ctx.leaves))
+        with sdpa_kernel(SDPBackend.MATH):
+            rows = ctx.saved_tensors
+            return (None, *gradients_of(rows, [(ctx.fused(*rows), gradient)]))
