@@ -311,8 +311,9 @@ def test_two_libraries_are_two(in_memory, wheel, monkeypatch):
 
 
 def test_a_lock_that_is_held_is_waited_for_with_a_limit(kept, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(build, "WAIT", 0.1, raising=False)
+    fcntl, sleep, turns = pytest.importorskip("fcntl"), build.time.sleep, iter(range(50))
+    monkeypatch.setattr(build, "WAIT", 0.1)
+    monkeypatch.setattr(build.time, "sleep", lambda seconds: [sleep(seconds), next(turns)])
     kept.unlink()
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
