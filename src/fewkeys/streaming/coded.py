@@ -9,7 +9,7 @@ does not depend on the pieces that tokens come in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,12 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.records import build
 from fewkeys.core.validation import FLOATS
-from fewkeys.cost.crossover import exact_length
-from fewkeys.execute import exact
+from fewkeys.cost.decoding import exact_length
+from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
+from fewkeys.rest.base import RangeStandIns
 from fewkeys.rest.block_means import block_sums
 from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK, Codes, encode, rounded
@@ -56,6 +57,9 @@ class Coded:
     _blocks: dict[str, Buffer]
     """By block: codes, sigma, and sums over all keys and values up to the block's end, after a row of zeros."""
 
+    _latest: tuple[tuple[int, int], RangeStandIns] | None
+    """What stood in for queries of which blocks, the last time: the same for all tokens of a block."""
+
     def __init__(self, plan: Plan, how: Held) -> None:
         held = [part.remembered for part in plan.parts]
         if len(held) != 1 or held[0] is None or not held[0].scan:
@@ -78,7 +82,7 @@ class Coded:
         total = self._rows.count + key.shape[2]
         if self._closed is None:
             self._rows.make_room(total)
-        elif query is not None and total > exact_length(self.plan, query, key, value):
+        elif query is not None and total > exact_length(self.plan, query, key, value, _one_token):
             self._closed.make_room(total)
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor | Problem]:
@@ -86,7 +90,7 @@ class Coded:
             self._rows.append(key, value)
             return
         count = key.shape[2]
-        first = min(count, max(0, exact_length(self.plan, query, key, value) - self._rows.count))
+        first = min(count, max(0, exact_length(self.plan, query, key, value, _one_token) - self._rows.count))
         for part in (slice(0, first), slice(first, count)):
             if part.start < part.stop:
                 by_plan = part.start == first
@@ -104,6 +108,7 @@ class Coded:
         return None
 
     def crop(self, count: int) -> None:
+        self._latest = None
         for part in self._rows:
             part.count = count
         for name, part in self._blocks.items():
@@ -113,9 +118,10 @@ class Coded:
         if other._closed is None and self._closed is not None:
             self._close()
         self._rows.join(other._rows)
+        self._latest = None
 
     def like(self) -> tuple[Tensor, Tensor]:
-        return self._rows.like()
+        return self._rows.like
 
     def bytes(self) -> int:
         return sum(part.bytes() for part in (*self._rows, *(self._closed or ()), *self._blocks.values()))
@@ -135,7 +141,7 @@ class Coded:
         rows = HeldRows.checked(tensors, kind)
         if rows.count != count:
             raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
-        found = self.begin(*rows.like())
+        found = self.begin(*rows.like)
         if found._closed is not None and "scale" in tensors:
             found._rows, found._closed = found._closed, None
         found._rows.join(rows)
@@ -143,7 +149,7 @@ class Coded:
 
     def _of(self, rows: HeldRows, closed: HeldRows | None, blocks: dict[str, Buffer]) -> Coded:
         found = Coded(self.plan, self.how)
-        found._rows, found._closed, found._blocks = rows, closed, blocks
+        found._rows, found._closed, found._blocks, found._latest = rows, closed, blocks, None
         return found
 
     def _close(self) -> None:
@@ -177,12 +183,18 @@ class Coded:
         packed, sigma, sums = (part.rows for part in self._blocks.values())
         codes = Codes(packed.unflatten(-1, (-1, 16)), sigma.flatten(2))
         scanned = Scanned(inputs, codes, rounded(query, scale), self.count, self._rows.scale)
-        rest, stand_ins = self.plan.rest, None
-        if isinstance(rest, BlockMeans):
-            totals = sums.split([key.shape[3], value.shape[3]], -1)
-            size = torch.arange(sums.shape[2], dtype=torch.float64, device=key.device) * BLOCK
-            stand_ins = rest.of_totals(inputs, totals[0], totals[1], size.expand(len(key), -1))
-        return Problem(inputs, Graph(inputs, scan=scanned), stand_ins, self.plan.weights)
+        return Problem(inputs, Graph(inputs, scan=scanned), self._stand_ins(inputs, sums), self.plan.weights)
+
+    def _stand_ins(self, inputs: Inputs, sums: Tensor) -> RangeStandIns | None:
+        rest, x = self.plan.rest, inputs
+        if not isinstance(rest, BlockMeans):
+            return None
+        blocks = (x.offset // BLOCK, (x.keys - 1) // BLOCK)
+        if self._latest is None or self._latest[0] != blocks:
+            totals = sums.split([x.head_dim, x.value_dim], -1)
+            size = torch.arange(sums.shape[2], dtype=torch.float64, device=x.key.device) * BLOCK
+            self._latest = blocks, rest.of_totals(x, totals[0], totals[1], size.expand(x.batch, -1))
+        return self._latest[1]
 
 
 def _no_blocks(key: Tensor, value: Tensor) -> dict[str, Buffer]:
@@ -191,3 +203,22 @@ def _no_blocks(key: Tensor, value: Tensor) -> dict[str, Buffer]:
     zero = first.new_zeros((*first.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
     rows = {"packed": codes.packed.flatten(3), "sigma": codes.sigma.unflatten(2, (-1, BLOCK)), "sums": zero}
     return {name: Buffer(part, part.shape[2], LEAST) for name, part in rows.items()}
+
+
+def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What takes one token more, answered exactly and by the plan, after those of the inputs."""
+    x, memories = inputs, []
+    for _ in range(2):
+        memories.append(Coded(plan.never_exact(), OPEN).begin(x.key, x.value))
+        memories[-1]._rows.append(x.key, x.value)
+    key, value = x.key[:, :, -1:], x.value[:, :, -1:]
+
+    def exactly() -> None:
+        memories[0]._rows.append(key, value)
+        memories[0]._exact(x.query, x.scale)
+
+    def by_plan() -> None:
+        memories[1]._rows.append(key, value)
+        dispatch.attend(memories[1]._problem(x.query, x.scale))
+
+    return exactly, by_plan

@@ -90,7 +90,7 @@ class Stream:
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        how = Held.of(leaves, folder)
+        how = Held.of(leaves, folder, "model")
         if not Coded.suits(plan) and (leaves, folder) != (None, None):
             raise ValueError(
                 f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyScan, whose memory "
