@@ -23,12 +23,12 @@ from distributed_faults import CALLS, LOST, OTHERS, meet, wrong
 from fewkeys.core.records import parse
 from parts.test_loaders import WRITTEN, damaged
 
-TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())
+SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
 STREAMS = [
     fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(6)),
     fk.budget(32, is_causal=True, memory="constant"),
     fk.Plan(fk.Window(9) | fk.Sinks(3)),
-    TREE,
+    SCAN,
 ]
 
 

@@ -26,11 +26,9 @@ from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
 
 ALL = fk.Plan(fk.RecentBlocks(32, 9), fk.RunningMeans(2))
 """Keeps every key of the short sequences here."""
-TREE = fk.budget(200, is_causal=True)
-"""Keeps every key of short sequences too."""
-SMALL_TREE = fk.budget(64, is_causal=True)
-SCAN = fk.Plan(fk.KeyScan(200), fk.BlockMeans(3))
-SMALL_SCAN = fk.Plan(fk.KeyScan(20), fk.BlockMeans(3))
+SCAN = fk.budget(200, is_causal=True)
+"""Keeps every key of short sequences, too."""
+SMALL_SCAN = fk.budget(40, is_causal=True)
 HEAVY = fk.Plan(fk.Window(5) | fk.Sinks(1) | fk.Leverage(4) | fk.RandomKeys(3))
 FEW = fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5))
 
@@ -69,7 +67,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("plan", [ALL, TREE, SCAN], ids=["recent", "tree", "scan"])
+@pytest.mark.parametrize("plan", [ALL, SCAN], ids=["recent", "scan"])
 @pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma, diffllama])
 def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     model = make()
@@ -93,9 +91,7 @@ def drafter():
 
 
 @pytest.mark.parametrize("way", ["assistant", "lookup"])
-@pytest.mark.parametrize(
-    "plan", [SMALL_TREE, SMALL_SCAN, fk.Plan(fk.Window(5)), HEAVY], ids=["tree", "scan", "window", "heavy"]
-)
+@pytest.mark.parametrize("plan", [SMALL_SCAN, fk.Plan(fk.Window(5)), HEAVY], ids=["scan", "window", "heavy"])
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
     cropped, crop = [], fk.Stream.crop
@@ -122,11 +118,11 @@ def logits(model, ids, sizes, cache=None):
 
 @torch.no_grad()
 @pytest.mark.parametrize("sizes", [[150], [1] * 150, [9, 40, 1, 1, 78, 21]], ids=["whole", "tokens", "chunks"])
-def test_trees_grow_as_the_applied_plan_has_them(sizes):
+def test_codes_grow_as_the_applied_plan_has_them(sizes):
     model, ids = llama(), tokens(2, 150)
-    with fk.apply(model, SMALL_TREE.never_exact()):
+    with fk.apply(model, SMALL_SCAN.never_exact()):
         want = logits(model, ids, [150])
-    close(logits(model, ids, sizes, fk.cache(model, SMALL_TREE)), want)
+    close(logits(model, ids, sizes, fk.cache(model, SMALL_SCAN)), want)
 
 
 def qwen():
@@ -147,7 +143,7 @@ def fitting(make):
     return model, ids, real
 
 
-@pytest.mark.parametrize("plan", [SMALL_TREE, FEW], ids=["tree", "constant"])
+@pytest.mark.parametrize("plan", [SMALL_SCAN, FEW], ids=["scan", "constant"])
 @pytest.mark.parametrize("make", [llama, qwen, wide_mistral, gpt2])
 @torch.no_grad()
 def test_left_padding_changes_nothing(make, plan):
@@ -167,7 +163,7 @@ def test_left_padding_changes_nothing(make, plan):
         close(torch.cat(found, 1)[one, own], want)
 
 
-@pytest.mark.parametrize("plan", [SMALL_TREE, FEW], ids=["tree", "constant"])
+@pytest.mark.parametrize("plan", [SMALL_SCAN, FEW], ids=["scan", "constant"])
 @pytest.mark.parametrize("make", [llama, qwen, wide_mistral])
 def test_left_padding_changes_no_generated_token(make, plan):
     """Of the cache, and of the applied plan, which sees the queries of one call alone."""
@@ -205,7 +201,7 @@ def test_memory_is_constant_and_positions_count_all_tokens():
     assert cache.get_seq_length() == cache.memory() == 0
 
 
-@pytest.mark.parametrize("plan", [FEW, SMALL_TREE], ids=["recent", "tree"])
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN], ids=["recent", "scan"])
 def test_layers_that_attend_twice(plan, tmp_path):
     """Both calls are saved, copied, taken back and selected."""
     model, ids = diffllama(), tokens(2, 60)
@@ -244,7 +240,7 @@ def test_a_plan_for_each_layer():
 def test_a_plan_for_each_head():
     """As tuning finds them: every head as if the whole layer had its plan."""
     model, ids = llama(), tokens(2, 60)
-    tuned = fk.ModelPlan(((FEW, SMALL_TREE),) * 3)
+    tuned = fk.ModelPlan(((FEW, SMALL_SCAN.never_exact()),) * 3)
     with fk.apply(model, tuned):
         want = logits(model, ids, [60])
     cache = fk.cache(model, tuned)
@@ -252,7 +248,7 @@ def test_a_plan_for_each_head():
     cache.batch_select_indices(torch.tensor([1]))
     assert cache.memory() == copy.deepcopy(cache).memory() > 0
     with pytest.raises(ValueError, match="plan: expected one plan for each of 2 key heads, got 3"):
-        logits(model, ids, [60], fk.cache(model, [(FEW, SMALL_TREE, ALL)] * 3))
+        logits(model, ids, [60], fk.cache(model, [(FEW, SMALL_SCAN, ALL)] * 3))
 
 
 def test_a_cache_whose_model_went_elsewhere_says_so_at_once():
@@ -307,7 +303,7 @@ def test_several_turns_from_one_prompt():
     assert not torch.equal(turns[0], turns[1])
 
 
-@pytest.mark.parametrize("plan", [FEW, SMALL_TREE], ids=["recent", "tree"])
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN], ids=["recent", "scan"])
 def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
     model, ids = llama(), tokens(2, 150)
     cache, again = fk.cache(model, plan), fk.cache(model, plan)
@@ -348,7 +344,7 @@ def test_the_newest_tokens_can_be_taken_back(plan, gone):
         one.crop(-90)
 
 
-@pytest.mark.parametrize("plan", [[SMALL_TREE, FEW, SMALL_TREE], [(SMALL_TREE, FEW)] * 3], ids=["layers", "heads"])
+@pytest.mark.parametrize("plan", [[SMALL_SCAN, FEW, SMALL_SCAN], [(SMALL_SCAN, FEW)] * 3], ids=["layers", "heads"])
 def test_what_one_stream_cannot_take_back_stays_in_all(plan):
     """The first could: then tokens of some would be gone, and the next answers wrong."""
     model, ids = llama(), tokens(2, 130)

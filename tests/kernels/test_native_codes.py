@@ -77,5 +77,5 @@ def test_heads_too_large_for_sums_of_16_bits_are_left_to_torch():
     plan = fk.Plan(fk.KeyScan(5))
     with pytest.raises(ValueError, match="expected heads of at most 1024 dimensions, got 1100"):
         fk.attention(rows, rows, rows, plan=plan, is_causal=True, impl="native")
-    index = plan.keep.select(check_inputs(rows, rows, rows, is_causal=True)).descent.index
+    index = plan.keep.select(check_inputs(rows, rows, rows, is_causal=True)).scan.index
     assert (index[..., 64:, :] >= 0).all()

@@ -73,7 +73,7 @@ def test_codes_find_what_exact_scores_find():
     key, query = drawn(1, 1, 2048, 64), 3 * drawn(1, 1, 64, 64, seed=1)
     weight = (query @ key.mT / 8).softmax(-1)
     most = weight.topk(48, -1).values.sum(-1).mean()
-    index = fk.KeyScan(48).select(check_inputs(query, key, key)).descent.index.long()
+    index = fk.KeyScan(48).select(check_inputs(query, key, key)).scan.index.long()
     assert weight.gather(-1, index).sum(-1).mean() > 0.9 * most
     signs = (rounded(query).double() @ (key @ rotation(64)).sign().mT).topk(48, -1).indices
     assert weight.gather(-1, signs).sum(-1).mean() < 0.8 * most
@@ -113,5 +113,5 @@ def test_means_need_a_scan():
 
 def test_two_scans_do_not_join():
     query = drawn(1, 1, 70, 4)
-    with pytest.raises(ValueError, match=r"^keep: expected one KeyTree or KeyScan, got two"):
+    with pytest.raises(ValueError, match=r"^keep: expected one KeyScan, got two"):
         fk.attention(query, query, query, keep=fk.KeyScan(5) | fk.KeyScan(6))

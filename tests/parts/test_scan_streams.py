@@ -77,6 +77,17 @@ def test_in_any_order_it_equals_the_whole(steps, padding, seed):
         assert stream.length == so_far.key.shape[2]
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_heads_of_their_own_give_what_they_give_together(heads):
+    """As where each head has a plan of its own: room between sequences is that of the buffer, whatever a view says."""
+    plan, tokens = PLANS["means"], Tokens.draw(3)
+    query = tokens.query.unflatten(1, (tokens.key.shape[1], -1))[:, :heads].flatten(1, 2)
+    own = replace(tokens, query=query, key=tokens.key[:, :heads], value=tokens.value[:, :heads])
+    stream = fk.stream(plan)
+    found = [own[part].feed(stream) for part in (slice(0, 40), slice(40, 41), slice(41, TOKENS))]
+    same(torch.cat(found, 2), whole(plan, own))
+
+
 def test_streams_merge():
     """A block is coded around the mean of the first one, so the later stream's blocks are coded again."""
     plan, tokens = PLANS["means"], Tokens.draw(0)

@@ -21,6 +21,8 @@ def scan(
     int8; seen (Nq,), ascending; real (B, N) or None.
     """
     batch, heads, queries, dim = query.shape
+    # Views may give a dimension of one entry any stride.
+    apart = packed.stride(1 if packed.shape[1] > 1 else 0)
     held = {"query": query.contiguous(), "seen": seen.contiguous(), "real": None if real is None else real.contiguous()}
     told = struct("Scan")(
         **pointers({"packed": packed, "sigma": sigma, **held}),
@@ -29,7 +31,7 @@ def scan(
         gqa_ratio=heads // packed.shape[1],
         queries=queries,
         keys=0 if real is None else real.shape[1],
-        room=packed.stride(1) // packed.shape[3:].numel(),
+        room=apart // packed.shape[3:].numel(),
         pairs=packed.shape[3],
         dim=dim,
         count=count,

@@ -1,6 +1,6 @@
 """How much of itself a real decoder keeps when every query of every layer pays for few keys, by method.
 
-    python experiments/trees/evidence.py --model FOLDER [--gguf FILE] --text NAME=FILE [--text ...] --out DIR
+    python experiments/decoders/evidence.py --model FOLDER [--gguf FILE] --text NAME=FILE [--text ...] --out DIR
 
 Perplexity of stretches of text (`likelihood.py`), retrieval tasks after RULER made from the first text (`tasks.py`),
 and what single heads need (`heads.py`), with attention replaced in all layers by every row of `methods.py`. Each figure
@@ -24,13 +24,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
 
-from experiments.trees import heads
-from experiments.trees.decoder import load, read_text
-from experiments.trees.decoder import options as decoder_options
-from experiments.trees.likelihood import Stretch
-from experiments.trees.methods import EXACT, METHODS, UNTUNED, replaced
-from experiments.trees.report import save_figure, table
-from experiments.trees.tasks import TASKS, Maker, score
+from experiments.decoders import heads
+from experiments.decoders.decoder import load, read_text
+from experiments.decoders.decoder import options as decoder_options
+from experiments.decoders.likelihood import Stretch
+from experiments.decoders.methods import EXACT, METHODS, UNTUNED, replaced
+from experiments.decoders.report import save_figure, table
+from experiments.decoders.tasks import TASKS, Maker, score
 
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import read_json, write_json, write_whole

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from experiments.trees.methods import EXACT, replaced
+from experiments.decoders.methods import EXACT, replaced
 from torch import Tensor
 
 from fewkeys.integrations.quiet import quiet

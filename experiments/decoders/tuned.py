@@ -1,6 +1,6 @@
 """Slots where a decoder feels them: a plan for every head, tuned on text and on retrieval, saved for `evidence.py`.
 
-    python experiments/trees/tuned.py --model FOLDER [--gguf FILE] --text FILE --slots 256 --out DIR
+    python experiments/decoders/tuned.py --model FOLDER [--gguf FILE] --text FILE --slots 256 --out DIR
 
 What counts are the judged words of prompts of `tasks.py` (`--seeds`, which `evidence.py` must not be given) and one in
 16 tokens of a stretch of the text, which begins at `--place`.
@@ -20,8 +20,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the folder that holds `experiments`
 
-from experiments.trees.decoder import load, options, read_text
-from experiments.trees.tasks import TASKS, Maker
+from experiments.decoders.decoder import load, options, read_text
+from experiments.decoders.tasks import TASKS, Maker
 
 import fewkeys as fk
 from fewkeys.cli.progress import progress

@@ -14,23 +14,17 @@ from typing import Any
 
 import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
-from experiments.trees.attend import ByRule, Rule
-from experiments.trees.rivals import Chosen, Evicting, Multipole, Quest
+from experiments.decoders.attend import ByRule, Rule
+from experiments.decoders.rivals import Chosen, Evicting, Multipole, Quest
 
 import fewkeys as fk
 from fewkeys.integrations.interface import attach
 
-EXACT, OURS, CODES = "exact", "fewkeys", "fewkeys, codes"
-TUNED = {"fewkeys, tuned": "tuned-{}", "fewkeys, tuned at 8,192": "tuned-{}-8192"}
+EXACT, OURS = "exact", "fewkeys"
+TUNED = {"fewkeys, tuned": "tuned-{}"}
 """The folders of the plans that `tuned.py` has found, by their slots."""
 TUNED_PLANS = Path(__file__).parent / "results"
 SINKS = 4
-
-
-def _scanned(slots: int) -> fk.Plan:
-    """Slots are those of the own block, half of it on average, of means, a 32nd, and of the best keys."""
-    means = slots // 32
-    return fk.Plan(fk.KeyScan(slots - means - 17), fk.BlockMeans(means))
 
 
 def _tuned(folder: str, slots: int) -> fk.ModelPlan:
@@ -39,7 +33,6 @@ def _tuned(folder: str, slots: int) -> fk.ModelPlan:
 
 PLANS: dict[str, Callable[[int], fk.Plan | fk.ModelPlan]] = {
     OURS: lambda slots: fk.budget(slots, is_causal=True),
-    CODES: _scanned,
     **{name: partial(_tuned, folder) for name, folder in TUNED.items()},
     "constant memory": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
@@ -97,5 +90,4 @@ def _paid(plan: fk.Plan | fk.ModelPlan, config: Any, tokens: int, first: int) ->
     key = torch.randn(1, 1, tokens, dim, generator=generator)
     graph = plan.keep.graph(query, key, is_causal=True)
     kept = sum(int(graph.mask(at, min(at + 512, tokens)).sum()) for at in range(first, tokens, 512))
-    scored = 0 if graph.descent is None else int(graph.descent.scored(first, tokens).sum())
-    return plan.slots((kept + scored) / (query.shape[1] * (tokens - first)), dim, dim)
+    return plan.slots(kept / (query.shape[1] * (tokens - first)), dim, dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from experiments.trees.likelihood import Stretch
+from experiments.decoders.likelihood import Stretch
 from torch import Tensor, nn
 
 import fewkeys as fk

@@ -7,18 +7,17 @@ from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
 
+from experiments.decoders.heads import SLOTS
+from experiments.decoders.methods import EXACT, METHODS, OURS, TUNED
+from experiments.decoders.tasks import TASKS
 from experiments.peers.picture import DECODERS
-from experiments.trees.heads import SLOTS
-from experiments.trees.methods import CODES, EXACT, METHODS, OURS, TUNED
-from experiments.trees.tasks import TASKS
 
 from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 
 Cells = list[dict[str, Any]]
 LOOKS = DECODERS | {
     "constant memory": DECODERS["fewkeys, constant memory"],
-    CODES: Look("#006d4f", "-.", 2.4, "o"),
-    **{method: Look("#006d4f", dash, 2.4, "o") for method, dash in zip(TUNED, ("-", ":"), strict=True)},
+    **{method: Look("#006d4f", "-", 2.4, "o") for method in TUNED},
 }
 
 
@@ -39,7 +38,7 @@ def _rows(cells: Cells) -> list[tuple[str, int]]:
 
 
 def _name(method: str, slots: int) -> str:
-    return f"**{method} {slots}**" if method in (OURS, CODES, *TUNED) else f"{method} {slots}"
+    return f"**{method} {slots}**" if method in (OURS, *TUNED) else f"{method} {slots}"
 
 
 def _markdown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from experiments.causal.eviction import Account, held
-from experiments.trees.attend import Look
+from experiments.decoders.attend import Look
 from torch import Tensor
 
 from fewkeys.select.base import Selector
