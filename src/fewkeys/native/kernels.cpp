@@ -49,7 +49,8 @@ EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
 EXPORT_BY_DTYPE(scan_attend, ScanAttend)
-EXPORT(scan_codes, Scan)
+EXPORT_BY_DTYPE(scan_codes, Scan)
+EXPORT_BY_DTYPE(code_keys, Coding)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(form, Forms)
 EXPORT(halve, Halves)
@@ -113,6 +114,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Descend);
   SIZE_OF(Descents);
   SIZE_OF(DescendBack);
+  SIZE_OF(Coding);
   SIZE_OF(Scan);
   SIZE_OF(ScanAttend);
 #undef SIZE_OF

@@ -18,8 +18,8 @@ from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
 from fewkeys.rest.block_means import block_sums
-from fewkeys.select.key_scan import Scanned
-from fewkeys.sketch.codes import BLOCK, Codes, encode, rounded
+from fewkeys.select.key_scan import Scanned, codes_of
+from fewkeys.sketch.codes import BLOCK, Codes, Frame, encode
 from fewkeys.streaming.restored import NoFacts, check_rows
 
 LEAST = 8
@@ -53,7 +53,7 @@ class Coded:
     def begin(self, key: Tensor, value: Tensor) -> Coded:
         found, first = Coded(self.plan), working(key[:, :, :0])
         found._key, found._value = (Buffer.of(rows[:, :, :0]) for rows in (key, value))
-        codes = encode(first, first.new_zeros((*first.shape[:2], 1, first.shape[3])))
+        codes = encode(first, Frame.of(first))
         zero = first.new_zeros((*first.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
         rows = (codes.packed.flatten(3), codes.sigma.unflatten(2, (-1, BLOCK)), zero)
         found._blocks = tuple(Buffer(part, part.shape[2], LEAST) for part in rows)  # type: ignore[assignment]
@@ -118,10 +118,10 @@ class Coded:
         if start == stop:
             return
         key, value = self._key.rows[:, :, start:stop], self._value.rows[:, :, start:stop]
-        found = encode(key, working(self._key.rows[:, :, :BLOCK]).mean(2, keepdim=True))
+        found = codes_of(key, Frame.of(self._key.rows), "auto")
         codes.append(found.packed.flatten(3))
         sigma.append(found.sigma.unflatten(2, (-1, BLOCK)))
-        new = torch.cat([block_sums(working(key)), block_sums(working(value))], -1)
+        new = torch.cat([block_sums(key), block_sums(value)], -1)
         sums.append(sums.rows[:, :, -1:] + new.cumsum(2))
 
     def _problem(self, query: Tensor, scale: float) -> Problem:
@@ -129,10 +129,8 @@ class Coded:
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         packed, sigma, sums = (part.rows for part in self._blocks)
         codes = Codes(packed.unflatten(-1, (-1, 16)), sigma.flatten(2))
-        graph = Graph(inputs, descent=Scanned(inputs, codes, rounded(query, scale), self.count))
+        graph = Graph(inputs, descent=Scanned(inputs, codes, self.count))
         rest, stand_ins = self.plan.rest, None
         if isinstance(rest, BlockMeans):
-            totals = sums.split([key.shape[3], value.shape[3]], -1)
-            size = torch.arange(sums.shape[2], dtype=torch.float64, device=key.device) * BLOCK
-            stand_ins = rest.of_totals(inputs, totals[0], totals[1], size.expand(len(key), -1))
+            stand_ins = rest.of_totals(inputs, sums, None)
         return Problem(inputs, graph, stand_ins, self.plan.weights)
