@@ -27,10 +27,9 @@ from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
-from fewkeys.rest.base import RangeStandIns
 from fewkeys.rest.block_means import block_sums
-from fewkeys.select.key_scan import Scanned
-from fewkeys.sketch.codes import BLOCK, Codes, encode, rounded
+from fewkeys.select.key_scan import Scanned, codes_of
+from fewkeys.sketch.codes import BLOCK, Codes, Frame, encode
 from fewkeys.streaming.rows import Held, HeldRows
 
 LEAST = 8
@@ -56,9 +55,6 @@ class Coded:
     """Where rows go once exact attention is slower; None: they are there."""
     _blocks: dict[str, Buffer]
     """By block: codes, sigma, and sums over all keys and values up to the block's end, after a row of zeros."""
-
-    _latest: tuple[tuple[int, int], RangeStandIns] | None
-    """What stood in for queries of which blocks, the last time: the same for all tokens of a block."""
 
     def __init__(self, plan: Plan, how: Held) -> None:
         held = [part.remembered for part in plan.parts]
@@ -108,7 +104,6 @@ class Coded:
         return None
 
     def crop(self, count: int) -> None:
-        self._latest = None
         for part in self._rows:
             part.count = count
         for name, part in self._blocks.items():
@@ -118,7 +113,6 @@ class Coded:
         if other._closed is None and self._closed is not None:
             self._close()
         self._rows.join(other._rows)
-        self._latest = None
 
     def like(self) -> tuple[Tensor, Tensor]:
         return self._rows.like
@@ -149,7 +143,7 @@ class Coded:
 
     def _of(self, rows: HeldRows, closed: HeldRows | None, blocks: dict[str, Buffer]) -> Coded:
         found = Coded(self.plan, self.how)
-        found._rows, found._closed, found._blocks, found._latest = rows, closed, blocks, None
+        found._rows, found._closed, found._blocks = rows, closed, blocks
         return found
 
     def _close(self) -> None:
@@ -165,10 +159,10 @@ class Coded:
         if start == stop:
             return
         key, value = self._rows.read(start, stop)
-        found = encode(key, working(self._rows.read(0, BLOCK)[0]).mean(2, keepdim=True))
+        found = codes_of(key, Frame.of(self._rows.read(0, BLOCK)[0]), "auto")
         codes.append(found.packed.flatten(3))
         sigma.append(found.sigma.unflatten(2, (-1, BLOCK)))
-        new = torch.cat([block_sums(working(key)), block_sums(working(value))], -1)
+        new = torch.cat([block_sums(key), block_sums(value)], -1)
         sums.append(sums.rows[:, :, -1:] + new.cumsum(2))
 
     def _exact(self, query: Tensor, scale: float) -> Tensor:
@@ -182,24 +176,15 @@ class Coded:
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         packed, sigma, sums = (part.rows for part in self._blocks.values())
         codes = Codes(packed.unflatten(-1, (-1, 16)), sigma.flatten(2))
-        scanned = Scanned(inputs, codes, rounded(query, scale), self.count, self._rows.scale)
-        return Problem(inputs, Graph(inputs, scan=scanned), self._stand_ins(inputs, sums), self.plan.weights)
-
-    def _stand_ins(self, inputs: Inputs, sums: Tensor) -> RangeStandIns | None:
-        rest, x = self.plan.rest, inputs
-        if not isinstance(rest, BlockMeans):
-            return None
-        blocks = (x.offset // BLOCK, (x.keys - 1) // BLOCK)
-        if self._latest is None or self._latest[0] != blocks:
-            totals = sums.split([x.head_dim, x.value_dim], -1)
-            size = torch.arange(sums.shape[2], dtype=torch.float64, device=x.key.device) * BLOCK
-            self._latest = blocks, rest.of_totals(x, totals[0], totals[1], size.expand(x.batch, -1))
-        return self._latest[1]
+        scanned = Scanned(inputs, codes, self.count, self._rows.scale)
+        rest = self.plan.rest
+        stand_ins = rest.of_totals(inputs, sums, None) if isinstance(rest, BlockMeans) else None
+        return Problem(inputs, Graph(inputs, scan=scanned), stand_ins, self.plan.weights)
 
 
 def _no_blocks(key: Tensor, value: Tensor) -> dict[str, Buffer]:
     first = working(key[:, :, :0])
-    codes = encode(first, first.new_zeros((*first.shape[:2], 1, first.shape[3])))
+    codes = encode(first, Frame.of(first))
     zero = first.new_zeros((*first.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
     rows = {"packed": codes.packed.flatten(3), "sigma": codes.sigma.unflatten(2, (-1, BLOCK)), "sums": zero}
     return {name: Buffer(part, part.shape[2], LEAST) for name, part in rows.items()}
