@@ -1,4 +1,4 @@
-"""Keys and values in int8 and in files: read back to half a quantum, and whatever is done to a stream, the same bits."""
+"""Keys and values in int8 and in files: read back to half a quantum; whatever is done to a stream, the same bits."""
 
 import copy
 import errno

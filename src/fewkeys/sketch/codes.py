@@ -141,9 +141,8 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
     query: `rounded`; seen (Nq,), ascending: query i chooses among the first `seen_i` keys, those that are `real`
     (B, N). Of equal scores the first keys are kept. Cost O(Nq N D), memory O(Nq count + N D).
     """
-    batch, heads, queries, wide = query.shape
-    kv_heads = codes.sigma.shape[1]
-    level, by_head = codes.levels(), query.unflatten(1, (kv_heads, -1))
+    batch, heads, queries, _ = query.shape
+    level = codes.levels()
     count = min(count, int(seen[-1]))
     found = query.new_empty((batch, heads, queries, count), dtype=torch.int32)
     start = 0
@@ -151,19 +150,26 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
         most = max(1, int(seen[min(start + BLOCK, queries) - 1]))
         stop = min(queries, start + max(1, min(BLOCK, PIECE // (batch * heads * most))))
         most = int(seen[stop - 1])
-        total = by_head[:, :, :, start:stop].float().flatten(2, 3) @ level[:, :, :most].mT
-        score = total.int() * codes.sigma[:, :, None, :most] * (1024 // wide) + 2**14 >> 15
-        score = score.unflatten(2, (-1, stop - start)).flatten(1, 2)
+        score = scores(query[:, :, start:stop], level[:, :, :most], codes.sigma[:, :, :most])
         place = torch.arange(most, device=query.device)
         hidden = (place >= seen[start:stop, None])[None, None]
         if real is not None:
             hidden = hidden | ~real[:, None, None, :most]
-        found[:, :, start:stop] = _largest(score.masked_fill(hidden, NONE), count)
+        found[:, :, start:stop] = largest(score.masked_fill(hidden, NONE), count)
         start = stop
     return found
 
 
-def _largest(score: Tensor, count: int) -> Tensor:
+def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
+    """(B, Hq, Nq, N), int32: of queries, `rounded`, with keys of levels (B, Hkv, N, W) and sigma (B, Hkv, N)."""
+    by_head = query.unflatten(1, (level.shape[1], -1))
+    total = by_head.float().flatten(2, 3) @ level.mT
+    score = total.int() * sigma[:, :, None] * (1024 // query.shape[3]) + 2**14 >> 15
+    by_query: Tensor = score.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+    return by_query
+
+
+def largest(score: Tensor, count: int) -> Tensor:
     """The places of the `count` largest (..., N), ascending, of equal ones the first; -1 for those that are `NONE`."""
     keys = score.shape[-1]
     if not keys:
