@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.sketch.codes import BLOCK
+from fewkeys.streaming import coded
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
@@ -96,6 +97,60 @@ def test_streams_merge():
     tokens[100:300].feed(other)
     one.merge(other)
     same(tokens[300:].feed(one), whole(plan, tokens)[:, :, 300:])
+
+
+FIRST = 100
+
+
+@pytest.fixture
+def giving_way(monkeypatch):
+    """The plan, with leave to give way for the first tokens."""
+    monkeypatch.setattr(coded, "exact_length", lambda plan, *_: FIRST if plan.exact_if_faster else 0)
+    return replace(PLANS["means"], exact_if_faster=True)
+
+
+@pytest.mark.parametrize("sizes", [(TOKENS,), (40, 1, 200), (99, 1, 1, 319), (1,) * 130 + (290,)], ids=str)
+def test_first_tokens_are_answered_exactly_and_others_by_the_plan(giving_way, sizes):
+    """Whatever comes later, and in whatever pieces."""
+    tokens = Tokens.draw(3)
+    rows = (tokens.query, tokens.key, tokens.value)
+    exact = fk.attention(*rows, plan=fk.Plan(), is_causal=True)
+    want = torch.cat([exact[:, :, :FIRST], whole(PLANS["means"], tokens)[:, :, FIRST:]], 2)
+    for how in (giving_way, giving_way.never_exact()):
+        stream, found, start = fk.stream(how), [], 0
+        for size in sizes:
+            found.append(tokens[start : start + size].feed(stream))
+            start += size
+        same(torch.cat(found, 2)[:, :, : want.shape[2]], want[:, :, :start])
+        want = whole(PLANS["means"], tokens)
+
+
+def test_first_tokens_are_held_as_they_come_until_they_are_rounded(giving_way, tmp_path):
+    """Then by the plan over rounded keys, in memory and in files; saved before and after."""
+    tokens = Tokens.draw(4)
+    exact = fk.attention(tokens.query, tokens.key, tokens.value, plan=fk.Plan(), is_causal=True)
+    want = tokens.feed(fk.stream(PLANS["means"], leaves="int8"))
+    for folder in (None, tmp_path):
+        stream = fk.stream(giving_way, leaves="int8", folder=folder)
+        found = []
+        for part in (slice(0, 60), slice(60, 130), slice(130, TOKENS)):
+            found.append(tokens[part].feed(stream))
+            stream.save(tmp_path / "stream")
+            stream = copy.deepcopy(fk.Stream.load(tmp_path / "stream", folder=folder))
+        same(torch.cat(found, 2), torch.cat([exact[:, :, :FIRST], want[:, :, FIRST:]], 2))
+        stream.crop(200)
+        same(tokens[200:].feed(stream), want[:, :, 200:])
+
+
+def test_padded_first_tokens_are_counted_without_padding(giving_way):
+    tokens = Tokens.draw(5, 0.2)
+    stream = fk.stream(giving_way)
+    found = torch.cat([tokens[:70].feed(stream), tokens[70:].feed(stream)], 2)
+    for row, real in enumerate(tokens.real):
+        alone = Tokens(
+            *(part[row : row + 1, :, real] for part in (tokens.query, tokens.key, tokens.value)), real[real][None]
+        )
+        same(found[row : row + 1, :, real], alone.feed(fk.stream(giving_way)))
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)

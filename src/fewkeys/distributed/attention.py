@@ -117,7 +117,7 @@ def attention(
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
     asked = [count for _, count, _ in own]
     if scanned is not None:
-        return scan.attend(inputs, plan, scanned, tokens, asked, comm, wanted)
+        return scan.attend(replace(inputs, is_causal=is_causal), plan, scanned, tokens, asked, comm, wanted)
     if by_cohort is not None:
         return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, tokens, comm)
     if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():

@@ -198,12 +198,12 @@ def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callab
         memories[-1]._rows.append(x.key, x.value)
     key, value = x.key[:, :, -1:], x.value[:, :, -1:]
 
-    def exactly() -> None:
+    def exactly() -> Tensor:
         memories[0]._rows.append(key, value)
-        memories[0]._exact(x.query, x.scale)
+        return memories[0]._exact(x.query, x.scale)
 
-    def by_plan() -> None:
+    def by_plan() -> Tensor:
         memories[1]._rows.append(key, value)
-        dispatch.attend(memories[1]._problem(x.query, x.scale))
+        return dispatch.attend(memories[1]._problem(x.query, x.scale))
 
     return exactly, by_plan
