@@ -178,7 +178,7 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
     codes = encode(shard.key, Frame.of(torch.cat(comm.all_gather_rows(head)).movedim(0, 2)))
     level, sigma = codes.levels()[:, :, : shard.keys], codes.sigma[:, :, : shard.keys]
     index, score = (torch.cat(part, 2) for part in zip(*_best(shard, level, sigma, count), strict=True))
-    offered = comm.all_gather_rows(torch.stack([score, index + shard.first], -1).movedim(3, 0))
+    offered = comm.all_gather_rows(torch.stack([score, index + shard.first], -1).int().movedim(3, 0))
     of_all = torch.cat(offered).movedim(0, 3)
     # Stable, and candidates stand by their places: of equal scores the first.
     best = of_all[..., 0].argsort(dim=-1, descending=True, stable=True)[..., :count]

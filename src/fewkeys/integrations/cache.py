@@ -65,7 +65,8 @@ def cache(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
     layers, how = _layers(model, plan), Held.of(leaves, folder, "int8")
-    if (leaves, folder) != (None, None) and not any(Coded.suits(one) for plans, _ in layers for one in plans):
+    scans = any(Coded.suits(one) for plans, _ in layers for one in plans)
+    if not scans and Held.of(leaves, folder, "model") != Held():
         raise ValueError(f"leaves, folder: expected None without a layer of KeyScan, got {leaves}, {folder}")
     return StreamCache(model, layers, how)
 
