@@ -75,7 +75,8 @@ def attend(
     first = sum(asked[: comm.rank])
     own = slice(first, first + asked[comm.rank])
     parts = [shard.scored(every, chosen, places, means, own, start) for start in range(0, whole.queries, BLOCK)]
-    tops = [score.detach().amax(-1, keepdim=True) for score, _ in parts]
+    # A rank without keys may have no scores.
+    tops = [pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True) for score, _ in parts]
     top = comm.all_reduce(torch.cat(tops, 2), "max").split(BLOCK, 2)
     mixed = []
     for (score, values), highest in zip(parts, top, strict=True):
