@@ -32,52 +32,46 @@ static inline uint32_t bits_above(const int16_t *score, int16_t least) {
 #endif
 }
 
-// The scores above `least` of blocks of keys, of which the bits of `shown` count, and their places. How many they are;
-// something may be written behind them.
-static inline int64_t pick(const int16_t *score, int16_t least, const uint32_t *shown, int64_t blocks, int16_t *number,
-                           uint16_t *place) {
-  int64_t to = 0;
+// The numbers of a block whose bits are set, side by side; something may be written behind them.
+static inline void pack(const int16_t *number, uint32_t bits, int16_t *to) {
 #if defined(__AVX512VBMI2__)
-  alignas(64) uint16_t lane[CODED];
-  for (int i = 0; i < CODED; i++) lane[i] = i;
-  __m512i at = _mm512_load_si512(lane);
-  for (int64_t b = 0; b < blocks; b++, score += CODED, at = _mm512_add_epi16(at, _mm512_set1_epi16(CODED))) {
-    const uint32_t bits = bits_above(score, least) & shown[b];
-    _mm512_storeu_si512(number + to, _mm512_maskz_compress_epi16(bits, _mm512_loadu_si512(score)));
-    _mm512_storeu_si512(place + to, _mm512_maskz_compress_epi16(bits, at));
-    to += __builtin_popcount(bits);
-  }
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi16(bits, _mm512_loadu_si512(number)));
 #else
-  for (int64_t b = 0; b < blocks; b++)
-    for (uint32_t bits = bits_above(score + b * CODED, least) & shown[b]; bits; bits &= bits - 1, to++) {
-      place[to] = b * CODED + __builtin_ctz(bits);
-      number[to] = score[place[to]];
-    }
+  for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
 #endif
-  return to;
+}
+static inline void pack(const int32_t *number, uint32_t bits, int32_t *to) {
+#if defined(__AVX512F__)
+  const uint32_t half = bits & 0xffff;
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(half, _mm512_loadu_si512(number)));
+  to += __builtin_popcount(half);
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits >> 16, _mm512_loadu_si512(number + 16)));
+#else
+  for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
+#endif
 }
 
 // The `count` best of the keys that a query has seen, of equal scores the first.
 class Largest {
  public:
-  static constexpr int PIECE = 256;  // keys that come at once at most
+  static constexpr int PIECE = 512;  // keys that come at once at most
 
   void begin(int64_t best) {
     count = best, held = 0, least = INT16_MIN;
-    const int64_t room = 2 * count + 2 * PIECE + LANES;
+    const int64_t room = 2 * count + 2 * PIECE + CODED;
     if ((int64_t)score.size() < room) score.resize(room), place.resize(room);
   }
 
-  // Scores of blocks of keys from `first` on, of which the bits of `shown` are keys.
-  void add(const int16_t *from, const uint32_t *shown, int64_t blocks, int32_t first) {
-    int16_t number[PIECE + CODED];
-    uint16_t at[PIECE + CODED];
-    const int64_t more = pick(from, least, shown, blocks, number, at);
-    int32_t *to_score = &score[held], *to_place = &place[held];
-    for (int64_t i = 0; i < more; i++) to_score[i] = number[i];
-    for (int64_t i = 0; i < more; i++) to_place[i] = first + at[i];
-    held += more;
-    if (held > 2 * count + PIECE) cut(count / 2);
+  // Scores and places of blocks of keys, of which the bits of `shown` are there.
+  void add(const int16_t *from, const int32_t *at, const uint32_t *shown, int64_t blocks) {
+    int64_t to = held;
+    for (int64_t b = 0; b < blocks; b++, from += CODED, at += CODED) {
+      const uint32_t bits = bits_above(from, least) & shown[b];
+      pack(from, bits, &score[to]), pack(at, bits, &place[to]);
+      to += __builtin_popcount(bits);
+    }
+    held = to;
+    if (held > 2 * count + PIECE / 2) cut(count / 2);
   }
 
   // How many there are; then `places` gives them, ascending.
@@ -89,81 +83,47 @@ class Largest {
 
  private:
   int64_t count = 0, held = 0;
-  int16_t least = INT16_MIN;             // later keys must have more
-  aligned_vector<int32_t> score, place;  // of what is held, by place
+  int16_t least = INT16_MIN;  // later keys must have more
+  aligned_vector<int16_t> score;
+  aligned_vector<int32_t> place;
 
-  // How many of those held reach a bound.
-  int64_t reached(int32_t bound) const {
-    const int64_t whole = held / LANES * LANES;
-    ivec sum = {};
-    for (int64_t v = 0; v < whole; v += LANES) sum -= *(const ivec *)&score[v] >= bound;
+  // How many of those held are above a bound.
+  int64_t above(int16_t bound) const {
     int64_t total = 0;
-    for (int l = 0; l < LANES; l++) total += sum[l];
-    for (int64_t v = whole; v < held; v++) total += score[v] >= bound;
+    for (int64_t v = 0; v < held; v += CODED) total += __builtin_popcount(bits_above(&score[v], bound));
     return total;
   }
 
   // Drops all but the `count` best, and at most `slack` of the next.
   void cut(int64_t slack) {
     if (held <= count) return;
-    for (int64_t i = held; i % LANES; i++) score[i] = score[0];  // room for whole vectors
-    ivec smallest = *(const ivec *)&score[0], largest = smallest, sum = {};
-    for (int64_t v = 0; v < held; v += LANES) {
-      const ivec x = *(const ivec *)&score[v];
-      smallest = x < smallest ? x : smallest, largest = x > largest ? x : largest, sum += x;
-    }
-    int32_t low = score[0], high = score[0];
-    int64_t total = 0;
-    for (int l = 0; l < LANES; l++)
-      low = std::min(low, smallest[l]), high = std::max(high, largest[l]), total += sum[l];
-    // The largest bound that `count` reach, or one that at most so many more do; the first guess is the median of scores
-    // that fall off exponentially.
+    std::fill_n(&score[held], CODED, INT16_MIN);  // up to whole blocks
+    // The largest bound that `count` reach, or one that at most so many more do.
+    int32_t low = least, high = INT16_MAX;
     int64_t reach = held;
-    for (int32_t middle = low + (int32_t)(total / held - low) * 2 / 3 + 1; low < high && reach > count + slack;
-         middle = low + (high - low + 1) / 2) {
-      const int64_t there = reached(middle);
+    while (low < high && reach > count + slack) {
+      // Most scores are of a few hundred: the first steps double.
+      const int32_t middle = high == INT16_MAX ? std::clamp(2 * low, 16, high) : low + (high - low + 1) / 2;
+      const int64_t there = above(middle - 1);
       if (there >= count)
         low = middle, reach = there;
       else
         high = middle - 1;
     }
     // Of those that are equal to it, the first ones.
-    int32_t last = INT32_MAX;
-    if (reach > count + slack) {
-      last = place_of(low, count - reached(low + 1));
-    }
-    keep(low, last);
-    least = low;
-  }
-
-  // The place of the n-th, from 1, of those that have a score.
-  int32_t place_of(int32_t number, int64_t n) const {
-    for (int64_t i = 0;; i++)
-      if (score[i] == number && --n == 0) return place[i];
-  }
-
-  // Keeps what is above `low`, and what equals it up to the place `last`.
-  void keep(int32_t low, int32_t last) {
+    int64_t equal = reach > count + slack ? count - above(low) : held;
     int64_t to = 0;
-#if defined(__AVX512F__)
-    const __m512i bound = _mm512_set1_epi32(low), end = _mm512_set1_epi32(last);
-    for (int64_t v = 0; v < held; v += LANES) {
-      const __m512i number = _mm512_loadu_si512(&score[v]), at = _mm512_loadu_si512(&place[v]);
-      const uint32_t there = held - v < LANES ? (1u << (held - v)) - 1 : 0xffff;
-      const uint32_t first = _mm512_mask_cmple_epi32_mask(_mm512_mask_cmpeq_epi32_mask(there, number, bound), at, end);
-      const uint32_t bits = _mm512_mask_cmpgt_epi32_mask(there, number, bound) | first;
-      _mm512_storeu_si512(&score[to], _mm512_maskz_compress_epi32(bits, number));
-      _mm512_storeu_si512(&place[to], _mm512_maskz_compress_epi32(bits, at));
+    for (int64_t v = 0; v < held; v += CODED) {
+      const uint32_t more = bits_above(&score[v], low);
+      uint32_t same = held - v < CODED ? ~0u >> (CODED - (held - v)) : ~0u;
+      same &= bits_above(&score[v], low - 1) ^ more;
+      for (; equal < __builtin_popcount(same);) same ^= 1u << (31 - __builtin_clz(same));
+      equal -= __builtin_popcount(same);
+      const uint32_t bits = more | same;
+      pack(&score[v], bits, &score[to]), pack(&place[v], bits, &place[to]);
       to += __builtin_popcount(bits);
     }
-#else
-    for (int64_t i = 0; i < held; i++) {  // without branches, which nothing could foretell
-      const int32_t number = score[i], at = place[i];
-      score[to] = number, place[to] = at;
-      to += (number > low) | ((number == low) & (at <= last));
-    }
-#endif
-    held = to;
+    held = to, least = low;
   }
 };
 
@@ -217,7 +177,9 @@ class Scanner {
         for (int i = 0; p.real && i < std::min<int64_t>(CODED, seen - j); i++)
           if (!p.real[batch * p.keys + j + i]) shown[b] &= ~(1u << i);
       }
-      for (int i = 0; i < rows; i++) best[i].add(&score[i * PIECE], shown, blocks, first);
+      int32_t place[PIECE];
+      for (int i = 0; i < PIECE; i++) place[i] = first + i;
+      for (int i = 0; i < rows; i++) best[i].add(&score[i * PIECE], place, shown, blocks);
     }
   }
 };

@@ -143,7 +143,7 @@ class MatrixScores {
   static constexpr int DEEP = 64;
 
   explicit MatrixScores(int64_t wide)
-      : wide(wide), deep(round_up(wide, DEEP)), query(TILE * deep), level(2 * deep * EDGE), sum(TILE * CODED) {}
+      : wide(wide), deep(round_up(wide, DEEP)), query(TILE * deep) {}
 
   void set(const int8_t *integers, int rows) {
     this->rows = rows;
@@ -153,30 +153,15 @@ class MatrixScores {
 
   __attribute__((noinline)) void write(const uint8_t *packed, const int16_t *sigma, int64_t blocks, int16_t *score,
                                        int64_t pitch) {
-    const __m512i unit = _mm512_set1_epi16(LARGEST_WIDE / wide);
     count_multiply_adds(blocks * CODED * rows * deep);
-    for (int64_t b = 0; b < blocks; b++, packed += wide / 2 * TABLE, sigma += CODED, score += CODED) {
-      unpack(packed);
-      clear_sums();
-      for (int64_t d = 0; d < deep; d += DEEP) {
-        const int8_t *row = &query[d], *own = &level[d * 2 * EDGE];
-        _tile_loadd(4, row, deep);
-        _tile_loadd(5, row + EDGE * deep, deep);
-        _tile_loadd(6, own, DEEP);
-        _tile_loadd(7, own + EDGE * DEEP, DEEP);
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 4, 7);
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-      }
-      store_sums(sum.data(), sum.data() + EDGE * TILE);
-      const __m512i factor = _mm512_loadu_si512(sigma);
-      for (int i = 0; i < rows; i++) {
-        const __m256i low = _mm512_cvtepi32_epi16(_mm512_loadu_si512(&sum[i * CODED]));
-        const __m256i high = _mm512_cvtepi32_epi16(_mm512_loadu_si512(&sum[i * CODED + EDGE]));
-        const __m512i all = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-        _mm512_storeu_si512(score + i * pitch, _mm512_mulhrs_epi16(_mm512_mullo_epi16(all, unit), factor));
-      }
+    // The unit reads what has reached the cache, and what it writes takes its time: so all blocks are unpacked first,
+    // and sums become scores one block later.
+    level.resize(blocks * 2 * deep * EDGE);
+    for (int64_t b = 0; b < blocks; b++) unpack(packed + b * wide / 2 * TABLE, &level[b * 2 * deep * EDGE]);
+    written(level.data());
+    for (int64_t b = 0; b <= blocks; b++) {
+      if (b < blocks) add_up(&level[b * 2 * deep * EDGE], sum[b % 2]);
+      if (b) to_scores(sum[(b - 1) % 2], sigma + (b - 1) * CODED, score + (b - 1) * CODED, pitch);
     }
   }
 
@@ -185,24 +170,50 @@ class MatrixScores {
   int rows = 0;
   AmxProducts::Session session;
   aligned_vector<int8_t> query;  // (TILE, deep)
-  aligned_vector<int8_t> level;  // (deep / DEEP, halves of a block, DEEP / 4, EDGE, 4)
-  aligned_vector<float> sum;     // (TILE, CODED), of 32 bits each
+  aligned_vector<int8_t> level;  // (blocks, deep / DEEP, halves of a block, DEEP / 4, EDGE, 4)
+  alignas(64) float sum[2][TILE * CODED];  // of 32 bits each, keys as `unpack` orders them
 
-  // Writes out the levels of a block: two pairs of numbers are a row of each half.
-  void unpack(const uint8_t *packed) {
-    alignas(64) uint8_t place[64];
-    for (int i = 0; i < 64; i++) place[i] = i / 4 % 8 * 2 + i / 32 + (i & 2) * 8;
-    const __m512i order = _mm512_load_si512(place), mask = _mm512_set1_epi32(0x0c030c03);
-    const __m512i number = _mm512_broadcast_i32x4(_mm_setr_epi8(-3, -1, 1, 3, -1, 0, 0, 0, 1, 0, 0, 0, 3, 0, 0, 0));
-    const auto levels = [&](__m512i x) { return _mm512_shuffle_epi8(number, _mm512_and_si512(x, mask)); };
-    for (int64_t d = 0; d < wide; d += 4, packed += 2 * TABLE) {
-      const __m256i both = _mm256_loadu_si256((const __m256i *)packed);
-      const __m512i x = _mm512_permutexvar_epi8(order, _mm512_castsi256_si512(both));
-      int8_t *to = &level[d / DEEP * DEEP * 2 * EDGE + d % DEEP * EDGE];
-      _mm512_storeu_si512(to, levels(x));
-      _mm512_storeu_si512(to + EDGE * DEEP, levels(_mm512_srli_epi16(x, 4)));
+  // The sums of a block.
+  void add_up(const int8_t *own, float *to) const {
+    clear_sums();
+    for (int64_t d = 0; d < deep; d += DEEP, own += 2 * EDGE * DEEP) {
+      _tile_loadd(4, &query[d], deep);
+      _tile_loadd(5, &query[d] + EDGE * deep, deep);
+      _tile_loadd(6, own, DEEP);
+      _tile_loadd(7, own + EDGE * DEEP, DEEP);
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
     }
-    written(level.data());
+    store_sums(to, to + EDGE * TILE);
+  }
+
+  void to_scores(const float *from, const int16_t *sigma, int16_t *score, int64_t pitch) const {
+    const __m512i unit = _mm512_set1_epi16(LARGEST_WIDE / wide), factor = _mm512_loadu_si512(sigma);
+    for (int i = 0; i < rows; i++, from += CODED) {
+      const __m512i all = _mm512_packs_epi32(_mm512_load_si512(from), _mm512_load_si512(from + EDGE));
+      _mm512_storeu_si512(score + i * pitch, _mm512_mulhrs_epi16(_mm512_mullo_epi16(all, unit), factor));
+    }
+  }
+
+  // Writes out the levels of a block: two pairs of numbers are a row of each half. Both have four keys of every eight,
+  // so that sums come out in order when registers of 32 bits are packed: part by part, 4 of one, 4 of the other.
+  void unpack(const uint8_t *packed, int8_t *into) const {
+    alignas(64) uint8_t place[2][64];
+    for (int half = 0; half < 2; half++)
+      for (int i = 0; i < 64; i++) place[half][i] = (half * 4 + i / 4 % 4) * 2 + i / 16 % 2 + (i & 2) * 8;
+    const __m512i mask = _mm512_set1_epi32(0x0c030c03);
+    const __m512i number = _mm512_broadcast_i32x4(_mm_setr_epi8(-3, -1, 1, 3, -1, 0, 0, 0, 1, 0, 0, 0, 3, 0, 0, 0));
+    for (int64_t d = 0; d < wide; d += 4, packed += 2 * TABLE) {
+      const __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)packed));
+      int8_t *to = into + d / DEEP * DEEP * 2 * EDGE + d % DEEP * EDGE;
+      for (int half = 0; half < 2; half++, to += EDGE * DEEP) {
+        const __m512i code = _mm512_permutexvar_epi8(_mm512_load_si512(place[half]), both);
+        const __m512i low = _mm512_mask_srli_epi16(code, 0xffff0000, code, 4);  // the last 16 keys are in upper halves
+        _mm512_storeu_si512(to, _mm512_shuffle_epi8(number, _mm512_and_si512(low, mask)));
+      }
+    }
   }
 };
 #endif
