@@ -112,7 +112,7 @@ def follow(folder, code, **variables):
 
 
 SELECTOR = ("a new selector", "select", "KEEP_CASES", "third", "EveryNth", "fk.EveryNth(3)", "fk.Drop()")
-REST = ("a new rest", "rest", "REST_CASES", "single", "OneMean", "fk.KeyNorm(9)", "fk.OneMean()")
+REST = ("a new rest", "rest", "REST_CASES", "single", "OneMean", "fk.select.KeyNorm(9)", "fk.OneMean()")
 
 
 @pytest.mark.parametrize(("title", "room", "table", "word", "name", "keep", "rest"), [SELECTOR, REST])

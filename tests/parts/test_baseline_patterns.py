@@ -18,7 +18,8 @@ from baseline_forms import (
     real_counts,
 )
 from fewkeys.core.validation import check_inputs
-from fewkeys.select.baselines.draws import distinct
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder.baselines.draws import distinct
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,15 +34,19 @@ def test_longformer(form, window, count):
         near = i - window < j <= i if form.is_causal else abs(i - j) <= window // 2
         return near or i < count or j < count
 
-    assert_same(mask_of(fk.Longformer(window, count), form), form, edge)
-    union = fk.Window(window) | fk.GlobalTokens(count)
-    assert torch.equal(mask_of(fk.Longformer(window, count), form), mask_of(union, form))
+    assert_same(mask_of(sparsefinder.Longformer(window, count), form), form, edge)
+    union = fk.Window(window) | sparsefinder.GlobalTokens(count)
+    assert torch.equal(mask_of(sparsefinder.Longformer(window, count), form), mask_of(union, form))
 
 
 def test_global_tokens_are_the_first_real_ones():
     q, k, _ = SELF.draw()
     padding = torch.arange(23) < 4
-    mask = fk.GlobalTokens(2).graph(q, k, key_mask=torch.stack([~padding, torch.ones(23, dtype=torch.bool)])).to_mask()
+    mask = (
+        sparsefinder.GlobalTokens(2)
+        .graph(q, k, key_mask=torch.stack([~padding, torch.ones(23, dtype=torch.bool)]))
+        .to_mask()
+    )
     for b, first in ((0, 4), (1, 0)):
         chosen = [first, first + 1]
         assert mask[b, 0, :, chosen].all()
@@ -52,7 +57,9 @@ def test_global_tokens_are_the_first_real_ones():
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("stride", [1, 4, 7, 40])
 def test_strided(form, stride):
-    assert_same(mask_of(fk.Strided(stride), form), form, lambda b, i, j: abs(i - j) <= stride or (i - j) % stride == 0)
+    assert_same(
+        mask_of(sparsefinder.Strided(stride), form), form, lambda b, i, j: abs(i - j) <= stride or (i - j) % stride == 0
+    )
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -61,7 +68,7 @@ def test_fixed(form, stride, summary):
     def edge(b, i, j):
         return i // stride == j // stride or j % stride >= stride - summary
 
-    assert_same(mask_of(fk.Fixed(stride, summary), form), form, edge)
+    assert_same(mask_of(sparsefinder.Fixed(stride, summary), form), form, edge)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -70,7 +77,7 @@ def test_bigbird_without_random_blocks(form, size, window, count):
     def edge(b, i, j):
         return abs(i // size - j // size) <= window // 2 or i < size * count or j < size * count
 
-    assert_same(mask_of(fk.BigBird(size, window, 0, count), form), form, edge)
+    assert_same(mask_of(sparsefinder.BigBird(size, window, 0, count), form), form, edge)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -78,7 +85,10 @@ def test_bigbird_without_random_blocks(form, size, window, count):
 def test_bigbird_draws_blocks_of_the_others(form, random):
     """As many whole blocks as were asked for, or all there are, none of the window or the globals or the future."""
     size = 2
-    without, drawn = mask_of(fk.BigBird(size, 3, 0, 1), form), mask_of(fk.BigBird(size, 3, random, 1), form)
+    without, drawn = (
+        mask_of(sparsefinder.BigBird(size, 3, 0, 1), form),
+        mask_of(sparsefinder.BigBird(size, 3, random, 1), form),
+    )
     seen = by_definition(form, lambda b, i, j: True)
     for b, (queries, keys) in enumerate(real_counts(form)):
         for h, i in itertools.product(range(form.query_heads), range(queries)):
@@ -100,7 +110,7 @@ def test_bigbird_draws_evenly_and_anew_for_every_block_and_head():
     drawn = torch.zeros(10)
     x = torch.zeros(1, 2, 40, 2)
     for seed in range(200):
-        mask = fk.BigBird(4, 3, 2, 1).graph(x, x, generator=torch.Generator().manual_seed(seed)).to_mask()[0]
+        mask = sparsefinder.BigBird(4, 3, 2, 1).graph(x, x, generator=torch.Generator().manual_seed(seed)).to_mask()[0]
         assert not torch.equal(mask[0], mask[1])
         drawn += mask[0, 24, ::4]  # block 6: window 5, 6, 7 and global 0 always, two of the six others
     fair = torch.tensor([200.0, *[200 / 3] * 4, 200, 200, 200, *[200 / 3] * 2])
@@ -131,7 +141,7 @@ def test_every_subset_is_equally_likely():
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("count", [1, 6, 40])
 def test_random_edges_are_as_many_as_there_are_visible_keys(form, count):
-    mask = mask_of(fk.RandomEdges(count), form)
+    mask = mask_of(sparsefinder.RandomEdges(count), form)
     seen = by_definition(form, lambda b, i, j: True)
     for b, (queries, _) in enumerate(real_counts(form)):
         assert torch.equal(mask[b, :, :queries].sum(-1), seen[b, :, :queries].sum(-1).clamp_max(count))
@@ -142,7 +152,7 @@ def test_random_edges_are_uniform_and_each_querys_own():
     drawn = torch.zeros(20, 20)
     x = torch.zeros(1, 1, 20, 2)
     for seed in range(300):
-        mask = fk.RandomEdges(5).graph(x, x, generator=torch.Generator().manual_seed(seed)).to_mask()[0, 0]
+        mask = sparsefinder.RandomEdges(5).graph(x, x, generator=torch.Generator().manual_seed(seed)).to_mask()[0, 0]
         assert not (mask == mask[:1]).all()
         drawn += mask
     # Mean 75 and standard deviation 7.5 for every pair; the largest of 400.

@@ -24,9 +24,10 @@ from baseline_forms import (
 from cases import SHAPES
 from fewkeys.core.graph import visible
 from fewkeys.core.validation import check_inputs
-from fewkeys.select.baselines.routing import spherical_means
-from fewkeys.select.baselines.sorted_lsh import gray_rank
-from fewkeys.select.memberships import member_ids
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder.baselines.routing import spherical_means
+from fewkeys.papers.sparsefinder.baselines.sorted_lsh import gray_rank
+from fewkeys.papers.sparsefinder.memberships import member_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,7 +42,7 @@ def test_reformer(form, buckets, rounds):
     q, k = raw(form)
     rotations = torch.randn(rounds, 5, buckets // 2, generator=torch.Generator().manual_seed(4)).double()
     seen = by_definition(form, lambda b, i, j: True)
-    mask = mask_of(fk.Reformer(buckets, rounds), form, generator=torch.Generator().manual_seed(4))
+    mask = mask_of(sparsefinder.Reformer(buckets, rounds), form, generator=torch.Generator().manual_seed(4))
     for b, (queries, _) in enumerate(real_counts(form)):
         for h, i, j in itertools.product(range(form.query_heads), range(queries), range(form.keys)):
             same = False
@@ -56,7 +57,7 @@ def test_reformer_collides_as_often_as_the_angle_says():
     for angle in (0.3, 1.2, 2.5):
         q = torch.tensor([1.0, 0.0, 0.0]).view(1, 1, 1, 3) * 7
         k = torch.tensor([math.cos(angle), math.sin(angle), 0.0]).view(1, 1, 1, 3) * 0.2
-        groups = fk.Reformer(2, 4000).graph(q, k).groups
+        groups = sparsefinder.Reformer(2, 4000).graph(q, k).extra
         share = (groups.query == groups.key).double().mean().item()
         expected = 1 - angle / math.pi
         assert abs(share - expected) < 4.5 * (expected * (1 - expected) / 4000) ** 0.5
@@ -64,11 +65,11 @@ def test_reformer_collides_as_often_as_the_angle_says():
 
 def test_more_rounds_only_add_edges_and_buckets_only_take_them():
     form = FORMS["self"]
-    counts = [mask_of(fk.Reformer(8, rounds), form).sum() for rounds in (1, 2, 4, 8)]
+    counts = [mask_of(sparsefinder.Reformer(8, rounds), form).sum() for rounds in (1, 2, 4, 8)]
     assert counts == sorted(counts)
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 1, 400, 8, generator=g) for _ in range(2))
-    shares = [1 - fk.Reformer(buckets, 1).graph(q, k).sparsity() for buckets in (2, 8, 32)]
+    shares = [1 - sparsefinder.Reformer(buckets, 1).graph(q, k).sparsity() for buckets in (2, 8, 32)]
     # No fewer than if buckets were even, up to the draw.
     assert all(share > 0.8 / buckets for share, buckets in zip(shares, (2, 8, 32), strict=True))
     assert shares == sorted(shares, reverse=True)
@@ -88,7 +89,7 @@ def test_sorted_hash(form, size):
     """Blocks are equal cuts of the two orders by hash."""
     q, k = raw(form)
     planes = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).double()
-    mask = mask_of(fk.SortedLSH(size), form, generator=torch.Generator().manual_seed(4))
+    mask = mask_of(sparsefinder.SortedLSH(size), form, generator=torch.Generator().manual_seed(4))
     for b, (queries, keys) in enumerate(real_counts(form)):
         blocks = math.ceil(keys / size)
         for h in range(form.query_heads):
@@ -115,7 +116,7 @@ def unit(x):
 @pytest.mark.parametrize("balanced", [True, False])
 def test_routing(form, given_ones, balanced):
     places = centroids(form.query_heads)
-    keep = fk.Routing(4, balanced, places if given_ones else None)
+    keep = sparsefinder.Routing(4, balanced, places if given_ones else None)
     mask, x = mask_of(keep, form), inputs_of(form)
     q, k = (unit(rows) for rows in raw(form))
     for b, counts in enumerate(real_counts(form)):
@@ -161,11 +162,16 @@ def test_a_centroid_without_rows_stays_where_it_is():
 
 
 def test_routing_by_given_nearest_centroids_is_causal():
-    form, keep = FORMS["causal"], fk.Routing(4, False, centroids())
+    form, keep = FORMS["causal"], sparsefinder.Routing(4, False, centroids())
     assert keep.causal
     both = mask_of(keep, FORMS["self"]).tril()
     assert torch.equal(mask_of(keep, form), both)
-    for refused in (fk.Routing(4), fk.Routing(4, False), fk.Routing(4, True, centroids()), fk.SortedLSH(4)):
+    for refused in (
+        sparsefinder.Routing(4),
+        sparsefinder.Routing(4, False),
+        sparsefinder.Routing(4, True, centroids()),
+        sparsefinder.SortedLSH(4),
+    ):
         with pytest.raises(ValueError, match=r"^is_causal: .* chooses keys by looking at the future"):
             fk.attention(*form.draw(), keep=refused, is_causal=True)
 
@@ -176,7 +182,7 @@ def test_routing_by_given_nearest_centroids_is_causal():
 def test_block_clusters(form, inside, size, top, window):
     """Blocks are ranked by the squared distance of their mean, of their own cluster's only in version 2."""
     places, space = centroids(form.query_heads, 5, 3), projection(form.query_heads)
-    keep = fk.BlockClusters(size, top, places, space, inside, window)
+    keep = sparsefinder.BlockClusters(size, top, places, space, inside, window)
     mask = mask_of(keep, form)
     q, k = raw(form)
     for b, counts in enumerate(real_counts(form)):
@@ -227,7 +233,7 @@ def sparsemax_support(scores):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_low_dimensional_entmax(form):
     space = projection(form.query_heads)
-    mask = mask_of(fk.LowRankEntmax(project=space, alpha=2.0), form)
+    mask = mask_of(sparsefinder.LowRankEntmax(project=space, alpha=2.0), form)
     q, k = raw(form)
     seen = by_definition(form, lambda b, i, j: True)
     for b, (queries, _) in enumerate(real_counts(form)):
@@ -243,8 +249,8 @@ def test_all_dimensions_give_the_true_support():
     q, k = raw(form)
     eye = torch.eye(5, dtype=torch.float64).expand(4, -1, -1)
     for alpha in (1.3, 1.5, 2.0):
-        mask = mask_of(fk.LowRankEntmax(project=fk.Projection(eye, eye), alpha=alpha), form)
-        weights = fk.Entmax(alpha).normalised(q @ k.mT / 5**0.5)
+        mask = mask_of(sparsefinder.LowRankEntmax(project=sparsefinder.Projection(eye, eye), alpha=alpha), form)
+        weights = fk.weights.Entmax(alpha).normalised(q @ k.mT / 5**0.5)
         assert torch.equal(mask, weights > 0)
         assert not mask.all()
 
@@ -252,10 +258,10 @@ def test_all_dimensions_give_the_true_support():
 def test_random_projections_come_closer_with_rank():
     """The call's scale is the right one for them: recall of the true support grows to nearly one."""
     q, k, _ = SHAPES["plain"].draw()
-    truth = fk.Entmax(1.5).normalised(q @ k.mT / 8**0.5) > 0
+    truth = fk.weights.Entmax(1.5).normalised(q @ k.mT / 8**0.5) > 0
     recall = []
     for rank in (2, 16, 2000):
-        found = fk.LowRankEntmax(rank).graph(q, k).to_mask()
+        found = sparsefinder.LowRankEntmax(rank).graph(q, k).to_mask()
         recall.append(((found & truth).sum() / truth.sum()).item())
     assert recall == sorted(recall)
     assert recall[-1] > 0.95
@@ -270,12 +276,15 @@ def in_space(space):
     eye = torch.eye(space.rank, dtype=torch.float64).expand(space.query.shape[0], -1, -1)
     own = centroids(space.query.shape[0], 4, space.rank)
     return {
-        "reformer": (fk.Reformer(4, 2, space), fk.Reformer(4, 2)),
-        "sorted": (fk.SortedLSH(5, project=space), fk.SortedLSH(5)),
-        "routing": (fk.Routing(4, project=space), fk.Routing(4)),
-        "routing, given": (fk.Routing(4, False, own, space), fk.Routing(4, False, own)),
-        "entmax": (fk.LowRankEntmax(project=space), fk.LowRankEntmax(project=fk.Projection(eye, eye))),
-        "blocks": (fk.BlockClusters(2, 2, own, space), fk.BlockClusters(2, 2, own)),
+        "reformer": (sparsefinder.Reformer(4, 2, space), sparsefinder.Reformer(4, 2)),
+        "sorted": (sparsefinder.SortedLSH(5, project=space), sparsefinder.SortedLSH(5)),
+        "routing": (sparsefinder.Routing(4, project=space), sparsefinder.Routing(4)),
+        "routing, given": (sparsefinder.Routing(4, False, own, space), sparsefinder.Routing(4, False, own)),
+        "entmax": (
+            sparsefinder.LowRankEntmax(project=space),
+            sparsefinder.LowRankEntmax(project=sparsefinder.Projection(eye, eye)),
+        ),
+        "blocks": (sparsefinder.BlockClusters(2, 2, own, space), sparsefinder.BlockClusters(2, 2, own)),
     }
 
 
@@ -314,7 +323,7 @@ def test_order_means_nothing_in_a_space(name):
     assert torch.equal(shuffled, keep.graph(q, k).to_mask()[:, :, queries][..., keys])
 
 
-HASHES = [fk.Reformer(8), fk.SortedLSH(5), fk.LowRankEntmax(3)]
+HASHES = [sparsefinder.Reformer(8), sparsefinder.SortedLSH(5), sparsefinder.LowRankEntmax(3)]
 
 
 @pytest.mark.parametrize("keep", HASHES, ids=str)
@@ -333,7 +342,9 @@ def test_hashes_are_drawn_from_the_generator(keep):
     assert not torch.equal(first, run(8))
 
 
-@pytest.mark.parametrize("keep", [*HASHES, fk.BlockClusters(4, 2, centroids())], ids=lambda keep: type(keep).__name__)
+@pytest.mark.parametrize(
+    "keep", [*HASHES, sparsefinder.BlockClusters(4, 2, centroids())], ids=lambda keep: type(keep).__name__
+)
 def test_sequences_stand_alone(keep):
     q, k, _ = SELF.draw()
     whole = keep.graph(q, k).to_mask()
@@ -356,17 +367,17 @@ def test_who_covers_keeps_every_visible_key(queries, keys, offset, causal):
     for size, other in itertools.product(range(1, 10), (1, 2, 5)):
         power = 1 << (size.bit_length() - 1)
         for keep in (
-            fk.GlobalTokens(size),
-            fk.Longformer(size, other),
-            fk.BigBird(power, 3, 0, other),
-            fk.Strided(size),
-            fk.Fixed(size, min(size, other)),
-            fk.RandomEdges(size),
-            fk.SortedLSH(size),
-            fk.Routing(other),
-            fk.Reformer(2 * other),
-            fk.LowRankEntmax(other),
-            fk.BlockClusters(power, other, centroids(2, 3, 3)),
+            sparsefinder.GlobalTokens(size),
+            sparsefinder.Longformer(size, other),
+            sparsefinder.BigBird(power, 3, 0, other),
+            sparsefinder.Strided(size),
+            sparsefinder.Fixed(size, min(size, other)),
+            sparsefinder.RandomEdges(size),
+            sparsefinder.SortedLSH(size),
+            sparsefinder.Routing(other),
+            sparsefinder.Reformer(2 * other),
+            sparsefinder.LowRankEntmax(other),
+            sparsefinder.BlockClusters(power, other, centroids(2, 3, 3)),
         ):
             if keep.covers(inputs) and (keep.causal or not causal):
                 covering += 1
@@ -379,14 +390,14 @@ def test_the_work_stated_is_about_what_is_kept():
     q, k = (torch.randn(1, 1, 600, 8, generator=g) for _ in range(2))
     inputs = check_inputs(q, k, k)
     for keep in (
-        fk.Longformer(21, 5),
-        fk.BigBird(8, 3, 3, 1),
-        fk.Strided(24),
-        fk.Fixed(24, 2),
-        fk.Reformer(16, 1),
-        fk.SortedLSH(30),
-        fk.Routing(20),
-        fk.BlockClusters(8, 4, centroids(1, 6, 8)),
+        sparsefinder.Longformer(21, 5),
+        sparsefinder.BigBird(8, 3, 3, 1),
+        sparsefinder.Strided(24),
+        sparsefinder.Fixed(24, 2),
+        sparsefinder.Reformer(16, 1),
+        sparsefinder.SortedLSH(30),
+        sparsefinder.Routing(20),
+        sparsefinder.BlockClusters(8, 4, centroids(1, 6, 8)),
     ):
         work = keep.work(inputs)
         assert work.scores == pytest.approx(keep.select(inputs).slots(), rel=0.5)
@@ -405,35 +416,39 @@ def test_plans_with_tensors_come_back(tmp_path):
 
 SPOILED = torch.full((2, 5, 3), float("nan"))
 REFUSED = {
-    "GlobalTokens count: expected at least 1, got 0": lambda: fk.GlobalTokens(0),
-    "Longformer window: expected an integer, got float": lambda: fk.Longformer(2.0, 1),
-    "BigBird window: expected an odd number of blocks, got 2": lambda: fk.BigBird(4, 2),
-    "RecentBlocks size: expected a power of two, got 12": lambda: fk.BigBird(12),
-    "BigBird random: expected at least 0, got -1": lambda: fk.BigBird(4, 3, -1),
-    "Strided stride: expected at least 1": lambda: fk.Strided(0),
-    "Fixed summary: expected at most the stride, 4, got 5": lambda: fk.Fixed(4, 5),
-    "Reformer buckets: expected an even number, got 7": lambda: fk.Reformer(7),
-    "Reformer buckets: expected at least 2": lambda: fk.Reformer(1),
-    "SortedLSH planes: expected at most 62": lambda: fk.SortedLSH(4, 63),
-    "LowRankEntmax: expected exactly one of rank and project": lambda: fk.LowRankEntmax(),
-    "LowRankEntmax alpha: expected a finite number": lambda: fk.LowRankEntmax(2, alpha=1.0),
-    "Routing clusters: expected the number of centroids given, 4, got 5": lambda: fk.Routing(5, True, centroids()),
-    "project: expected a Projection or None, got Tensor": lambda: fk.Reformer(4, 1, torch.zeros(2, 5, 3)),
-    "centroids: expected Centroids or None, got Tensor": lambda: fk.Routing(4, True, torch.zeros(2, 4, 5)),
-    r"centroids: expected shape \(2, any, 3\) like the projection's": lambda: fk.Routing(
+    "GlobalTokens count: expected at least 1, got 0": lambda: sparsefinder.GlobalTokens(0),
+    "Longformer window: expected an integer, got float": lambda: sparsefinder.Longformer(2.0, 1),
+    "BigBird window: expected an odd number of blocks, got 2": lambda: sparsefinder.BigBird(4, 2),
+    "RecentBlocks size: expected a power of two, got 12": lambda: sparsefinder.BigBird(12),
+    "BigBird random: expected at least 0, got -1": lambda: sparsefinder.BigBird(4, 3, -1),
+    "Strided stride: expected at least 1": lambda: sparsefinder.Strided(0),
+    "Fixed summary: expected at most the stride, 4, got 5": lambda: sparsefinder.Fixed(4, 5),
+    "Reformer buckets: expected an even number, got 7": lambda: sparsefinder.Reformer(7),
+    "Reformer buckets: expected at least 2": lambda: sparsefinder.Reformer(1),
+    "SortedLSH planes: expected at most 62": lambda: sparsefinder.SortedLSH(4, 63),
+    "LowRankEntmax: expected exactly one of rank and project": lambda: sparsefinder.LowRankEntmax(),
+    "LowRankEntmax alpha: expected a finite number": lambda: sparsefinder.LowRankEntmax(2, alpha=1.0),
+    "Routing clusters: expected the number of centroids given, 4, got 5": lambda: sparsefinder.Routing(
+        5, True, centroids()
+    ),
+    "project: expected a Projection or None, got Tensor": lambda: sparsefinder.Reformer(4, 1, torch.zeros(2, 5, 3)),
+    "centroids: expected Centroids or None, got Tensor": lambda: sparsefinder.Routing(4, True, torch.zeros(2, 4, 5)),
+    r"centroids: expected shape \(2, any, 3\) like the projection's": lambda: sparsefinder.Routing(
         4, True, centroids(), projection(2)
     ),
-    "centroids: expected Centroids, got None": lambda: fk.BlockClusters(4, 2, None),
-    "BlockClusters window: expected an odd number": lambda: fk.BlockClusters(4, 2, centroids(), window=2),
-    "Projection query: expected a floating tensor": lambda: fk.Projection(torch.zeros(2, 5, 3).long(), None),
-    "Projection query: expected shape": lambda: fk.Projection(torch.zeros(5, 3), torch.zeros(5, 3)),
-    "Projection key: expected the shape of query": lambda: fk.Projection(torch.zeros(2, 5, 3), torch.zeros(2, 5, 4)),
-    "Projection query: expected finite numbers, got 30 NaN": lambda: fk.Projection(SPOILED, SPOILED),
-    "Centroids place: expected a floating tensor .*, got list": lambda: fk.Centroids([1.0]),
-    "project: expected a projection of 2 query heads of dimension 5, got 4 of 5": lambda: fk.Reformer(
+    "centroids: expected Centroids, got None": lambda: sparsefinder.BlockClusters(4, 2, None),
+    "BlockClusters window: expected an odd number": lambda: sparsefinder.BlockClusters(4, 2, centroids(), window=2),
+    "Projection query: expected a floating tensor": lambda: sparsefinder.Projection(torch.zeros(2, 5, 3).long(), None),
+    "Projection query: expected shape": lambda: sparsefinder.Projection(torch.zeros(5, 3), torch.zeros(5, 3)),
+    "Projection key: expected the shape of query": lambda: sparsefinder.Projection(
+        torch.zeros(2, 5, 3), torch.zeros(2, 5, 4)
+    ),
+    "Projection query: expected finite numbers, got 30 NaN": lambda: sparsefinder.Projection(SPOILED, SPOILED),
+    "Centroids place: expected a floating tensor .*, got list": lambda: sparsefinder.Centroids([1.0]),
+    "project: expected a projection of 2 query heads of dimension 5, got 4 of 5": lambda: sparsefinder.Reformer(
         4, 1, projection()
     ).graph(*SELF.draw()[:2]),
-    r"centroids: expected shape \(2, any, 5\) for 2 query heads compared in 5": lambda: fk.Routing(
+    r"centroids: expected shape \(2, any, 5\) for 2 query heads compared in 5": lambda: sparsefinder.Routing(
         4, True, centroids(2, 4, 3)
     ).graph(*SELF.draw()[:2]),
 }

@@ -17,28 +17,35 @@ from fewkeys.core.work import Work
 from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch import by_block, grouped
+from fewkeys.execute.torch import by_block
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder import grouped
 from fewkeys.select import Selector
 from largest import Largest
 
 entmax_package = pytest.importorskip("entmax")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ALL_WEIGHTS = {**WEIGHTS, "sparsemax": fk.Entmax(2.0), "entmax 1.3": fk.Entmax(1.3), "entmax 2.5": fk.Entmax(2.5)}
+ALL_WEIGHTS = {
+    **WEIGHTS,
+    "sparsemax": fk.weights.Entmax(2.0),
+    "entmax 1.3": fk.weights.Entmax(1.3),
+    "entmax 2.5": fk.weights.Entmax(2.5),
+}
 BESIDE = {
     "nothing": None,
     "window": fk.Window(3),
     "window + sinks": fk.Window(4) | fk.Sinks(2),
-    "leverage": fk.Leverage(2),
-    "recent blocks + window": fk.RecentBlocks(4, 1) | fk.Window(7),
+    "leverage": fk.select.Leverage(2),
+    "recent blocks + window": fk.select.RecentBlocks(4, 1) | fk.Window(7),
     "top-k": fk.TopK(2),
 }
 RESTS = {
     "means": fk.ClusterMeans(3),
     "first-order means": fk.ClusterMeans(3, rank=2),
-    "group means": fk.GroupMeans(9),
-    "moments": fk.Moments(),
-    "sample": fk.UniformSample(4),
+    "group means": sparsefinder.GroupMeans(9),
+    "moments": fk.rest.Moments(),
+    "sample": fk.rest.UniformSample(4),
 }
 
 
@@ -48,10 +55,10 @@ class Held(Selector):
 
     causal = True
 
-    groups: fk.Groups
+    groups: sparsefinder.Groups
 
     def select(self, inputs):
-        return Graph(inputs, groups=self.groups)
+        return Graph(inputs, extra=self.groups)
 
     def covers(self, inputs):
         return False
@@ -87,7 +94,7 @@ class Case:
         heads = self.kv_heads * self.per_key_head
         q = torch.randn(self.batch, heads, self.queries, 4, generator=g, dtype=torch.float64) * 2
         k, v = torch.randn(2, self.batch, self.kv_heads, self.keys, 4, generator=g, dtype=torch.float64)
-        groups = fk.Groups(
+        groups = sparsefinder.Groups(
             draw_ids(g, (self.batch, heads, self.queries, self.query_groups), self.count, self.skew),
             draw_ids(g, (self.batch, heads, self.keys, self.key_groups), self.count, self.skew),
             self.count,
@@ -142,14 +149,14 @@ def assert_agree(case, keep, rest, weights):
 def test_edges_are_the_pairs_that_share_a_group(case):
     (q, k, v), groups, options = case.draw()
     inputs = check_inputs(q, k, v, **{**options, "lengths": None, "is_causal": False})
-    mask = Graph(inputs, groups=groups).to_mask()
+    mask = Graph(inputs, extra=groups).to_mask()
     for index in torch.randint(0, mask.numel(), (20,), generator=torch.Generator().manual_seed(0)):
         b, h, i, j = (int(x) for x in torch.unravel_index(index, mask.shape))
         expected = set(groups.query[b, h, i].tolist()) & set(groups.key[b, h, j].tolist()) - {-1}
         assert bool(mask[b, h, i, j]) == bool(expected)
     other = replace(case, seed=case.seed + 1, count=case.count + 2, query_groups=1).draw()[1]
-    both = Graph(inputs, groups=groups) | Graph(inputs, groups=other, band=(1, 1))
-    expected = mask | Graph(inputs, groups=other).to_mask() | Graph(inputs, band=(1, 1)).to_mask()
+    both = Graph(inputs, extra=groups) | Graph(inputs, extra=other, band=(1, 1))
+    expected = mask | Graph(inputs, extra=other).to_mask() | Graph(inputs, band=(1, 1)).to_mask()
     assert torch.equal(both.to_mask(), expected)
 
 
@@ -172,14 +179,14 @@ def test_edges_are_the_pairs_that_share_a_group(case):
 )
 def test_malformed_groups_are_refused(query, key, count, error, words):
     with pytest.raises(error, match=words):
-        fk.Groups(query, key, count)
+        sparsefinder.Groups(query, key, count)
 
 
 def test_tokens_without_groups_have_no_edge():
     x = check_inputs(*(torch.zeros(1, 1, 3, 2) for _ in range(3)))
     none = torch.zeros(1, 1, 3, 0, dtype=torch.int64)
-    assert not Graph(x, groups=fk.Groups(none, none, 2)).to_mask().any()
-    assert (Graph(x, groups=fk.Groups(none, none, 2)) | Graph(x, full=True)).to_mask().all()
+    assert not Graph(x, extra=sparsefinder.Groups(none, none, 2)).to_mask().any()
+    assert (Graph(x, extra=sparsefinder.Groups(none, none, 2)) | Graph(x, full=True)).to_mask().all()
 
 
 @pytest.mark.parametrize("part", ["query", "key"])
@@ -187,7 +194,7 @@ def test_groups_of_another_problem_are_refused(part):
     (q, k, v), groups, _ = PLAIN.draw()
     wrong = replace(groups, **{part: getattr(groups, part)[:, :, 1:]})
     with pytest.raises(ValueError, match=f"groups: expected {part} ids of shape"):
-        Graph(check_inputs(q, k, v), groups=wrong)
+        Graph(check_inputs(q, k, v), extra=wrong)
 
 
 # --- the execution ---------------------------------------------------------------------------------------------------
@@ -239,8 +246,8 @@ def test_cutting_into_pieces_does_not_matter(size, monkeypatch):
     for name in ("CHUNK", "TILE", "BATCH"):
         monkeypatch.setattr(grouped, name, size)
     case = replace(TANGLED, batch=1, kv_heads=1, per_key_head=2, queries=17, keys=17, query_groups=2)
-    assert_agree(case, fk.Window(3), fk.Drop(), fk.Entmax(1.5))
-    assert_agree(replace(case, queries=70, key_groups=1), None, fk.GroupMeans(7), fk.Softmax())
+    assert_agree(case, fk.Window(3), fk.Drop(), fk.weights.Entmax(1.5))
+    assert_agree(replace(case, queries=70, key_groups=1), None, sparsefinder.GroupMeans(7), fk.Softmax())
 
 
 def test_queries_without_edges_give_zeros_and_no_gradient():
@@ -253,7 +260,7 @@ def test_queries_without_edges_give_zeros_and_no_gradient():
         empty = ~(query.unsqueeze(3) == key.masked_fill(key < 0, -2).unsqueeze(2)).any(-1).any(-1)
         for weights in ALL_WEIGHTS.values():
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-            found = fk.attention(*inputs, keep=Held(fk.Groups(query, key, 6)), weights=weights, impl="torch")
+            found = fk.attention(*inputs, keep=Held(sparsefinder.Groups(query, key, 6)), weights=weights, impl="torch")
             assert torch.equal(found[empty], torch.zeros_like(found[empty]))
             grads = torch.autograd.grad(found.square().sum(), inputs)
             assert all(torch.isfinite(grad).all() for grad in grads)
@@ -267,7 +274,7 @@ def test_gradients_of_the_joined_rows(alpha):
 
     def run(q, k, v):
         x = check_inputs(q, k, v)
-        return by_block.attend(Problem(x, Graph(x, groups=groups, band=(1, 0)), None, fk.Entmax(alpha)))
+        return by_block.attend(Problem(x, Graph(x, extra=groups, band=(1, 0)), None, fk.weights.Entmax(alpha)))
 
     assert torch.autograd.gradcheck(run, [x.requires_grad_() for x in tensors])
 
@@ -279,7 +286,7 @@ def test_the_future_does_not_matter(weights):
     (q, k, v), groups, options = case.draw()
     before = fk.attention(q, k, v, keep=Held(groups) | fk.Window(2), weights=WEIGHTS[weights], **options)
     for token in (1, 17, 49):
-        changed = fk.Groups(groups.query.clone(), groups.key.clone(), 7)
+        changed = sparsefinder.Groups(groups.query.clone(), groups.key.clone(), 7)
         changed.query[:, :, token:], changed.key[:, :, token:] = 3, 3
         later_k, later_v = k.clone(), v.clone()
         later_k[:, :, token:], later_v[:, :, token:] = 50.0, -1e4
@@ -339,8 +346,10 @@ def test_gold_inside_predicted_gives_exact_attention(alpha, is_causal):
     # Query i is group i; a key is in the groups of the queries that use it: at most `most` of them.
     most = int(gold.sum(-2).max())
     used, query = gold.mT.to(torch.int8).topk(most, -1)
-    predicted = fk.Groups(torch.arange(60).expand(2, 2, -1).unsqueeze(-1).clone(), query.masked_fill(used == 0, -1), 60)
-    found = fk.attention(q, k, v, keep=Held(predicted | others), weights=fk.Entmax(alpha), is_causal=is_causal)
+    predicted = sparsefinder.Groups(
+        torch.arange(60).expand(2, 2, -1).unsqueeze(-1).clone(), query.masked_fill(used == 0, -1), 60
+    )
+    found = fk.attention(q, k, v, keep=Held(predicted | others), weights=fk.weights.Entmax(alpha), is_causal=is_causal)
     kept = Held(predicted | others).graph(q, k, is_causal=is_causal)
     assert (kept.to_mask() >= gold).all()
     assert kept.sparsity() > 0.3
@@ -360,7 +369,7 @@ def test_an_edge_that_many_hold_counts_once(weights):
     once = fk.attention(q, k, v, keep=Held(groups) | fk.Window(9), weights=weights, **options)
     often = Held(groups | groups) | fk.Window(9) | Held(replace(groups, query=groups.query.flip(-1)))
     torch.testing.assert_close(fk.attention(q, k, v, keep=often, weights=weights, **options), once)
-    everything = fk.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1)
+    everything = sparsefinder.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1)
     keep = Held(everything | groups) | fk.Window(9) | fk.Sinks(3)
     found = fk.attention(q, k, v, keep=keep, weights=weights, **options)
     torch.testing.assert_close(found, fk.attention(q, k, v, weights=weights, **options))
@@ -372,9 +381,9 @@ def test_kept_keys_and_stand_ins_count_every_key_once(case, rest):
     """With all scores equal each of n keys weighs 1 / n: so the 7 keys that no stand-in speaks for weigh 7 / n."""
     (q, k, v), groups, options = case.draw()
     q = torch.zeros_like(q)
-    listed = fk.Leverage(7).graph(q, k, **options).to_mask()[:, :: case.per_key_head, 0]
+    listed = fk.select.Leverage(7).graph(q, k, **options).to_mask()[:, :: case.per_key_head, 0]
     marked = listed[..., None].to(v.dtype).expand(*listed.shape, 3).contiguous()
-    keep = fk.Leverage(7) | fk.Window(5) | Held(groups)
+    keep = fk.select.Leverage(7) | fk.Window(5) | Held(groups)
     found = fk.attention(q, k, marked, keep=keep, rest=rest, impl="torch", **options)
     for b in range(case.batch):
         n = case.keys if options["lengths"] is None else int(options["lengths"][b])
@@ -387,19 +396,19 @@ def test_group_means_of_single_keys_are_exact():
     (q, k, v), _, _ = PLAIN.draw()
     keys = torch.arange(60).expand(2, 2, -1).unsqueeze(-1).contiguous()
     for query in (torch.full((2, 2, 50, 1), -1), keys[:, :, :50]):
-        keep = Held(fk.Groups(query, keys, 60))
-        found = fk.attention(q, k, v, keep=keep, rest=fk.GroupMeans(60), impl="torch")
+        keep = Held(sparsefinder.Groups(query, keys, 60))
+        found = fk.attention(q, k, v, keep=keep, rest=sparsefinder.GroupMeans(60), impl="torch")
         # The importance of keys is computed in a metric with a ridge of 1e-6.
         torch.testing.assert_close(found, fk.attention(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_one_group_for_all_is_one_cluster():
     (q, k, v), _, _ = replace(PLAIN, keys=16).draw()  # few enough for the clusters to read every key
-    keep = Held(fk.Groups(torch.full((2, 2, 50, 1), -1), torch.zeros(2, 2, 16, 1).long(), 1))
-    found = fk.attention(q, k, v, keep=keep, rest=fk.GroupMeans(1), impl="torch")
+    keep = Held(sparsefinder.Groups(torch.full((2, 2, 50, 1), -1), torch.zeros(2, 2, 16, 1).long(), 1))
+    found = fk.attention(q, k, v, keep=keep, rest=sparsefinder.GroupMeans(1), impl="torch")
     torch.testing.assert_close(found, fk.attention(q, k, v, keep=keep, rest=fk.ClusterMeans(1), impl="torch"))
     lengths = torch.tensor([16, 7])
-    padded = fk.attention(q, k, v, keep=keep, rest=fk.GroupMeans(1), impl="torch", lengths=lengths)
+    padded = fk.attention(q, k, v, keep=keep, rest=sparsefinder.GroupMeans(1), impl="torch", lengths=lengths)
     torch.testing.assert_close(
         padded, fk.attention(q, k, v, keep=keep, rest=fk.ClusterMeans(1), impl="torch", lengths=lengths)
     )
@@ -408,7 +417,7 @@ def test_one_group_for_all_is_one_cluster():
 def test_group_means_are_those_of_the_first_group_and_of_no_group():
     (q, k, v), groups, options = TANGLED.draw()
     inputs = check_inputs(q, k, v, **options)
-    found = fk.GroupMeans(7).prepare(inputs, Graph(inputs, groups=groups), fk.Elu())
+    found = sparsefinder.GroupMeans(7).prepare(inputs, Graph(inputs, extra=groups), fk.weights.Elu())
     first = groups.key[:, [0, 3], :, 0]  # the first query head that reads each key head
     real = torch.arange(50) < options["lengths"][:, None, None]
     for group in range(7):
@@ -419,18 +428,20 @@ def test_group_means_are_those_of_the_first_group_and_of_no_group():
 def test_a_stand_in_for_nobody_decides_nothing():
     """Its score may exceed all others by hundreds: as the row's largest it would leave them no weight."""
     (q, k, v), groups, _ = PLAIN.draw(torch.float32)
-    everything = Held(fk.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1))
-    found = fk.attention(30 * q, k, v, keep=everything, rest=fk.Moments(), impl="torch")
+    everything = Held(sparsefinder.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1))
+    found = fk.attention(30 * q, k, v, keep=everything, rest=fk.rest.Moments(), impl="torch")
     torch.testing.assert_close(found, fk.attention(30 * q, k, v), rtol=1e-4, atol=1e-4)
 
 
 def test_group_means_say_what_they_need():
     (q, k, v), groups, _ = PLAIN.draw()
     with pytest.raises(ValueError, match="GroupMeans needs a selector that keeps groups"):
-        fk.attention(q, k, v, keep=fk.Window(3), rest=fk.GroupMeans(4))
+        fk.attention(q, k, v, keep=fk.Window(3), rest=sparsefinder.GroupMeans(4))
     with pytest.raises(ValueError, match="GroupMeans count: expected at least 6 groups, got 5"):
-        fk.attention(q, k, v, keep=Held(groups), rest=fk.GroupMeans(5))
-    assert fk.Plan.from_dict(fk.Plan(fk.Window(3), fk.GroupMeans(4)).to_dict()).rest == fk.GroupMeans(4)
+        fk.attention(q, k, v, keep=Held(groups), rest=sparsefinder.GroupMeans(5))
+    assert fk.Plan.from_dict(
+        fk.Plan(fk.Window(3), sparsefinder.GroupMeans(4)).to_dict()
+    ).rest == sparsefinder.GroupMeans(4)
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------
@@ -443,7 +454,7 @@ def cost(n, count, giant, rest, weights):
     ids = [torch.randperm(n, generator=g) % count for _ in range(2)]
     if giant:
         ids = [torch.where(torch.rand(n, generator=g) < 0.25, 0, own) for own in ids]
-    groups = fk.Groups(*(own.view(1, 1, n, 1) for own in ids), count)
+    groups = sparsefinder.Groups(*(own.view(1, 1, n, 1) for own in ids), count)
     edges = int((torch.bincount(ids[0]) * torch.bincount(ids[1])).sum())
     largest, flops = Largest(), FlopCounterMode(display=False)
     with torch.no_grad(), flops, largest:
@@ -464,7 +475,7 @@ def test_cost_follows_the_edges(weights, giant):
 
 def test_stand_ins_cost_edges_and_means():
     n, count = 8192, 90
-    edges, largest, flops = cost(n, count, False, fk.GroupMeans(count), fk.Softmax())
+    edges, largest, flops = cost(n, count, False, sparsefinder.GroupMeans(count), fk.Softmax())
     assert largest <= n * (count + 1) + 2 * grouped.BATCH
     assert flops <= 2 * (edges * 20 + n * (count + 1) * 64)
 
@@ -479,4 +490,4 @@ def test_the_model_of_costs_asks_the_selector():
 def test_reference_is_not_what_runs(monkeypatch):
     monkeypatch.setattr(reference, "_attend", None)
     (q, k, v), groups, options = TANGLED.draw()
-    fk.attention(q, k, v, keep=Held(groups) | fk.Window(3) | fk.Sinks(2), weights=fk.Entmax(1.5), **options)
+    fk.attention(q, k, v, keep=Held(groups) | fk.Window(3) | fk.Sinks(2), weights=fk.weights.Entmax(1.5), **options)

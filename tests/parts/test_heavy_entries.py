@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fewkeys.heavy import direct, gram, heavy_entries, search
-from fewkeys.heavy.keys import ScaledKeys
+from fewkeys.papers.levattention import direct, gram, heavy_entries, search
+from fewkeys.papers.levattention.keys import ScaledKeys
 from odd_keys import KINDS, keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fewkeys.heavy import Sketched, direct, gram, heavy_entries, search, sketched
-from fewkeys.heavy.gram import exact_form
-from fewkeys.heavy.keys import ScaledKeys
-from fewkeys.sketch.projections import PROJECTIONS
+from fewkeys.papers.levattention import Sketched, direct, gram, heavy_entries, search, sketched
+from fewkeys.papers.levattention.gram import exact_form
+from fewkeys.papers.levattention.keys import ScaledKeys
+from fewkeys.papers.levattention.projections import PROJECTIONS
 from odd_keys import KINDS, keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")

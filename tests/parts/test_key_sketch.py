@@ -6,10 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fewkeys as fk
-from fewkeys.sketch import key_sketch
-from fewkeys.sketch.key_sketch import KeySketch
-from fewkeys.sketch.leverage import leverage_scores, universal_set
+from fewkeys.papers import levattention
+from fewkeys.papers.levattention import key_sketch, leverage_scores, universal_set
+from fewkeys.papers.levattention.key_sketch import KeySketch
 from fewkeys.sketch.lewis import tensor_bounds
 from odd_keys import KINDS, keys
 
@@ -164,4 +163,4 @@ def test_bad_input_is_named():
     for message, call in refusals.items():
         with pytest.raises((ValueError, TypeError), match=f"^{message}"):
             call()
-    assert torch.equal(sketch.universal_set().to_mask(), fk.universal_set(k, 0.1))
+    assert torch.equal(sketch.universal_set().to_mask(), levattention.universal_set(k, 0.1))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fewkeys.papers.levattention import leverage_scores, universal_set
 from fewkeys.sketch import lewis
-from fewkeys.sketch.leverage import leverage_scores, universal_set
 from fewkeys.sketch.lewis import TOLERANCE, lewis_weights, tensor_bounds
 from fewkeys.sketch.tensor_power import tensor_features, width
 from odd_keys import KINDS, keys

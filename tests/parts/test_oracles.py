@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from fewkeys.oracle import supports
-from fewkeys.oracle.caratheodory import caratheodory
-from fewkeys.oracle.simplex import nearest_in_hull
+from fewkeys.papers import value_aware
+from fewkeys.papers.value_aware import supports
+from fewkeys.papers.value_aware.caratheodory import caratheodory
+from fewkeys.papers.value_aware.simplex import nearest_in_hull
 
 SOLVERS = ("auto", "greedy", "eliminate", "pairwise")
 DTYPE = torch.float64
@@ -88,7 +89,7 @@ def test_caratheodory_is_exact(seed, keys, dims, kind, zeros):
         weights = weights.masked_fill(hidden, 0.0)
         weights = weights / weights.sum(-1, keepdim=True)
     for found in (
-        fk.oracle.value_aware(weights, values, dims + 1),
+        value_aware.value_aware(weights, values, dims + 1),
         caratheodory(weights, values[None], torch.zeros(len(weights), dtype=torch.long)),
     ):
         check_simplex(found, dims + 1)
@@ -112,10 +113,10 @@ def test_fewer_are_enough_for_values_in_a_plane():
     values = torch.randn(50, 3, generator=g, dtype=DTYPE) @ torch.randn(3, 20, generator=g, dtype=DTYPE) + 7
     weights, _ = problem(1, keys=50)
     for method in ("auto", "caratheodory"):
-        found = fk.oracle.value_aware(weights, values, 4, method)
+        found = value_aware.value_aware(weights, values, 4, method)
         check_simplex(found, 4)
         assert error(found, weights, values).max() < 1e-12
-    assert error(fk.oracle.value_aware(weights, values, 3), weights, values).min() > 1e-6
+    assert error(value_aware.value_aware(weights, values, 3), weights, values).min() > 1e-6
 
 
 def test_single_precision_at_the_size_of_a_model():
@@ -123,7 +124,7 @@ def test_single_precision_at_the_size_of_a_model():
     weights, values = problem(0, keys=512, dims=32, rows=40, sharp=3.0, lead=(2,))
     weights, values = weights.float(), values.float() + 1
     weights = weights / weights.sum(-1, keepdim=True)
-    found = fk.oracle.value_aware(weights, values, 33)
+    found = value_aware.value_aware(weights, values, 33)
     assert found.dtype == torch.float32
     check_simplex(found, 33, slack=1e-6)
     exact = weights.double() @ values.double()
@@ -138,19 +139,19 @@ def test_single_precision_at_the_size_of_a_model():
 )
 def test_on_the_simplex_and_never_worse_than_oblivious(seed, r, keys, dims, method):
     weights, values = problem(seed, keys, dims)
-    found = fk.oracle.value_aware(weights, values, r, method)
+    found = value_aware.value_aware(weights, values, r, method)
     check_simplex(found, r)
     for form in ("renormalised", "projected"):
-        oblivious = error(fk.oracle.value_oblivious(weights, r, form), weights, values)
+        oblivious = error(value_aware.value_oblivious(weights, r, form), weights, values)
         assert (error(found, weights, values) <= oblivious + 1e-10).all()
 
 
 @given(seed=seeds, r=st.integers(1, 6), method=st.sampled_from(SOLVERS))
 def test_never_worse_than_oblivious_with_many_keys(seed, r, method):
     weights, values = problem(seed, keys=90, dims=8, rows=5)
-    found = fk.oracle.value_aware(weights, values, r, method)
+    found = value_aware.value_aware(weights, values, r, method)
     check_simplex(found, r)
-    oblivious = fk.oracle.value_oblivious(weights, r, "projected")
+    oblivious = value_aware.value_oblivious(weights, r, "projected")
     assert (error(found, weights, values) <= error(oblivious, weights, values) + 1e-12).all()
 
 
@@ -159,7 +160,7 @@ def test_never_worse_than_oblivious_with_many_keys(seed, r, method):
 @given(seed=seeds)
 def test_error_never_increases_with_r(keys, seed):
     weights, values = problem(seed, keys, dims=6, rows=3)
-    errors = [error(fk.oracle.value_aware(weights, values, r), weights, values) for r in range(1, 9)]
+    errors = [error(value_aware.value_aware(weights, values, r), weights, values) for r in range(1, 9)]
     for fewer, more in itertools.pairwise(errors):
         assert (more <= fewer + 1e-12).all()
     assert errors[-1].max() < 1e-12
@@ -179,14 +180,14 @@ def test_against_brute_force():
         weights, values = problem(number, keys, dims, rows=12)
         best = brute_force(weights, values, r)
         for method in SOLVERS:
-            found = error(fk.oracle.value_aware(weights, values, r, method), weights, values)
+            found = error(value_aware.value_aware(weights, values, r, method), weights, values)
             assert (found >= best - 1e-9).all()  # nothing beats brute force
             gaps[method].append(float(found.mean() / best.mean()))
         search = supports.search(rows_of(weights, values), r, enumerate_up_to=0)
         top = supports.oblivious(rows_of(weights, values), r)
         gaps["top r"].append(float(top.value.sqrt().mean() / best.mean()))
         gaps["search"].append(float(search.value.sqrt().mean() / best.mean()))
-        exhaustive = fk.oracle.value_aware(weights, values, r, "exhaustive")
+        exhaustive = value_aware.value_aware(weights, values, r, "exhaustive")
         torch.testing.assert_close(error(exhaustive, weights, values), best, rtol=1e-6, atol=1e-8)
     mean = {name: sum(ratios) / len(ratios) for name, ratios in gaps.items()}
     assert mean["auto"] <= 1 + 1e-6
@@ -205,11 +206,11 @@ def test_mask_hides_keys(seed, method):
     weights = weights.masked_fill(~visible, 0.0)
     weights = weights / weights.sum(-1, keepdim=True)
     r = {"nearest": 1, "caratheodory": 6}.get(method, 3)
-    found = fk.oracle.value_aware(weights, values, r, method, mask=visible)
+    found = value_aware.value_aware(weights, values, r, method, mask=visible)
     check_simplex(found, r)
     assert not (found > 0)[:, ~visible].any()
     if method in ("nearest", "exhaustive"):  # exact methods: what the hidden values are cannot matter
-        deleted = fk.oracle.value_aware(weights[:, visible], values[visible], r, method)
+        deleted = value_aware.value_aware(weights[:, visible], values[visible], r, method)
         torch.testing.assert_close(found[:, visible], deleted)
 
 
@@ -219,7 +220,7 @@ def test_causal_mask_with_fewer_visible_keys_than_r():
     weights = weights.masked_fill(~visible, 0.0)
     weights = weights / weights.sum(-1, keepdim=True)
     for method in (*SOLVERS, "exhaustive"):
-        found = fk.oracle.value_aware(weights, values, 4, method, mask=visible)
+        found = value_aware.value_aware(weights, values, 4, method, mask=visible)
         check_simplex(found, 4)
         assert not (found > 0)[~visible].any()
         assert error(found, weights, values)[:4].max() < 1e-9  # up to four keys are visible: all of them
@@ -229,7 +230,7 @@ def test_causal_mask_with_fewer_visible_keys_than_r():
 def test_one_weight_is_the_nearest_value(seed):
     weights, values = problem(seed)
     for method in (*SOLVERS, "nearest"):
-        found = fk.oracle.value_aware(weights, values, 1, method)
+        found = value_aware.value_aware(weights, values, 1, method)
         assert torch.equal(found.argmax(-1), torch.cdist(weights @ values, values).argmin(-1))
         assert torch.equal(found.amax(-1), torch.ones(8, dtype=DTYPE))
 
@@ -262,7 +263,7 @@ def test_orthogonal_values_of_equal_norm_make_sight_useless(seed, r):
     g = torch.Generator().manual_seed(seed)
     values = 3 * torch.linalg.qr(torch.randn(12, 12, generator=g, dtype=DTYPE)).Q[:8]
     weights, _ = problem(seed, keys=8)
-    aware, oblivious = fk.oracle.value_aware(weights, values, r), fk.oracle.value_oblivious(weights, r, "projected")
+    aware, oblivious = value_aware.value_aware(weights, values, r), value_aware.value_oblivious(weights, r, "projected")
     torch.testing.assert_close(aware, oblivious, rtol=0, atol=1e-7)
     assert torch.equal(aware > 1e-9, oblivious > 1e-9)
 
@@ -278,7 +279,7 @@ def test_reweighted_is_optimal_on_its_support(seed, keys, dims, twins):
         values = degenerate("duplicates", values)
     mask = torch.rand(weights.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
     mask[:, 0] = True
-    found = fk.oracle.reweighted(weights, values, mask)
+    found = value_aware.reweighted(weights, values, mask)
     check_simplex(found, dims + 2)
     assert not ((found > 0) & ~mask).any()
     rest = (weights - found) @ values
@@ -292,10 +293,10 @@ def test_reweighted_is_optimal_on_its_support(seed, keys, dims, twins):
 def test_reweighted_with_every_key_is_exact_and_with_none_is_zero():
     weights, values = problem(0, keys=40, dims=6)
     every = torch.ones(40, dtype=torch.bool)
-    assert error(fk.oracle.reweighted(weights, values, every), weights, values).max() < 1e-9
+    assert error(value_aware.reweighted(weights, values, every), weights, values).max() < 1e-9
     some = every.expand(8, 40).clone()
     some[2] = False
-    found = fk.oracle.reweighted(weights, values, some)
+    found = value_aware.reweighted(weights, values, some)
     assert torch.equal(found.sum(-1) > 0, torch.arange(8) != 2)
 
 
@@ -304,7 +305,7 @@ def test_reweighted_serves_selectors():
     q, k, v = (torch.randn(1, 2, 30, 6, generator=g) for _ in range(3))
     weights = (q @ k.mT).softmax(-1)
     mask = fk.Window(9).graph(q, k).to_mask()
-    found = fk.oracle.reweighted(weights, v, mask)
+    found = value_aware.reweighted(weights, v, mask)
     dropped = fk.attention(q, k, v, keep=fk.Window(9), scale=1.0)
     exact = weights @ v
     assert ((found @ v - exact).norm(dim=-1) <= (dropped - exact).norm(dim=-1) + 1e-5).all()
@@ -348,8 +349,8 @@ def test_the_re_fit_reaches_zero_where_it_can(thin):
 @given(seed=seeds, rank=st.integers(1, 7))
 def test_low_rank(seed, rank):
     weights, values = problem(seed, keys=9, dims=4, lead=(2,))
-    aware = fk.oracle.low_rank(weights, values, rank)
-    oblivious = fk.oracle.low_rank(weights, values, rank, "value-oblivious")
+    aware = value_aware.low_rank(weights, values, rank)
+    oblivious = value_aware.low_rank(weights, values, rank, "value-oblivious")
     for found in (aware, oblivious):
         assert int(torch.linalg.matrix_rank(found, rtol=1e-9).max()) <= rank
     # Eckart, Young, Mirsky: the error is what the singular values leave, of A V for one and of A for the other.
@@ -366,34 +367,36 @@ def test_low_rank(seed, rank):
 # --- shapes, kernels, blocks
 
 
-@pytest.mark.parametrize("kernel", [fk.Softmax(), fk.Power(2.0), fk.Elu(), fk.Relu(2.0), fk.Entmax(1.5)])
+@pytest.mark.parametrize(
+    "kernel", [fk.Softmax(), fk.weights.Power(2.0), fk.weights.Elu(), fk.weights.Relu(2.0), fk.weights.Entmax(1.5)]
+)
 def test_every_kernel(kernel):
     g = torch.Generator().manual_seed(0)
     scores, values = torch.randn(2, 3, 6, 20, generator=g), torch.randn(2, 3, 20, 5, generator=g)
     scores[0, 0, 0] = -scores[0, 0, 0].abs()  # Relu has no weight at all for this row
     weights = kernel.normalised(scores)
     dead = weights.sum(-1) == 0
-    assert bool(dead.any()) == isinstance(kernel, fk.Relu)
+    assert bool(dead.any()) == isinstance(kernel, fk.weights.Relu)
     previous = torch.inf
     for r in (1, 3, 6):
-        found = fk.oracle.value_aware(weights, values, r)
+        found = value_aware.value_aware(weights, values, r)
         assert ((found.sum(-1) - (~dead).float()).abs() < 1e-5).all()
         now = float(error(found, weights, values).mean())
         assert now <= previous
         previous = now
     assert previous < 1e-5
-    assert torch.equal(fk.oracle.reweighted(weights, values, weights > 0).sum(-1) == 0, dead)
+    assert torch.equal(value_aware.reweighted(weights, values, weights > 0).sum(-1) == 0, dead)
 
 
 @pytest.mark.parametrize("r", [1, 3, 7])
 def test_heads_rows_and_blocks_do_not_mix(r, monkeypatch):
     weights, values = problem(0, keys=10, dims=6, rows=3, lead=(2, 2))
-    whole = fk.oracle.value_aware(weights, values, r)
-    alone = fk.oracle.value_aware(weights[1, 1, 2:3], values[1, 1], r)
+    whole = value_aware.value_aware(weights, values, r)
+    alone = value_aware.value_aware(weights[1, 1, 2:3], values[1, 1], r)
     torch.testing.assert_close(whole[1, 1, 2:3], alone, rtol=0, atol=1e-9)
-    monkeypatch.setattr(sys.modules["fewkeys.oracle.value_aware"], "BLOCK", 1)
-    torch.testing.assert_close(fk.oracle.value_aware(weights, values, r), whole, rtol=0, atol=1e-9)
-    shared = fk.oracle.value_aware(weights, values[1, 1], r)
+    monkeypatch.setattr(sys.modules["fewkeys.papers.value_aware.value_aware"], "BLOCK", 1)
+    torch.testing.assert_close(value_aware.value_aware(weights, values, r), whole, rtol=0, atol=1e-9)
+    shared = value_aware.value_aware(weights, values[1, 1], r)
     torch.testing.assert_close(shared[1, 1], whole[1, 1], rtol=0, atol=1e-9)
 
 
@@ -401,7 +404,7 @@ def test_heads_rows_and_blocks_do_not_mix(r, monkeypatch):
 def test_low_precision(dtype):
     weights, values = (t.to(dtype) for t in problem(0, keys=40, dims=4))
     for r in (1, 3, 5):
-        found = fk.oracle.value_aware(weights, values, r)
+        found = value_aware.value_aware(weights, values, r)
         assert found.dtype == dtype
         check_simplex(found.double(), r, slack=r * torch.finfo(dtype).eps)
 
@@ -409,7 +412,7 @@ def test_low_precision(dtype):
 def test_no_gradient_and_inputs_untouched():
     weights, values = problem(0)
     before = weights.clone(), values.clone()
-    found = fk.oracle.value_aware(weights.requires_grad_(), values.requires_grad_(), 3)
+    found = value_aware.value_aware(weights.requires_grad_(), values.requires_grad_(), 3)
     assert not found.requires_grad
     assert torch.equal(weights, before[0])
     assert torch.equal(values, before[1])
@@ -446,27 +449,27 @@ M = torch.ones(2, 6, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: fk.oracle.value_aware(W, V, 0), ValueError, "r: expected at least 1, got 0"),
-        (lambda: fk.oracle.value_aware(W, V, 2.0), TypeError, "r: expected an integer"),
-        (lambda: fk.oracle.value_aware(W, V, 2, "best"), ValueError, "method: expected 'auto'.*got 'best'"),
-        (lambda: fk.oracle.value_aware(W, V, 2, "nearest"), ValueError, "expected r = 1 .*method='auto'"),
-        (lambda: fk.oracle.value_aware(W, V, 2, "caratheodory"), ValueError, "r: expected at least 4"),
-        (lambda: fk.oracle.value_aware(W.tolist(), V, 2), TypeError, "weights: expected a floating tensor.*list"),
-        (lambda: fk.oracle.value_aware(W, V.long(), 2), TypeError, "values: expected a floating tensor.*int64"),
-        (lambda: fk.oracle.value_aware(W[0, 0], V, 2), ValueError, "weights: expected a non-empty tensor"),
-        (lambda: fk.oracle.value_aware(W, V[:, :5], 2), ValueError, "values: expected 6 rows.*got 5"),
-        (lambda: fk.oracle.value_aware(W, V[:1].repeat(3, 1, 1), 2), ValueError, "values: .*repeat_interleave"),
-        (lambda: fk.oracle.value_aware(W, V[None].repeat(3, 1, 1, 1), 2), ValueError, "values: .*broadcast"),
-        (lambda: fk.oracle.value_aware(-W, V, 2), ValueError, "weights: expected no negative entries"),
-        (lambda: fk.oracle.value_aware(2 * W, V, 2), ValueError, "weights: expected rows that sum to one.*sum 2"),
-        (lambda: fk.oracle.value_aware(W / 0, V, 2), ValueError, "weights: expected finite numbers"),
-        (lambda: fk.oracle.value_aware(W, V / 0, 2), ValueError, "values: expected finite numbers"),
-        (lambda: fk.oracle.value_aware(W, V, 2, mask=M.float()), TypeError, "mask: expected a bool tensor"),
-        (lambda: fk.oracle.value_aware(W, V, 2, mask=M[:, :5]), ValueError, "mask: expected a shape that broadcasts"),
-        (lambda: fk.oracle.value_aware(W, V, 2, mask=~M), ValueError, "mask: expected True wherever weights are pos"),
-        (lambda: fk.oracle.reweighted(W, V, None), TypeError, "mask: expected a bool tensor.*NoneType"),
-        (lambda: fk.oracle.low_rank(W, V, 0), ValueError, "rank: expected at least 1"),
-        (lambda: fk.oracle.low_rank(W, V, 1, "svd"), ValueError, "form: expected 'value-aware'"),
+        (lambda: value_aware.value_aware(W, V, 0), ValueError, "r: expected at least 1, got 0"),
+        (lambda: value_aware.value_aware(W, V, 2.0), TypeError, "r: expected an integer"),
+        (lambda: value_aware.value_aware(W, V, 2, "best"), ValueError, "method: expected 'auto'.*got 'best'"),
+        (lambda: value_aware.value_aware(W, V, 2, "nearest"), ValueError, "expected r = 1 .*method='auto'"),
+        (lambda: value_aware.value_aware(W, V, 2, "caratheodory"), ValueError, "r: expected at least 4"),
+        (lambda: value_aware.value_aware(W.tolist(), V, 2), TypeError, "weights: expected a floating tensor.*list"),
+        (lambda: value_aware.value_aware(W, V.long(), 2), TypeError, "values: expected a floating tensor.*int64"),
+        (lambda: value_aware.value_aware(W[0, 0], V, 2), ValueError, "weights: expected a non-empty tensor"),
+        (lambda: value_aware.value_aware(W, V[:, :5], 2), ValueError, "values: expected 6 rows.*got 5"),
+        (lambda: value_aware.value_aware(W, V[:1].repeat(3, 1, 1), 2), ValueError, "values: .*repeat_interleave"),
+        (lambda: value_aware.value_aware(W, V[None].repeat(3, 1, 1, 1), 2), ValueError, "values: .*broadcast"),
+        (lambda: value_aware.value_aware(-W, V, 2), ValueError, "weights: expected no negative entries"),
+        (lambda: value_aware.value_aware(2 * W, V, 2), ValueError, "weights: expected rows that sum to one.*sum 2"),
+        (lambda: value_aware.value_aware(W / 0, V, 2), ValueError, "weights: expected finite numbers"),
+        (lambda: value_aware.value_aware(W, V / 0, 2), ValueError, "values: expected finite numbers"),
+        (lambda: value_aware.value_aware(W, V, 2, mask=M.float()), TypeError, "mask: expected a bool tensor"),
+        (lambda: value_aware.value_aware(W, V, 2, mask=M[:, :5]), ValueError, "mask: expected a shape that broadcasts"),
+        (lambda: value_aware.value_aware(W, V, 2, mask=~M), ValueError, "mask: expected True wherever weights are pos"),
+        (lambda: value_aware.reweighted(W, V, None), TypeError, "mask: expected a bool tensor.*NoneType"),
+        (lambda: value_aware.low_rank(W, V, 0), ValueError, "rank: expected at least 1"),
+        (lambda: value_aware.low_rank(W, V, 1, "svd"), ValueError, "form: expected 'value-aware'"),
         (lambda: skew.top_mass(W, 0), ValueError, "r: expected at least 1"),
         (lambda: skew.entropy([1.0]), TypeError, "weights: expected a floating tensor"),
         (lambda: skew.gini(-W), ValueError, "weights: expected no negative"),
@@ -482,4 +485,4 @@ def test_refusals(call, kind, words):
 def test_exhaustive_refuses_what_would_not_end():
     weights, values = problem(0, keys=60, dims=20)
     with pytest.raises(ValueError, match=r"at most 20000 supports.*method='auto'"):
-        fk.oracle.value_aware(weights, values, 6, "exhaustive")
+        value_aware.value_aware(weights, values, 6, "exhaustive")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fewkeys.sketch.projections import PROJECTIONS, CountSketch, Gaussian, Hadamard, hadamard
+from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, Gaussian, Hadamard, hadamard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,10 +17,11 @@ from captures import captured
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.captures.writer import CaptureWriter
 from fewkeys.core.learned import file_name
-from fewkeys.judge.graphs import score_graphs
-from fewkeys.predict import train
-from fewkeys.predict.loss import hinge, signs
-from fewkeys.predict.space import gold_edges, joined
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder import train
+from fewkeys.papers.sparsefinder.graphs import score_graphs
+from fewkeys.papers.sparsefinder.loss import hinge, signs
+from fewkeys.papers.sparsefinder.space import gold_edges, joined
 from predictors import GROUPINGS, planted
 from tiny_models import MODELS, bert, close, far, padded, run, tokens
 
@@ -96,9 +97,9 @@ def test_a_fit_finds_the_planted_plane(kind, shared):
     """4 clusters of the learned space find the planted places of held-out sequences; those of the raw space do not."""
     capture = planted(batches=12, **kind)
     seen, unseen = capture.part(0, 40), capture.part(40, 48)
-    finder = fk.Sparsefinder.fit(seen, rank=2, epochs=25, lr=0.03, batch=4, shared=shared, margin=10.0)
-    raw = fk.Sparsefinder.raw(seen)
-    keep = {name: made.selector(0, fk.Clusters(4)) for name, made in (("finder", finder), ("raw", raw))}
+    finder = sparsefinder.Sparsefinder.fit(seen, rank=2, epochs=25, lr=0.03, batch=4, shared=shared, margin=10.0)
+    raw = sparsefinder.Sparsefinder.raw(seen)
+    keep = {name: made.selector(0, sparsefinder.Clusters(4)) for name, made in (("finder", finder), ("raw", raw))}
     scores = {name: row.means() for name, row in score_graphs(unseen, 0, keep).items()}
     assert scores["finder"]["recall"] > 0.9
     assert scores["finder"]["sparsity"] > 0.6
@@ -111,7 +112,7 @@ def test_a_fit_finds_the_planted_plane(kind, shared):
 
 
 def fit(capture, **options):
-    return fk.Sparsefinder.fit(capture, **{"epochs": 4, "batch": 3, "validation": 0.3, "lr": 0.02} | options)
+    return sparsefinder.Sparsefinder.fit(capture, **{"epochs": 4, "batch": 3, "validation": 0.3, "lr": 0.02} | options)
 
 
 def test_the_same_seed_gives_the_same_bits_and_touches_no_other_randomness():
@@ -199,7 +200,7 @@ def test_learning_is_adam_on_the_mean_loss():
         for index in torch.randperm(3, generator=draw).tolist():
             call = calls[index]
             key, real = call.key.repeat_interleave(2, 1), call.key_mask[:, None]
-            gold = fk.EntmaxSupport(1.5).graph(call.query, call.key, scale=call.scale, key_mask=call.key_mask)
+            gold = sparsefinder.EntmaxSupport(1.5).graph(call.query, call.key, scale=call.scale, key_mask=call.key_mask)
             sign = signs(gold.to_mask() & real.unsqueeze(-1), real.unsqueeze(-2), draw)
             loss = hinge(call.query @ maps[0], key @ maps[0], sign, 1.0)
             adam.zero_grad()
@@ -216,7 +217,7 @@ def test_gold_edges_are_a_sample_of_the_gold_graph(kind):
     counts = gold_edges(capture, 0, 1.5, 10**6, 0)[0].shape[1]
     rows = [[], []]
     for call in capture.calls(0):
-        mask = fk.EntmaxSupport(1.5).graph(call.query, call.key, scale=1.0, key_mask=call.key_mask).to_mask()
+        mask = sparsefinder.EntmaxSupport(1.5).graph(call.query, call.key, scale=1.0, key_mask=call.key_mask).to_mask()
         mask &= (call.key_mask if kind == "padded" else call.query_mask)[:, None, :, None]
         for head in range(2):
             b, i, j = mask[:, head].nonzero(as_tuple=True)
@@ -260,8 +261,11 @@ def test_pairs_of_clusters_find_keys_that_everybody_needs_however_far():
         writer.end_batch()
     capture = writer.finish()
     seen, unseen = capture.part(0, 8), capture.part(8, 12)
-    raw = fk.Sparsefinder.raw(seen)
-    found = {str(g): raw.selector(0, g) for g in (fk.ClusterPairs(2, 1.0), fk.Clusters(3), fk.Clusters(3, top=2))}
+    raw = sparsefinder.Sparsefinder.raw(seen)
+    found = {
+        str(g): raw.selector(0, g)
+        for g in (sparsefinder.ClusterPairs(2, 1.0), sparsefinder.Clusters(3), sparsefinder.Clusters(3, top=2))
+    }
     pairs, near, two = (row.means() for row in score_graphs(unseen, 0, found).values())
     assert pairs["recall"] == 1
     assert pairs["sparsity"] > 0.6
@@ -299,7 +303,7 @@ def test_the_capture_tells_the_kind():
 def test_equal_buckets_use_fitted_edges_where_queries_come_one_by_one(kind):
     """The edges are quantiles of the sample, so that each bucket holds an equal share of it."""
     finder = fit(cross() if kind == "cross" else captured(causal=True))
-    selector = finder.selector(0, fk.Buckets(4))
+    selector = finder.selector(0, sparsefinder.Buckets(4))
     for rows, edges in (
         (finder.tensors["query.0"], selector.fitted.query),
         (finder.tensors["key.0"], selector.fitted.key),
@@ -307,7 +311,7 @@ def test_equal_buckets_use_fitted_edges_where_queries_come_one_by_one(kind):
         share = (rows[:, None] > edges.transpose(1, 2)[:, :, None]).float().mean(2)
         torch.testing.assert_close(share, torch.tensor([0.75, 0.5, 0.25])[:, None].expand_as(share), atol=0.02, rtol=0)
     assert selector.causal
-    assert fit(captured()).selector(0, fk.Buckets(4)).fitted is None
+    assert fit(captured()).selector(0, sparsefinder.Buckets(4)).fitted is None
 
 
 def test_padded_queries_teach_nothing():
@@ -329,7 +333,7 @@ def test_padded_queries_teach_nothing():
 
 def test_the_sample_is_of_real_tokens_without_repetition():
     capture = captured(lengths=(40, 22, 7))
-    raw = fk.Sparsefinder.raw(capture, sample=100)
+    raw = sparsefinder.Sparsefinder.raw(capture, sample=100)
     for layer in range(2):
         rows = [torch.cat([call.key[b, :, :n] for call in capture.calls(layer) for b, n in enumerate((40, 22, 7))], 1)][
             0
@@ -348,15 +352,15 @@ def test_the_sample_is_of_real_tokens_without_repetition():
 def test_a_capture_by_entmax_sees_what_the_entmax_model_sees(name):
     """Later layers are given what earlier ones answer: the captured queries are those under `apply`."""
     model, inputs = MODELS[name](), padded("right")
-    with fk.apply(model, fk.Plan(weights=fk.Entmax(1.5))):
+    with fk.apply(model, fk.Plan(weights=fk.weights.Entmax(1.5))):
         expected = run(model.base_model, **inputs)
     heard = []
     hook = model.base_model.register_forward_hook(lambda _, __, output: heard.append(output[0]))
-    fk.capture(model, [inputs], weights=fk.Entmax(1.5))
+    fk.capture(model, [inputs], weights=fk.weights.Entmax(1.5))
     hook.remove()
     close(heard[0], expected, inputs["attention_mask"])
     assert far(expected, run(model.base_model, **inputs))
-    one, two = (fk.capture(model, [inputs], weights=w) for w in (None, fk.Entmax(1.5)))
+    one, two = (fk.capture(model, [inputs], weights=w) for w in (None, fk.weights.Entmax(1.5)))
     first, last = (next(zip(one.calls(layer), two.calls(layer), strict=True)) for layer in (0, 2))
     assert torch.equal(first[0].query, first[1].query)
     assert (last[0].query - last[1].query).abs().max() > 1e-3
@@ -398,7 +402,7 @@ def test_the_parts_of_an_encoder_decoder():
     finders = {part: fit(capture, alpha=1.5, epochs=1) for part, capture in parts.items()}
     assert [finder.shape.kind for finder in finders.values()] == ["bidirectional", "causal", "cross"]
     # In the model's own order: the encoder, then self- and cross-attention of each layer of the decoder.
-    plans = {part: finder.plan(fk.Clusters(1), weights=fk.Softmax()) for part, finder in finders.items()}
+    plans = {part: finder.plan(sparsefinder.Clusters(1), weights=fk.Softmax()) for part, finder in finders.items()}
     every = [*plans["encoder"], *(plan for two in zip(plans["decoder"], plans["cross"], strict=True) for plan in two)]
     exact = run(model, **batch)
     with fk.apply(model, every):
@@ -411,13 +415,13 @@ def test_the_parts_of_an_encoder_decoder():
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_run_in_models(name):
     model, inputs = MODELS[name](), padded("right")
-    weights = fk.Entmax(1.5)
+    weights = fk.weights.Entmax(1.5)
     finder = fit(fk.capture(model, [inputs, {"input_ids": tokens()}], weights=weights))
     with fk.apply(model, fk.Plan(weights=weights)):
         exact = run(model, **inputs)
-    with fk.apply(model, finder.plan(fk.Clusters(3, top=3))):
+    with fk.apply(model, finder.plan(sparsefinder.Clusters(3, top=3))):
         close(run(model, **inputs), exact, inputs["attention_mask"])
-    with fk.apply(model, finder.plan(fk.Clusters(3), fk.Window(3))):
+    with fk.apply(model, finder.plan(sparsefinder.Clusters(3), fk.Window(3))):
         assert (run(model, **inputs) - exact)[inputs["attention_mask"].bool()].abs().max() > 1e-4
 
 
@@ -452,7 +456,7 @@ KINDS = {"bidirectional": {}, "causal": {"causal": True}, "padded": {"lengths": 
 def finder(request, one_thread):
     capture = captured()
     if request.param == "raw":
-        return fk.Sparsefinder.raw(capture)
+        return sparsefinder.Sparsefinder.raw(capture)
     return fit(capture, shared=request.param == "projected")
 
 
@@ -466,7 +470,7 @@ def test_a_reloaded_predictor_gives_the_same_graphs(finder, before, tmp_path):
     fresh = replace(finder, tensors={name: x for name, x in finder.tensors.items() if "centroids" not in name})
     masks = graphs(fresh) if before else None
     fresh.save_pretrained(tmp_path / "new")
-    loaded = fk.Sparsefinder.from_pretrained(tmp_path / "new")
+    loaded = sparsefinder.Sparsefinder.from_pretrained(tmp_path / "new")
     assert loaded == fresh
     assert loaded.record == finder.record
     masks = masks or graphs(fresh)
@@ -476,7 +480,7 @@ def test_a_reloaded_predictor_gives_the_same_graphs(finder, before, tmp_path):
         one, two = loaded.selector(0, grouping), fresh.selector(0, grouping)
         assert one == two
         assert hash(one) == hash(two)
-        assert one != fresh.selector(1, grouping) or (finder.is_raw and not isinstance(grouping, fk.Clusters))
+        assert one != fresh.selector(1, grouping) or (finder.is_raw and not isinstance(grouping, sparsefinder.Clusters))
     assert sorted(path.suffix for path in (tmp_path / "new").iterdir()) == [".json", ".safetensors"]
 
 
@@ -509,7 +513,7 @@ def test_mismatched_files_are_refused(finder, kind, tmp_path):
     path = tmp_path / "sparsefinder.json"
     path.write_text(DAMAGE[kind](json.loads(path.read_text())))
     with pytest.raises(ValueError, match=r"^directory: ") as error:
-        fk.Sparsefinder.from_pretrained(tmp_path)
+        sparsefinder.Sparsefinder.from_pretrained(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -520,10 +524,10 @@ def test_tensors_of_the_wrong_shape_are_refused(finder, name, tmp_path):
     for wrong in (torch.zeros(4, 6, 5), torch.zeros(2, 6, 4)):
         replace(finder, tensors={**finder.tensors, name: wrong}).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=rf"^directory: .*{name}"):
-            fk.Sparsefinder.from_pretrained(tmp_path)
+            sparsefinder.Sparsefinder.from_pretrained(tmp_path)
     replace(finder, tensors={name: x.double() for name, x in finder.tensors.items()}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^directory: .* of torch\.float32, got .* of torch\.float64"):
-        fk.Sparsefinder.from_pretrained(tmp_path)
+        sparsefinder.Sparsefinder.from_pretrained(tmp_path)
 
 
 def test_rounds_of_clusters_are_different_ones(finder):
@@ -541,16 +545,16 @@ def test_damaged_tensors_are_refused(finder, kind, tmp_path):
     if kind == "missing":
         path.unlink()
     elif kind == "exchanged":
-        fk.Sparsefinder.raw(captured(seed=3), sample=20).save_pretrained(tmp_path / "other")
+        sparsefinder.Sparsefinder.raw(captured(seed=3), sample=20).save_pretrained(tmp_path / "other")
         (other,) = (tmp_path / "other").glob("*.safetensors")
         shutil.copy(other, path)
     else:
         data[-1] ^= 1
         path.write_bytes({"truncated": data[:-9], "one bit": data, "empty": b""}[kind])
     with pytest.raises(ValueError, match=r"^directory: .*learned-[0-9a-f]{32}\.safetensors"):
-        fk.Sparsefinder.from_pretrained(tmp_path)
+        sparsefinder.Sparsefinder.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"directory: expected a folder with sparsefinder\.json"):
-        fk.Sparsefinder.from_pretrained(tmp_path / "nowhere")
+        sparsefinder.Sparsefinder.from_pretrained(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -577,14 +581,14 @@ def test_plans_with_predictors_are_saved_and_loaded(kind, tmp_path):
 
 def test_a_plan_whose_tensors_are_gone_is_refused(tmp_path):
     finder = fit(captured())
-    plan = finder.plan(fk.Clusters(3))[0][0]
+    plan = finder.plan(sparsefinder.Clusters(3))[0][0]
     for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-3] + b"abc")):
         plan.save_pretrained(tmp_path)
         damage(tmp_path / file_name(plan.keep.fitted.fingerprint))
         with pytest.raises(ValueError, match=r"^directory: "):
             fk.Plan.from_pretrained(tmp_path)
     # A newer plan does not take away what an older one in the folder needs.
-    older = finder.plan(fk.Buckets(3))
+    older = finder.plan(sparsefinder.Buckets(3))
     older.save_pretrained(tmp_path)
     plan.save_pretrained(tmp_path)
     assert fk.ModelPlan.from_pretrained(tmp_path) == older
@@ -595,8 +599,11 @@ def test_heads_may_have_groupings_of_their_own():
     capture = captured()
     finder = fit(capture)
     call = next(capture.calls(1))
-    keeps = [finder.selector(1, fk.Clusters(5), head=0), finder.selector(1, fk.Buckets(4), head=1) | fk.Window(3)]
-    whole = [finder.selector(1, fk.Clusters(5)), finder.selector(1, fk.Buckets(4)) | fk.Window(3)]
+    keeps = [
+        finder.selector(1, sparsefinder.Clusters(5), head=0),
+        finder.selector(1, sparsefinder.Buckets(4), head=1) | fk.Window(3),
+    ]
+    whole = [finder.selector(1, sparsefinder.Clusters(5)), finder.selector(1, sparsefinder.Buckets(4)) | fk.Window(3)]
     found = fk.attention(call.query, call.key, call.value, plan=[fk.Plan(keep) for keep in keeps])
     for head, keep in enumerate(whole):
         own = slice(2 * head, 2 * head + 2)
@@ -610,12 +617,12 @@ def test_other_selectors_run_in_the_learned_space():
     call = next(capture.calls(0))
     project = finder.projection(0)
     for keep in (
-        fk.Routing(4, project=project),
-        fk.Routing(4, balanced=False, centroids=finder.centroids(0, 4), project=project),
-        fk.BlockClusters(4, 2, finder.centroids(0, 4), project),
+        sparsefinder.Routing(4, project=project),
+        sparsefinder.Routing(4, balanced=False, centroids=finder.centroids(0, 4), project=project),
+        sparsefinder.BlockClusters(4, 2, finder.centroids(0, 4), project),
     ):
         assert 0 < keep.graph(call.query, call.key).sparsity() < 1
-    assert fk.Sparsefinder.raw(capture).projection(0) is None
+    assert sparsefinder.Sparsefinder.raw(capture).projection(0) is None
 
 
 def test_refused_arguments():
@@ -632,8 +639,8 @@ def test_refused_arguments():
         with pytest.raises(ValueError, match=message):
             fit(capture, **options)
     for make, message in (
-        (lambda: fk.Sparsefinder.fit([capture]), "capture: expected a Capture, got list"),
-        (lambda: fk.Sparsefinder.raw(None), "capture: expected a Capture, got NoneType"),
+        (lambda: sparsefinder.Sparsefinder.fit([capture]), "capture: expected a Capture, got list"),
+        (lambda: sparsefinder.Sparsefinder.raw(None), "capture: expected a Capture, got NoneType"),
         (lambda: fit(capture, shared=1), "shared: expected True or False, got 1"),
         (
             lambda: fit(capture, epochs=1).selector(0, fk.Window(3)),
@@ -644,14 +651,20 @@ def test_refused_arguments():
             make()
     finder = fit(capture, epochs=1, sample=5)
     for make, message in (
-        (lambda: finder.selector(2, fk.Distance(1.0)), "layer: expected an integer from 0 to 1, got 2"),
-        (lambda: finder.selector(-1, fk.Distance(1.0)), "layer: expected an integer from 0 to 1, got -1"),
-        (lambda: finder.selector(0, fk.Distance(1.0), head=2), "head: expected an integer from 0 to 1, got 2"),
+        (lambda: finder.selector(2, sparsefinder.Distance(1.0)), "layer: expected an integer from 0 to 1, got 2"),
+        (lambda: finder.selector(-1, sparsefinder.Distance(1.0)), "layer: expected an integer from 0 to 1, got -1"),
         (
-            lambda: finder.selector(0, fk.Clusters(11)),
+            lambda: finder.selector(0, sparsefinder.Distance(1.0), head=2),
+            "head: expected an integer from 0 to 1, got 2",
+        ),
+        (
+            lambda: finder.selector(0, sparsefinder.Clusters(11)),
             "count: expected at most 10 clusters, the tokens sampled, got 11",
         ),
-        (lambda: fk.apply(bert(), finder.plan(fk.Distance(1.0))), "expected one plan for each of 3 attention layers"),
+        (
+            lambda: fk.apply(bert(), finder.plan(sparsefinder.Distance(1.0))),
+            "expected one plan for each of 3 attention layers",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -660,8 +673,8 @@ def test_refused_arguments():
 def test_a_predictor_says_what_it_is():
     capture = captured(causal=True)
     assert str(fit(capture, epochs=1)) == "Sparsefinder of 2 layers of 4 heads (causal), in 4 dimensions"
-    assert str(fk.Sparsefinder.raw(capture)) == "Sparsefinder of 2 layers of 4 heads (causal), as they are"
-    keep = fit(capture, epochs=1).selector(0, fk.Clusters(8)) | fk.Window(3)
+    assert str(sparsefinder.Sparsefinder.raw(capture)) == "Sparsefinder of 2 layers of 4 heads (causal), as they are"
+    keep = fit(capture, epochs=1).selector(0, sparsefinder.Clusters(8)) | fk.Window(3)
     assert str(keep) == "Clusters(count=8, top=1, rounds=1) in 4 dimensions | Window(size=3)"
 
 
@@ -674,4 +687,4 @@ def test_the_page_tells_the_truth(tmp_path, monkeypatch, capsys):
         exec(code[1], {})
     recall, sparsity = re.fullmatch(r"recall (\S+) at sparsity (\S+)\n", capsys.readouterr().out).groups()
     assert float(recall) > 1.5 * (1 - float(sparsity))
-    assert fk.Sparsefinder.from_pretrained("finder").shape.layers == 2
+    assert sparsefinder.Sparsefinder.from_pretrained("finder").shape.layers == 2

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, Shape
-from fewkeys.core.groups import Groups
 from fewkeys.core.validation import check_inputs
-from fewkeys.judge.graphs import score_graphs
-from fewkeys.select import Joined
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder import Joined
+from fewkeys.papers.sparsefinder.graphs import score_graphs
+from fewkeys.papers.sparsefinder.groups import Groups
 from predictors import GROUPINGS, for_shape, planted, predicted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,10 +40,10 @@ def naive(selector, q, k, joined):
 @given(t=st.floats(0.1, 5.0), seed=st.integers(0, 99))
 def test_distance(t, seed):
     q, k, _ = SMALL.draw(seed)
-    selector = predicted(fk.Distance(t), 4, 5)
+    selector = predicted(sparsefinder.Distance(t), 4, 5)
     near = naive(selector, q, k, lambda a, b, _: (a - b).norm() <= t)
     assert torch.equal(selector.graph(q, k).to_mask(), near)
-    selector = predicted(fk.Distance(t / 3, "cosine"), 4, 5)
+    selector = predicted(sparsefinder.Distance(t / 3, "cosine"), 4, 5)
     near = naive(selector, q, k, lambda a, b, _: 1 - torch.cosine_similarity(a, b, 0) <= t / 3)
     assert torch.equal(selector.graph(q, k).to_mask(), near)
     # Lists are as long as the longest list of visible keys, and no longer.
@@ -54,7 +55,7 @@ def test_distance(t, seed):
 def test_uniform_buckets(beta, seed):
     q, k, _ = SMALL.draw(seed)
     q[:, :, ::3], k[:, :, ::4] = 1e3 * q[:, :, ::3], 1e3 * k[:, :, ::4]  # tanh rounds to -1 and 1
-    selector = predicted(fk.Buckets(beta, "uniform"), 4, 5)
+    selector = predicted(sparsefinder.Buckets(beta, "uniform"), 4, 5)
 
     def bins(row):
         return ((row.tanh() + 1) / 2 * beta).floor().clamp(max=beta - 1)
@@ -67,7 +68,7 @@ def test_uniform_buckets(beta, seed):
 @given(beta=st.integers(1, 20), seed=st.integers(0, 99), lengths=st.lists(st.integers(1, 17), min_size=2, max_size=2))
 def test_equal_buckets_by_rank(beta, seed, lengths):
     q, k, _ = SELF.draw(seed)
-    selector = predicted(fk.Buckets(beta), 4, 5)
+    selector = predicted(sparsefinder.Buckets(beta), 4, 5)
     found = selector.graph(q, k, lengths=torch.tensor(lengths))
     q, k = projected(selector, q, k)
     for b, n in enumerate(lengths):
@@ -85,15 +86,15 @@ def test_equal_buckets_by_rank(beta, seed, lengths):
         assert not found.to_mask()[b, :, :, n:].any()
     # No bucket of a dimension holds more than its share.
     full = selector.graph(*(x for x in SELF.draw(seed)[:2]))
-    sizes = torch.zeros(2, 4, full.groups.count, dtype=torch.int64)
-    sizes.scatter_add_(-1, full.groups.key.flatten(2), torch.ones_like(full.groups.key).flatten(2))
+    sizes = torch.zeros(2, 4, full.extra.count, dtype=torch.int64)
+    sizes.scatter_add_(-1, full.extra.key.flatten(2), torch.ones_like(full.extra.key).flatten(2))
     assert sizes.max() <= math.ceil(17 / beta)
 
 
 @given(beta=st.integers(1, 9), seed=st.integers(0, 99))
 def test_equal_buckets_by_edges(beta, seed):
     q, k, _ = SMALL.draw(seed)
-    selector = predicted(fk.Buckets(beta), 4, 5, edges=True)
+    selector = predicted(sparsefinder.Buckets(beta), 4, 5, edges=True)
     begin = selector.fitted
 
     def joined(a, b, h):
@@ -107,7 +108,7 @@ def test_equal_buckets_by_edges(beta, seed):
 def test_clusters(count, data, rounds, seed):
     top = data.draw(st.integers(1, count))
     q, k, _ = SMALL.draw(seed)
-    selector = predicted(fk.Clusters(count, top, rounds), 4, 5, seed=seed)
+    selector = predicted(sparsefinder.Clusters(count, top, rounds), 4, 5, seed=seed)
     place = selector.fitted.place.double()
 
     def nearest(row, h):
@@ -123,7 +124,7 @@ def test_clusters(count, data, rounds, seed):
 @given(count=st.integers(1, 8), seed=st.integers(0, 99))
 def test_pairs_of_clusters(count, seed):
     q, k, _ = SMALL.draw(seed)
-    selector = predicted(fk.ClusterPairs(count, 1.0), 4, 5, seed=seed)
+    selector = predicted(sparsefinder.ClusterPairs(count, 1.0), 4, 5, seed=seed)
     fitted = selector.fitted
 
     def joined(a, b, h):
@@ -141,8 +142,8 @@ def test_the_gold_graph_is_the_support(alpha, seed):
     for shown, options in ((None, {}), (seen, {"is_causal": True, "lengths": torch.tensor([14, 14])})):
         scores = q @ k.mT * 0.7
         scores = scores if shown is None else scores.masked_fill(~shown, -torch.inf)
-        found = fk.EntmaxSupport(alpha).graph(q, k, scale=0.7, **options).to_mask()
-        assert torch.equal(found, fk.Entmax(alpha).kernel([scores])[0] > 0)
+        found = sparsefinder.EntmaxSupport(alpha).graph(q, k, scale=0.7, **options).to_mask()
+        assert torch.equal(found, fk.weights.Entmax(alpha).kernel([scores])[0] > 0)
 
 
 def test_the_gold_graph_of_a_long_sequence_comes_in_blocks():
@@ -150,9 +151,9 @@ def test_the_gold_graph_of_a_long_sequence_comes_in_blocks():
 
     q, k = (torch.randn(1, 1, 4500, 2, generator=torch.Generator().manual_seed(s)) * 8 for s in range(2))
     with Largest() as largest:
-        graph = fk.EntmaxSupport(2.0).graph(q, k)
+        graph = sparsefinder.EntmaxSupport(2.0).graph(q, k)
     assert largest.numel <= 2**24 < 4500**2
-    part = fk.EntmaxSupport(2.0).graph(q[:, :, 4400:], k)
+    part = sparsefinder.EntmaxSupport(2.0).graph(q[:, :, 4400:], k)
     assert torch.equal(graph.mask(4400, 4500), part.to_mask())
 
 
@@ -164,7 +165,7 @@ def test_the_gold_graph_of_a_long_sequence_comes_in_blocks():
 def test_the_fast_executor_agrees_with_the_reference(name, shape):
     shape = ALL[shape]
     keep = for_shape(name, shape) | fk.Window(3) | fk.Sinks(2)
-    for weights in (fk.Softmax(), fk.Entmax(1.5)):
+    for weights in (fk.Softmax(), fk.weights.Entmax(1.5)):
         fast, slow = (
             fk.attention(*shape.draw(), keep=keep, weights=weights, impl=impl, **shape.options)
             for impl in ("torch", "reference")
@@ -178,7 +179,7 @@ def test_gradients_agree_with_the_reference(name):
     for impl in ("torch", "reference"):
         inputs = [x.requires_grad_() for x in SHAPES["grouped"].draw()]
         keep = for_shape(name, SHAPES["grouped"]) | fk.Window(3)
-        output = fk.attention(*inputs, keep=keep, weights=fk.Entmax(1.5), impl=impl)
+        output = fk.attention(*inputs, keep=keep, weights=fk.weights.Entmax(1.5), impl=impl)
         found.append(torch.autograd.grad(output.square().sum(), inputs))
     for fast, slow in zip(*found, strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-8, atol=1e-9)
@@ -197,9 +198,9 @@ def test_masked_is_deleted(name, shape):
     keep = for_shape(name, shape)
     graph = keep.graph(q, k, lengths=torch.tensor(shape.lengths), is_causal=shape.is_causal)
     padded = graph.to_mask()
-    if graph.groups is not None:  # the padding is in no group, so that nobody runs it
-        assert (graph.groups.key[1, :, n:] == -1).all()
-        assert (graph.groups.query[1, :, queries:] == -1).all()
+    if graph.extra is not None:  # the padding is in no group, so that nobody runs it
+        assert (graph.extra.key[1, :, n:] == -1).all()
+        assert (graph.extra.query[1, :, queries:] == -1).all()
     alone = keep.graph(q[1:, :, :queries], k[1:, :, :n], is_causal=shape.is_causal).to_mask()
     assert torch.equal(padded[1:, :, :queries, :n], alone)
     assert not padded[1, :, :, n:].any()
@@ -249,9 +250,9 @@ def test_sparse_consistency(alpha, shape):
     shape = ALL[shape]
     q, k, v = shape.draw()
     q = q * 3
-    weights = fk.Entmax(alpha)
+    weights = fk.weights.Entmax(alpha)
     exact = fk.attention(q, k, v, weights=weights, **shape.options)
-    gold = fk.EntmaxSupport(alpha)
+    gold = sparsefinder.EntmaxSupport(alpha)
     for keep in (gold, gold | for_shape("clusters", shape) | fk.Window(3)):
         for impl in ("torch", "reference"):
             sparse = fk.attention(q, k, v, keep=keep, weights=weights, impl=impl, **shape.options)
@@ -268,17 +269,17 @@ def test_sparse_consistency(alpha, shape):
 
 def test_what_is_a_whole_graph_is_answered_exactly():
     q, k, v = SHAPES["plain"].draw()
-    for grouping in (fk.Buckets(1), fk.Clusters(1), fk.Clusters(3, top=3)):
+    for grouping in (sparsefinder.Buckets(1), sparsefinder.Clusters(1), sparsefinder.Clusters(3, top=3)):
         keep = predicted(grouping, 2, 8)
         assert keep.covers(check_inputs(q, k, v))
         assert keep.graph(q, k).to_mask().all()
-    assert not predicted(fk.Clusters(3, top=2), 2, 8).covers(check_inputs(q, k, v))
+    assert not predicted(sparsefinder.Clusters(3, top=2), 2, 8).covers(check_inputs(q, k, v))
 
 
 def test_which_rules_score_every_pair():
-    assert predicted(fk.Distance(1.0), 2, 8).is_oracle
-    assert fk.EntmaxSupport().is_oracle
-    for grouping in (fk.Buckets(4), fk.Clusters(4)):
+    assert predicted(sparsefinder.Distance(1.0), 2, 8).is_oracle
+    assert sparsefinder.EntmaxSupport().is_oracle
+    for grouping in (sparsefinder.Buckets(4), sparsefinder.Clusters(4)):
         assert not predicted(grouping, 2, 8).is_oracle
         work = predicted(grouping, 2, 8).work(check_inputs(*SHAPES["plain"].draw()))
         assert 0 < work.scores < 70
@@ -300,35 +301,41 @@ def test_refusals(name):
 
 def predicted_pairs(clusters):
     places = torch.randn(2, clusters, 8)
-    return fk.Predicted(fk.ClusterPairs(3, 0.5), fitted=Joined(places, places, torch.ones(2, 4, 4).bool()))
+    return sparsefinder.Predicted(
+        sparsefinder.ClusterPairs(3, 0.5), fitted=Joined(places, places, torch.ones(2, 4, 4).bool())
+    )
 
 
 def test_refused_arguments():
     for make, message in (
-        (lambda: fk.Distance(0.0), "Distance t: expected a finite number"),
-        (lambda: fk.Distance(1.0, "l1"), "Distance metric: expected 'l2' or 'cosine', got 'l1'"),
-        (lambda: fk.Buckets(0), "Buckets beta: expected at least 1"),
-        (lambda: fk.Buckets(3, "sorted"), "Buckets kind: expected 'equal_size' or 'uniform', got 'sorted'"),
-        (lambda: fk.Clusters(3, top=4), "Clusters top: expected at most the count, 3, got 4"),
-        (lambda: fk.Clusters(3, rounds=0), "Clusters rounds: expected at least 1"),
-        (lambda: fk.ClusterPairs(3, 0.0), "ClusterPairs lift: expected a finite number"),
+        (lambda: sparsefinder.Distance(0.0), "Distance t: expected a finite number"),
+        (lambda: sparsefinder.Distance(1.0, "l1"), "Distance metric: expected 'l2' or 'cosine', got 'l1'"),
+        (lambda: sparsefinder.Buckets(0), "Buckets beta: expected at least 1"),
+        (lambda: sparsefinder.Buckets(3, "sorted"), "Buckets kind: expected 'equal_size' or 'uniform', got 'sorted'"),
+        (lambda: sparsefinder.Clusters(3, top=4), "Clusters top: expected at most the count, 3, got 4"),
+        (lambda: sparsefinder.Clusters(3, rounds=0), "Clusters rounds: expected at least 1"),
+        (lambda: sparsefinder.ClusterPairs(3, 0.0), "ClusterPairs lift: expected a finite number"),
         (lambda: predicted_pairs(4), "fitted: expected 3 clusters of queries and of keys"),
-        (lambda: fk.EntmaxSupport(1.0), "EntmaxSupport alpha: expected a finite number in"),
+        (lambda: sparsefinder.EntmaxSupport(1.0), "EntmaxSupport alpha: expected a finite number in"),
         (
-            lambda: fk.Predicted(fk.Clusters(3), fitted=fk.Centroids(torch.randn(2, 4, 8))),
+            lambda: sparsefinder.Predicted(
+                sparsefinder.Clusters(3), fitted=sparsefinder.Centroids(torch.randn(2, 4, 8))
+            ),
             "fitted: expected count x rounds centroids",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             make()
     for make, message in (
-        (lambda: fk.Predicted(fk.Clusters(3)), "fitted: expected Centroids for Clusters"),
+        (lambda: sparsefinder.Predicted(sparsefinder.Clusters(3)), "fitted: expected Centroids for Clusters"),
         (
-            lambda: fk.Predicted(fk.Window(3)),
+            lambda: sparsefinder.Predicted(fk.Window(3)),
             "grouping: expected Distance, Buckets, Clusters or ClusterPairs, got Window",
         ),
         (
-            lambda: fk.Predicted(fk.Distance(1.0), fitted=fk.Centroids(torch.randn(2, 4, 8))),
+            lambda: sparsefinder.Predicted(
+                sparsefinder.Distance(1.0), fitted=sparsefinder.Centroids(torch.randn(2, 4, 8))
+            ),
             "fitted: expected NoneType for Distance",
         ),
     ):
@@ -336,7 +343,7 @@ def test_refused_arguments():
             make()
     q = torch.randn(1, 2, 9, 4)
     with pytest.raises(ValueError, match=r"is_causal: .* looking at the future"):
-        fk.attention(q, q, q, keep=fk.Predicted(fk.Buckets(3)), is_causal=True)
+        fk.attention(q, q, q, keep=sparsefinder.Predicted(sparsefinder.Buckets(3)), is_causal=True)
 
 
 # --- metrics -------------------------------------------------------------------------------------------------------
@@ -347,8 +354,8 @@ def test_metrics_of_groups(seed, count, width):
     g = torch.Generator().manual_seed(seed)
     query = torch.randint(-1, count, (2, 3, 7, width), generator=g)
     key = torch.randint(-1, count, (2, 3, 9, width), generator=g)
-    saved = fk.metrics.computation_sparsity(Groups(query, key, count))
-    entropy = fk.metrics.group_entropy(key, count)
+    saved = sparsefinder.computation_sparsity(Groups(query, key, count))
+    entropy = sparsefinder.group_entropy(key, count)
     for b in range(2):
         for h in range(3):
             members = [[sum(c in row.tolist() for row in ids[b, h]) for c in range(count)] for ids in (query, key)]
@@ -361,18 +368,18 @@ def test_metrics_of_groups(seed, count, width):
 
 def test_even_groups_have_entropy_one_and_one_group_none():
     even = torch.arange(12).remainder(4).view(1, 1, 12, 1)
-    assert fk.metrics.group_entropy(even, 4) == pytest.approx(1)
-    assert fk.metrics.group_entropy(even * 0, 4) == 0
-    assert fk.metrics.group_entropy(even * 0 - 1, 4) == 0
-    saved = fk.metrics.computation_sparsity(Groups(even, even, 4))
+    assert sparsefinder.group_entropy(even, 4) == pytest.approx(1)
+    assert sparsefinder.group_entropy(even * 0, 4) == 0
+    assert sparsefinder.group_entropy(even * 0 - 1, 4) == 0
+    saved = sparsefinder.computation_sparsity(Groups(even, even, 4))
     mask = Groups(even, even, 4).mask(0, 12)
     assert saved == fk.metrics.sparsity(mask) == 0.75
     with pytest.raises(ValueError, match="ids: expected ids below count = 3, got 3"):
-        fk.metrics.group_entropy(even, 3)
+        sparsefinder.group_entropy(even, 3)
     with pytest.raises(ValueError, match="ids: expected int64"):
-        fk.metrics.group_entropy(even.float(), 4)
+        sparsefinder.group_entropy(even.float(), 4)
     with pytest.raises(TypeError, match="groups: expected Groups, got Tensor"):
-        fk.metrics.computation_sparsity(even)
+        sparsefinder.computation_sparsity(even)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -380,14 +387,14 @@ def test_scores_of_graphs_ignore_padding(causal):
     """The same sequences, each alone and padded together, score the same; against the definitions."""
     lengths = (24, 9, 17, 3)
     capture = planted(batches=2, kv_heads=1, causal=causal, lengths=lengths)
-    keep = predicted(fk.Clusters(4), 2, 16)
-    found = score_graphs(capture, 0, {"mine": keep, "gold": fk.EntmaxSupport(1.5)})
+    keep = predicted(sparsefinder.Clusters(4), 2, 16)
+    found = score_graphs(capture, 0, {"mine": keep, "gold": sparsefinder.EntmaxSupport(1.5)})
     expected = []
     for call in capture.calls(0):
         for row, n in enumerate(lengths):
             q, k = call.query[row : row + 1, :, :n], call.key[row : row + 1, :, :n]
             options = {"scale": 1.0, "is_causal": causal}
-            gold = fk.EntmaxSupport(1.5).graph(q, k, **options).to_mask()
+            gold = sparsefinder.EntmaxSupport(1.5).graph(q, k, **options).to_mask()
             graph = keep.graph(q, k, **options)
             mask = graph.to_mask()
             seen = n * (n + 1) / 2 if causal else n * n
@@ -398,8 +405,8 @@ def test_scores_of_graphs_ignore_padding(causal):
                         1 - mask.sum((-2, -1))[0] / seen,
                         fk.metrics.exact_fraction(mask, gold)[0],
                         mask.sum((-2, -1))[0] / n,
-                        fk.metrics.computation_sparsity(graph.groups)[0],
-                        fk.metrics.group_entropy(graph.groups.key, 4)[0],
+                        sparsefinder.computation_sparsity(graph.extra)[0],
+                        sparsefinder.group_entropy(graph.extra.key, 4)[0],
                     ]
                 )
             )
