@@ -85,10 +85,10 @@ _ROOMS = ("select", "rest", "weights", "metrics", "papers", "distributed")
 
 
 def _place(name: str) -> str | None:
-    """Where a name lives that is public in one of the rooms."""
+    """Where a name lives that is public in one of the rooms, or the class of what `capture` and `stream` return."""
     if name.startswith("_") or _find_spec(f"{__name__}.{name}") is not None:
         return None
-    rooms = [_import_module(f"{__name__}.{room}") for room in _ROOMS]
+    rooms = [_import_module(f"{__name__}.{room}") for room in (*_ROOMS, "captures", "streaming")]
     rooms += [_import_module(f"{__name__}.papers.{paper}") for paper in dir(rooms[_ROOMS.index("papers")])]
     return next((f"{room.__name__}.{name}" for room in rooms if name in dir(room)), None)
 
