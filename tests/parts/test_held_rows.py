@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import fewkeys as fk
 from fewkeys.core import buffer
 from fewkeys.execute import dispatch
+from fewkeys.streaming import Stream
 from fewkeys.streaming.rows import LARGEST, Held, HeldRows
 from tiny_models import llama, tokens
 
@@ -91,7 +92,7 @@ def test_pieces_files_and_copies_give_the_same_bits(leaves, tmp_path):
         stream = copy.deepcopy(stream)
         stream.select(torch.tensor([1, 0]))
         stream.save(tmp_path / "stream")
-        stream = fk.Stream.load(tmp_path / "stream", folder=folder)
+        stream = Stream.load(tmp_path / "stream", folder=folder)
         os.remove(tmp_path / "stream")
         stream.select(torch.tensor([1, 0]))
         own += [feed(stream, rows, [1, 88, 1, 140], 190)]

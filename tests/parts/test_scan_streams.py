@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.sketch.codes import BLOCK
-from fewkeys.streaming import coded
+from fewkeys.streaming import Stream, coded, files
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
     "means": fk.Plan(fk.KeyScan(25), fk.BlockMeans(4)),
     "without stand-ins": fk.Plan(fk.KeyScan(9)),
-    "entmax": fk.Plan(fk.KeyScan(30), weights=fk.Entmax(1.5)),
+    "entmax": fk.Plan(fk.KeyScan(30), weights=fk.weights.Entmax(1.5)),
 }
 
 
@@ -74,7 +74,7 @@ def test_in_any_order_it_equals_the_whole(steps, padding, seed):
         else:
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "stream.safetensors")
-                stream = fk.Stream.load(Path(folder) / "stream.safetensors")
+                stream = Stream.load(Path(folder) / "stream.safetensors")
         assert stream.length == so_far.key.shape[2]
 
 
@@ -136,7 +136,7 @@ def test_first_tokens_are_held_as_they_come_until_they_are_rounded(giving_way, t
         for part in (slice(0, 60), slice(60, 130), slice(130, TOKENS)):
             found.append(tokens[part].feed(stream))
             stream.save(tmp_path / "stream")
-            stream = copy.deepcopy(fk.Stream.load(tmp_path / "stream", folder=folder))
+            stream = copy.deepcopy(Stream.load(tmp_path / "stream", folder=folder))
         same(torch.cat(found, 2), torch.cat([exact[:, :, :FIRST], want[:, :, FIRST:]], 2))
         stream.crop(200)
         same(tokens[200:].feed(stream), want[:, :, 200:])
@@ -185,9 +185,9 @@ def test_a_damaged_file_is_refused(tmp_path):
     tokens.feed(stream)
     facts, tensors = stream.contents()
     short = {name: rows[:, :, 1:] if name.endswith("key") else rows for name, rows in tensors.items()}
-    fk.streaming.files.write(path, facts, short)
+    files.write(path, facts, short)
     with pytest.raises(ValueError, match=r"^path: expected a file that Stream.save wrote"):
-        fk.Stream.load(path)
+        Stream.load(path)
 
 
 @pytest.mark.parametrize("size", [1e30, 1e38])
