@@ -54,7 +54,9 @@ def _stretches(method: str, slots: int, text: str = "wikitext", length: int = 20
 def _ours() -> str:
     rows = []
     for text in TEXTS:
-        exact, *few = [_stretches(*row, text=text)[STRETCH] for row in (("exact", 0), ("fewkeys", 256), ("fewkeys", 128))]
+        exact, *few = [
+            _stretches(*row, text=text)[STRETCH] for row in (("exact", 0), ("fewkeys", 256), ("fewkeys", 128))
+        ]
         shown = [f"{cell['ratio']:.3f} (KL {cell['kl']:.4f})" for cell in few]
         rows.append([TEXTS[text], f"{exact['perplexity']:.2f}", *shown])
     return table(["text", "exact perplexity", "256 slots", "128 slots"], rows)
@@ -71,7 +73,9 @@ STRETCH = "1/3"
 
 def _beside() -> str:
     """Every method on one stretch, by its perplexity at 256 slots; what pays more than its slots says how much."""
-    methods = dict.fromkeys(cell["of"]["method"] for cell in read(PRETRAINED)["cells"] if cell["of"].get("slots") == 256)
+    methods = dict.fromkeys(
+        cell["of"]["method"] for cell in read(PRETRAINED)["cells"] if cell["of"].get("slots") == 256
+    )
     found = {}
     for method in methods:
         cells = [_stretches(method, slots).get(STRETCH) for slots in (256, 128)]

@@ -1,10 +1,11 @@
-"""What leaves in fewer bits cost a decoder, and what they save.
+"""What keys and values in int8 cost a decoder, and what they save.
 
     python experiments/decoders/leaves.py --model FOLDER [--gguf FILE] --text FILE [--length 2048] [--place 1/3]
 
-One stretch of `--length` tokens; its second half is judged. A line for each way to hold leaves: bytes of a token in
-the leaves of one layer, and in all that a cache holds; by head and layer, mean and worst relative error of the output
-against leaves that are held as they come, and the mean against exact attention, on what exact attention is given;
+One stretch of `--length` tokens; its second half is judged. A line for each way to hold keys: bytes of a token in
+the stream of one layer, and in all that a cache holds, codes and room for growing included; by head and layer, mean and
+worst relative error of the output against keys that are held as they come, and the mean against exact attention, on
+what exact attention is given;
 perplexity over that of exact attention, and the mean over tokens of KL(exact || cache), with a cache in all layers.
 Writes results/leaves.json beside this file.
 """
@@ -31,10 +32,9 @@ from fewkeys.bench.machine import versions
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.files import write_json
 from fewkeys.integrations.interface import attach
-from fewkeys.tree.leaves import Form
 
 RESULTS = Path(__file__).parent / "results"
-WAYS = (None, "bfloat16", "int8")
+WAYS = (None, "int8")
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ class Measured:
             found[way] = stream.attend(query)[:, :, self.first :]
             self.between[way].append(_error(found[way], found[None]))
             self.off[way].append(_error(found[way], exact[:, :, self.first :]))
-            self.bytes[way] = key.shape[1] * Form.of(way, key, value).width
+            self.bytes[way] = stream.memory() // key.shape[2]
         return exact
 
 

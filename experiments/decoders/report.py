@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
 
-from experiments.peers.picture import DECODERS
 from experiments.decoders.heads import SLOTS
 from experiments.decoders.methods import EXACT, METHODS, OURS, TUNED
 from experiments.decoders.tasks import TASKS
+from experiments.peers.picture import DECODERS
 
 from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 

@@ -1,4 +1,4 @@
-"""The experiment on trees: its peers are causal and count every slot, its prompts hold their answers, it goes on."""
+"""The experiment on decoders: its peers are causal and count every slot, its prompts hold their answers, it goes on."""
 
 import json
 
@@ -139,7 +139,7 @@ def test_every_method_is_in_the_table_and_restores_the_model():
             with methods.replaced(model, method, 128, 40, 20) as paid:
                 # There is room for all; only means of the past are paid before there are any.
                 close(model(ids).logits, want)
-                assert paid() == pytest.approx(30.5) or method in ("constant memory", methods.CODES)
+                assert paid() == pytest.approx(30.5) or method in ("constant memory", methods.OURS)
         assert torch.equal(model(ids).logits, want)
 
 
@@ -298,13 +298,13 @@ def test_a_plan_is_tuned_and_then_judged(tmp_path, tokenizer, text, monkeypatch)
 
 
 @torch.no_grad()
-def test_leaves_are_measured_against_those_that_are_held_as_they_come():
+def test_int8_is_measured_against_keys_that_are_held_as_they_come():
     model = llama()
     measured = leaves.Measured(fk.budget(64, is_causal=True).never_exact(), 100)
     detach = attach(model, measured).detach
     model(tokens(1, 200))
     detach()
     between = {way: torch.tensor(errors).mean() for way, errors in measured.between.items()}
-    assert between[None] == 0 < between["bfloat16"]
+    assert between[None] == 0
     assert 0 < between["int8"] < torch.tensor(measured.off["int8"]).mean()
-    assert measured.bytes[None] == 2 * measured.bytes["bfloat16"] > 2 * measured.bytes["int8"]
+    assert measured.bytes[None] > 2 * measured.bytes["int8"]

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
+    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     MistralConfig,
@@ -22,15 +23,16 @@ from transformers import (
 )
 
 import fewkeys as fk
+from fewkeys.streaming import Stream, coded
 from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
 
-ALL = fk.Plan(fk.RecentBlocks(32, 9), fk.RunningMeans(2))
+ALL = fk.Plan(fk.select.RecentBlocks(32, 9), fk.rest.RunningMeans(2))
 """Keeps every key of the short sequences here."""
 SCAN = fk.budget(200, is_causal=True)
 """Keeps every key of short sequences, too."""
-SMALL_SCAN = fk.budget(40, is_causal=True)
-HEAVY = fk.Plan(fk.Window(5) | fk.Sinks(1) | fk.Leverage(4) | fk.RandomKeys(3))
-FEW = fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5))
+SMALL_SCAN = fk.budget(40, is_causal=True).never_exact()
+HEAVY = fk.Plan(fk.Window(5) | fk.Sinks(1) | fk.select.Leverage(4) | fk.RandomKeys(3))
+FEW = fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(2), fk.rest.RunningMeans(5))
 
 
 def mistral():
@@ -81,6 +83,18 @@ def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     assert torch.equal(found, want)
 
 
+@torch.no_grad()
+def test_memory_is_below_that_of_all_keys_and_first_tokens_are_exact(monkeypatch):
+    """By default: as the model answers until the plan takes over, and then in less memory."""
+    model, ids = llama(), tokens(1, 300)
+    monkeypatch.setattr(coded, "exact_length", lambda *_: 100)
+    cache, exact = fk.cache(model, fk.budget(40, is_causal=True)), DynamicCache()
+    close(logits(model, ids[:, :100], [60, 1, 39], cache), model(ids[:, :100]).logits)
+    logits(model, ids[:, 100:], [200], cache)
+    model(ids, past_key_values=exact)
+    assert cache.memory() < sum(layer.keys.nbytes + layer.values.nbytes for layer in exact.layers)
+
+
 def drafter():
     """The model's first words, and others."""
     other = llama()
@@ -94,8 +108,8 @@ def drafter():
 @pytest.mark.parametrize("plan", [SMALL_SCAN, fk.Plan(fk.Window(5)), HEAVY], ids=["scan", "window", "heavy"])
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
-    cropped, crop = [], fk.Stream.crop
-    monkeypatch.setattr(fk.Stream, "crop", lambda stream, to: cropped.append(stream.length - to) or crop(stream, to))
+    cropped, crop = [], Stream.crop
+    monkeypatch.setattr(Stream, "crop", lambda stream, to: cropped.append(stream.length - to) or crop(stream, to))
     model, ids = llama(), tokens(1, 30).repeat(1, 9)
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = model.generate(ids, **options, past_key_values=fk.cache(model, plan))
@@ -120,9 +134,9 @@ def logits(model, ids, sizes, cache=None):
 @pytest.mark.parametrize("sizes", [[150], [1] * 150, [9, 40, 1, 1, 78, 21]], ids=["whole", "tokens", "chunks"])
 def test_codes_grow_as_the_applied_plan_has_them(sizes):
     model, ids = llama(), tokens(2, 150)
-    with fk.apply(model, SMALL_SCAN.never_exact()):
+    with fk.apply(model, SMALL_SCAN):
         want = logits(model, ids, [150])
-    close(logits(model, ids, sizes, fk.cache(model, SMALL_SCAN)), want)
+    close(logits(model, ids, sizes, fk.cache(model, SMALL_SCAN, leaves="model")), want)
 
 
 def qwen():
@@ -156,7 +170,7 @@ def test_left_padding_changes_nothing(make, plan):
         with fk.apply(model, plan.never_exact()):
             want = logits(model, alone, [alone.shape[1]])
             close(model(ids, attention_mask=real, position_ids=place).logits[one, own], want)
-        found, cache = [], fk.cache(model, plan)
+        found, cache = [], fk.cache(model, plan, leaves="model")
         for part in (slice(0, half), slice(half, half + 1), slice(half + 1, None)):
             given = {"position_ids": place[:, part], "past_key_values": cache, "use_cache": True}
             found.append(model(ids[:, part], attention_mask=real[:, : part.stop], **given).logits)
@@ -240,10 +254,10 @@ def test_a_plan_for_each_layer():
 def test_a_plan_for_each_head():
     """As tuning finds them: every head as if the whole layer had its plan."""
     model, ids = llama(), tokens(2, 60)
-    tuned = fk.ModelPlan(((FEW, SMALL_SCAN.never_exact()),) * 3)
+    tuned = fk.ModelPlan(((FEW, SMALL_SCAN),) * 3)
     with fk.apply(model, tuned):
         want = logits(model, ids, [60])
-    cache = fk.cache(model, tuned)
+    cache = fk.cache(model, tuned, leaves="model")
     close(logits(model, ids, [25, 1, 34], cache), want)
     cache.batch_select_indices(torch.tensor([1]))
     assert cache.memory() == copy.deepcopy(cache).memory() > 0
@@ -325,7 +339,9 @@ def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
 
 @pytest.mark.parametrize("gone", [3, 24])
 @pytest.mark.parametrize(
-    "plan", [FEW, fk.Plan(fk.Window(5) | fk.Leverage(4)), fk.Plan(fk.Window(40))], ids=["means", "heavy", "window"]
+    "plan",
+    [FEW, fk.Plan(fk.Window(5) | fk.select.Leverage(4)), fk.Plan(fk.Window(40))],
+    ids=["means", "heavy", "window"],
 )
 def test_the_newest_tokens_can_be_taken_back(plan, gone):
     """At any place of a unit, also after sequences were selected."""

@@ -105,7 +105,7 @@ def test_what_captures_and_caches_do_not_know_is_refused():
             fk.capture(model, [tokens()])
         with pytest.raises(ValueError, match="capped scores, learned sinks or a bias of distances"):
             model(tokens(), past_key_values=fk.cache(model, FEW))
-    assert fk.capture(gemma(), [tokens()], weights=fk.Softcap(2.0)).layers == 2
+    assert fk.capture(gemma(), [tokens()], weights=fk.weights.Softcap(2.0)).layers == 2
 
 
 # --- parts of encoder-decoders -----------------------------------------------------------------------------------

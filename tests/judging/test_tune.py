@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLANS = [
     Candidate(fk.budget(12), 12),
-    Candidate(Plan(fk.KeyNorm(3) | fk.Window(5)), 8),
-    Candidate(Plan(fk.Leverage(4) | fk.Window(5)), 9),
+    Candidate(Plan(fk.select.KeyNorm(3) | fk.Window(5)), 8),
+    Candidate(Plan(fk.select.Leverage(4) | fk.Window(5)), 9),
     Candidate(Plan(), 40),
 ]
 
@@ -149,7 +149,7 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     for candidate in [*found[:-1:7], *near[::3]]:
         graph = candidate.plan.keep.graph(query, key, value, is_causal=is_causal)
         kept = graph.to_mask()[0, 0].sum(-1).float()
-        by_block = isinstance(candidate.plan.rest, fk.RunningMeans | fk.BlockMeans)
+        by_block = isinstance(candidate.plan.rest, fk.rest.RunningMeans | fk.BlockMeans)
         kept = kept[256:768].mean() if by_block else kept.max()
         assert candidate.plan.slots(float(kept), 32, 32) <= candidate.slots + 1e-9, candidate
 
@@ -295,8 +295,13 @@ def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
     scans = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.BlockMeans)}
     assert scans == ({32, 48, 64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())
     parts = {(*map(type, candidate.plan.parts), type(candidate.plan.rest)) for candidate in found[1:-1]}
-    lists = [(fk.Window,), (fk.Leverage, fk.Window), (fk.Sinks, fk.Window), (fk.Sinks, fk.Leverage, fk.Window)]
-    pasts = [(fk.RecentBlocks, fk.RunningMeans), (fk.Sinks, fk.RecentBlocks, fk.RunningMeans)]
+    lists = [
+        (fk.Window,),
+        (fk.select.Leverage, fk.Window),
+        (fk.Sinks, fk.Window),
+        (fk.Sinks, fk.select.Leverage, fk.Window),
+    ]
+    pasts = [(fk.select.RecentBlocks, fk.rest.RunningMeans), (fk.Sinks, fk.select.RecentBlocks, fk.rest.RunningMeans)]
     of_memory = {"all": [(fk.KeyScan, fk.BlockMeans), (fk.Sinks, fk.Window, fk.Drop)]}
     assert parts == {*of_memory.get(memory, [*pasts, *((*own, fk.Drop) for own in lists)])}
 

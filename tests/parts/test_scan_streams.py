@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.sketch.codes import BLOCK
+from fewkeys.streaming import Stream, coded, files
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
     "means": fk.Plan(fk.KeyScan(25), fk.BlockMeans(4)),
     "without stand-ins": fk.Plan(fk.KeyScan(9)),
-    "entmax": fk.Plan(fk.KeyScan(30), weights=fk.Entmax(1.5)),
+    "entmax": fk.Plan(fk.KeyScan(30), weights=fk.weights.Entmax(1.5)),
 }
 
 
@@ -73,7 +74,7 @@ def test_in_any_order_it_equals_the_whole(steps, padding, seed):
         else:
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "stream.safetensors")
-                stream = fk.Stream.load(Path(folder) / "stream.safetensors")
+                stream = Stream.load(Path(folder) / "stream.safetensors")
         assert stream.length == so_far.key.shape[2]
 
 
@@ -96,6 +97,60 @@ def test_streams_merge():
     tokens[100:300].feed(other)
     one.merge(other)
     same(tokens[300:].feed(one), whole(plan, tokens)[:, :, 300:])
+
+
+FIRST = 100
+
+
+@pytest.fixture
+def giving_way(monkeypatch):
+    """The plan, with leave to give way for the first tokens."""
+    monkeypatch.setattr(coded, "exact_length", lambda plan, *_: FIRST if plan.exact_if_faster else 0)
+    return replace(PLANS["means"], exact_if_faster=True)
+
+
+@pytest.mark.parametrize("sizes", [(TOKENS,), (40, 1, 200), (99, 1, 1, 319), (1,) * 130 + (290,)], ids=str)
+def test_first_tokens_are_answered_exactly_and_others_by_the_plan(giving_way, sizes):
+    """Whatever comes later, and in whatever pieces."""
+    tokens = Tokens.draw(3)
+    rows = (tokens.query, tokens.key, tokens.value)
+    exact = fk.attention(*rows, plan=fk.Plan(), is_causal=True)
+    want = torch.cat([exact[:, :, :FIRST], whole(PLANS["means"], tokens)[:, :, FIRST:]], 2)
+    for how in (giving_way, giving_way.never_exact()):
+        stream, found, start = fk.stream(how), [], 0
+        for size in sizes:
+            found.append(tokens[start : start + size].feed(stream))
+            start += size
+        same(torch.cat(found, 2)[:, :, : want.shape[2]], want[:, :, :start])
+        want = whole(PLANS["means"], tokens)
+
+
+def test_first_tokens_are_held_as_they_come_until_they_are_rounded(giving_way, tmp_path):
+    """Then by the plan over rounded keys, in memory and in files; saved before and after."""
+    tokens = Tokens.draw(4)
+    exact = fk.attention(tokens.query, tokens.key, tokens.value, plan=fk.Plan(), is_causal=True)
+    want = tokens.feed(fk.stream(PLANS["means"], leaves="int8"))
+    for folder in (None, tmp_path):
+        stream = fk.stream(giving_way, leaves="int8", folder=folder)
+        found = []
+        for part in (slice(0, 60), slice(60, 130), slice(130, TOKENS)):
+            found.append(tokens[part].feed(stream))
+            stream.save(tmp_path / "stream")
+            stream = copy.deepcopy(Stream.load(tmp_path / "stream", folder=folder))
+        same(torch.cat(found, 2), torch.cat([exact[:, :, :FIRST], want[:, :, FIRST:]], 2))
+        stream.crop(200)
+        same(tokens[200:].feed(stream), want[:, :, 200:])
+
+
+def test_padded_first_tokens_are_counted_without_padding(giving_way):
+    tokens = Tokens.draw(5, 0.2)
+    stream = fk.stream(giving_way)
+    found = torch.cat([tokens[:70].feed(stream), tokens[70:].feed(stream)], 2)
+    for row, real in enumerate(tokens.real):
+        alone = Tokens(
+            *(part[row : row + 1, :, real] for part in (tokens.query, tokens.key, tokens.value)), real[real][None]
+        )
+        same(found[row : row + 1, :, real], alone.feed(fk.stream(giving_way)))
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
@@ -130,9 +185,9 @@ def test_a_damaged_file_is_refused(tmp_path):
     tokens.feed(stream)
     facts, tensors = stream.contents()
     short = {name: rows[:, :, 1:] if name.endswith("key") else rows for name, rows in tensors.items()}
-    fk.streaming.files.write(path, facts, short)
+    files.write(path, facts, short)
     with pytest.raises(ValueError, match=r"^path: expected a file that Stream.save wrote"):
-        fk.Stream.load(path)
+        Stream.load(path)
 
 
 @pytest.mark.parametrize("size", [1e30, 1e38])

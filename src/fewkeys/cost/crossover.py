@@ -15,13 +15,11 @@ kernels. Where nothing can be kept, nothing is measured either: operations decid
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor
 
 from fewkeys.core.clock import clock
 from fewkeys.core.impl import Impl
@@ -46,8 +44,6 @@ EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS = 2
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
 """Turns end once so many of them in a row brought no time down by more than `CALM`."""
-LONGEST = 24
-"""log2 of the longest sequence that is asked about."""
 CALM = 0.03
 ENOUGH = 2000.0
 """Milliseconds after which they end in any case, but for the fewest."""
@@ -109,30 +105,6 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     return own > SHIPPED * exact_ones if found is None else found.exact_is_faster
 
 
-def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """How many first tokens of sequences with such heads exact attention answers: those of the shortest whole sequence
-    that a causal plan answers faster. 0 where the plan never gives way. Reads no data, and nothing of the lengths.
-    """
-    if not plan.exact_if_faster:
-        return 0
-    heads = (query.shape[1], query.shape[3], key.shape[1], value.shape[3])
-    return _exact_length(plan, heads, key.dtype, key.device, torch.get_num_threads())
-
-
-@lru_cache(256)
-def _exact_length(plan: Plan, heads: tuple[int, ...], dtype: torch.dtype, device: torch.device, threads: int) -> int:
-    query_heads, dim, kv_heads, value_dim = heads
-    nothing = torch.zeros((), dtype=dtype, device=device)
-
-    def gives_way(length: int) -> bool:
-        shapes = ((query_heads, length, dim), (kv_heads, length, dim), (kv_heads, length, value_dim))
-        x = Inputs(*(nothing.expand(1, *shape) for shape in shapes), dim**-0.5, is_causal=True)
-        return exact_is_faster(x, plan)
-
-    most = next((bits for bits in range(LONGEST) if not gives_way(1 << bits)), LONGEST)
-    return bisect_left(range(1 << most), True, key=lambda length: length > 0 and not gives_way(length))
-
-
 def kernels_lose(inputs: Inputs, plan: Plan) -> bool:
     """Whether torch's operations are clearly faster than the compiled kernels. Reads no data."""
     found = expected(inputs, plan)
@@ -178,7 +150,7 @@ def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
     """The lines, and whether they can be relied on."""
     points = _points(setting, plan)
-    times, calm = _fastest([call for _, call in points], torch.device(setting.device))
+    times, calm = fastest([call for _, call in points], torch.device(setting.device))
     told = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
     pairs = list(zip(told[::2], told[1::2], strict=True))
     return tuple(astuple(_through(pair)) for pair in pairs), calm and all(few[1] < many[1] for few, many in pairs)
@@ -233,7 +205,7 @@ def _through(points: Sequence[tuple[float, float]]) -> Line:
 
 
 @torch.no_grad()
-def _fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[list[float], bool]:
+def fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[list[float], bool]:
     """Milliseconds of the fastest of each call's turns, after one that does not count; whether they came to an end."""
     for call in calls:
         call()

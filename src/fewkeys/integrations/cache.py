@@ -42,9 +42,9 @@ def cache(
         plan: for every layer, or one for each, or one for each of its key heads (the `ModelPlan` of `fewkeys.tune`):
             what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`; see `fewkeys.stream`. Layers whose
             own attention is a sliding window keep exactly that window; a sequence may leave them out.
-        leaves, folder: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "model" or
-            "int8", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike numbers of tokens,
-            so `load` what was saved.
+        leaves, folder: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "int8", the
+            default, or "model", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike
+            numbers of tokens, so `load` what was saved.
 
     Returns:
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
@@ -64,8 +64,9 @@ def cache(
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
-    layers, how = _layers(model, plan), Held.of(leaves, folder)
-    if (leaves, folder) != (None, None) and not any(Coded.suits(one) for plans, _ in layers for one in plans):
+    layers, how = _layers(model, plan), Held.of(leaves, folder, "int8")
+    scans = any(Coded.suits(one) for plans, _ in layers for one in plans)
+    if not scans and Held.of(leaves, folder, "model") != Held():
         raise ValueError(f"leaves, folder: expected None without a layer of KeyScan, got {leaves}, {folder}")
     return StreamCache(model, layers, how)
 

@@ -196,7 +196,8 @@ def _valued(x: Inputs, value: Tensor) -> Inputs:
 def _worthless(stand_ins: Any, marks: Tensor) -> Any:
     """The same stand-ins with values of zero."""
     if isinstance(stand_ins, RangeStandIns):
-        return replace(stand_ins, value=marks.new_zeros((*stand_ins.key.shape[:-1], marks.shape[-1])))
+        keys = stand_ins.totals[..., : stand_ins.head_dim]
+        return replace(stand_ins, totals=pad(keys, (0, marks.shape[-1])))
     if isinstance(stand_ins, StandIns | CohortStandIns):
         value = marks.new_zeros((*stand_ins.key.shape[:-1], marks.shape[-1]))
         return replace(stand_ins, value=value, left=None, right=None, factor=None, bounds=None)

@@ -45,7 +45,8 @@ EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
 EXPORT_BY_DTYPE(scan_attend, ScanAttend)
-EXPORT(scan_codes, Scan)
+EXPORT_BY_DTYPE(scan_codes, Scan)
+EXPORT_BY_DTYPE(code_keys, Coding)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(form, Forms)
 EXPORT(halve, Halves)
@@ -98,6 +99,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Tilts);
   SIZE_OF(TiltsBack);
   SIZE_OF(CohortStandIns);
+  SIZE_OF(Coding);
   SIZE_OF(Scan);
   SIZE_OF(ScanAttend);
 #undef SIZE_OF

@@ -238,26 +238,38 @@ struct CohortStandIns {
   float tilt, largest_tilt, largest_spread, reach, least;
 };
 
+// The codes of keys: `fewkeys.sketch.codes.encode`.
+struct Coding {
+  Rows key;             // (B, Hkv, N, D)
+  const float *sign;    // (wide,)
+  const float *middle;  // (B Hkv, D)
+  const float *spread;  // (B Hkv,)
+  uint8_t *packed;      // (B Hkv, blocks, wide / 2, 16)
+  int16_t *sigma;       // (B Hkv, 32 blocks)
+  int64_t batch, heads, keys, dim, wide, blocks;
+};
+
 // The best keys of every query by their codes: `fewkeys.sketch.codes.best`.
 struct Scan {
-  const uint8_t *packed;  // (B Hkv, room, pairs, 16): blocks of 32 keys
-  const float *sigma;     // (B Hkv, 32 room)
-  const int8_t *query;    // (B, Hq, Nq, D): rounded
-  const int64_t *seen;    // (Nq): among how many keys each query chooses, ascending
+  const uint8_t *packed;  // (B Hkv, room, wide / 2, 16): blocks of 32 keys
+  const int16_t *sigma;   // (B Hkv, 32 room)
+  Rows query;             // (B, Hq, Nq, D)
+  const float *sign;      // (wide,): of the scale, too
+  const int64_t *seen;    // (Nq,): among how many keys each query chooses, ascending
   const uint8_t *real;    // (B, Nk); null: all are
   int32_t *index;         // (B, Hq, Nq, count): ascending, -1 for none
-  int64_t batch, heads, gqa_ratio, queries, keys, room, pairs, dim, count;
+  int64_t batch, heads, gqa_ratio, queries, keys, room, dim, wide, count;
 };
 
 // Softmax over each query's own block, the keys that it chooses, and means: `fewkeys.select.key_scan`.
 struct ScanAttend {
   Scan of;  // its `index` is not written
-  Rows query, key, value, out;
-  Rows scales;  // (B, Hkv, Nk, 2), float: what keys and values, which are int8 then, are multiplied by; or null
-  const float *mean_key, *mean_value;  // (B Hkv, steps, means, D or Dv)
-  const float *size;                   // (B, steps, means)
-  const int64_t *edges;                // (steps, means + 1)
-  int64_t steps, means, value_dim, offset, causal, block;
+  Rows key, value, out;
+  Rows scales;           // (B, Hkv, Nk, 2), float: of keys and values, which are int8 then; or null
+  Rows total;            // (B, Hkv, blocks + 1, D + Dv), float64: sums of the keys and values before each block
+  const double *size;    // (B, blocks + 1): of real keys as many; null: all are
+  const int64_t *edges;  // (steps, means + 1): where ranges begin, and the last one ends
+  int64_t steps, means, blocks, value_dim, offset, causal;
   float scale;
 };
 

@@ -10,7 +10,7 @@ does not depend on the pieces that tokens come in. Numbers so large that codes n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,15 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.records import build
 from fewkeys.core.validation import FLOATS
-from fewkeys.cost.crossover import exact_length
-from fewkeys.execute import exact
+from fewkeys.cost.decoding import exact_length
+from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
 from fewkeys.rest.block_means import block_sums
-from fewkeys.select.key_scan import Scanned
-from fewkeys.sketch.codes import BLOCK, Codes, encode, rounded
+from fewkeys.select.key_scan import Scanned, codes_of
+from fewkeys.sketch.codes import BLOCK, Codes, Frame, encode
 from fewkeys.streaming.checks import are_large
 from fewkeys.streaming.rows import Held, HeldRows
 
@@ -82,7 +82,7 @@ class Coded:
         total = self._rows.count + key.shape[2]
         if self._closed is None:
             self._rows.make_room(total)
-        elif query is not None and total > exact_length(self.plan, query, key, value):
+        elif query is not None and total > exact_length(self.plan, query, key, value, _one_token):
             self._closed.make_room(total)
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor | Problem]:
@@ -91,14 +91,15 @@ class Coded:
             self._rows.append(key, value)
             return
         count = key.shape[2]
-        first = min(count, max(0, exact_length(self.plan, query, key, value) - self._rows.count))
+        first = min(count, max(0, exact_length(self.plan, query, key, value, _one_token) - self._rows.count))
         for part in (slice(0, first), slice(first, count)):
             if part.start < part.stop:
                 by_plan = part.start == first
                 if by_plan:
                     self._close()
                 self._rows.append(key[:, :, part], value[:, :, part])
-                yield (self._problem if by_plan else self._exact)(query[:, :, part], scale)
+                by_codes = self._anew if self._large else self._problem
+                yield (by_codes if by_plan else self._exact)(query[:, :, part], scale)
 
     def select(self, index: Tensor) -> Coded:
         closed = None if self._closed is None else self._closed.select(index)
@@ -121,7 +122,7 @@ class Coded:
         self._rows.join(other._rows)
 
     def like(self) -> tuple[Tensor, Tensor]:
-        return self._rows.like()
+        return self._rows.like
 
     def bytes(self) -> int:
         return sum(part.bytes() for part in (*self._rows, *(self._closed or ()), *self._blocks.values()))
@@ -141,7 +142,7 @@ class Coded:
         rows = HeldRows.checked(tensors, kind)
         if rows.count != count:
             raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
-        found = self.begin(*rows.like())
+        found = self.begin(*rows.like)
         found._large = are_large(None, *rows.read(0, count), 1.0)
         if found._closed is not None and "scale" in tensors:
             found._rows, found._closed = found._closed, None
@@ -166,10 +167,10 @@ class Coded:
         if start == stop:
             return
         key, value = self._rows.read(start, stop)
-        found = encode(key, working(self._rows.read(0, BLOCK)[0]).mean(2, keepdim=True))
+        found = codes_of(key, Frame.of(self._rows.read(0, BLOCK)[0]), "auto")
         codes.append(found.packed.flatten(3))
         sigma.append(found.sigma.unflatten(2, (-1, BLOCK)))
-        new = torch.cat([block_sums(working(key)), block_sums(working(value))], -1)
+        new = torch.cat([block_sums(key), block_sums(value)], -1)
         sums.append(sums.rows[:, :, -1:] + new.cumsum(2))
 
     def _exact(self, query: Tensor, scale: float) -> Tensor:
@@ -180,26 +181,43 @@ class Coded:
         offset = key.shape[2] - query.shape[2]
         return Inputs(query, key, value, scale, is_causal=True, offset=offset, needs_rescaling=self._large)
 
-    def _problem(self, query: Tensor, scale: float) -> Tensor | Problem:
-        if self._large:
-            return attend(self._inputs(query, scale), self.plan.never_exact())
+    def _anew(self, query: Tensor, scale: float) -> Tensor:
+        return attend(self._inputs(query, scale), self.plan.never_exact())
+
+    def _problem(self, query: Tensor, scale: float) -> Problem:
         self._finish_blocks()
         key, value = self._rows.key, self._rows.value
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
         packed, sigma, sums = (part.rows for part in self._blocks.values())
         codes = Codes(packed.unflatten(-1, (-1, 16)), sigma.flatten(2))
-        scanned = Scanned(inputs, codes, rounded(query, scale), self.count, self._rows.scale)
-        rest, stand_ins = self.plan.rest, None
-        if isinstance(rest, BlockMeans):
-            totals = sums.split([key.shape[3], value.shape[3]], -1)
-            size = torch.arange(sums.shape[2], dtype=torch.float64, device=key.device) * BLOCK
-            stand_ins = rest.of_totals(inputs, totals[0], totals[1], size.expand(len(key), -1))
+        scanned = Scanned(inputs, codes, self.count, self._rows.scale)
+        rest = self.plan.rest
+        stand_ins = rest.of_totals(inputs, sums, None) if isinstance(rest, BlockMeans) else None
         return Problem(inputs, Graph(inputs, scan=scanned), stand_ins, self.plan.weights)
 
 
 def _no_blocks(key: Tensor, value: Tensor) -> dict[str, Buffer]:
     first = working(key[:, :, :0])
-    codes = encode(first, first.new_zeros((*first.shape[:2], 1, first.shape[3])))
+    codes = encode(first, Frame.of(first))
     zero = first.new_zeros((*first.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
     rows = {"packed": codes.packed.flatten(3), "sigma": codes.sigma.unflatten(2, (-1, BLOCK)), "sums": zero}
     return {name: Buffer(part, part.shape[2], LEAST) for name, part in rows.items()}
+
+
+def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What takes one token more, answered exactly and by the plan, after those of the inputs."""
+    x, memories = inputs, []
+    for _ in range(2):
+        memories.append(Coded(plan.never_exact(), OPEN).begin(x.key, x.value))
+        memories[-1]._rows.append(x.key, x.value)
+    key, value = x.key[:, :, -1:], x.value[:, :, -1:]
+
+    def exactly() -> Tensor:
+        memories[0]._rows.append(key, value)
+        return memories[0]._exact(x.query, x.scale)
+
+    def by_plan() -> Tensor:
+        memories[1]._rows.append(key, value)
+        return dispatch.attend(memories[1]._problem(x.query, x.scale))
+
+    return exactly, by_plan

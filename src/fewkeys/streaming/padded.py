@@ -136,14 +136,14 @@ class Padded:
         for group, inside in zip(self._groups, some, strict=True):
             own = [part[group.rows] if plain else part[group.rows][:, :, inside] for part in (key, value)]
             asked = None if query is None else query[group.rows] if plain else query[group.rows][:, :, inside]
-            group.memory.make_room(asked, *own)
-            given.append((asked, *own))
+            group.memory.make_room(asked, own[0], own[1])
+            given.append((asked, own[0], own[1], scale))
         self.length += key.shape[2]
         if not plain:
             self._groups = [group.padded(real[group.rows[0]], first) for group in self._groups]
         takes = [
-            group.memory.take(*own, scale) if own[1].shape[2] else iter(())
-            for group, own in zip(self._groups, given, strict=True)
+            group.memory.take(*tokens) if len(inside) else iter(())
+            for group, tokens, inside in zip(self._groups, given, some, strict=True)
         ]
         heads, tokens = (key.shape[1], 0) if query is None else query.shape[1:3]
         output = value.new_zeros((key.shape[0], heads, tokens, value.shape[3]))

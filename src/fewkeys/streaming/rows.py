@@ -39,19 +39,22 @@ class Held:
             raise ValueError(f"folder: expected a folder that is there, got {self.folder}; make it first")
 
     @staticmethod
-    def of(leaves: LeafType | None, folder: str | os.PathLike[str] | None) -> Held:
-        """As arguments say; None: as it is by default."""
-        return Held("model" if leaves is None else leaves, None if folder is None else os.fspath(folder))
+    def of(leaves: LeafType | None, folder: str | os.PathLike[str] | None, otherwise: LeafType) -> Held:
+        """As arguments say; `otherwise`: the dtype where they say none."""
+        return Held(otherwise if leaves is None else leaves, None if folder is None else os.fspath(folder))
 
 
 class HeldRows:
     """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of N tokens.
 
-    `buffers`: "key" and "value", and under int8 "scale" (B, Hkv, N, 2), of both.
+    `buffers`: "key" and "value", and under int8 "scale" (B, Hkv, N, 2), of both. `like`: no keys and values, of the
+    kind that came.
     """
 
     def __init__(self, buffers: dict[str, Buffer], dtype: torch.dtype) -> None:
         self.buffers, self.dtype = buffers, dtype
+        key, value = (buffers[name].held[:, :, :0].to(dtype) for name in ("key", "value"))
+        self.like = key, value
 
     @staticmethod
     def empty(how: Held, key: Tensor, value: Tensor) -> HeldRows:
@@ -104,10 +107,6 @@ class HeldRows:
             return
         for name, buffer in self.buffers.items():
             buffer.append(other.buffers[name].rows)
-
-    def like(self) -> tuple[Tensor, Tensor]:
-        """No keys and values, of the kind that came."""
-        return self.key[:, :, :0].to(self.dtype), self.value[:, :, :0].to(self.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """What is held, by name."""

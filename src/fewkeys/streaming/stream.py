@@ -90,11 +90,11 @@ class Stream:
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        how = Held.of(leaves, folder)
-        if not Coded.suits(plan) and (leaves, folder) != (None, None):
+        how = Held.of(leaves, folder, "model")
+        if not Coded.suits(plan) and how != Held():
             raise ValueError(
-                f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyScan, whose memory "
-                f"does not grow, got {leaves or folder}"
+                f"{'leaves' if folder is None else 'folder'}: expected None for a plan without KeyScan, whose memory "
+                f"does not grow, got {folder or leaves}"
             )
         self._held = Padded(Coded(plan, how) if Coded.suits(plan) else Summarised(plan, self.generator, undo))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None

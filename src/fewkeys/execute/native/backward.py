@@ -53,7 +53,7 @@ def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Ten
     """The same problem of these tensors."""
     x, s = replace(problem.inputs, query=query, key=key, value=value), problem.stand_ins
     if isinstance(s, RangeStandIns):
-        s = replace(s, key=parts[0], value=parts[1])
+        s = replace(s, totals=parts[0])
     elif isinstance(s, BlockStandIns):
         s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
     elif isinstance(s, StandIns | CohortStandIns):
