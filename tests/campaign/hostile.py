@@ -19,10 +19,11 @@ import torch
 import fewkeys as fk
 from fewkeys import cli, native
 from fewkeys.native import build, sets
+from fewkeys.streaming import Stream
 from integrations.test_report import BYTES, VALUES, Skipped, places, report
 
 SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
-SMALL = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(5))
+SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(5))
 NOBODY = 65534
 
 
@@ -83,7 +84,7 @@ def forks(seed):
                 elif action == "save":
                     path = Path(folder) / f"stream {number}"
                     memory.save(path)
-                    memory = fk.Stream.load(path, folder=how.get("folder"))
+                    memory = Stream.load(path, folder=how.get("folder"))
                 outputs.append(feed(memory, own.choice([1, 5, 40, 130])))
             return outputs
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fewkeys as fk
+from fewkeys.papers import sparsefinder
 
 # Torch's own, of its forward mode and of `vmap`.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (".torch.jit.script. is", "There is a perf")]
@@ -16,6 +17,7 @@ PLANS = {
     "key scan": (fk.budget(24, is_causal=True), 150),
     "constant memory": (fk.budget(24, is_causal=True, memory="constant"), 70),
     "all keys there are": (fk.Plan(fk.Window(401)), 70),
+    "groups": (fk.Plan(sparsefinder.Strided(8)), 70),
 }
 """Plans, and the keys of a sequence."""
 WAYS = [("auto", torch.float64), ("torch", torch.float64), ("auto", torch.float32)]

@@ -7,7 +7,7 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_PLANS
-from fewkeys.streaming import files
+from fewkeys.streaming import Stream, files
 from odd_keys import EXTREME
 
 PLANS = {
@@ -18,7 +18,9 @@ PLANS = {
 }
 SCANS = {name: plan for name, plan in PLANS.items() if plan.keep.parts[0].remembered.scan}
 FIXED = {name: plan for name, plan in PLANS.items() if name not in SCANS}
-MEANS = fk.Plan(fk.RecentBlocks(16, 2) | fk.Sinks(2) | fk.Leverage(5) | fk.KeyNorm(3), fk.RunningMeans(7))
+MEANS = fk.Plan(
+    fk.select.RecentBlocks(16, 2) | fk.Sinks(2) | fk.select.Leverage(5) | fk.select.KeyNorm(3), fk.rest.RunningMeans(7)
+)
 PIECES = ([150], [40, 1, 70, 39], [64, *[1] * 20, 66])
 
 
@@ -77,10 +79,10 @@ def test_scans_find_the_keys_that_the_whole_finds(name, kind):
 @pytest.mark.parametrize("plan", [MEANS, fk.Plan(fk.KeyScan(9), fk.BlockMeans(3))], ids=["means", "scan"])
 def test_whatever_is_done_to_them(plan, tmp_path):
     q, k, v, _ = draw("all", 60)
-    stream = fk.Stream(plan, undo=40)
+    stream = Stream(plan, undo=40)
     feed(stream, q[:, :, :90], k[:, :, :90], v[:, :, :90], [64, 26])
     stream.save(tmp_path / "stream")
-    loaded = fk.Stream.load(tmp_path / "stream")
+    loaded = Stream.load(tmp_path / "stream")
     assert loaded.memory() == stream.memory() or plan is MEANS
     rest = [part[:, :, 90:] for part in (q, k, v)]
     want = feed(stream, *rest, [60])
@@ -123,5 +125,5 @@ def test_files_of_huge_numbers(tmp_path, by):
     facts, tensors = stream.contents()
     for name in NUMBERS:
         files.write(tmp_path / "stream", facts, tensors | {f"0.{name}": (tensors[f"0.{name}"] * by).clamp(max=3e38)})
-        found = feed(fk.Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
+        found = feed(Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
         assert found.isfinite().all(), name

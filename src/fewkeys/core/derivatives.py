@@ -7,6 +7,7 @@ from contextlib import ContextDecorator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class constants(ContextDecorator):  # noqa: N801 (used as `torch.no_grad` is)
@@ -26,6 +27,11 @@ class constants(ContextDecorator):  # noqa: N801 (used as `torch.no_grad` is)
 
     def _recreate_cm(self) -> constants:
         return constants()
+
+
+def are_transformed(*tensors: Tensor) -> bool:
+    """Whether forward mode or `torch.func` is at work on these, which know torch's plain operations alone."""
+    return forward_ad._current_level >= 0 or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor | None]:

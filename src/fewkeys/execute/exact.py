@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from fewkeys.core.derivatives import gradients_of
+from fewkeys.core.derivatives import are_transformed, gradients_of
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
@@ -81,7 +80,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     rows = query, x.key, x.value
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or (mask is not None and mask.requires_grad):
         return fused(*rows)
-    if forward_ad._current_level >= 0 or any(map(torch._C._functorch.is_functorch_wrapped_tensor, rows)):
+    if are_transformed(*rows):
         with sdpa_kernel(SDPBackend.MATH):
             return fused(*rows)
     if not any(part.requires_grad for part in rows):

@@ -13,15 +13,15 @@ band or a list holds it too, it belongs to the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from fewkeys.core.derivatives import are_transformed, gradients_of
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights, positive
@@ -195,7 +195,8 @@ def attend_chunk(
     rows, count = [torch.arange(flat.shape[0], device=flat.device)] * len(parts), flat.shape[0] + 1
     rows += [batch.row.flatten() for batch in tiles]
     lines = [part.flatten(0, 1) for part in parts]
-    lines += _Scores.apply(flat, keys.key, tiles) if tiles else []  # type: ignore[no-untyped-call]
+    run: Callable[..., Any] = _Scores.forward if are_transformed(flat, keys.key) else _Scores.apply
+    lines += run(flat, keys.key, tiles) if tiles else []
     if not lines:
         # No edges at all: zeros, with zero gradients for all inputs.
         zero = 0.0 * (working(keys.key).sum() + working(keys.value).sum())
@@ -222,7 +223,8 @@ def _collect(
     if not found:
         return total, total.new_zeros((count, keys.value.shape[-1]))
     total = total.index_add(0, torch.cat(list(rows)), torch.cat([part.sum(-1, keepdim=True) for part in found]))
-    mixed: Tensor = _Mix.apply(keys.value, tiles, count, *found)  # type: ignore[no-untyped-call]
+    run: Callable[..., Any] = _Mix.forward if are_transformed(keys.value, *found) else _Mix.apply
+    mixed: Tensor = run(keys.value, tiles, count, *found)
     return total, mixed
 
 
@@ -264,9 +266,11 @@ class _Scores(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            outputs = _Scores.forward(query, key, ctx.tiles)
+            return (*gradients_of((query, key), [*zip(outputs, grads, strict=True)]), None)
         to_query = query.new_zeros((query.shape[0] + 1, query.shape[1]))
         to_key = torch.zeros(key.shape, dtype=query.dtype, device=key.device)
         for batch, flat in zip(ctx.tiles, grads, strict=True):
@@ -286,7 +290,7 @@ class _Mix(torch.autograd.Function):
         mixed = weights[0].new_zeros((rows, value.shape[1]))
         for batch, flat in zip(tiles, weights, strict=True):
             add = flat.unflatten(0, batch.row.shape) @ _rows(value, batch.key)
-            mixed.index_add_(0, batch.row.flatten(), add.flatten(0, 1))
+            mixed = mixed.index_add(0, batch.row.flatten(), add.flatten(0, 1))
         return mixed
 
     @staticmethod
@@ -295,9 +299,12 @@ class _Mix(torch.autograd.Function):
         ctx.save_for_backward(value, *weights)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         value, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            mixed = _Mix.forward(value, ctx.tiles, len(grad), *weights)
+            to_value, *to_weights = gradients_of((value, *weights), [(mixed, grad)])
+            return (to_value, None, None, *to_weights)
         to_value = torch.zeros(value.shape, dtype=grad.dtype, device=value.device)
         to_weights = []
         for batch, flat in zip(ctx.tiles, weights, strict=True):
