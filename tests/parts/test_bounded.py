@@ -77,6 +77,14 @@ def test_short_floats_stay_finite(dtype):
         assert fk.attention(q, k, v, plan=plan.never_exact()).isfinite().all(), plan
 
 
+@pytest.mark.parametrize("scale", [1e20, -1e25])
+def test_the_multiple_holds_of_huge_scores_of_short_floats(scale):
+    q, k, v = inputs(1.0, dtype=torch.bfloat16)
+    for plan, multiple in PLANS:
+        output = fk.attention(q, k, v, plan=plan.never_exact(), scale=scale)
+        assert largest(output) <= 1.02 * multiple * largest(v), plan
+
+
 @pytest.mark.parametrize("impl", ["torch", NATIVE])
 @pytest.mark.parametrize("strength", [1, 30, 300])
 def test_gradients_agree_on_both_sides_of_the_bound(strength, impl):

@@ -48,8 +48,11 @@ def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
         down = key.where(far, 0)
         up = (power + down - excess).repeat_interleave(x.gqa_ratio, 1)
         unit = value.where(value > LARGEST, 0)
+    # Kernels multiply means in bfloat16, too, and those of first-order terms are then as large as the scores.
+    impl = "torch" if x.impl == "auto" and x.query.dtype == torch.bfloat16 else x.impl
     in_units = replace(
         x,
+        impl=impl,
         query=_scaled(x.query, up),
         key=_scaled(x.key, -down),
         value=_scaled(x.value, -unit),
