@@ -174,7 +174,7 @@ class Libraries:
                 lock.touch()
                 if locked == "user" and root:
                     os.chown(lock, NOBODY, NOBODY)
-                holder = subprocess.Popen(["flock", str(lock), "sleep", "600"])
+                holder = subprocess.Popen(["flock", "--no-fork", str(lock), "sleep", "600"])
             elif locked == "folder":
                 lock.mkdir()
             elif locked == "pipe":
