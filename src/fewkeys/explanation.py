@@ -23,16 +23,15 @@ NAMES = {"reference": "the dense reference", "torch": "torch", "native": "compil
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which way a call goes.
+    """What runs for a call, and why.
 
     Attributes:
         runs: exact attention or the plan.
         reason: why.
-        exact_ms, plan_ms: what both are expected to take, None where that is not asked.
-        executor: which code runs the plan, by the name that `impl` has for it; None for exact attention,
-            and where all is padding.
-        uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
-        kernels: the instruction set of these kernels; None where they do not run.
+        exact_ms, plan_ms: the expected times of both; None if they do not decide.
+        executor: which code runs the plan, by its name in `impl`; None for exact attention, and if all is padding.
+        uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None if they run.
+        kernels: the instruction set of these kernels; None if they do not run.
         slots, mass: of a plan whose queries stop at a share of their mass (`KeyTree(slots, mass)`), what they pay on
             average, and the mean share of the mass on keys that they keep: at least, where it is certified, else
             estimated. None of other plans.
@@ -63,9 +62,8 @@ class Explanation:
 def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Explanation:
     """What `fewkeys.attention` does with such a call on this machine, and why.
 
-    Arguments and errors are those of `attention`. Attends to nothing, but chooses keys and summarises the others, which
-    tells the executor. For a plan that may give way to exact attention it measures the machine, where that was never
-    done: some tenths of a second.
+    Arguments and errors are those of `attention`. It chooses keys and makes stand-ins, on which the executor depends,
+    but does not attend. For a plan with `exact_if_faster` the first call measures the machine: some tenths of a second.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")

@@ -127,7 +127,7 @@ def test_plans_are_found_by_their_names():
         ]
     name = operator.name_of(fk.Plan(predicted(sparsefinder.Clusters(3), 2, 4)))
     assert isinstance(operator.plan_of(name).keep, sparsefinder.Predicted)
-    operator._known.clear()  # as in another process
+    operator._by_fingerprint.clear()  # as in another process
     operator._latest.clear()
     operator.plan_of.cache_clear()
     with pytest.raises(ValueError, match="learned"):
@@ -149,7 +149,7 @@ def test_plans_are_not_kept_for_ever():
         operator.plan_of(operator.name_of(other))
     gc.collect()
     assert all(part() is None for part in learned)
-    assert len(operator._known) <= operator.LEARNED + 2 * operator.PLANS  # a projection and centroids each
+    assert len(operator._by_fingerprint) <= operator.LEARNED + 2 * operator.PLANS  # a projection and centroids each
     assert operator.plan_of.cache_info().currsize <= operator.PLANS
 
 

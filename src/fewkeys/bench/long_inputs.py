@@ -1,4 +1,4 @@
-"""Queries, keys and values of any length: random ones, and a model's own, one text segment after another."""
+"""Queries, keys and values of any length: random ones, and captured ones, one text segment after another."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def random_inputs(dim: int, *, dtype: torch.dtype, device: torch.device, seed: i
 def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.device) -> Draw:
     """The first heads of the middle layer, its sequences joined end to end.
 
-    Keys and values as the model makes them, in a context longer than the model has seen. Asking for more tokens or key
-    heads than the capture holds raises `ValueError`.
+    The context is longer than those of the model. More tokens or key heads than the capture holds raise `ValueError`.
     """
     if capture.biased:
         raise ValueError(

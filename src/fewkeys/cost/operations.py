@@ -23,7 +23,7 @@ def visible_keys(inputs: Inputs) -> float:
 
 
 def answered_queries(inputs: Inputs, plan: Plan) -> int:
-    """Queries that a plan answers, Nq or, where its stand-ins begin with the first token, those before them, too."""
+    """Queries that a plan answers: Nq, and the earlier ones too if its stand-ins begin with the first token."""
     return inputs.queries + (inputs.offset if plan.rest.needs_causal else 0)
 
 
@@ -33,6 +33,6 @@ def plan_operations(inputs: Inputs, plan: Plan) -> float:
     if plan.keep is None:
         return exact_operations(x)
     work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
-    # There are so many keys per query of one key head's group.
+    # A key head's keys serve `gqa_ratio` query heads.
     attending = work.scores * per_score(x) * answered_queries(x, plan)
     return (attending + work.per_key * x.keys / x.gqa_ratio) / x.queries
