@@ -27,8 +27,8 @@ PROMISES = (
     Breakage(
         "statistics are float32: counts are made on the default device",
         "sketch/clusters.py",
-        'torch.tensor([some, real], dtype=torch.float32, device="cpu")',
-        "torch.tensor([some, real], dtype=torch.float32)",
+        'torch.tensor([query_counts, real], dtype=torch.float32, device="cpu")',
+        "torch.tensor([query_counts, real], dtype=torch.float32)",
         (Law("parts/test_defaults", "default_device and auto"),),
     ),
     Breakage(

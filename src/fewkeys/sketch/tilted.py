@@ -1,12 +1,12 @@
-"""What cohorts of queries see of the keys: those that each should keep, and sums with weights as each sees them.
+"""For every cohort of queries, the keys that it should keep, and sums over the other keys with the cohort's weights.
 
-With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the members
-of a cluster weigh
+With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the keys of
+a cluster have the weights
 
     e_hj = exp(t (g_hj - g_hc)),   t = 0.8, exponents clamped to +-2:
 
-the average that a query of the cohort takes, or nearly so. Cohorts are narrow, so t is nearer to one than where one
-average must serve all queries.
+nearly the average that a query of the cohort takes. Cohorts are narrow, so t is nearer to one than for an average that
+serves all queries (`fewkeys.sketch.clusters`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fewkeys.core.totals import Totals
 from fewkeys.sketch.clusters import Clusters, frame
 from fewkeys.sketch.cohorts import Cohorts, own_importance
 
-TILT = 0.8
+COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class Tilted:
-    """Sums over the keys of every cluster that a cohort does not keep, each key weighing e_hj.
+    """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
     `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `key` (B, Hkv, H, C, D): of
     centred keys; `value` (B, Hkv, H, C, Dv); `importance` (B, Hkv, H, C): g_hc, without gradient; `together`
@@ -47,31 +47,32 @@ class Tilted:
     together: Tensor | None
 
 
-def best(inputs: Inputs, known: Cohorts, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best(inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """For every cohort the `count` real keys of largest `m_h . k_j + offset_j`, offset (B, Hkv, Nk): places
     (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
     """
     x, count = inputs, min(count, inputs.keys)
     if x.valid is not None:
         offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
-    if x.impl in COMPILED and native.readable(x.key, offset, known.mean):
-        return native.best(x.key.detach(), known.mean, offset, count)
-    top = (known.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2)).topk(count, -1)
+    if x.impl in COMPILED and native.readable(x.key, offset, cohorts.mean):
+        return native.best(x.key.detach(), cohorts.mean, offset, count)
+    top = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2)).topk(count, -1)
     index, order = top.indices.sort(-1)
     return index, (top.values > -torch.inf).gather(-1, order)
 
 
 def tilted_sums(
-    inputs: Inputs, known: Cohorts, found: Clusters, index: Tensor, used: Tensor, *, together: bool
+    inputs: Inputs, cohorts: Cohorts, clusters: Clusters, index: Tensor, used: Tensor, *, together: bool
 ) -> Tilted:
-    """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`; products only if they are asked
-    for. Gradients flow through keys and values, not through what they weigh. Cost O(n H (D + Dv) + n D Dv).
+    """The sums without the keys `index` (B, Hkv, H, S) that cohort h keeps where `used`; products only if `together`.
+
+    Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
     """
     x, totals = inputs, inputs.whole.totals
-    facts = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
-    facts |= {"index": index, "used": used, "filled": known.filled}
-    wanted = Wanted(x.valid, facts, found.importance.shape[-1], together, totals)
-    if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, known.mean):
+    facts = {"label": clusters.label, "own": own_importance(x, cohorts), "middle": frame(x).mean, "mean": cohorts.mean}
+    facts |= {"index": index, "used": used, "filled": cohorts.filled}
+    wanted = Wanted(x.valid, facts, clusters.importance.shape[-1], together, totals)
+    if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
         sums = _ByKernels.apply(x.key, x.value, wanted)  # type: ignore[no-untyped-call]
     else:
         sums = _by_torch(x.key, x.value, wanted)
@@ -81,10 +82,10 @@ def tilted_sums(
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What sums are asked for: of real keys (B, Nk), over `count` clusters, with products or without.
+    """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), its part of the importance that all
-    cohorts share; "middle" and "mean", of keys and of the cohorts' queries; "index", "used", "filled", as above.
+    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), `own_importance`; "middle" and "mean",
+    of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
     """
 
     real: Tensor | None
@@ -95,7 +96,7 @@ class Wanted:
 
 
 Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""What `Tilted` has, in its order."""
+"""The fields of `Tilted`, in order."""
 
 
 def _by_torch(key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
@@ -109,7 +110,7 @@ def _by_torch(key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
     centred, values = working(key) - facts["middle"], working(value)
 
     def by_cluster(rows: Tensor) -> Tensor:
-        """(B, Hkv, H, C, dim): one cohort after another, so that all keys times all cohorts are never written down."""
+        """(B, Hkv, H, C, dim): one cohort after another, so that no tensor has all keys times all cohorts."""
         none, to = rows.new_zeros((*rows.shape[:2], wanted.count, rows.shape[3])), label.unsqueeze(-1).expand_as(rows)
         return torch.stack([none.scatter_add(2, to, rows * one.unsqueeze(-1)) for one in e.unbind(2)], 2)
 
@@ -118,15 +119,15 @@ def _by_torch(key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
 
 
 def _levels(key: Tensor, wanted: Wanted) -> Tensor:
-    """g_hc: that of a cluster's mean key and mean `k^T W k / 2`."""
+    """g_hc, from a cluster's mean key and mean `k^T W k / 2`."""
     facts, real, totals = wanted.facts, wanted.real, wanted.totals
-    label, own = facts["label"], facts["own"]
-    there = torch.ones_like(own) if real is None else real[:, None].to(own.dtype).expand_as(own)
-    none = own.new_zeros((*own.shape[:2], wanted.count))
-    size, quad = none.scatter_add(-1, label, there), none.scatter_add(-1, label, there * own)
-    centred = (working(key) - facts["middle"]) * there.unsqueeze(-1)
+    label, spread = facts["label"], facts["own"]
+    real_keys = torch.ones_like(spread) if real is None else real[:, None].to(spread.dtype).expand_as(spread)
+    none = spread.new_zeros((*spread.shape[:2], wanted.count))
+    size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
+    centred = (working(key) - facts["middle"]) * real_keys.unsqueeze(-1)
     where = label.unsqueeze(-1).expand_as(centred)
-    total = own.new_zeros((*size.shape, key.shape[-1])).scatter_add(2, where, centred)
+    total = spread.new_zeros((*size.shape, key.shape[-1])).scatter_add(2, where, centred)
     size, quad, total = (totals.sum(part) for part in (size, quad, total))
     size = size.clamp_min(1)
     return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
@@ -136,7 +137,7 @@ def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: 
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
     exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["own"].unsqueeze(2)
-    e = exponent.sub_(level.gather(-1, label)).mul_(TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    e = exponent.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])
     e.mul_((torch.arange(e.shape[2], device=e.device) < facts["filled"].unsqueeze(-1)).unsqueeze(-1))
@@ -149,7 +150,7 @@ class _ByKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
         facts = {**wanted.facts, "real": wanted.real}
-        sums = native.tilt(key, value, facts, wanted.count, wanted.together, tilt=TILT, largest=LARGEST_TILT)
+        sums = native.tilt(key, value, facts, wanted.count, wanted.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
         ctx.save_for_backward(key, value, sums[4])
         ctx.wanted = wanted
         ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
@@ -164,5 +165,6 @@ class _ByKernels(torch.autograd.Function):
             pairs = [(sums[2], to_key), (sums[3], to_value), (sums[5], to_products)]
             return *gradients_of([key, value], [(out, grad) for out, grad in pairs if out is not None]), None
         facts = {**wanted.facts, "real": wanted.real, "level": level}
-        back = native.tilt_back(key, value, facts, (to_key, to_value, to_products), tilt=TILT, largest=LARGEST_TILT)
-        return *(part.to(rows.dtype) for part, rows in zip(back, (key, value), strict=True)), None
+        output_gradients = to_key, to_value, to_products
+        results = native.tilt_back(key, value, facts, output_gradients, tilt=COHORT_TILT, largest=LARGEST_TILT)
+        return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None
