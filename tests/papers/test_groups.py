@@ -243,7 +243,7 @@ def test_every_dtype(weights, dtype):
 
 @pytest.mark.parametrize("size", [1, 40])
 def test_cutting_into_pieces_does_not_matter(size, monkeypatch):
-    for name in ("CHUNK", "TILE", "BATCH"):
+    for name in ("CHUNK_SCORES", "TILE", "BATCH"):
         monkeypatch.setattr(grouped, name, size)
     case = replace(TANGLED, batch=1, kv_heads=1, per_key_head=2, queries=17, keys=17, query_groups=2)
     assert_agree(case, fk.Window(3), fk.Drop(), fk.weights.Entmax(1.5))

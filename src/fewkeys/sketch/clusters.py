@@ -91,7 +91,7 @@ class KeyStatistics:
 
 
 @dataclass(frozen=True, eq=False)
-class Clusters:
+class KeyClusters:
     """A partition of the real keys of every head.
 
     `label` (B, Hkv, Nk), int64: the cluster of every key, the first of those whose centres coincide; undefined for
@@ -132,7 +132,7 @@ def key_statistics(inputs: Inputs) -> KeyStatistics:
         return inputs.remember("key_statistics", lambda: KeyStatistics(*_seen(inputs, frame(inputs))))
 
 
-def clusters(inputs: Inputs, count: int) -> Clusters:
+def clusters(inputs: Inputs, count: int) -> KeyClusters:
     """The keys in `count` clusters by weighted Lloyd steps. Cost O(n count (D + Dv)), no randomness."""
     with constants():
         return inputs.remember(("clusters", count), lambda: _clusters(inputs, count))
@@ -224,7 +224,7 @@ def _importance(spread: Tensor, along: Tensor) -> Tensor:
     return along + 0.5 * (spread - along.square())
 
 
-def _clusters(inputs: Inputs, count: int) -> Clusters:
+def _clusters(inputs: Inputs, count: int) -> KeyClusters:
     units, subset = frame(inputs), sample_keys(inputs, *_sampled(count))
     key, value = inputs.key.detach(), inputs.value.detach()
     if compiled_at_once(inputs, key, value, units.form):
@@ -234,7 +234,7 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
         results = native.cluster(key, value, rows, tensors, count=count, steps=LLOYD_STEPS, **numbers)
         label, distance, spread, seen, importance = results
         inputs.remember("key_statistics", lambda: KeyStatistics(spread, seen))
-        return Clusters(label, distance, importance)
+        return KeyClusters(label, distance, importance)
     centres, importance = _lloyd(inputs, units, subset, count)
     # x . c - |c|^2 / 2 for features x, directly from keys and values: no tensor has the features of all keys.
     on_key = centres[..., : inputs.head_dim] @ units.root.mT
@@ -244,7 +244,7 @@ def _clusters(inputs: Inputs, count: int) -> Clusters:
     spread, nearest, square, label = _survey(inputs, units, torch.cat([on_key, on_value], -1), constant)
     energy = spread + square * units.unit.square().squeeze(-1)
     # The distance of a key that is its own centre would be rounding error, whose logarithm is large.
-    return Clusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
+    return KeyClusters(label, (energy - 2 * nearest).maximum(NEAR * energy), importance)
 
 
 def _sampled(count: int) -> tuple[int, int]:

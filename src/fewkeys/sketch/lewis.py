@@ -49,7 +49,7 @@ TOLERANCE = 1e-6
 MAX_STEPS = 1000
 MAX_DOUBT = 1e-2
 """Heads whose weighted Gram matrix has a larger relative error in float64 get the bound 1."""
-CHUNK = 1 << 24
+FEATURES = 1 << 24
 """The numbers in one block of tensor features."""
 
 
@@ -96,7 +96,7 @@ def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     """
     basis, _ = _whitened(rows, totals)
     columns, heads = width(basis.shape[-1], degree), basis.shape[:-2].numel()
-    parts = basis.split(max(1, CHUNK // (columns * heads)), -2)
+    parts = basis.split(max(1, FEATURES // (columns * heads)), -2)
     total = basis.new_zeros((*basis.shape[:-2], columns, columns))
     for part in parts:
         total += gram64(tensor_features(part, degree))

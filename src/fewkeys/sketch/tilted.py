@@ -23,7 +23,7 @@ from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
-from fewkeys.sketch.clusters import Clusters, frame
+from fewkeys.sketch.clusters import KeyClusters, frame
 from fewkeys.sketch.cohorts import Cohorts, own_importance
 
 COHORT_TILT = 0.8
@@ -62,7 +62,7 @@ def best(inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int) -> tuple[
 
 
 def tilted_sums(
-    inputs: Inputs, cohorts: Cohorts, clusters: Clusters, index: Tensor, used: Tensor, *, together: bool
+    inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, index: Tensor, used: Tensor, *, together: bool
 ) -> Tilted:
     """The sums without the keys `index` (B, Hkv, H, S) that cohort h keeps where `used`; products only if `together`.
 

@@ -1,4 +1,4 @@
-"""What a predictor was fitted on, and whether captures and files fit it."""
+"""The model that a predictor was fitted on, and checks of captures and files against it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fewkeys.papers.sparsefinder.space import kind_of
 
 @dataclass(frozen=True)
 class Shape:
-    """The model a predictor was fitted on: what its attention must look like. `kind` is that of its queries."""
+    """The model a predictor was fitted on: the shape of its attention. `kind`: as in `space.kind_of`."""
 
     model: str
     kind: str
@@ -37,7 +37,7 @@ def shape_of(capture: Capture) -> Shape:
 
 
 def check_capture(capture: object) -> None:
-    """Raise `TypeError` for what is no capture, `ValueError` for one whose scores no predicted graph knows."""
+    """Raise `TypeError` if it is not a capture, `ValueError` if the model has a distance bias."""
     if not isinstance(capture, Capture):
         raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
     if capture.biased:
@@ -48,7 +48,7 @@ def check_capture(capture: object) -> None:
 
 
 def check_same(capture: Capture, other: Capture) -> None:
-    """Raise `ValueError` where the validation capture is of another model."""
+    """Raise `ValueError` if the validation capture is of another model."""
     names = ("layers", "query_heads", "kv_heads", "head_dim", "is_causal", "scales")
     for name in names:
         if getattr(capture, name) != getattr(other, name):
@@ -67,7 +67,7 @@ def check_shape(shape: Shape) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shape: Shape, settings: Settings, raw: bool, where: Path) -> None:
-    """Raise `ValueError` where the tensors are not those of such a model and fit."""
+    """Raise `ValueError` if the tensors do not fit such a model and settings."""
     heads, rank = shape.query_heads, shape.head_dim if raw else settings.rank
     forms: dict[str, Form] = {}
     for layer in range(shape.layers):
