@@ -303,7 +303,7 @@ def test_blocks_do_not_matter(monkeypatch):
     whole = heavy_entries(q, k, 2e-3, sketch=sketch)
     for module in (gram, direct):
         monkeypatch.setattr(module, "BLOCK", 70)
-    monkeypatch.setattr(search, "CHUNK", 500)
+    monkeypatch.setattr(search, "SCORES", 500)
     parts = heavy_entries(q, k, 2e-3, sketch=sketch)
     assert torch.equal(whole.indices, parts.indices)
     torch.testing.assert_close(whole.values, parts.values)

@@ -223,11 +223,11 @@ class Sparsefinder:
         if isinstance(grouping, Clusters):
             fitted = Centroids(self.centroids(layer, grouping.count, grouping.rounds).place[heads])
         elif isinstance(grouping, ClusterPairs):
-            both = self.joined(layer, grouping.count, grouping.lift)
-            return Predicted(grouping, project, Joined(both.query[heads], both.key[heads], both.pairs[heads]))
+            joint = self.joined(layer, grouping.count, grouping.lift)
+            return Predicted(grouping, project, Joined(joint.query[heads], joint.key[heads], joint.pairs[heads]))
         elif isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
-            both = self.edges(layer, grouping.beta)
-            return Predicted(grouping, project, Edges(both.query[heads], both.key[heads]))
+            buckets = self.edges(layer, grouping.beta)
+            return Predicted(grouping, project, Edges(buckets.query[heads], buckets.key[heads]))
         return Predicted(grouping, project, fitted)
 
     def plan(self, grouping: Grouping, keep: Selector | None = None, weights: Weights | None = None) -> ModelPlan:

@@ -37,7 +37,7 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None
     result, weights, active = start.clone(), start, start > 0
     todo = every = torch.arange(rows, device=points.device)
     finished = torch.zeros_like(todo, dtype=torch.bool)
-    # Whether the active points' plane has been solved, so that the next step brings in a point.
+    # Whether the active points' plane is solved, so that the next step adds a point.
     solved = active.sum(1) < 2
     before = torch.full_like(scale, torch.inf)
     for _ in range(4 * count + 40):
@@ -52,7 +52,7 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None
         if ended == todo.numel():
             return result
         before = torch.where(solved, value, before)
-        if 4 * ended > todo.numel():  # copying the rows that are left pays once a quarter is done
+        if 4 * ended > todo.numel():  # copying the remaining rows pays once a quarter is done
             go = ~finished
             todo, points, allowed, weights, active = todo[go], points[go], allowed[go], weights[go], active[go]
             solved, before, scale, best, finished = solved[go], before[go], scale[go], best[go], finished[go]
