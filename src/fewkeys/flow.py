@@ -141,7 +141,7 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     outputs = []
     for part in parts:
         problem = prepare(part, choice.plan)
-        output = dispatch.attend(problem)[:, :, problem.inputs.filler :]
+        output = dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
         outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
     return restore(outputs)
 
@@ -177,7 +177,7 @@ def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
     Where its stand-ins begin with the first token, block by block, the inputs of the graph do so, too: their first
-    `filler` queries are nobody's.
+    `placeholders` queries belong to earlier tokens.
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")

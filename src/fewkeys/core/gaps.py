@@ -1,7 +1,7 @@
-"""Positions counted over real keys: under causality padding, wherever it stands, is as if it had been deleted.
+"""Removal of padding between real keys, so that causal positions count real keys only.
 
-Rules that look at positions (blocks, windows, lists that are renewed) are written for keys that stand from position 0
-on, with padding after them at most. Here any other padding is brought into that form, and outputs back to their places.
+Rules on positions (blocks, windows, lists that are renewed) require real keys from position 0 on, with padding only
+after them. This module moves any other padding behind the keys, and outputs back to their places.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def has_gaps(inputs: Inputs) -> bool:
 
 
 def has_interior_padding(valid: Tensor) -> bool:
-    """Whether a sequence (B, Nk) has padding between real keys: without it, distances are others."""
+    """Whether a sequence (B, Nk) has padding between real keys; removing it would change distances."""
     return bool(((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any())
 
 
@@ -32,11 +32,11 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 
 
 def without_gaps(inputs: Inputs, valid: Tensor) -> tuple[list[Inputs], Restore]:
-    """The same problem without its padding, in parts, and what makes its output (B, Hq, Nq, Dv) of theirs; zero for
-    queries of padding.
+    """The same problem without padding before real keys, in parts; and a function that restores the whole output.
 
-    `valid` (B, Nk): that of the inputs. Sequences from the first position on are moved together; queries that come
-    later stand at other positions in each of them, so those padded alike are a part.
+    The output (B, Hq, Nq, Dv) is zero for queries of padding. `valid` (B, Nk): that of the inputs. Without an offset
+    there is one part. With one, queries have other positions in each sequence, so sequences with the same padding are
+    a part.
     """
     asked = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
     asked = asked[:, inputs.offset : inputs.offset + inputs.queries]

@@ -69,7 +69,7 @@ class ExtraEdges(Protocol):
     """Edges of another kind, with their own executor. A frozen value of tensors; `mask` alone defines the edges."""
 
     def check(self, inputs: Inputs) -> None:
-        """Raise `ValueError` where these cannot be edges of such a problem."""
+        """Raise `ValueError` if these cannot be edges of such a problem."""
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
@@ -78,7 +78,7 @@ class ExtraEdges(Protocol):
         """The edges of either."""
 
     def delayed(self, count: int) -> Self:
-        """The same edges where `count` queries without any stand in front."""
+        """The same edges with `count` queries without edges before the others."""
 
     def attend(self, problem: Any) -> Tensor:
         """The output (B, Hq, Nq, Dv) of a `fewkeys.execute.problem.Problem` whose graph has these edges.
@@ -121,8 +121,8 @@ class Graph:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """(B, Hkv, Nk), uint8, ones for keys that no band reaches and no stand-in speaks for: padding, and those of a
-        list that all queries share. None: there are none.
+        """(B, Hkv, Nk), uint8, ones for keys that are in no band and no stand-in: padding, and the keys of a list that
+        all queries share. None if there are none.
         """
         x, shared = self.inputs, self.columns
         if shared is not None and (shared.blocks > 1 or shared.place is not None):
@@ -239,7 +239,7 @@ def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
 def band_block(reach: int) -> int:
     """Queries that share the rows of a band which reaches over so many keys beside the query's own.
 
-    A block of m queries scores m + reach keys: small blocks waste less, large ones run nearer the machine's peak.
+    A block of m queries scores m + reach keys: small blocks waste less, large ones run faster per score.
     """
     return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 

@@ -1,4 +1,4 @@
-"""The executors by name: which code answers."""
+"""The names of the executors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, cast, get_args
 Impl = Literal["auto", "reference", "torch", "native"]
 """`"auto"` is the best of the others for a call; `fewkeys.execute.dispatch` chooses."""
 COMPILED: tuple[Impl, ...] = ("auto", "native")
-"""What takes compiled kernels, where they suit."""
+"""The values of `impl` that use compiled kernels where these support the call."""
 
 
 def check_impl(impl: object) -> Impl:

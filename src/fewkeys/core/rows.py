@@ -1,4 +1,4 @@
-"""Rows of tokens by their places."""
+"""Gathering rows of tokens."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
             # The same inputs and random numbers give the edges that the output was computed from.
             entry.restart(generator, where)
             graph = _graph(choice)
-            first, last = graph.inputs.filler, graph.inputs.queries
+            first, last = graph.inputs.placeholders, graph.inputs.queries
             edges[:, heads] = graph.mask(first, last)
             price[heads] = choice.plan.rest.slots(part.head_dim, part.value_dim)
             if graph.descent is not None:

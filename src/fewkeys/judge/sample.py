@@ -153,7 +153,7 @@ def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dic
         x.generator.manual_seed(seed)
     (part,), _ = canonicalise(choice)
     problem = prepare(part, choice.plan)
-    places = [place + problem.inputs.filler for place in picks.tolist()]
+    places = [place + problem.inputs.placeholders for place in picks.tolist()]
     kept = torch.cat([problem.graph.mask(place, place + 1)[0] for place in places], 1)
     return {"kept": _packed(kept), "error": error, **(nothing | _stand_ins(problem, kept, places))}
 

@@ -96,15 +96,12 @@ def value_aware(
                 continue
             rows = rows.part(live)
             if exact:
-                solution = caratheodory(
-                    rows.weights, points[None], torch.zeros_like(rows.weights[:, 0], dtype=torch.long)
-                )
+                dense = caratheodory(rows.weights, points[None], torch.zeros_like(rows.weights[:, 0], dtype=torch.long))
             else:
-                fit = _solve(rows, r, method)
-                solution = fit.dense(count)
+                dense = _solve(rows, r, method).dense(count)
             # The sum is one in float64, so that only the final rounding moves a row off the simplex.
-            solution = solution / solution.sum(1, keepdim=True)
-            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], solution.to(out.dtype))
+            dense = dense / dense.sum(1, keepdim=True)
+            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], dense.to(out.dtype))
     return result
 
 
