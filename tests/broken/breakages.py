@@ -448,7 +448,7 @@ BREAKAGES = (
     Breakage(
         "shards: of equal scores none goes left",
         "sketch/halves_apart.py",
-        "return (number < middle) | few | by_set",
+        "return (number < middle) | first_of_equal | by_set",
         "return (number < middle) | by_set",
         (APART,),
     ),

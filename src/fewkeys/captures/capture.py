@@ -118,18 +118,18 @@ class Capture:
         return self._calls(layer)
 
     def _calls(self, layer: int) -> Iterator[AttentionInputs]:
-        every = [(batch, slice(None)) for batch in range(self.batches)]
-        for batch, rows in every if self._part is None else self._part:
+        all_batches = [(batch, slice(None)) for batch in range(self.batches)]
+        for batch, rows in all_batches if self._part is None else self._part:
             name = file_name(layer, batch)
             tensors = self._read(name)
             if name not in self._sound:
                 self._check(name, tensors)
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
-            more: dict[str, Any] = {name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias")}
-            more["gradient"] = self._gradient(layer, batch, query) if self.gradients else None
+            optional: dict[str, Any] = {name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias")}
+            optional["gradient"] = self._gradient(layer, batch, query) if self.gradients else None
             scale = self.scales[layer]
-            call = AttentionInputs(query, key, value, scale, self.is_causal, query_offset=offset, **more)
+            call = AttentionInputs(query, key, value, scale, self.is_causal, query_offset=offset, **optional)
             yield call if self._part is None else call.rows(rows)
 
     def _gradient(self, layer: int, batch: int, query: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class _Entmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # dp/ds = diag(u) - u u^T / sum(u) with u = p^(2 - alpha) on the support. Second derivatives need operations
         # that are not in place.
-        slopes, again = [], torch.is_grad_enabled()
+        slopes, differentiable = [], torch.is_grad_enabled()
         mass, along = grads[0].new_zeros(ctx.count), grads[0].new_zeros(ctx.count)
         for weight, row, grad in zip(ctx.saved_tensors, ctx.rows, grads, strict=True):
             u = weight.sign()
@@ -128,5 +128,5 @@ class _Entmax(torch.autograd.Function):
             slopes.append(u)
         mean = along / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         centred = (g - mean[row].unsqueeze(-1) for row, g in zip(ctx.rows, grads, strict=True))
-        scores = [u * g if again else u.mul_(g) for u, g in zip(slopes, centred, strict=True)]
+        scores = [u * g if differentiable else u.mul_(g) for u, g in zip(slopes, centred, strict=True)]
         return None, None, None, *scores

@@ -38,13 +38,13 @@ def without_gaps(inputs: Inputs, valid: Tensor) -> tuple[list[Inputs], Restore]:
     there is one part. With one, queries have other positions in each sequence, so sequences with the same padding are
     a part.
     """
-    asked = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
-    asked = asked[:, inputs.offset : inputs.offset + inputs.queries]
-    return (_each if inputs.offset else _all)(inputs, valid, asked)
+    valid_queries = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
+    valid_queries = valid_queries[:, inputs.offset : inputs.offset + inputs.queries]
+    return (_each if inputs.offset else _all)(inputs, valid, valid_queries)
 
 
-def _all(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore]:
-    keys, queries = _first(valid), _first(asked)
+def _all(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
+    keys, queries = _first(valid), _first(valid_queries)
     moved = replace(
         x,
         query=_moved(x.query, queries),
@@ -55,25 +55,25 @@ def _all(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore
     )
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
-        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~asked[:, None, :, None], 0.0)
+        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~valid_queries[:, None, :, None], 0.0)
 
     return [moved], restore
 
 
-def _each(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore]:
+def _each(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
     kinds, kind = valid.unique(dim=0, return_inverse=True)
     parts: list[Inputs] = []
     places: list[tuple[Tensor, Tensor]] = []
     for number, real in enumerate(kinds):
         rows = (kind == number).nonzero().squeeze(-1)
-        those_asked = asked[rows[0]]
-        if not bool(those_asked.any() & real.any()):
+        real_queries = valid_queries[rows[0]]
+        if not bool(real_queries.any() & real.any()):
             continue
-        query = x.query[rows][:, :, those_asked]
+        query = x.query[rows][:, :, real_queries]
         key, value = (part[rows][:, :, real] for part in (x.key, x.value))
         before = int(real[: x.offset].sum()) + max(0, x.offset - x.keys)
         parts.append(replace(x, query=query, key=key, value=value, offset=before, valid=None, _memory={}))
-        places.append((rows[:, None], those_asked.nonzero().squeeze(-1)))
+        places.append((rows[:, None], real_queries.nonzero().squeeze(-1)))
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
         whole = x.value.new_zeros((x.batch, x.query_heads, x.queries, x.value_dim))

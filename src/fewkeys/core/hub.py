@@ -21,7 +21,7 @@ class Download(TypedDict, total=False):
     local_files_only: bool
 
 
-def folder(name_or_dir: str | os.PathLike[str], files: list[str], how: Download) -> str:
+def folder(name_or_dir: str | os.PathLike[str], files: list[str], options: Download) -> str:
     """The folder, or the folder of a file. If there is none and the name is that of a repository, "owner/name", the
     folder with its files in the hub's cache, which serves alone if the hub cannot be reached.
 
@@ -36,11 +36,11 @@ def folder(name_or_dir: str | os.PathLike[str], files: list[str], how: Download)
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=files, **how)
+        return snapshot_download(name, allow_patterns=files, **options)
     except Exception as error:  # huggingface_hub raises almost anything here
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"directory: there is no folder {name!r}, and the hub has no such repository or cannot be reached ({said})"
+            f"directory: there is no folder {name!r}, and the hub has no such repository or cannot be reached ({cause})"
         ) from None
 
 

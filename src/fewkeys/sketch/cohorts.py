@@ -91,10 +91,10 @@ def _form(inputs: Inputs, within: Tensor) -> tuple[Tensor, Tensor]:
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     x, real, metric = inputs, inputs.valid_queries, _metric(inputs)
     if x.shard is not None:
-        return _apart(x, metric, count)
+        return _distributed(x, metric, count)
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
-        place, mean, within = _of(rows, metric, count, x.impl)
+        place, mean, within = _split(rows, metric, count, x.impl)
         return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, rows.shape[2]))
     # Sequences with the same number of real queries are split together.
     flat = real[:, None].expand(-1, x.gqa_ratio, -1).flatten(1)
@@ -105,18 +105,19 @@ def _cohorts(inputs: Inputs, count: int) -> Cohorts:
         sequences = (sizes == size).nonzero().squeeze(-1)
         index = flat[sequences].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
         index = index[:, None].expand(-1, x.kv_heads, -1)
-        place, mean, within = _of(take(rows[sequences], index), metric[sequences], count, x.impl)
+        place, mean, within = _split(take(rows[sequences], index), metric[sequences], count, x.impl)
         filled[sequences] = _filled(x, place, size)[sequences]
         if size:
             place = index.gather(2, place.clamp_min(0).flatten(2)).view_as(place).masked_fill_(place < 0, -1)
         parts.append((place, mean, within))
         batch.append(sequences)
     sets, most = (max(part[0].shape[dim] for part in parts) for dim in (2, 3))
-    back = torch.cat(batch).argsort()
+    order = torch.cat(batch).argsort()
     place = torch.cat([pad(p, (0, most - p.shape[3], 0, sets - p.shape[2]), value=-1) for p, _, _ in parts])
     mean = torch.cat([pad(m, (0, 0, 0, sets - m.shape[2])) for _, m, _ in parts])
     within = torch.cat([within for _, _, within in parts])
-    return Cohorts(place[back], mean[back] * x.scale, within[back] * x.scale**2, filled)
+    place, mean, within = place[order], mean[order], within[order]
+    return Cohorts(place, mean * x.scale, within * x.scale**2, filled)
 
 
 def _metric(inputs: Inputs) -> Tensor:
@@ -130,14 +131,14 @@ def _metric(inputs: Inputs) -> Tensor:
     return totals.sum(key.mT @ key)
 
 
-def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
+def _split(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
     """`place`, `mean` and W of the rows (B, H, m, D), all real."""
-    batch, heads, many, dim = rows.shape
-    if not many:
+    batch, heads, total, dim = rows.shape
+    if not total:
         none = torch.full((batch, heads, 1, 1), -1, device=rows.device)
         return none, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim))
-    count = _at_most(count, many)
-    flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, many // QUERY_SAMPLE)
+    count = _at_most(count, total)
+    flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, total // QUERY_SAMPLE)
     if impl in COMPILED and native.readable(flat) and flat.dtype == torch.float32:
         parts = native.halve(flat, metric, count, step=step, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
     else:
@@ -147,34 +148,34 @@ def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, T
     return place, mean, within
 
 
-def _apart(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
+def _distributed(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
     """The cohorts of the queries of all processes, with the places of this process's queries."""
     x, totals = inputs, inputs.whole.totals
-    many = x.whole.queries * x.gqa_ratio
-    count = _at_most(count, many)
+    total = x.whole.queries * x.gqa_ratio
+    count = _at_most(count, total)
     rows = working(x.grouped_query().detach()).flatten(0, 1)
     label = split_apart(rows, metric.flatten(0, 1), count, totals)
-    mean, within = described_apart(rows, label, count, max(1, many // QUERY_SAMPLE), totals)
+    mean, within = described_apart(rows, label, count, max(1, total // QUERY_SAMPLE), totals)
     label = label.flatten(1)
     order, sizes = label.argsort(dim=1, stable=True), label.new_zeros((len(label), count))
     sizes.scatter_add_(1, label, torch.ones_like(label))
-    at = torch.arange(max(1, int(sizes.max())), device=label.device)
-    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + at).clamp_max(max(0, label.shape[1] - 1))
+    rank = torch.arange(max(1, int(sizes.max())), device=label.device)
+    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + rank).clamp_max(max(0, label.shape[1] - 1))
     place = order.gather(1, index.flatten(1)).view(index.shape) if label.shape[1] else index
-    place = place.masked_fill(at >= sizes.unsqueeze(-1), -1)
+    place = place.masked_fill(rank >= sizes.unsqueeze(-1), -1)
     place, mean, within = (part.unflatten(0, (x.batch, x.kv_heads)) for part in (place, mean, within))
-    return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, many))
+    return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, total))
 
 
-def _filled(inputs: Inputs, place: Tensor, many: int) -> Tensor:
-    """How many cohorts (B, Hkv) have queries: `many` queries fill the cohorts one after the other."""
+def _filled(inputs: Inputs, place: Tensor, total: int) -> Tensor:
+    """How many cohorts (B, Hkv) have queries: `total` queries fill the cohorts one after the other."""
     count = place.shape[2]
-    filled = -(-many // -(-many // count)) if many else 0
+    filled = -(-total // -(-total // count)) if total else 0
     return torch.full((inputs.batch, inputs.kv_heads), filled, dtype=torch.int64, device=place.device)
 
 
-def _at_most(count: int, many: int) -> int:
+def _at_most(count: int, total: int) -> int:
     """`count` cohorts, a power of two, or fewer, so that each has at least COHORT_QUERIES queries."""
-    while count > 1 and count * COHORT_QUERIES > many:
+    while count > 1 and count * COHORT_QUERIES > total:
         count //= 2
     return count

@@ -33,12 +33,12 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
         step = sample_step(size)
         slots = -(-size // step)
         # Rows outside the sample go to an extra last place.
-        to = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
+        slot = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
         sample = rows.new_zeros((rounds, sets * slots + 1, dim))
-        sample.scatter_(1, to.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
+        sample.scatter_(1, slot.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
         sample = totals.sum(sample[:, :-1]).unflatten(1, (sets, slots)).flatten(0, 1)
-        there = (torch.arange(slots, device=rows.device) * step < real.unsqueeze(-1)).flatten(0, 1)
-        along = direction(sample, there, metric.repeat_interleave(sets, 0)).view(rounds, sets, dim)
+        real_rows = (torch.arange(slots, device=rows.device) * step < real.unsqueeze(-1)).flatten(0, 1)
+        along = direction(sample, real_rows, metric.repeat_interleave(sets, 0)).view(rounds, sets, dim)
         score = (rows.flatten(1, 2) * along.gather(1, label.flatten(1).unsqueeze(-1).expand(-1, -1, dim))).sum(-1)
         left = smallest(score.unflatten(1, (runs, -1)), label, real, size // 2, totals)
         label, sets, size = 2 * label + ~left, 2 * sets, size // 2
@@ -51,12 +51,12 @@ def described_apart(rows: Tensor, label: Tensor, count: int, step: int, totals: 
     """
     place, _ = places(label, count, totals)
     flat, label = rows.flatten(1, 2), label.flatten(1)
-    taken = (place.flatten(1) % step == 0).to(rows.dtype)
+    sampled = (place.flatten(1) % step == 0).to(rows.dtype)
     where = label.unsqueeze(-1).expand_as(flat)
-    number = totals.sum(taken.new_zeros((len(rows), count)).scatter_add_(1, label, taken))
+    number = totals.sum(sampled.new_zeros((len(rows), count)).scatter_add_(1, label, sampled))
     total = flat.new_zeros((len(rows), count, flat.shape[-1]))
-    mean = totals.sum(total.scatter_add_(1, where, flat * taken.unsqueeze(-1))) / number.clamp_min(1).unsqueeze(-1)
-    off = (flat - mean.gather(1, where)) * taken.unsqueeze(-1)
+    mean = totals.sum(total.scatter_add_(1, where, flat * sampled.unsqueeze(-1))) / number.clamp_min(1).unsqueeze(-1)
+    off = (flat - mean.gather(1, where)) * sampled.unsqueeze(-1)
     return mean, totals.sum(off.mT @ off) / number.sum(1).clamp_min(1)[:, None, None]
 
 
@@ -85,18 +85,18 @@ def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Tota
             digit, inside = digit + 128, torch.ones_like(number, dtype=torch.bool)
         else:
             inside, digit = digit >> BYTE == by_set(prefix, label), digit & 255
-        to = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
-        many = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, to, torch.ones_like(to))
-        many = totals.sum(many[:, :-1]).unflatten(1, (sets, 256))
-        upto = many.cumsum(-1)
-        its = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
-        left = left - (upto - many).gather(-1, its).squeeze(-1)
-        its = its.squeeze(-1)
-        prefix = its - 128 if first else prefix * 256 + its
+        bins = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
+        histogram = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, bins, torch.ones_like(bins))
+        histogram = totals.sum(histogram[:, :-1]).unflatten(1, (sets, 256))
+        upto = histogram.cumsum(-1)
+        median_bin = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
+        left = left - (upto - histogram).gather(-1, median_bin).squeeze(-1)
+        median_bin = median_bin.squeeze(-1)
+        prefix = median_bin - 128 if first else prefix * 256 + median_bin
     middle = by_set(prefix, label)
     place, _ = places(torch.where(number == middle, label, sets), sets + 1, totals)
-    few = (number == middle) & (place < by_set(left, label))
-    return (number < middle) | few | by_set(real <= rank, label)
+    first_of_equal = (number == middle) & (place < by_set(left, label))
+    return (number < middle) | first_of_equal | by_set(real <= rank, label)
 
 
 def by_set(values: Tensor, label: Tensor) -> Tensor:

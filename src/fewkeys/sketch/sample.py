@@ -47,15 +47,15 @@ def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
     Also the mask (B, M) of the real rows in the sample.
     """
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
-    chosen = real & ((real.cumsum(-1) - 1) % stride == 0)
-    longest = max(1, int(chosen.sum(-1).max()))
+    sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
+    longest = max(1, int(sampled.sum(-1).max()))
     step = int(stride.max())
     if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # a slice suffices
-        chosen = chosen[:, ::step][:, :longest]
-        return Subset(step, real=chosen), chosen
-    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
-    chosen = chosen.gather(-1, index)
-    return Subset(index=index, real=chosen), chosen
+        sampled = sampled[:, ::step][:, :longest]
+        return Subset(step, real=sampled), sampled
+    index = sampled.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
+    sampled = sampled.gather(-1, index)
+    return Subset(index=index, real=sampled), sampled
 
 
 def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:

@@ -71,17 +71,17 @@ def tilted_sums(
     x, totals = inputs, inputs.whole.totals
     facts = {"label": clusters.label, "own": own_importance(x, cohorts), "middle": frame(x).mean, "mean": cohorts.mean}
     facts |= {"index": index, "used": used, "filled": cohorts.filled}
-    wanted = Wanted(x.valid, facts, clusters.importance.shape[-1], together, totals)
+    args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
     if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
-        sums = _ByKernels.apply(x.key, x.value, wanted)  # type: ignore[no-untyped-call]
+        sums = _ByKernels.apply(x.key, x.value, args)  # type: ignore[no-untyped-call]
     else:
-        sums = _by_torch(x.key, x.value, wanted)
+        sums = _by_torch(x.key, x.value, args)
     mass, energy, key, value = map(totals.sum, sums[:4])
     return Tilted(mass, energy, key, value, sums[4], None if sums[5] is None else totals.sum(sums[5]))
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class TiltArgs:
     """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
 
     `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), `own_importance`; "middle" and "mean",
@@ -99,11 +99,11 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """The fields of `Tilted`, in order."""
 
 
-def _by_torch(key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
-    facts, label = wanted.facts, wanted.facts["label"]
+def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
+    facts, label = args.facts, args.facts["label"]
     with constants():
-        level = _levels(key.detach(), wanted)
-        e = _weights(key.detach(), wanted.real, facts, level)
+        level = _levels(key.detach(), args)
+        e = _weights(key.detach(), args.real, facts, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
         energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["own"]).unsqueeze(2))
@@ -111,19 +111,19 @@ def _by_torch(key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
 
     def by_cluster(rows: Tensor) -> Tensor:
         """(B, Hkv, H, C, dim): one cohort after another, so that no tensor has all keys times all cohorts."""
-        none, to = rows.new_zeros((*rows.shape[:2], wanted.count, rows.shape[3])), label.unsqueeze(-1).expand_as(rows)
-        return torch.stack([none.scatter_add(2, to, rows * one.unsqueeze(-1)) for one in e.unbind(2)], 2)
+        none, index = rows.new_zeros((*rows.shape[:2], args.count, rows.shape[3])), label.unsqueeze(-1).expand_as(rows)
+        return torch.stack([none.scatter_add(2, index, rows * weights.unsqueeze(-1)) for weights in e.unbind(2)], 2)
 
-    products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if wanted.together else None
+    products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
     return mass, energy, by_cluster(centred), by_cluster(values), level, products
 
 
-def _levels(key: Tensor, wanted: Wanted) -> Tensor:
+def _levels(key: Tensor, args: TiltArgs) -> Tensor:
     """g_hc, from a cluster's mean key and mean `k^T W k / 2`."""
-    facts, real, totals = wanted.facts, wanted.real, wanted.totals
+    facts, real, totals = args.facts, args.real, args.totals
     label, spread = facts["label"], facts["own"]
     real_keys = torch.ones_like(spread) if real is None else real[:, None].to(spread.dtype).expand_as(spread)
-    none = spread.new_zeros((*spread.shape[:2], wanted.count))
+    none = spread.new_zeros((*spread.shape[:2], args.count))
     size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
     centred = (working(key) - facts["middle"]) * real_keys.unsqueeze(-1)
     where = label.unsqueeze(-1).expand_as(centred)
@@ -148,23 +148,23 @@ class _ByKernels(torch.autograd.Function):
     """The same by compiled kernels; derivatives of the gradients go through torch's operations."""
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
-        facts = {**wanted.facts, "real": wanted.real}
-        sums = native.tilt(key, value, facts, wanted.count, wanted.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
+    def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
+        facts = {**args.facts, "real": args.real}
+        sums = native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
         ctx.save_for_backward(key, value, sums[4])
-        ctx.wanted = wanted
+        ctx.args = args
         ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
         return sums
 
     @staticmethod
     def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
-        (key, value, level), wanted = ctx.saved_tensors, ctx.wanted
+        (key, value, level), args = ctx.saved_tensors, ctx.args
         to_key, to_value, _, to_products = gradients
         if torch.is_grad_enabled():
-            sums = _by_torch(key, value, wanted)
+            sums = _by_torch(key, value, args)
             pairs = [(sums[2], to_key), (sums[3], to_value), (sums[5], to_products)]
             return *gradients_of([key, value], [(out, grad) for out, grad in pairs if out is not None]), None
-        facts = {**wanted.facts, "real": wanted.real, "level": level}
+        facts = {**args.facts, "real": args.real, "level": level}
         output_gradients = to_key, to_value, to_products
         results = native.tilt_back(key, value, facts, output_gradients, tilt=COHORT_TILT, largest=LARGEST_TILT)
         return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None

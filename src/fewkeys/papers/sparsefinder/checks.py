@@ -76,9 +76,9 @@ def check_tensors(tensors: Mapping[str, Tensor], shape: Shape, settings: Setting
         for side in ("query", "key", "gold-query", "gold-key"):
             forms[f"{side}.{layer}"] = _table(heads, None, rank)
     for name in tensors:
-        asked = re.fullmatch(r"(query-|key-)?centroids\.(\d{1,6})\.(\d{1,9})\.(\d{1,9})", name)
-        if asked is not None and int(asked[2]) < shape.layers:
-            forms[name] = _table(heads, int(asked[3]) * int(asked[4]), rank)
+        match = re.fullmatch(r"(query-|key-)?centroids\.(\d{1,6})\.(\d{1,9})\.(\d{1,9})", name)
+        if match is not None and int(match[2]) < shape.layers:
+            forms[name] = _table(heads, int(match[3]) * int(match[4]), rank)
     try:
         check(tensors, forms)
     except ValueError as error:

@@ -46,8 +46,8 @@ def _occupancy(ids: Tensor, count: int) -> Tensor:
     """Members of every group, (B, H, count) float64; a token that names a group twice is one member."""
     batch, heads = ids.shape[:2]
     ordered = ids.sort(-1).values
-    again = torch.zeros_like(ordered, dtype=torch.bool)
-    again[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    place = ordered.masked_fill(again | (ordered < 0), count).flatten(2)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    place = ordered.masked_fill(repeated | (ordered < 0), count).flatten(2)
     size = torch.zeros((batch, heads, count + 1), dtype=torch.float64, device=ids.device)
     return size.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float64))[..., :count]

@@ -140,10 +140,10 @@ class GroupedKeys:
             place = chunk.positions().repeat(ids.shape[0] // (chunk.blocks * chunk.gqa_ratio * chunk.size))
             hidden = place[row].unsqueeze(-1) < (owner % self.inputs.keys).unsqueeze(-2)
         for column in range(ids.shape[-1] - 1):
-            for other, overlap in enumerate(self.overlaps[column]):
+            for column_of_key, overlap in enumerate(self.overlaps[column]):
                 if overlap:
-                    theirs = self.ids.flatten(0, 2)[owner, other]
-                    shared = _comparable(ids[:, column])[row].unsqueeze(-1) == theirs.unsqueeze(-2)
+                    key_ids = self.ids.flatten(0, 2)[owner, column_of_key]
+                    shared = _comparable(ids[:, column])[row].unsqueeze(-1) == key_ids.unsqueeze(-2)
                     hidden = shared if hidden is None else hidden | shared
         return hidden
 
@@ -157,10 +157,10 @@ class GroupedKeys:
         at = (torch.arange(heads, device=place.device)[:, None, None], slice(None), place)
         shared = torch.zeros((*query.shape[:-1], place.shape[-1]), dtype=torch.bool, device=place.device)
         for column, row in enumerate(self.overlaps):
-            for other, overlap in enumerate(row):
+            for column_of_key, overlap in enumerate(row):
                 if overlap:
-                    theirs = self.ids[..., other][at]  # (H, blocks, width, gqa_ratio)
-                    shared |= query[..., column].unsqueeze(-1) == theirs.movedim(-1, 2).unsqueeze(3)
+                    key_ids = self.ids[..., column_of_key][at]  # (H, blocks, width, gqa_ratio)
+                    shared |= query[..., column].unsqueeze(-1) == key_ids.movedim(-1, 2).unsqueeze(3)
         return shared.flatten(1, 3)
 
 

@@ -22,13 +22,13 @@ def signs(gold: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
     others, each counts proportionally more; without any, the row is zero. Cost O(N M log M).
     """
     others = seen & ~gold
-    wanted, free = gold.sum(-1), others.sum(-1)
-    number = torch.minimum(wanted, free)
+    gold_count, other_count = gold.sum(-1), others.sum(-1)
+    number = torch.minimum(gold_count, other_count)
     draw = torch.rand(gold.shape, generator=generator).masked_fill_(~others, -1.0)
     index = draw.topk(int(number.max()), -1).indices
-    rate = (wanted / number.clamp_min(1)).unsqueeze(-1)
-    taken = torch.arange(index.shape[-1]) < number.unsqueeze(-1)
-    result = gold.float().scatter_add_(-1, index, -(taken * rate))
+    rate = (gold_count / number.clamp_min(1)).unsqueeze(-1)
+    drawn = torch.arange(index.shape[-1]) < number.unsqueeze(-1)
+    result = gold.float().scatter_add_(-1, index, -(drawn * rate))
     return result.masked_fill_((number == 0).unsqueeze(-1), 0.0)
 
 

@@ -46,8 +46,8 @@ def caratheodory(weights: Tensor, points: Tensor, head: Tensor) -> Tensor:
             left = torch.cat([left, left.new_zeros(rows, pad)], 1)
         inside = left.view(rows, groups, size)
         mass = inside.sum(-1)
-        chosen = points[head[:, None], index].view(rows, groups, size, limit - 1)
-        means = (inside[..., None] * chosen).sum(-2) / torch.where(mass > 0, mass, 1.0)[..., None]
+        group_points = points[head[:, None], index].view(rows, groups, size, limit - 1)
+        means = (inside[..., None] * group_points).sum(-2) / torch.where(mass > 0, mass, 1.0)[..., None]
         reduced = _reduce(mass, means)
         kept = reduced.topk(limit, -1).indices.sort(-1).values
         factor = reduced / torch.where(mass > 0, mass, 1.0)
@@ -73,19 +73,19 @@ def _reduce(weights: Tensor, points: Tensor) -> Tensor:
     # The last columns of a complete QR are orthogonal to all columns of the system whatever its rank.
     basis = torch.linalg.qr(system, mode="complete").Q[..., d + 1 :].mT.contiguous()
     weights = weights.clone()
-    alive = torch.ones_like(weights, dtype=torch.bool)
-    every = torch.arange(rows, device=weights.device)
+    active = torch.ones_like(weights, dtype=torch.bool)
+    all_rows = torch.arange(rows, device=weights.device)
     for _ in range(groups - d - 1):
-        move = basis[:, 0].masked_fill(~alive, 0.0)
+        move = basis[:, 0].masked_fill(~active, 0.0)
         # Points without weight are removed first, with a step of length zero, so that they never gain weight.
-        ratio = torch.where(move > 0, weights / move.clamp_min(1e-300), torch.inf).masked_fill(~alive, torch.inf)
-        ratio = ratio.masked_fill(alive & (weights == 0), -1.0)
-        step, gone = ratio.min(-1)
+        ratio = torch.where(move > 0, weights / move.clamp_min(1e-300), torch.inf).masked_fill(~active, torch.inf)
+        ratio = ratio.masked_fill(active & (weights == 0), -1.0)
+        step, removed = ratio.min(-1)
         step = torch.where(step.isfinite(), step.clamp_min(0.0), 0.0)
         weights = (weights - step[:, None] * move).clamp_min_(0.0)
-        weights[every, gone] = 0.0
-        alive[every, gone] = False
-        basis = _forget(basis, gone)
+        weights[all_rows, removed] = 0.0
+        active[all_rows, removed] = False
+        basis = _forget(basis, removed)
     return weights
 
 

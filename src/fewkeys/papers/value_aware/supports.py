@@ -111,22 +111,22 @@ def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
     active = weights > 0
     weights = weights / weights.sum(1, keepdim=True)
     inverse = _constrained_inverse(rows.points[index] - rows.target[:, None], active)
-    every = torch.arange(weights.shape[0], device=weights.device)
+    all_rows = torch.arange(weights.shape[0], device=weights.device)
     result = {}
     for size in range(weights.shape[1], 1, -1):
         if size <= r:
             order = (weights + active).topk(size, 1).indices
             result[size] = index.gather(1, order), weights.gather(1, order)
         diagonal = inverse.diagonal(dim1=1, dim2=2).clamp_min(1e-300)
-        gone = torch.where(active, weights.square() / diagonal, torch.inf).argmin(1)
+        removed = torch.where(active, weights.square() / diagonal, torch.inf).argmin(1)
         # Rows with fewer values already do not change.
-        many = active.sum(1) >= size
-        step = inverse[every, gone] / diagonal[every, gone][:, None]
-        moved = (weights - step * weights.gather(1, gone[:, None])).clamp_min(0.0)
-        moved[every, gone] = 0.0
-        weights = torch.where(many[:, None], moved / moved.sum(1, keepdim=True), weights)
-        active[every[many], gone[many]] = False
-        inverse = inverse - (step * many[:, None])[:, :, None] * inverse[every, gone][:, None]
+        shrinking = active.sum(1) >= size
+        step = inverse[all_rows, removed] / diagonal[all_rows, removed][:, None]
+        moved = (weights - step * weights.gather(1, removed[:, None])).clamp_min(0.0)
+        moved[all_rows, removed] = 0.0
+        weights = torch.where(shrinking[:, None], moved / moved.sum(1, keepdim=True), weights)
+        active[all_rows[shrinking], removed[shrinking]] = False
+        inverse = inverse - (step * shrinking[:, None])[:, :, None] * inverse[all_rows, removed][:, None]
         inverse = inverse * (active[:, :, None] & active[:, None, :])
     return result
 
@@ -237,19 +237,19 @@ def exhaustive(rows: Mixtures, r: int) -> Fit:
     best = nearest(rows)
     first, height = best.index, best.index.shape[0]
     best = Fit(first.expand(-1, r), torch.nn.functional.pad(best.weights, (0, r - 1)), best.value)
-    every = torch.combinations(torch.arange(rows.points.shape[0], device=first.device), r)
-    for chosen in every.split(max(1, 8192 // height)):
+    combinations = torch.combinations(torch.arange(rows.points.shape[0], device=first.device), r)
+    for chosen in combinations.split(max(1, 8192 // height)):
         # All rows with the first support, then all rows with the second, and so on.
-        many = rows.part(torch.arange(height, device=first.device).repeat(chosen.shape[0]))
+        repeated = rows.part(torch.arange(height, device=first.device).repeat(chosen.shape[0]))
         index = chosen.repeat_interleave(height, 0)
         # A row that sees none of these values uses its nearest value, which changes nothing.
-        blind = ~many.visible.gather(1, index).any(1, keepdim=True)
+        blind = ~repeated.visible.gather(1, index).any(1, keepdim=True)
         index = torch.where(blind, first.repeat(chosen.shape[0], 1), index)
-        distance = (many.points[index] - many.target[:, None]).square().sum(2)
-        closest = distance.masked_fill(~many.visible.gather(1, index), torch.inf).argmin(1)
-        fit = refit(many, index, torch.nn.functional.one_hot(closest, r).to(rows.points.dtype))
-        value, which = fit.value.view(-1, height).min(0)
-        place = which * height + torch.arange(height, device=first.device)
+        distance = (repeated.points[index] - repeated.target[:, None]).square().sum(2)
+        closest = distance.masked_fill(~repeated.visible.gather(1, index), torch.inf).argmin(1)
+        fit = refit(repeated, index, torch.nn.functional.one_hot(closest, r).to(rows.points.dtype))
+        value, best_support = fit.value.view(-1, height).min(0)
+        place = best_support * height + torch.arange(height, device=first.device)
         best = better(best, Fit(index[place], fit.weights[place], value))
     return best
 
@@ -257,13 +257,13 @@ def exhaustive(rows: Mixtures, r: int) -> Fit:
 def _leaders(fits: list[Fit], width: int) -> list[Fit]:
     """Row by row the `width` best fits, different ones first."""
     value, order = torch.stack([fit.value for fit in fits]).sort(dim=0, stable=True)
-    again = torch.zeros_like(value, dtype=torch.bool)
-    again[1:] = value[1:] <= value[:-1] * (1 + 1e-9)
-    rank = torch.where(again, torch.inf, value).sort(dim=0, stable=True).indices[:width]
+    repeated = torch.zeros_like(value, dtype=torch.bool)
+    repeated[1:] = value[1:] <= value[:-1] * (1 + 1e-9)
+    rank = torch.where(repeated, torch.inf, value).sort(dim=0, stable=True).indices[:width]
     value, order = value.gather(0, rank), order.gather(0, rank)
     index, weights = torch.stack([fit.index for fit in fits]), torch.stack([fit.weights for fit in fits])
-    every = torch.arange(order.shape[1], device=order.device)
-    return [Fit(index[o, every], weights[o, every], v) for o, v in zip(order, value, strict=True)]
+    all_rows = torch.arange(order.shape[1], device=order.device)
+    return [Fit(index[o, all_rows], weights[o, all_rows], v) for o, v in zip(order, value, strict=True)]
 
 
 def _gain(points: Tensor, here: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
