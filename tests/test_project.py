@@ -31,6 +31,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OPTIONAL = [
     "transformers",
     "tokenizers",
+    "sentence_transformers",
+    "pyarrow",
     "rich",
     "matplotlib",
     "plotly",
