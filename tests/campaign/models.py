@@ -150,8 +150,8 @@ class Commands:
     def __init__(self):
         from transformers import BertConfig, BertModel
 
-        from integrations.test_cli import SMALL as SIZES
         from encoders import tokenizer
+        from integrations.test_cli import SMALL as SIZES
         from integrations.test_cli import TEXT
 
         self.context = multiprocessing.get_context("forkserver")
