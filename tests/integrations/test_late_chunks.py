@@ -127,6 +127,15 @@ def test_long_texts_are_split_and_never_cut(encoder):
         split(encoder, text, prompt=words(64))
 
 
+@pytest.mark.parametrize("text", ["few.key " * 90, "few.key." * 70], ids=["words of three tokens", "one word"])
+def test_parts_begin_with_words_where_there_are_any(text, encoder):
+    spans = split(encoder, text)
+    assert "".join(text[start:stop] for start, stop in spans) == text
+    assert max(tokens_of(encoder, text[start:stop], "") for start, stop in spans) <= 64
+    assert len(spans) == 5
+    assert all(text[start - 1] == " " or " " not in text for start, _ in spans[1:])
+
+
 @pytest.mark.parametrize(
     ("text", "chunks", "options", "message"),
     [

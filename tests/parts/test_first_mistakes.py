@@ -56,6 +56,20 @@ def test_a_plan_that_sees_the_future_names_one_that_does_not(plan):
         fk.attention(Q, Q, Q, plan=plan, is_causal=True)
 
 
+@pytest.mark.parametrize("memory", ["all", "constant"])
+@pytest.mark.parametrize("slots", [4, 12, 64])
+def test_a_causal_plan_is_refused_without_causality(slots, memory, tmp_path):
+    plan = fk.budget(slots, is_causal=True, memory=memory)
+    plan.save_pretrained(tmp_path)
+    for one in (plan, fk.Plan.from_pretrained(tmp_path), plan.never_exact()):
+        with pytest.raises(ValueError, match=r"^is_causal: .* pass is_causal=True .*, or use budget\(slots\) where"):
+            fk.attention(Q, Q, Q, plan=one)
+        assert fk.attention(Q, Q, Q, plan=one, is_causal=True).shape == Q.shape
+    saved = fk.budget(slots).to_dict()
+    del saved["is_causal"]
+    assert fk.Plan.from_dict(saved) == fk.budget(slots)
+
+
 @pytest.mark.parametrize(
     ("words", "near"), [(["--versoin"], "--version"), (["compare", "--modle", "x", "--demo"], "--model")]
 )
