@@ -70,8 +70,8 @@ class Plan(hub.OnHub):
         if self.is_causal and not inputs.is_causal:
             raise ValueError(
                 "is_causal: the plan was made for causal attention, by budget(slots, is_causal=True); expected "
-                "is_causal=True, got False; pass is_causal=True where queries see no future, or use budget(slots) where "
-                "they see every key"
+                "is_causal=True, got False; pass is_causal=True where queries see no future, or use budget(slots) "
+                "where they see every key"
             )
         if self.rest.needs_causal and not inputs.is_causal and self.keep is not None:
             raise ValueError(
@@ -153,7 +153,9 @@ class Plan(hub.OnHub):
         try:
             keep = [unpack("keep", part, SELECTORS, PARTS, learned) for part in found.keep or ()]
             rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
-            return cls(None if found.keep is None else united(keep), rest, weights, found.exact_if_faster, found.is_causal)
+            return cls(
+                None if found.keep is None else united(keep), rest, weights, found.exact_if_faster, found.is_causal
+            )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{damaged} ({error})") from None
 

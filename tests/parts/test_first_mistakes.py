@@ -44,8 +44,10 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
 
 
 def test_the_mask_of_torch_is_named():
-    with pytest.raises(TypeError, match=r"^attn_mask: attention\(\) has no such argument; use key_mask"):
-        fk.attention(Q, Q, Q, plan=fk.budget(16), attn_mask=torch.ones(40, 40, dtype=torch.bool))
+    plan, mask = fk.budget(16), torch.ones(40, 40, dtype=torch.bool)
+    for call in (fk.attention, fk.explain, fk.spot_check):
+        with pytest.raises(TypeError, match=r"^attn_mask: attention\(\) has no such argument; use key_mask"):
+            call(Q, Q, Q, plan=plan, attn_mask=mask)
     with pytest.raises(TypeError, match=r"^dropout: attention\(\) has no such argument$"):
         fk.attention(Q, Q, Q, dropout=0.1)
 

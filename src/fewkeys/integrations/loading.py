@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it knows a model; transformers itself would retry for half a minute."""
 
+_NO_GGUF = (
+    "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
+    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
+)
 _GENERATORS = ("ForCausalLM", "LMHeadModel")
 
 
@@ -118,6 +122,8 @@ def _is_folder(name: str, given: object) -> bool:
 
     if name and Path(name).is_dir():
         return True
+    if name.endswith(".gguf") and Path(name).is_file():
+        raise ValueError(f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}")
     if name and Path(name).exists():
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
     path_like = not isinstance(given, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
@@ -136,6 +142,8 @@ def _folder_config(name: str) -> tuple[PreTrainedConfig, bool]:
     from transformers import AutoConfig
 
     if not (Path(name) / "config.json").is_file():
+        if found := sorted(Path(name).glob("*.gguf")):
+            raise ValueError(f"name_or_dir: {name} holds GGUF ({found[0].name}) and no config.json; {_NO_GGUF}")
         raise ValueError(
             f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
         )

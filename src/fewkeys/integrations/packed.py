@@ -32,13 +32,14 @@ def real_tokens(inputs: AttentionInputs, given: Mapping[str, Any]) -> Tensor | N
             f"of the distance, got {starts.tolist()} for {inputs.query.shape[0]} rows; give each sequence its own row "
             "and pad by attention_mask"
         )
-    return torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
+    real: Tensor = torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
+    return real
 
 
 def in_rows(inputs: AttentionInputs, real: Tensor) -> AttentionInputs:
     """The call with a row for each sequence."""
-    rows = {name: _spread(getattr(inputs, name), real) for name in ("query", "key", "value")}
-    return replace(inputs, **rows, key_mask=None if bool(real.all()) else real)
+    query, key, value = (_spread(tokens, real) for tokens in (inputs.query, inputs.key, inputs.value))
+    return replace(inputs, query=query, key=key, value=value, key_mask=None if bool(real.all()) else real)
 
 
 def in_one_row(output: Tensor, real: Tensor) -> Tensor:
