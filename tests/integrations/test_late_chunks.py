@@ -7,6 +7,7 @@ from torch.nn.functional import normalize
 import encoders
 import fewkeys as fk
 from encoders import words
+from fewkeys.guard.fallback import Fallbacks
 from fewkeys.integrations.embed import WATCH, estimated, late_chunks, longest, split, tokens_of
 from fewkeys.integrations.loading import load_encoder
 
@@ -107,7 +108,7 @@ def test_the_estimated_error_is_that_of_the_plan(long_encoder):
     assert found == pytest.approx(truth, rel=0.2)
     with fk.apply(long_encoder, fk.Plan(), max_error=WATCH) as applied:
         late_chunks(long_encoder, text, None)
-    assert estimated([fk.Fallbacks()] * 3, applied.fallbacks) == 0
+    assert estimated([Fallbacks()] * 3, applied.fallbacks) == 0
 
 
 def test_long_texts_are_split_and_never_cut(encoder):
