@@ -2,8 +2,8 @@
 
 `fewkeys embed` against `SentenceTransformer.encode` with exact attention, in batches of 32, which is its default, and
 text by text; and late chunks of 256 tokens under the plan against those of exact attention. Each is a process of its
-own: seconds from its start to its end, and its peak of resident memory, also beyond that of a process that embeds one
-short text. Cosines are of each vector with the exact one.
+own: seconds from its start to its end, processor seconds of all its threads, and its peak of resident memory, also
+beyond that of a process that embeds one short text. Cosines are of each vector with the exact one.
 
 minilm: all-MiniLM-L6-v2 (`fewkeys[demo]`), its positions stretched over 8,192 tokens, so that attention is that of a
 trained model. modernbert: random weights in ModernBERT-base's shape with 6 layers, for time and memory.
@@ -81,7 +81,7 @@ def save_texts(folder: Path, text: str, count: int, most: int) -> list[int]:
 
 
 def run(*command: object) -> dict[str, float]:
-    """Seconds and the peak of resident memory, in MB, of a process."""
+    """Seconds, those of the processor, and the peak of resident memory, in MB, of a process."""
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     start = perf_counter()
     process = subprocess.Popen(
@@ -91,7 +91,8 @@ def run(*command: object) -> dict[str, float]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{command[0]} ended with {process.returncode}")
-    return {"seconds": round(perf_counter() - start, 1), "peak_mb": round(used.ru_maxrss / 1024)}
+    busy = round(used.ru_utime + used.ru_stime, 1)
+    return {"seconds": round(perf_counter() - start, 1), "cpu_seconds": busy, "peak_mb": round(used.ru_maxrss / 1024)}
 
 
 def cosines(one: Path, other: Path) -> dict[str, float]:
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("minilm", "modernbert"), default="minilm")
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--most", type=int, default=8000, help="tokens of the longest text")
-    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=192)
     parser.add_argument("--text", type=Path, default=TEXT, help="where the texts are taken from")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

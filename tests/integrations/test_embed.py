@@ -82,7 +82,7 @@ def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
         "latin.txt": "is not UTF-8",
         "picture.png": "is binary",
     }
-    encoder, plan = load_encoder(long), fk.budget(64)
+    encoder, plan = load_encoder(long), fk.budget(192)
     texts = [Path(name).read_text(encoding="utf-8-sig") for name in found["path"]]
     with fk.apply(encoder, plan):
         expected = torch.stack([encoder.encode(text, convert_to_tensor=True) for text in texts])

@@ -52,7 +52,7 @@ def late_chunks(
 ) -> Chunks:
     """One pass of `encoder` over `text`, and a vector for each chunk.
 
-        with fk.apply(encoder, fk.budget(64)):
+        with fk.apply(encoder, fk.budget(192)):
             found = late_chunks(encoder, text, 256)         # found.vectors, found.spans
 
     `vector_c = post(pool(h_i for tokens i of chunk c))`, `h = transformer(prompt + text)`, where `pool` and `post` are
