@@ -64,7 +64,7 @@ def _forms() -> str:
     for name, form in FORMS.items():
         found = _bench(form)
         cells = [ratio(found[length][PLAN]["ratio"]) if length in found else "" for length in lengths]
-        rows.append([name, *cells, f"[JSON](benchmarks/results/{form}/bench.json)"])
+        rows.append([name, *cells, f"[JSON](../benchmarks/results/{form}/bench.json)"])
     return table(["tokens", *(f"{length:,}" for length in lengths), ""], rows)
 
 
