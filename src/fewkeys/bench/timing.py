@@ -80,7 +80,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine can do: `bytes_per_ms` copied, `operations_per_ms` in matrix products (2 per multiply-add)."""
+    """The speed of the machine: `bytes_per_ms` copied, `operations_per_ms` in matrix products (2 per multiply-add)."""
 
     bytes_per_ms: float
     operations_per_ms: float

@@ -1,4 +1,4 @@
-"""Which keys each query attends to exactly.
+"""The keys that each query attends to exactly.
 
 A `Graph` is a union of these kinds of edges, each stored in the space its pattern needs, never as n x n:
 
@@ -206,7 +206,7 @@ class Graph:
         return torch.cat(kept), torch.cat(total)
 
     def _real(self, numbers: Tensor, start: int = 0) -> Tensor:
-        """Those numbers (B, Hq, M) of queries from `start` on that are of real ones, flat."""
+        """The entries of `numbers` (B, Hq, M), for queries from `start` on, that belong to real queries; flat."""
         x, stop = self.inputs, start + numbers.shape[-1]
         real = torch.ones((x.batch, stop - start), dtype=torch.bool, device=numbers.device)
         if x.valid_queries is not None:
@@ -215,7 +215,7 @@ class Graph:
 
 
 def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
-    """Which keys queries start .. stop - 1 may see at all, broadcastable to (B, Hq, stop - start, Nk)."""
+    """The keys that queries start .. stop - 1 may see, broadcastable to (B, Hq, stop - start, Nk)."""
     device = inputs.query.device
     seen = torch.ones((1, 1, stop - start, inputs.keys), dtype=torch.bool, device=device)
     if inputs.is_causal:

@@ -112,11 +112,8 @@ def pack(part: Any) -> dict[str, Any]:
             f"plan: expected a name of its own, got {type(part).__name__}, as fewkeys has; rename the class"
         )
     values = {field.name: getattr(part, field.name) for field in fields(part)}
-    return {"type": type(part).__name__, **{name: _packed(value) for name, value in values.items()}}
-
-
-def _packed(value: object) -> object:
-    return pack(value) if is_dataclass(value) else value
+    values = {name: pack(value) if is_dataclass(value) else value for name, value in values.items()}
+    return {"type": type(part).__name__, **values}
 
 
 def unpack(

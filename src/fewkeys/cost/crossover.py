@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the lines depend on, beside the plan and the machine."""
+    """The facts that determine the lines, beside the plan and the machine."""
 
     device: str
     dtype: str

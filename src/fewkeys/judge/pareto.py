@@ -1,4 +1,4 @@
-"""Which rows are worth their slots: the Pareto front of error against slots."""
+"""The Pareto front of error against slots, and the best rows of a budget."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ OTHERS = ["#6a3d9a", "#b15928", "#1b7837", "#c51b7d", "#4d4d4d", "#2c7fb8"]
 
 @dataclass(frozen=True)
 class Look:
-    """How one line is drawn."""
+    """The style of one line."""
 
     color: str
     dash: Any = "-"

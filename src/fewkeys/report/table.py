@@ -1,4 +1,4 @@
-"""The table of a comparison, and what to conclude from it."""
+"""The table of a comparison, and the best plan for each budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def print_table(report: Report, screen: Console | None = None) -> None:
     screen = console() if screen is None else screen
     stars = {(row.name, row.budget) for row in front(report.rows)}
     names, styles, sections = [], [], {}
-    rows = [row for budget in dict.fromkeys(row.budget for row in report.rows) for row in _at_budget(report, budget)]
+    budgets = list(dict.fromkeys(row.budget for row in report.rows))
+    rows = sorted(report.rows, key=lambda row: budgets.index(row.budget))
     for number, row in enumerate(rows):
         if row.budget is not None and (not number or rows[number - 1].budget != row.budget):
             sections[number] = f"{row.budget} slots"
@@ -45,10 +46,6 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         screen.print(line, markup=False)
 
 
-def _at_budget(report: Report, budget: int | None) -> list[Row]:
-    return [row for row in report.rows if row.budget == budget]
-
-
 def title(report: Report) -> str:
     """The model and its text in one line: no date, no path."""
     name = report.model.rstrip("/\\").replace("\\", "/").rpartition("/")[2] or report.model
@@ -59,7 +56,7 @@ def title(report: Report) -> str:
 
 
 def notes(report: Report) -> dict[str, str]:
-    """What the columns mean."""
+    """The meaning of each column."""
     batch, _, length, _ = report.settings["timed_shape"]
     return {
         "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",

@@ -47,7 +47,7 @@ than FEW_KEYS and a quarter of the sequence; all keys are assigned at the end.
 
 @dataclass(frozen=True, eq=False)
 class QueryMoments:
-    """Of the scaled queries that read one key head: mean m (B, Hkv, 1, D), `second` (B, Hkv, D, D): `E[q q^T]`."""
+    """Moments of the scaled queries of a key head: `mean` m (B, Hkv, 1, D), `second` `E[q q^T]` (B, Hkv, D, D)."""
 
     mean: Tensor
     second: Tensor

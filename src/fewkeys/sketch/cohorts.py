@@ -168,7 +168,7 @@ def _distributed(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
 
 
 def _filled(inputs: Inputs, place: Tensor, total: int) -> Tensor:
-    """How many cohorts (B, Hkv) have queries: `total` queries fill the cohorts one after the other."""
+    """The number of cohorts (B, Hkv) with queries: `total` queries fill the cohorts one after the other."""
     count = place.shape[2]
     filled = -(-total // -(-total // count)) if total else 0
     return torch.full((inputs.batch, inputs.kv_heads), filled, dtype=torch.int64, device=place.device)

@@ -48,7 +48,7 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 
 @dataclass(frozen=True)
 class Sketched:
-    """Which parts of `heavy_entries` are estimated, each with its error; parts left at None are exact.
+    """The estimated parts of `heavy_entries`, each with its error; parts left at None are exact.
 
     Write A~ for the values returned. An entry is returned if its A~ is at least eps and its key is a candidate.
 

@@ -22,7 +22,7 @@ from fewkeys.tuning.score import problem_of
 
 @dataclass(frozen=True, eq=False)
 class GraphScores:
-    """How good a selector's edges are in every head of a layer: means over the sequences, each (Hq,) float64.
+    """The quality of a selector's edges in every head of a layer: means over the sequences, each (Hq,) float64.
 
     recall: share of the gold edges that are kept. sparsity: share of the *visible* pairs that are not kept. exact:
     share of the queries all of whose gold edges are kept. slots: keys kept per query. computation and entropy: of its

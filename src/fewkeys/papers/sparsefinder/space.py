@@ -46,7 +46,7 @@ def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor,
 
 
 def _real(call: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Which queries (B, Nq) and which keys (B, Nk) are real tokens."""
+    """Masks of the queries (B, Nq) and of the keys (B, Nk) that are real tokens."""
     x = problem_of(call)
     queries = x.valid_queries if call.query_mask is None else call.query_mask
     if queries is None:
@@ -84,7 +84,7 @@ def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int
 def joined(
     query: Tensor, key: Tensor, edges: tuple[Tensor, Tensor], clusters: tuple[Tensor, Tensor], lift: float
 ) -> Joined:
-    """Which of the clusters (H, C, r) to join, given samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
+    """The pairs of clusters (H, C, r) to join, from samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
     query_clusters, key_clusters = clusters
     heads, count, _ = query_clusters.shape
 

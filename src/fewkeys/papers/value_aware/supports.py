@@ -1,4 +1,4 @@
-"""Which r values to combine: the search of `value_aware` where no exact method is known.
+"""The search for the r values to combine, for `value_aware` where no exact method is known.
 
 All solvers work on the rows of one head. A `Fit` has r slots per row, each with an index and a weight. Its weights are
 always the best for its indices (`refit`), so solvers only choose indices.
