@@ -27,7 +27,7 @@ from fewkeys.core.inputs import Inputs
 class Columns:
     """Key lists shared by blocks of queries.
 
-    `index` (B, Hkv, blocks, S) holds key positions and `used` (same shape, bool) tells real entries from filling;
+    `index` (B, Hkv, blocks, S) has key positions, and `used` (same shape, bool) marks the entries that are not padding;
     no used entry appears twice in a list. A single block serves all queries; several are blocks of absolute positions:
     block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size. With
     `place` (B, Hkv, blocks, M), int64, blocks serve cohorts of queries wherever they stand: block b the queries at
@@ -84,7 +84,7 @@ class ExtraEdges(Protocol):
         """The output (B, Hq, Nq, Dv) of a `fewkeys.execute.problem.Problem` whose graph has these edges.
 
         `fewkeys.execute.torch.by_block.by_chunks` runs it piece by piece. The graph may have a band and columns
-        besides, and stand-ins may speak for what no query keeps. Equal to the reference up to rounding.
+        besides, and there may be stand-ins for dropped keys. Equal to the reference up to rounding.
         """
 
 
@@ -133,7 +133,7 @@ class Graph:
         if x.valid is not None:
             hidden += (~x.valid).unsqueeze(1)
         if shared is not None:
-            # Fillings may repeat a used key: it stays hidden whatever the order.
+            # Unused entries may repeat a used key, which is hidden in any order.
             hidden.scatter_reduce_(-1, shared.index.squeeze(2), shared.used.squeeze(2).to(torch.uint8), "amax")
         return hidden
 
@@ -149,7 +149,7 @@ class Graph:
             seen |= (key >= position - left) & (key <= position + right)
         if self.columns is not None:
             columns = self.columns
-            # Fillings may repeat a used key: count hits instead of writing flags, so that order does not matter.
+            # Unused entries may repeat a used key: count hits instead of writing flags, so that order does not matter.
             hits = torch.zeros((x.batch, x.kv_heads, columns.blocks, x.keys), dtype=torch.int32, device=device)
             lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
             if columns.place is None:
@@ -237,7 +237,7 @@ def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
 
 
 def band_block(reach: int) -> int:
-    """Queries that share the rows of a band which reaches over so many keys beside the query's own.
+    """Queries in a block that shares the keys of a band; `reach`: the keys of the band beside the query's own.
 
     A block of m queries scores m + reach keys: small blocks waste less, large ones run faster per score.
     """
@@ -259,7 +259,7 @@ def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Colum
         b = _refine(b, a, inputs.offset)
     keys = inputs.keys
     index, used = torch.cat([a.index, b.index], -1), torch.cat([a.used, b.used], -1)
-    index = index.masked_fill(~used, keys)  # fillings sort last
+    index = index.masked_fill(~used, keys)  # unused entries sort last
     index, order = index.sort(-1)
     used = used.gather(-1, order)
     used[..., 1:] &= index[..., 1:] != index[..., :-1]

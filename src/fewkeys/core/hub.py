@@ -1,4 +1,4 @@
-"""Plans on the Hugging Face hub, by the conventions of huggingface_hub, which is imported when it is asked for."""
+"""Plans on the Hugging Face hub, by the conventions of huggingface_hub, which is imported on demand."""
 
 from __future__ import annotations
 

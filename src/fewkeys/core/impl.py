@@ -11,7 +11,7 @@ COMPILED: tuple[Impl, ...] = ("auto", "native")
 
 
 def check_impl(impl: object) -> Impl:
-    """`impl` where it names an executor, or `"auto"`; a `ValueError` otherwise."""
+    """`impl` if it is the name of an executor or `"auto"`, else a `ValueError`."""
     if impl not in get_args(Impl):
         raise ValueError(f"impl: expected one of {', '.join(get_args(Impl))}, got {impl!r}")
     return cast(Impl, impl)

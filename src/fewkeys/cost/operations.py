@@ -28,7 +28,7 @@ def answered_queries(inputs: Inputs, plan: Plan) -> int:
 
 
 def plan_operations(inputs: Inputs, plan: Plan) -> float:
-    """Operations per query of selecting, summarising and attending: what keep and rest state (`fewkeys.core.work`)."""
+    """Operations per query of selecting, summarising and attending, by the `work` of `keep` and `rest`."""
     x = inputs
     if plan.keep is None:
         return exact_operations(x)

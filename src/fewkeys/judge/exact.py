@@ -31,7 +31,7 @@ class Block(AttentionInputs):
 
     @property
     def bias(self) -> Tensor | None:
-        """(H, N, Nk) what distances add to the scores, in float32; None where they add nothing."""
+        """The distance bias (H, N, Nk) of the scores, in float32; None if there is none."""
         if self.distance_bias is None:
             return None
         first, (queries, keys) = self.query_offset, (self.query.shape[2], self.key.shape[2])

@@ -260,7 +260,7 @@ class KeySketch:
             return
         scores = self._score(self._keys)
         kept = (scores * self._round_up(scores) >= self.eps) & (self._positions >= 0)
-        # Kept candidates first, in their order; free places of heads with fewer carry the position -1 and zero keys.
+        # Kept candidates first, in their order; unused places of heads with fewer have the position -1 and zero keys.
         order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(kept.sum(-1).max())]
         kept = kept.gather(-1, order)
         self._positions = self._positions.gather(-1, order).masked_fill(~kept, -1)

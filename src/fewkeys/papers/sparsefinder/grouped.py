@@ -118,15 +118,15 @@ class GroupedKeys:
         for batch in _batches(height, width):
             highest, widest = int(height[batch].max()), int(width[batch].max())
             row = first[batch, None] + torch.arange(highest, device=device)
-            filling = row >= (first + height)[batch, None]
-            row = order[row.clamp_max(order.numel() - 1)].masked_fill(filling, rows)
+            padding = row >= (first + height)[batch, None]
+            row = order[row.clamp_max(order.numel() - 1)].masked_fill(padding, rows)
             column = torch.arange(widest, device=device).expand(batch.numel(), -1)
-            filling = column >= width[batch, None]
+            padding = column >= width[batch, None]
             owner = self.owner[(start[batch, None] + column).clamp_max(self.owner.numel() - 1)]
             bias = None
-            if bool(filling.any()):
-                bias = torch.zeros(filling.shape, dtype=working(self.key[:0]).dtype, device=device)
-                bias = bias.masked_fill_(filling, -torch.inf).unsqueeze(1)
+            if bool(padding.any()):
+                bias = torch.zeros(padding.shape, dtype=working(self.key[:0]).dtype, device=device)
+                bias = bias.masked_fill_(padding, -torch.inf).unsqueeze(1)
             yield Tiles(row, self._key(owner), bias, self._hidden(chunk, ids, row, owner))
 
     def _key(self, owner: Tensor) -> Tensor:

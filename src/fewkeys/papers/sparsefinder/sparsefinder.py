@@ -56,7 +56,7 @@ class Sparsefinder:
         settings: how it was fitted.
         tensors: per layer l, "maps.l" (1 or 2, Hq, D, r), one projection for queries and keys or one for each (absent
             in the raw space); a sample of projected queries "query.l" (Hq, S, r) and keys "key.l", and of the two ends
-            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids that were asked for so far,
+            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids computed so far,
             "centroids.l.count.rounds" (Hq, rounds count, r), "query-centroids.l.count.1" and "key-centroids.l.count.1".
         record: the losses of the fit, as JSON values.
 
