@@ -70,7 +70,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
     explanation = _of_choice(choice)
     if choice.plan is not plan:
-        reason = f"{explanation.reason}; without cohorts, which a bias of the distance does not know"
+        reason = f"{explanation.reason}; without cohorts, which do not support a distance bias"
         explanation = replace(explanation, reason=reason)
     if choice.is_exact:
         return explanation

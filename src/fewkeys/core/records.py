@@ -44,7 +44,7 @@ def _finite(number: str) -> float:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def seal(data: Mapping[str, Any]) -> dict[str, Any]:

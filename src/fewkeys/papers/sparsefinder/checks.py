@@ -42,8 +42,8 @@ def check_capture(capture: object) -> None:
         raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
     if capture.biased:
         raise ValueError(
-            "capture: expected scores of queries and keys alone, got a model that adds a bias of distances, which no "
-            "predicted graph knows; use fewkeys.tune"
+            "capture: expected scores of queries and keys alone, got a model with a distance bias, which predicted "
+            "graphs do not support; use fewkeys.tune"
         )
 
 

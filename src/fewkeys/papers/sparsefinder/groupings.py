@@ -39,7 +39,7 @@ class Edges(Learned):
         for name, edges in (("query", self.query), ("key", self.key)):
             check_table(f"Edges {name}", edges, "(query heads, r, beta - 1)", empty=True)
             if bool((edges.diff(dim=-1) < 0).any()):
-                raise ValueError(f"Edges {name}: expected edges that rise, got some that fall; sort them")
+                raise ValueError(f"Edges {name}: expected ascending edges, got descending ones; sort them")
         if self.query.shape != self.key.shape:
             raise ValueError(f"Edges key: expected {tuple(self.query.shape)} like query, got {tuple(self.key.shape)}")
 
