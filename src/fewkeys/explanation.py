@@ -104,6 +104,6 @@ def _of_choice(choice: flow.Choice) -> Explanation:
     if times is None:
         reason = f"{operations[0]:.0f} operations per query against {operations[1]:.0f} of exact attention"
         return Explanation(runs, reason)
-    ms = times.steps if times.kernels_lose and times.steps is not None else times.plan
+    ms = times.plan_by_torch if times.torch_is_faster and times.plan_by_torch is not None else times.plan
     reason = f"about {in_words(ms)} for the plan, {in_words(times.exact)} for exact attention, by what this machine "
     return Explanation(runs, reason + "was measured to do", times.exact, ms)

@@ -141,7 +141,7 @@ PROMISES = (
         "flow.py",
         "    if not plan.exact_if_faster:\n"
         '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
-        "    if not plan.exact_if_faster and not kernels_lose(inputs, plan):\n"
+        "    if not plan.exact_if_faster and not torch_is_faster(inputs, plan):\n"
         '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
         (Law("parts/test_crossover", "kernels_that_lose"),),
     ),

@@ -275,7 +275,7 @@ def test_oracles_pay_for_scoring_every_pair(keep):
 
 
 def test_a_time_of_zero_is_a_time():
-    assert not Expected(exact=1.0, plan=2.0, steps=0.0).exact_is_faster
+    assert not Expected(exact=1.0, plan=2.0, plan_by_torch=0.0).exact_is_faster
 
 
 def test_kernels_that_lose_to_torch_are_not_used(monkeypatch):

@@ -164,10 +164,10 @@ def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, L
     """The learned values of a description by fingerprint, read from the files beside it."""
     learned: dict[str, Learned] = {}
 
-    def look(value: object) -> None:
+    def collect(value: object) -> None:
         if isinstance(value, list):
             for item in value:
-                look(item)
+                collect(item)
         elif isinstance(value, Mapping):
             mark, name = value.get("tensors"), value.get("type")
             if isinstance(mark, str) and isinstance(name, str) and mark not in learned:
@@ -175,9 +175,9 @@ def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, L
                 if kind is not None:
                     learned[mark] = _made(directory, kind, mark)
             for item in value.values():
-                look(item)
+                collect(item)
 
-    look(data)
+    collect(data)
     return learned
 
 

@@ -161,15 +161,15 @@ def check_inputs(
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
-    look, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
-    tops, cleared = look(q, k, v), valid is None
-    if valid is not None and (not all(map(math.isfinite, tops)) or needs_rescaling(tops, *shape)):
+    measure, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
+    sizes, cleared = measure(q, k, v), valid is None
+    if valid is not None and (not all(map(math.isfinite, sizes)) or needs_rescaling(sizes, *shape)):
         # The large entries may be in padding, which must not decide. Infinity times zero is NaN, hence masked_fill.
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
-        tops, cleared = look(q, k, v), True
-    if not all(map(math.isfinite, tops)):
+        sizes, cleared = measure(q, k, v), True
+    if not all(map(math.isfinite, sizes)):
         check_finite(query=q, key=k, value=v)
-    large, bias = needs_rescaling(tops, *shape), _check_bias(distance_bias, q)
+    large, bias = needs_rescaling(sizes, *shape), _check_bias(distance_bias, q)
     at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
     inputs = Inputs(*at, impl=impl, needs_rescaling=large, bias=bias, cleared=cleared)
     return inputs.clear() if clear else inputs

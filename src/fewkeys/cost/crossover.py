@@ -79,21 +79,21 @@ class Setting:
 class Expected:
     """Milliseconds that exact attention and the plan are expected to take.
 
-    `steps`: the plan by torch's operations alone, if there are compiled kernels.
+    `plan_by_torch`: the plan by torch's operations alone, if there are compiled kernels.
     """
 
     exact: float
     plan: float
-    steps: float | None = None
+    plan_by_torch: float | None = None
 
     @property
     def exact_is_faster(self) -> bool:
-        plan = self.plan if self.steps is None else min(self.plan, self.steps)
+        plan = self.plan if self.plan_by_torch is None else min(self.plan, self.plan_by_torch)
         return plan > ADVANTAGE * self.exact
 
     @property
-    def kernels_lose(self) -> bool:
-        return self.steps is not None and self.steps < ADVANTAGE * self.plan
+    def torch_is_faster(self) -> bool:
+        return self.plan_by_torch is not None and self.plan_by_torch < ADVANTAGE * self.plan
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
@@ -106,10 +106,10 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     return plan_count > SHIPPED * exact_count if times is None else times.exact_is_faster
 
 
-def kernels_lose(inputs: Inputs, plan: Plan) -> bool:
+def torch_is_faster(inputs: Inputs, plan: Plan) -> bool:
     """Whether torch's operations are clearly faster than the compiled kernels. Reads no data."""
     times = expected(inputs, plan)
-    return times is not None and times.kernels_lose
+    return times is not None and times.torch_is_faster
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:

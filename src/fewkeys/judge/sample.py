@@ -134,7 +134,7 @@ def _layer(
             parts, order = [], []
             for head_plan, index, part in by_plan(inputs, [plan.never_exact() for plan in head_plans]):
                 order.append((index[:, None] * group + torch.arange(group)).flatten())
-                parts.append(_look(part, head_plan, truth.output[:, order[-1]], picks, seed))
+                parts.append(_rows_of_plan(part, head_plan, truth.output[:, order[-1]], picks, seed))
             back = torch.cat(order).argsort()
             for name in parts[0]:
                 joined = _join(name, [part[name] for part in parts])
@@ -142,7 +142,7 @@ def _layer(
     return {name: _join(name, parts) for name, parts in blocks_by_name.items()}
 
 
-def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dict[str, Tensor]:
+def _rows_of_plan(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dict[str, Tensor]:
     """Kept keys, errors and stand-ins of the queries `picks` under one plan; `truth` (1, H, N, Dv)."""
     choice = choose(plan, x)
     error = relative_error(run(choice).float(), truth)[0][:, picks]
