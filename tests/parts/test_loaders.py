@@ -412,9 +412,9 @@ def test_a_plan_cannot_point_outside_its_folder(tmp_path):
         fk.Plan.from_pretrained(tmp_path / "inner")
 
 
-def test_edges_that_fall_are_refused():
+def test_descending_edges_are_refused():
     edges = torch.tensor([[[0.0, 2.0, 1.0]]])
-    with pytest.raises(ValueError, match="rise"):
+    with pytest.raises(ValueError, match="ascending"):
         Edges(edges, edges)
 
 
