@@ -15,8 +15,10 @@ from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, pack, sav
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
-from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
-from fewkeys.select import PARTS, SELECTORS, KeyTree, Outliers, RecentBlocks, Selector, Window, united
+from fewkeys.rest import ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
+from fewkeys.rest.base import RESTS
+from fewkeys.select import KeyTree, Outliers, RecentBlocks, Selector, Window, united
+from fewkeys.select.base import SELECTORS
 from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
@@ -141,7 +143,7 @@ class Plan(hub.OnHub):
         except ValueError as error:
             raise ValueError(f"{damaged} ({error})") from None
         try:
-            keep = [unpack("keep", part, SELECTORS, PARTS, learned) for part in found.keep or ()]
+            keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
             rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
             return cls(None if found.keep is None else united(keep), rest, weights, found.exact_if_faster)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -166,7 +168,7 @@ class Plan(hub.OnHub):
         """
         directory = hub.folder(directory, [FILE, MODEL_FILE, LEARNED_FILES], how)
         data = read_json(directory, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
-        return cls.from_dict(data, load_learned(directory, data, PARTS))
+        return cls.from_dict(data, load_learned(directory, data))
 
 
 @dataclass(frozen=True)

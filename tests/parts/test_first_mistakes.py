@@ -69,7 +69,7 @@ class Largest(Selector):
     """A rule of one's own: the keys of the largest norm, which later keys change."""
 
     count: int
-    covers, work = fk.KeyNorm.covers, fk.KeyNorm.work
+    covers, work = fk.select.KeyNorm.covers, fk.select.KeyNorm.work
 
     def select(self, inputs):
         return shared_top(inputs, inputs.key.norm(dim=-1), self.count)
@@ -83,11 +83,11 @@ class Newest(fk.Window):
 def test_a_rule_of_ones_own_is_causal_only_where_it_says_so():
     with pytest.raises(ValueError, match=r"^is_causal: Largest\(count=4\) chooses keys by looking at the future"):
         fk.attention(Q, Q, Q, keep=Largest(4), is_causal=True)
-    assert torch.equal(fk.attention(Q, Q, Q, keep=Largest(4)), fk.attention(Q, Q, Q, keep=fk.KeyNorm(4)))
+    assert torch.equal(fk.attention(Q, Q, Q, keep=Largest(4)), fk.attention(Q, Q, Q, keep=fk.select.KeyNorm(4)))
 
 
 def test_a_rule_of_ones_own_can_be_tried():
     Newest(3).check_causal(Q, Q)
-    fk.KeyNorm(4).check_causal(Q, Q, Q)
+    fk.select.KeyNorm(4).check_causal(Q, Q, Q)
     with pytest.raises(ValueError, match=r"^causal: expected Largest to choose without keys from \d+ on"):
         Largest(4).check_causal(Q, Q)

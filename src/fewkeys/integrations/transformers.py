@@ -259,7 +259,7 @@ def exact_passes(
                 f"model: {type(module).__name__} has "
                 + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
                 + ", which is judged by no capture"
-                + ("" if inputs.softcap is None else f", unless weights=fewkeys.Softcap({inputs.softcap})")
+                + ("" if inputs.softcap is None else f", unless weights=fewkeys.weights.Softcap({inputs.softcap})")
                 + "; fewkeys.apply knows it: compare the outputs of the model"
             )
         output = exact(module, inputs) if weights is None else _exact_by(weights, inputs)
