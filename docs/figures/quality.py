@@ -1,4 +1,4 @@
-"""Figures of errors: the demo, stand-ins, spot checks, causal means, trees, tuning, fitting."""
+"""Figures of errors: the demo, stand-ins, spot checks, causal means, tuning, fitting."""
 
 from collections.abc import Callable
 from typing import Any

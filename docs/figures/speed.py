@@ -52,14 +52,11 @@ def _avx2() -> str:
 FORMS = {
     "with gradients": "cpu-backward",
     "bfloat16": "cpu-bfloat16",
-    "causal": "cpu-causal",
-    "causal, with gradients": "cpu-causal-backward",
-    "causal, bfloat16": "cpu-causal-bfloat16",
 }
 
 
 def _forms() -> str:
-    lengths = (1024, 4096, 16384, 65536)
+    lengths = (1024, 4096, 16384)
     rows = []
     for name, form in FORMS.items():
         found = _bench(form)
