@@ -98,9 +98,6 @@ def _checked(mark: object) -> str:
     return mark
 
 
-# --- configurations that hold learned values, as JSON --------------------------------------------------------------
-
-
 def pack(part: Any) -> dict[str, Any]:
     """A configuration dataclass as JSON-able values: its type and fields, learned values by their fingerprint."""
     if isinstance(part, Learned):

@@ -1,15 +1,15 @@
-"""Which of a plan and exact attention is the faster here: straight lines, measured on this machine and kept.
+"""The choice between a plan and exact attention, by linear models of their times on this machine.
 
-Exact attention takes `a + b` times the pairs of queries and keys; a plan takes `c + d` times the keys to prepare and
-`e + f` times the queries to attend, which count for more as scans of all keys grow, by compiled kernels and by
-operations of torch. Each line goes through two short runs on random inputs, made when `impl="auto"` first asks about a
-plan: some tenths of a second, once a month for every plan, device, dtype, head size and number of threads of a machine
-and version (`fewkeys.cost.kept`). All of them take turns, so that what disturbs one disturbs the others, and of each
-the fastest counts; there are more turns as long as they bring faster ones, and where that does not end, or more work
-takes less time, the lines are measured again soon. Which is faster is a function of the numbers that are kept: until
-they expire, the same call goes the same way in every process.
-The plan is taken where its line is clearly below, and torch's operations where they are clearly faster than the
-kernels. Where nothing can be kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
+Exact attention takes `a + b * pairs` of queries and keys. A plan takes `c + d * keys` to prepare and `e + f * queries`
+to attend, where queries that scan all keys count for more, by compiled kernels and by torch's operations. Each line
+goes through two short runs on random inputs when `impl="auto"` first needs it: some tenths of a second, once a month
+for every plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`).
+
+The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
+times improve. If that does not end, or more work takes less time, the lines are measured again soon. Until the kept
+numbers expire, the same call runs the same way in every process. The plan runs if its line is clearly below, and
+torch's operations if they are clearly faster than the kernels. If numbers cannot be kept, nothing is measured, and
+counts of operations decide (`fewkeys.cost.operations`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def answered_queries(inputs: Inputs, plan: Plan) -> int:
 
 
 def scan_share(inputs: Inputs, plan: Plan) -> float:
-    """Operations of a query's scan over those of its kept keys and stand-ins; 0 where nothing is scanned."""
+    """Operations of a query's scan over those of its kept keys and stand-ins; 0 without a scan."""
     x = inputs
     if plan.keep is None:
         return 0.0

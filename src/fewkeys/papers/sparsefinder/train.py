@@ -176,9 +176,6 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
     return query, key, gold, seen
 
 
-# --- the state as a file -------------------------------------------------------------------------------------------
-
-
 def _name(capture: Capture, held_out: Capture | None, layer: int, settings: Settings) -> str:
     """A name from everything that the training of a layer depends on, except the number of epochs."""
     facts: list[Any] = [digest(part, layer) for part in (capture, held_out) if part is not None]
