@@ -35,6 +35,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OPTIONAL = [
     "transformers",
     "tokenizers",
+    "sentence_transformers",
+    "pyarrow",
     "rich",
     "matplotlib",
     "plotly",
