@@ -147,7 +147,7 @@ BREAKAGES = (
     Breakage(
         "neighbours: stand-ins speak for keys that the window keeps",
         NEIGHBOURS,
-        "count[(hidden[j] ? p.means : label[j]) * TILE + i] -= 1.0f;",
+        "mass[c * TILE + i] -= part[c];",
         ";",
         (AROUND,),
     ),
@@ -159,17 +159,17 @@ BREAKAGES = (
         (AROUND,),
     ),
     Breakage(
-        "neighbours: the largest score around a query is not looked at",
+        "neighbours: what the cohort attends to is not weighed again",
         NEIGHBOURS,
-        "store(top + v, weight);",
-        "store(top + v, broadcast(1.0f));",
+        "before[i] = exponential(broadcast(top - least))[0];",
+        "before[i] = 1.0f;",
         (AROUND,),
     ),
     Breakage(
         "neighbours: the window ends one key too early",
         NEIGHBOURS,
-        "ahead - p.right, 0, TILE)",
-        "ahead - p.right + 1, 0, TILE)",
+        "std::clamp<int64_t>(position + p.right + 1, first, p.keys) - first;",
+        "std::clamp<int64_t>(position + p.right, first, p.keys) - first;",
         (AROUND,),
     ),
     Breakage(
