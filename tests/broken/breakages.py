@@ -138,6 +138,13 @@ BREAKAGES = (
         (COHORTS,),
     ),
     Breakage(
+        "cohorts: a bound of the first scores that too few keys pass",
+        "native/cohorts.h",
+        "const ivec enough = above >= int32_t(p.count);",
+        "const ivec enough = above >= int32_t(p.count) / 2;",
+        (COHORTS,),
+    ),
+    Breakage(
         "neighbours: keys of the cohort's list count twice",
         NEIGHBOURS,
         "if (place[c] < p.keys) hidden[h * p.keys + place[c]] = 1;",
