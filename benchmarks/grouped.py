@@ -30,6 +30,7 @@ import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_json
 from fewkeys.core.work import Work
+from fewkeys.papers import sparsefinder
 from fewkeys.select import Selector
 
 DIM, TOPICS, LLOYD, BLOCK = 64, 200, 10, 1024
@@ -46,7 +47,7 @@ class Nearest(Selector):
     def select(self, inputs):
         half = self.centres.square().sum(-1).unsqueeze(-2) / 2
         query, key = ((rows @ self.centres.mT - half).argmax(-1, keepdim=True) for rows in (inputs.query, inputs.key))
-        return fk.Graph(inputs, groups=fk.Groups(query, key, self.centres.shape[-2]))
+        return fk.select.Graph(inputs, extra=sparsefinder.Groups(query, key, self.centres.shape[-2]))
 
     def covers(self, inputs):
         return False
@@ -65,7 +66,7 @@ class Equal(Selector):
     def select(self, inputs):
         ids = torch.arange(inputs.keys) * self.count // inputs.keys
         ids = ids.expand(inputs.batch, inputs.query_heads, -1).unsqueeze(-1)
-        return fk.Graph(inputs, groups=fk.Groups(ids, ids, self.count))
+        return fk.select.Graph(inputs, extra=sparsefinder.Groups(ids, ids, self.count))
 
     def covers(self, inputs):
         return False
@@ -100,7 +101,7 @@ def learn(n, count):
 
 def dense(q, k, v, how):
     if how == "ours":
-        return fk.attention(q, k, v, weights=fk.Entmax(1.5))
+        return fk.attention(q, k, v, weights=fk.weights.Entmax(1.5))
     parts = []
     for query in q.split(BLOCK, 2):
         scores = query @ k.mT / math.sqrt(DIM)
@@ -142,18 +143,18 @@ def selector(n, kind):
 def measure(n, kind, count):
     clusters, tensors, keep = math.isqrt(n), draw(n, seed=0), selector(n, kind)
     graph = keep.graph(*tensors)
-    sizes = [torch.bincount(ids.flatten(), minlength=clusters) for ids in (graph.groups.query, graph.groups.key)]
+    sizes = [torch.bincount(ids.flatten(), minlength=clusters) for ids in (graph.extra.query, graph.extra.key)]
     row = {
         "length": n,
         "clusters": clusters,
         "kind": kind,
         "edges": int((sizes[0] * sizes[1]).sum()),
         "largest_cluster": int(sizes[1].max()),
-        "assign_ms": round(median(clock(lambda *x: keep.graph(*x).groups.key, tensors, False)[0] for _ in range(5)), 2),
+        "assign_ms": round(median(clock(lambda *x: keep.graph(*x).extra.key, tensors, False)[0] for _ in range(5)), 2),
     }
     for name, backward in SIDES.items():
         works = {how: (lambda *x, how=how: dense(*x, how)) for how in DENSE}
-        works["clusters"] = lambda *x: fk.attention(*x, keep=keep, weights=fk.Entmax(1.5))
+        works["clusters"] = lambda *x: fk.attention(*x, keep=keep, weights=fk.weights.Entmax(1.5))
         works["softmax"] = lambda *x: fk.attention(*x, keep=keep)
         works["fused softmax"] = scaled_dot_product_attention
         times, outputs = turns(works, tensors, backward, count)
@@ -181,7 +182,7 @@ def growth(lengths, kind, count):
     rows = []
     for n in lengths:
         keep, tensors = selector(n, kind), draw(n, seed=0)
-        work = {"clusters": lambda *x, keep=keep: fk.attention(*x, keep=keep, weights=fk.Entmax(1.5))}
+        work = {"clusters": lambda *x, keep=keep: fk.attention(*x, keep=keep, weights=fk.weights.Entmax(1.5))}
         least = {name: min(turns(work, tensors, back, count)[0]["clusters"]) for name, back in SIDES.items()}
         rows.append({"length": n, **{f"{name}_ms": round(ms, 2) for name, ms in least.items()}})
     found = {"kind": kind, "rows": rows}

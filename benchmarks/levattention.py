@@ -31,14 +31,14 @@ from time import perf_counter
 
 import torch
 
-import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_json
-from fewkeys.heavy import Sketched, heavy_entries
-from fewkeys.heavy.gram import exact_form
-from fewkeys.heavy.keys import BLOCK, ScaledKeys
-from fewkeys.heavy.sketched import sketch_rows
-from fewkeys.sketch.projections import PROJECTIONS
+from fewkeys.papers import levattention
+from fewkeys.papers.levattention import Sketched, heavy_entries
+from fewkeys.papers.levattention.gram import exact_form
+from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.papers.levattention.projections import PROJECTIONS
+from fewkeys.papers.levattention.sketched import sketch_rows
 from fewkeys.sketch.tensor_power import width
 
 DIM, QUERIES, PLANTED, EPS = 64, 4096, 32, 0.05
@@ -145,7 +145,7 @@ def scaling(lengths):
         query, key = problem(n)
         heavy_entries(query, key, EPS)
         works = {
-            "universal_set": partial(fk.universal_set, key, EPS),
+            "universal_set": partial(levattention.universal_set, key, EPS),
             "heavy_entries": partial(heavy_entries, query, key, EPS),
             "peer": partial(all_pairs, query[0, 0], key[0, 0], 2, tile),
         }
@@ -290,7 +290,7 @@ def stream(n):
                 keys[place - start] = torch.randn(DIM, generator=g) * math.sqrt(n / DIM / 2)
             yield keys[None, None]
 
-    sketch, most = fk.KeySketch(STREAM_EPS), 0
+    sketch, most = levattention.KeySketch(STREAM_EPS), 0
     spent, empty = 0.0, peak()
     for keys in pieces():
         seconds, _ = clock(partial(sketch.update, keys))

@@ -123,7 +123,7 @@ def costs():
     """Seconds per pair, per token of the scan and of attending, in one process with one thread."""
     n = 16384
     q, k, v = tokens(n)
-    inputs = fk.validation.check_inputs(q, k, v, is_causal=True)
+    inputs = fk.core.validation.check_inputs(q, k, v, is_causal=True)
     graph = PLAN.keep.select(inputs)
 
     def prepare():

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-import fewkeys as fk
 from cases import Shape
 from fewkeys.core.graph import visible
 from fewkeys.core.validation import check_inputs
+from fewkeys.papers import sparsefinder
 
 SELF = Shape(queries=23, keys=23, head_dim=5)
 FORMS = {
@@ -25,7 +25,7 @@ BOTH_WAYS = {name: form for name, form in FORMS.items() if not form.is_causal}
 
 def projection(heads=4, dim=5, rank=3, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return fk.Projection(
+    return sparsefinder.Projection(
         torch.randn(heads, dim, rank, generator=g, dtype=torch.float64),
         torch.randn(heads, dim, rank, generator=g, dtype=torch.float64),
     )
@@ -33,7 +33,7 @@ def projection(heads=4, dim=5, rank=3, seed=0):
 
 def centroids(heads=2, count=4, rank=5, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return fk.Centroids(torch.randn(heads, count, rank, generator=g, dtype=torch.float64))
+    return sparsefinder.Centroids(torch.randn(heads, count, rank, generator=g, dtype=torch.float64))
 
 
 def inputs_of(form):

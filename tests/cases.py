@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fewkeys as fk
+from fewkeys.papers import sparsefinder
 from fewkeys.plan import Plan
 from fewkeys.rest import Rest
 from fewkeys.select import Selector
@@ -30,9 +31,11 @@ class Case:
     alone: bool = False
 
 
-def places(seed: int = 0) -> fk.Centroids:
+def places(seed: int = 0) -> sparsefinder.Centroids:
     """Five centroids for heads of dimension 8."""
-    return fk.Centroids(2 * torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    return sparsefinder.Centroids(
+        2 * torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )
 
 
 KEEP_CASES = {
@@ -40,82 +43,95 @@ KEEP_CASES = {
     "even window": Case(fk.Window(6), by_position=True),
     "wide window": Case(fk.Window(41), by_position=True),
     "sinks": Case(fk.Sinks(3), by_position=True),
-    "leverage": Case(fk.Leverage(7)),
-    "leverage centred": Case(fk.Leverage(7, centre=True)),
-    "universal set": Case(fk.Leverage(eps=0.2), grows=True),
-    "universal set, power 4": Case(fk.Leverage(eps=0.5, power=4), grows=True),
-    "l_1 leverage": Case(fk.Leverage(7, power=1)),
-    "key norm": Case(fk.KeyNorm(5)),
+    "leverage": Case(fk.select.Leverage(7)),
+    "leverage centred": Case(fk.select.Leverage(7, centre=True)),
+    "universal set": Case(fk.select.Leverage(eps=0.2), grows=True),
+    "universal set, power 4": Case(fk.select.Leverage(eps=0.5, power=4), grows=True),
+    "l_1 leverage": Case(fk.select.Leverage(7, power=1)),
+    "key norm": Case(fk.select.KeyNorm(5)),
     "random keys": Case(fk.RandomKeys(6), draws=True),
     "top-k": Case(fk.TopK(5)),
-    "best columns": Case(fk.BestColumns(5)),
+    "best columns": Case(fk.select.BestColumns(5)),
     "outliers": Case(fk.Outliers(5, 8)),
     "sinks + window": Case(fk.Sinks(3) | fk.Window(6), by_position=True),
-    "leverage + window": Case(fk.Leverage(7) | fk.Window(11), by_position=True),
-    "leverage + norm + sinks": Case(fk.Leverage(4) | fk.KeyNorm(4) | fk.Sinks(2), by_position=True),
+    "leverage + window": Case(fk.select.Leverage(7) | fk.Window(11), by_position=True),
+    "leverage + norm + sinks": Case(fk.select.Leverage(4) | fk.select.KeyNorm(4) | fk.Sinks(2), by_position=True),
     "outliers + window": Case(fk.Outliers(5, 8) | fk.Window(9), by_position=True),
     "top-k + window + sinks": Case(fk.TopK(4) | fk.Window(5) | fk.Sinks(2), by_position=True),
-    "recent blocks": Case(fk.RecentBlocks(8), by_position=True),
-    "recent blocks + window": Case(fk.RecentBlocks(8) | fk.Window(21), by_position=True),
+    "recent blocks": Case(fk.select.RecentBlocks(8), by_position=True),
+    "recent blocks + window": Case(fk.select.RecentBlocks(8) | fk.Window(21), by_position=True),
     "recent blocks + leverage + sinks": Case(
-        fk.RecentBlocks(16, 3) | fk.Leverage(7, centre=True) | fk.Sinks(2), by_position=True
+        fk.select.RecentBlocks(16, 3) | fk.select.Leverage(7, centre=True) | fk.Sinks(2), by_position=True
     ),
-    "global tokens + window": Case(fk.GlobalTokens(2) | fk.Window(3), by_position=True, alone=True),
-    "longformer: window + globals": Case(fk.Longformer(5, 2), by_position=True, alone=True),
-    "bigbird: window + random + globals": Case(fk.BigBird(4, 3, 2, 1), by_position=True, draws=True, alone=True),
-    "strided + window": Case(fk.Strided(8), by_position=True, grows=True, alone=True),
-    "fixed windows": Case(fk.Fixed(8, 2), by_position=True, grows=True, alone=True),
+    "global tokens + window": Case(sparsefinder.GlobalTokens(2) | fk.Window(3), by_position=True, alone=True),
+    "longformer: window + globals": Case(sparsefinder.Longformer(5, 2), by_position=True, alone=True),
+    "bigbird: window + random + globals": Case(
+        sparsefinder.BigBird(4, 3, 2, 1), by_position=True, draws=True, alone=True
+    ),
+    "strided + window": Case(sparsefinder.Strided(8), by_position=True, grows=True, alone=True),
+    "fixed windows": Case(sparsefinder.Fixed(8, 2), by_position=True, grows=True, alone=True),
     "reformer + window": Case(
-        fk.Reformer(8, 2) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
+        sparsefinder.Reformer(8, 2) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
     ),
-    "sorted hash + window": Case(fk.SortedLSH(9) | fk.Window(1), by_position=True, alone=True),
-    "routing + window": Case(fk.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
-    "block clusters": Case(fk.BlockClusters(4, 2, places()), by_position=True, alone=True),
+    "sorted hash + window": Case(sparsefinder.SortedLSH(9) | fk.Window(1), by_position=True, alone=True),
+    "routing + window": Case(sparsefinder.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
+    "block clusters": Case(sparsefinder.BlockClusters(4, 2, places()), by_position=True, alone=True),
     "predicted: buckets + window": Case(
-        fk.Predicted(fk.Buckets(24, "uniform")) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
+        sparsefinder.Predicted(sparsefinder.Buckets(24, "uniform")) | fk.Window(1),
+        by_position=True,
+        grows=True,
+        regroups=True,
+        alone=True,
     ),
     "predicted: clusters": Case(
-        fk.Predicted(fk.Clusters(5, top=2), fitted=places()), grows=True, regroups=True, alone=True
+        sparsefinder.Predicted(sparsefinder.Clusters(5, top=2), fitted=places()), grows=True, regroups=True, alone=True
     ),
-    "low-dimensional entmax": Case(fk.LowRankEntmax(4), alone=True),
-    "random edges": Case(fk.RandomEdges(6), draws=True, alone=True),
-    "key tree": Case(fk.KeyTree(64), by_position=True, grows=True, alone=True),
-    "key tree + window": Case(fk.KeyTree(64) | fk.Window(25), by_position=True, grows=True, alone=True),
+    "low-dimensional entmax": Case(sparsefinder.LowRankEntmax(4), alone=True),
+    "random edges": Case(sparsefinder.RandomEdges(6), draws=True, alone=True),
+    "key tree": Case(fk.select.KeyTree(64), by_position=True, grows=True, alone=True),
+    "key tree + window": Case(fk.select.KeyTree(64) | fk.Window(25), by_position=True, grows=True, alone=True),
     "key scan": Case(fk.KeyScan(9), by_position=True, grows=True, alone=True),
     "key scan + window": Case(fk.KeyScan(9) | fk.Window(25), by_position=True, grows=True, alone=True),
-    "entmax support (oracle)": Case(fk.EntmaxSupport(1.5)),
+    "entmax support (oracle)": Case(sparsefinder.EntmaxSupport(1.5)),
 }
 REST_CASES = {
     "drop": Case(fk.Drop()),
     "means": Case(fk.ClusterMeans(8)),
     "first-order means": Case(fk.ClusterMeans(8, rank=3)),
-    "moments": Case(fk.Moments()),
-    "sample": Case(fk.UniformSample(6), draws=True),
+    "moments": Case(fk.rest.Moments()),
+    "sample": Case(fk.rest.UniformSample(6), draws=True),
 }
 KEEPS = {name: case.part for name, case in KEEP_CASES.items()}
 RESTS = {name: case.part for name, case in REST_CASES.items()}
 WEIGHTS = {
     "softmax": fk.Softmax(),
-    "entmax": fk.Entmax(1.5),
-    "power": fk.Power(2.0),
-    "elu": fk.Elu(),
-    "softcap": fk.Softcap(4.0),
-    "relu": fk.Relu(2.0),
+    "entmax": fk.weights.Entmax(1.5),
+    "power": fk.weights.Power(2.0),
+    "elu": fk.weights.Elu(),
+    "softcap": fk.weights.Softcap(4.0),
+    "relu": fk.weights.Relu(2.0),
 }
 GROUPED = {
     "routing + window, group means, softmax": Case(
-        Plan(fk.Routing(7) | fk.Window(1), fk.GroupMeans(7)), by_position=True, grows=True
+        Plan(sparsefinder.Routing(7) | fk.Window(1), sparsefinder.GroupMeans(7)), by_position=True, grows=True
     ),
     "block clusters + window, group means, power": Case(
-        Plan(fk.BlockClusters(4, 2, places()) | fk.Window(5), fk.GroupMeans(5), fk.Power(2.0)), by_position=True
+        Plan(
+            sparsefinder.BlockClusters(4, 2, places()) | fk.Window(5), sparsefinder.GroupMeans(5), fk.weights.Power(2.0)
+        ),
+        by_position=True,
     ),
 }
 """Plans whose stand-ins are of the selector's own groups."""
 TREES = {
-    "key tree, tree means": Case(Plan(fk.KeyTree(64), fk.TreeMeans()), by_position=True, grows=True),
-    "key tree until a share, tree means": Case(Plan(fk.KeyTree(64, 0.9), fk.TreeMeans()), by_position=True, grows=True),
-    "larger key tree, tree means": Case(Plan(fk.KeyTree(67), fk.TreeMeans()), by_position=True, grows=True),
-    "key tree, drop, entmax": Case(Plan(fk.KeyTree(65), weights=fk.Entmax(1.5)), by_position=True, grows=True),
+    "key tree, tree means": Case(Plan(fk.select.KeyTree(64), fk.rest.TreeMeans()), by_position=True, grows=True),
+    "key tree until a share, tree means": Case(
+        Plan(fk.select.KeyTree(64, 0.9), fk.rest.TreeMeans()), by_position=True, grows=True
+    ),
+    "larger key tree, tree means": Case(Plan(fk.select.KeyTree(67), fk.rest.TreeMeans()), by_position=True, grows=True),
+    "key tree, drop, entmax": Case(
+        Plan(fk.select.KeyTree(65), weights=fk.weights.Entmax(1.5)), by_position=True, grows=True
+    ),
 }
 """Plans whose queries find their keys in a tree, and whose stand-ins are its nodes."""
 
@@ -123,7 +139,7 @@ SCANS = {
     "key scan, block means": Case(Plan(fk.KeyScan(9), fk.BlockMeans(3)), by_position=True, grows=True),
     "larger key scan, block means": Case(Plan(fk.KeyScan(40), fk.BlockMeans(2)), by_position=True, grows=True),
     "key scan, block means, power": Case(
-        Plan(fk.KeyScan(7), fk.BlockMeans(1), fk.Power(2.0)), by_position=True, grows=True
+        Plan(fk.KeyScan(7), fk.BlockMeans(1), fk.weights.Power(2.0)), by_position=True, grows=True
     ),
 }
 """Plans whose queries scan the codes of all keys, and whose stand-ins are means of ranges."""
@@ -131,12 +147,12 @@ SCANS = {
 COHORTS = {
     "first-order cohorts": Case(Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))),
     "more cohorts than queries": Case(Plan(fk.Outliers(4, 5, cohorts=64), fk.ClusterMeans(5, cohorts=64))),
-    "cohorts, drop, power": Case(Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))),
+    "cohorts, drop, power": Case(Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.weights.Power(2.0))),
     "first-order cohorts + window": Case(
         Plan(fk.Outliers(5, 6, cohorts=4) | fk.Window(7), fk.ClusterMeans(6, rank=3, cohorts=4)), by_position=True
     ),
     "cohorts + window, drop, power": Case(
-        Plan(fk.Outliers(9, 5, cohorts=8) | fk.Window(4), weights=fk.Power(2.0)), by_position=True
+        Plan(fk.Outliers(9, 5, cohorts=8) | fk.Window(4), weights=fk.weights.Power(2.0)), by_position=True
     ),
 }
 """Plans with lists, and stand-ins, for cohorts of similar queries."""
@@ -167,14 +183,16 @@ def _plans() -> dict[str, Case]:
 
 
 RUNNING_CASES = {
-    "recent, running means": Case(Plan(fk.RecentBlocks(8), fk.RunningMeans(6))),
+    "recent, running means": Case(Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(6))),
     "recent + sinks + leverage, running means": Case(
-        Plan(fk.RecentBlocks(16) | fk.Sinks(2) | fk.Leverage(5, centre=True), fk.RunningMeans(7))
+        Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(5, centre=True), fk.rest.RunningMeans(7))
     ),
     "recent + random, running means": Case(
-        Plan(fk.RecentBlocks(64, 1) | fk.RandomKeys(70), fk.RunningMeans(3)), draws=True
+        Plan(fk.select.RecentBlocks(64, 1) | fk.RandomKeys(70), fk.rest.RunningMeans(3)), draws=True
     ),
-    "recent, running means, power": Case(Plan(fk.RecentBlocks(8, 3), fk.RunningMeans(6), fk.Power(2.0))),
+    "recent, running means, power": Case(
+        Plan(fk.select.RecentBlocks(8, 3), fk.rest.RunningMeans(6), fk.weights.Power(2.0))
+    ),
 }
 CASES = _plans() | RUNNING_CASES
 """The whole table, by name: `PLANS` and those below are its plans."""

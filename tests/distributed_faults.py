@@ -14,7 +14,7 @@ import fewkeys.distributed as fkd
 from distributed_worker import TIMEOUT, problem, split, start
 
 MEANS = fk.Plan(fk.Outliers(4, 6) | fk.Window(5), fk.ClusterMeans(6))
-PAST = fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(4))
+PAST = fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(2), fk.rest.RunningMeans(4))
 
 
 def attend(plan, is_causal=False):
@@ -27,12 +27,12 @@ def attend(plan, is_causal=False):
 CALLS = {
     "scores": lambda q, k, v, group: fkd.leverage_scores(k, group=group),
     "set": lambda q, k, v, group: fkd.universal_set(k, 0.1, group=group),
-    "lists": attend(fk.Plan(fk.Leverage(5))),
+    "lists": attend(fk.Plan(fk.select.Leverage(5))),
     "means": attend(MEANS),
     "past": attend(PAST, is_causal=True),
 }
 OTHERS = {
-    "another plan": lambda q, k, v, group: attend(fk.Plan(fk.Leverage(6)))(q, k, v, group),
+    "another plan": lambda q, k, v, group: attend(fk.Plan(fk.select.Leverage(6)))(q, k, v, group),
     "another call": lambda q, k, v, group: fkd.universal_set(k, 0.3, group=group),
     "other heads": lambda q, k, v, group: CALLS["lists"](q[:, :2], k[:, :1], v[:, :1], group),
     "another dimension": lambda q, k, v, group: CALLS["lists"](q[..., :5], k[..., :5], v, group),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import fewkeys as fk
 import fewkeys.distributed as fkd
 from fewkeys.distributed.communicator import RECORD
+from fewkeys.papers import levattention
 from odd_keys import KINDS, keys
 
 U = torch.finfo(torch.float64).eps
@@ -54,7 +55,7 @@ def leverage_scores_are_those_of_one_process(rank, world):
     for kind in KINDS:
         k = keys(kind, d=4)
         for power in {2.0, POWERS.get(kind, 2.0)}:
-            expected = fk.leverage_scores(k, power)
+            expected = levattention.leverage_scores(k, power)
             tolerance = 1e-6 if power == 4 else rounding(k, power)
             assert tolerance <= 1e-6, (kind, power)
             for share in ("even", "uneven", "empty") if kind == "plain" else ("empty",):
@@ -66,10 +67,10 @@ def leverage_scores_are_those_of_one_process(rank, world):
     k[:, :, :60, 2:] = k[:, :, 60:, :2] = 0
     for power in (1.0, 2.0):
         found = fkd.leverage_scores(split(k, world, "even")[rank], power)
-        torch.testing.assert_close(found, split(fk.leverage_scores(k, power), world, "even")[rank])
+        torch.testing.assert_close(found, split(levattention.leverage_scores(k, power), world, "even")[rank])
     k = keys("scales")
     found = fkd.leverage_scores(split(k, world)[rank], ridge=0.1)
-    torch.testing.assert_close(found, split(fk.leverage_scores(k, ridge=0.1), world)[rank], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found, split(levattention.leverage_scores(k, ridge=0.1), world)[rank], rtol=1e-9, atol=0)
 
 
 def float32_scores_are_the_float64_ones_rounded(rank, world):
@@ -78,7 +79,7 @@ def float32_scores_are_the_float64_ones_rounded(rank, world):
         for power in (2.0, 3.0):
             found = fkd.leverage_scores(split(k, world)[rank], power)
             assert found.dtype == torch.float32
-            exact = split(fk.leverage_scores(k.float().double(), power), world)[rank]
+            exact = split(levattention.leverage_scores(k.float().double(), power), world)[rank]
             torch.testing.assert_close(found.double(), exact, rtol=1.2e-7, atol=0)
 
 
@@ -88,22 +89,22 @@ def the_universal_set_is_the_very_same(rank, world):
             for power in {2.0, POWERS.get(kind, 2.0) if eps == 0.03 else 2.0}:
                 k = keys(kind, d=4, seed=int(100 * eps)).to(torch.float32 if power == 2 else torch.float64)
                 found = fkd.universal_set(split(k, world, "empty")[rank], eps, power)
-                own = split(fk.universal_set(k, eps, power), world, "empty")[rank]
+                own = split(levattention.universal_set(k, eps, power), world, "empty")[rank]
                 assert torch.equal(found, own), (kind, eps, power)
 
 
 PLANS = {
-    "leverage": (fk.Leverage(9), fk.Softmax()),
-    "leverage, power weights": (fk.Leverage(9), fk.Power(2.0)),
-    "leverage, entmax": (fk.Leverage(9), fk.Entmax(1.5)),
-    "centred": (fk.Leverage(9, centre=True), fk.Softmax()),
-    "power 1": (fk.Leverage(9, power=1.0), fk.Softmax()),
-    "power 4": (fk.Leverage(9, power=4.0), fk.Softmax()),
-    "universal set": (fk.Leverage(eps=0.15), fk.Power(2.0)),
-    "universal set of power 3": (fk.Leverage(eps=0.3, power=3.0), fk.Power(3.0)),
-    "nobody": (fk.Leverage(eps=0.99), fk.Softmax()),
-    "more than there are": (fk.Leverage(80), fk.Softmax()),
-    "key norm": (fk.KeyNorm(9), fk.Softmax()),
+    "leverage": (fk.select.Leverage(9), fk.Softmax()),
+    "leverage, power weights": (fk.select.Leverage(9), fk.weights.Power(2.0)),
+    "leverage, entmax": (fk.select.Leverage(9), fk.weights.Entmax(1.5)),
+    "centred": (fk.select.Leverage(9, centre=True), fk.Softmax()),
+    "power 1": (fk.select.Leverage(9, power=1.0), fk.Softmax()),
+    "power 4": (fk.select.Leverage(9, power=4.0), fk.Softmax()),
+    "universal set": (fk.select.Leverage(eps=0.15), fk.weights.Power(2.0)),
+    "universal set of power 3": (fk.select.Leverage(eps=0.3, power=3.0), fk.weights.Power(3.0)),
+    "nobody": (fk.select.Leverage(eps=0.99), fk.Softmax()),
+    "more than there are": (fk.select.Leverage(80), fk.Softmax()),
+    "key norm": (fk.select.KeyNorm(9), fk.Softmax()),
     "random keys": (fk.RandomKeys(9), fk.Softmax()),
 }
 
@@ -138,19 +139,19 @@ MEANS = {
         fk.ClusterMeans(6, rank=2, cohorts=4),
         fk.Softmax(),
     ),
-    "lists of cohorts": (fk.Outliers(9, 5, cohorts=8), fk.Drop(), fk.Power(2.0)),
+    "lists of cohorts": (fk.Outliers(9, 5, cohorts=8), fk.Drop(), fk.weights.Power(2.0)),
     "one cohort": (fk.budget(32, cohorts=1).keep, fk.budget(32, cohorts=1).rest, fk.Softmax()),
     "narrow window": (fk.Window(1), fk.ClusterMeans(6), fk.Softmax()),
     "wide window": (fk.Window(60), fk.ClusterMeans(4, rank=2), fk.Softmax()),
     "no window": (fk.Outliers(7, 5), fk.ClusterMeans(5), fk.Softmax()),
     "many parts": (
-        fk.Leverage(5, centre=True) | fk.KeyNorm(4) | fk.RandomKeys(6) | fk.Sinks(40) | fk.Window(6),
+        fk.select.Leverage(5, centre=True) | fk.select.KeyNorm(4) | fk.RandomKeys(6) | fk.Sinks(40) | fk.Window(6),
         fk.ClusterMeans(5, rank=3),
         fk.Softmax(),
     ),
-    "power": (fk.Outliers(4, 6) | fk.Window(9), fk.ClusterMeans(6), fk.Power(2.0)),
-    "drop": (fk.Window(12) | fk.Leverage(6), fk.Drop(), fk.Softmax()),
-    "entmax": (fk.Window(12) | fk.Leverage(6), fk.Drop(), fk.Entmax(1.5)),
+    "power": (fk.Outliers(4, 6) | fk.Window(9), fk.ClusterMeans(6), fk.weights.Power(2.0)),
+    "drop": (fk.Window(12) | fk.select.Leverage(6), fk.Drop(), fk.Softmax()),
+    "entmax": (fk.Window(12) | fk.select.Leverage(6), fk.Drop(), fk.weights.Entmax(1.5)),
 }
 
 
@@ -188,11 +189,11 @@ def the_bytes_of_means_do_not_grow(rank, world):
 
 CAUSAL = {
     "budget": fk.budget(24, is_causal=True),
-    "sinks": fk.Plan(fk.RecentBlocks(8) | fk.Sinks(5), fk.RunningMeans(6)),
-    "many sinks": fk.Plan(fk.RecentBlocks(4, 1) | fk.Sinks(30), fk.RunningMeans(3)),
-    "drop": fk.Plan(fk.RecentBlocks(8, 3) | fk.Sinks(2)),
-    "one large block": fk.Plan(fk.RecentBlocks(64, 1), fk.RunningMeans(4)),
-    "power weights": fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5), fk.Power(2.0)),
+    "sinks": fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(5), fk.rest.RunningMeans(6)),
+    "many sinks": fk.Plan(fk.select.RecentBlocks(4, 1) | fk.Sinks(30), fk.rest.RunningMeans(3)),
+    "drop": fk.Plan(fk.select.RecentBlocks(8, 3) | fk.Sinks(2)),
+    "one large block": fk.Plan(fk.select.RecentBlocks(64, 1), fk.rest.RunningMeans(4)),
+    "power weights": fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(2), fk.rest.RunningMeans(5), fk.weights.Power(2.0)),
 }
 
 
@@ -234,7 +235,7 @@ def causal_bytes_do_not_grow(rank, world):
     for n in (160, 1600, 6400):
         own = [split(tensor, world)[rank] for tensor in problem(n=n, dtype=torch.float32)]
         comm = fkd.Communicator()
-        fkd.attention(*own, keep=CAUSAL["sinks"].keep, rest=fk.RunningMeans(6), is_causal=True, group=comm)
+        fkd.attention(*own, keep=CAUSAL["sinks"].keep, rest=fk.rest.RunningMeans(6), is_causal=True, group=comm)
         sent.add(comm.bytes_sent)
     assert len(sent) == 1
     assert rank + 1 < world or sent == {(world - 1) * (8 + RECORD)}
@@ -249,13 +250,13 @@ def low_precision_is_kept_and_rounded_once(rank, world):
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = problem(seed=3, dtype=dtype)
         whole = [tensor.float().requires_grad_() for tensor in (q, k, v)]
-        expected = fk.attention(*whole, keep=fk.KeyNorm(12))
+        expected = fk.attention(*whole, keep=fk.select.KeyNorm(12))
         sign = torch.where(torch.arange(expected.numel()) % 3 > 0, 1.0, -1.0).view_as(expected)  # exact in any dtype
         gradients = torch.autograd.grad((expected * sign).sum(), whole)
         own = [split(tensor, world)[rank].detach().requires_grad_() for tensor in (q, k, v)]
-        found = fkd.attention(*own, keep=fk.KeyNorm(12))
+        found = fkd.attention(*own, keep=fk.select.KeyNorm(12))
         with torch.no_grad():
-            without = fkd.attention(*own, keep=fk.KeyNorm(12))  # which rounds in another order
+            without = fkd.attention(*own, keep=fk.select.KeyNorm(12))  # which rounds in another order
         torch.testing.assert_close(without, found, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
         got = torch.autograd.grad((found.float() * split(sign, world)[rank]).sum(), own)
         half, single = torch.finfo(dtype).eps / 2, 100 * torch.finfo(torch.float32).eps
@@ -271,15 +272,15 @@ def a_gradient_wanted_by_one_rank_arrives(rank, world):
     """The other ranks' tensors need no gradients; their backward pass brings it all the same."""
     q, k, v = problem()
     value = v.clone().requires_grad_()
-    fk.attention(q, k, value, keep=fk.KeyNorm(9)).sum().backward()
+    fk.attention(q, k, value, keep=fk.select.KeyNorm(9)).sum().backward()
     own = [split(tensor, world)[rank] for tensor in (q, k, v)]
     if rank == world - 1:
         own[2] = own[2].detach().requires_grad_()
-    found = fkd.attention(*own, keep=fk.KeyNorm(9))
+    found = fkd.attention(*own, keep=fk.select.KeyNorm(9))
     found.sum().backward()
     if rank == world - 1:
         torch.testing.assert_close(own[2].grad, split(value.grad, world)[rank])
-    assert not fkd.attention(q, k, v, keep=fk.KeyNorm(9)).requires_grad
+    assert not fkd.attention(q, k, v, keep=fk.select.KeyNorm(9)).requires_grad
 
 
 def bytes_are_as_stated_and_do_not_grow(rank, world):
@@ -297,7 +298,7 @@ def bytes_are_as_stated_and_do_not_grow(rank, world):
         assert header < comm.bytes_sent <= most
         comm = fkd.Communicator()
         own = [tensor.detach().requires_grad_() for tensor in own]
-        out = fkd.attention(*own, keep=fk.Leverage(10), group=comm)
+        out = fkd.attention(*own, keep=fk.select.Leverage(10), group=comm)
         most = header + 2 * gram + (world - 1) * (8 + 8 * 4 * 10 + 4 * 4 * 10 * 11)
         assert header + 2 * gram < comm.bytes_sent <= most
         # The shards padded to the longest, as an all-gather sends them.
@@ -323,15 +324,17 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
         ("eps: expected the same on every rank, got 0.1 on rank 0", lambda: fkd.universal_set(k, 0.2 if last else 0.1)),
         ("power: expected the same", lambda: fkd.leverage_scores(k, 2.0 + last)),
         ("ridge: expected the same", lambda: fkd.leverage_scores(k, ridge=0.1 * last)),
-        ("query (heads): expected", lambda: fkd.attention(q[:, : 4 - 2 * last], k, v, keep=fk.KeyNorm(3))),
-        ("value (dim): expected", lambda: fkd.attention(q, k, v[..., : 5 - last], keep=fk.KeyNorm(3))),
-        ("keep, rest, weights: expected", lambda: fkd.attention(q, k, v, keep=fk.KeyNorm(3 + last))),
-        ("scale: expected", lambda: fkd.attention(q, k, v, keep=fk.KeyNorm(3), scale=0.1 + last)),
+        ("query (heads): expected", lambda: fkd.attention(q[:, : 4 - 2 * last], k, v, keep=fk.select.KeyNorm(3))),
+        ("value (dim): expected", lambda: fkd.attention(q, k, v[..., : 5 - last], keep=fk.select.KeyNorm(3))),
+        ("keep, rest, weights: expected", lambda: fkd.attention(q, k, v, keep=fk.select.KeyNorm(3 + last))),
+        ("scale: expected", lambda: fkd.attention(q, k, v, keep=fk.select.KeyNorm(3), scale=0.1 + last)),
     ]
     for text, call in differing:
         raises(ValueError, text, call)
     with torch.set_grad_enabled(last):
-        raises(ValueError, "torch.is_grad_enabled(): expected", lambda: fkd.attention(q, k, v, keep=fk.KeyNorm(3)))
+        raises(
+            ValueError, "torch.is_grad_enabled(): expected", lambda: fkd.attention(q, k, v, keep=fk.select.KeyNorm(3))
+        )
     other = fkd.leverage_scores if last else lambda key: fkd.universal_set(key, 0.1)
     raises(RuntimeError, "distributed: expected every rank in the same call", lambda: other(k))
     # One refuses its own arguments, and the others need not wait for it.
@@ -340,7 +343,7 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
     for call in (
         lambda: fkd.leverage_scores(bad),
         lambda: fkd.universal_set(bad, 0.1),
-        lambda: fkd.attention(q, bad, v, keep=fk.KeyNorm(3)),
+        lambda: fkd.attention(q, bad, v, keep=fk.select.KeyNorm(3)),
     ):
         raises(ValueError, refused, call)
     refused = "eps: expected a finite number in (0.0, 1.0)" if last else "refused its arguments: eps: expected"
@@ -349,23 +352,27 @@ def differing_arguments_are_an_error_on_every_rank(rank, world):
     raises(TypeError if last else ValueError, refused, lambda: fkd.leverage_scores(None if last else k))
     # And the group works on.
     leverage_scores = fkd.leverage_scores(k)
-    torch.testing.assert_close(leverage_scores, split(fk.leverage_scores(problem()[1]), world)[rank])
+    torch.testing.assert_close(leverage_scores, split(levattention.leverage_scores(problem()[1]), world)[rank])
 
 
 def what_is_not_supported_is_said(rank, world):
     q, k, v = (split(tensor, world)[rank] for tensor in problem())
     only = "keep: expected Window, Outliers, Leverage, KeyNorm, RandomKeys or Sinks, the selectors that work over ranks"
     raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.TopK(3)))
-    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.Leverage(3) | fk.RecentBlocks(8)))
+    raises(ValueError, only, lambda: fkd.attention(q, k, v, keep=fk.select.Leverage(3) | fk.select.RecentBlocks(8)))
     causal = "keep: expected RecentBlocks, and Sinks beside it, the causal rules that work over ranks so far"
     raises(ValueError, causal, lambda: fkd.attention(q, k, v, keep=fk.Window(3), is_causal=True))
-    recent = fk.RecentBlocks(8)
+    recent = fk.select.RecentBlocks(8)
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=recent, is_causal=True))
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=fk.Window(3)))
     raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))
     raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
-    raises(ValueError, "rest: expected Drop()", lambda: fkd.attention(q, k, v, keep=fk.KeyNorm(3), rest=fk.Moments()))
-    raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=fk.KeyNorm(3)))
+    raises(
+        ValueError,
+        "rest: expected Drop()",
+        lambda: fkd.attention(q, k, v, keep=fk.select.KeyNorm(3), rest=fk.rest.Moments()),
+    )
+    raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=fk.select.KeyNorm(3)))
     raises(ValueError, "ridge: expected 0, or a positive", lambda: fkd.leverage_scores(k, 3.0, 0.1))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))
     raises(ValueError, "key: expected a tensor whose numbers can be read", lambda: fkd.leverage_scores(k.to("meta")))
@@ -380,7 +387,7 @@ def a_part_of_the_ranks_may_be_the_group(rank, world):
         return
     k, comm = problem()[1], fkd.Communicator(group)
     found = fkd.leverage_scores(split(k, world - 1, "even")[rank - 1], group=comm)
-    torch.testing.assert_close(found, split(fk.leverage_scores(k), world - 1, "even")[rank - 1])
+    torch.testing.assert_close(found, split(levattention.leverage_scores(k), world - 1, "even")[rank - 1])
     # Nothing here keeps a group alive: one that is there at the interpreter's end can abort it.
     dist.destroy_process_group(group)
     group = None
@@ -438,7 +445,7 @@ def lose_a_rank(rank, world, folder, how, moment):
     start(rank, world, folder)
     comm = fkd.Communicator(timeout=TIMEOUT)
     q, k, v = (split(tensor, world)[rank].detach().requires_grad_() for tensor in problem())
-    out = fkd.attention(q, k, v, keep=fk.Leverage(5), group=comm)
+    out = fkd.attention(q, k, v, keep=fk.select.Leverage(5), group=comm)
     dist.barrier()
     if rank == 0:
         if how == "hangs":

@@ -19,17 +19,17 @@ CLOSE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 1
 FORMS = {**SHAPES, **CAUSAL_SHAPES}
 MEANS = [
     fk.Plan(fk.Outliers(5, 8) | fk.Window(9), fk.ClusterMeans(8, rank=3)),
-    fk.Plan(fk.Leverage(7) | fk.Window(4), fk.ClusterMeans(8)),
+    fk.Plan(fk.select.Leverage(7) | fk.Window(4), fk.ClusterMeans(8)),
     fk.Plan(fk.Window(7), fk.ClusterMeans(8, rank=3)),
-    fk.Plan(fk.KeyNorm(5), fk.ClusterMeans(8, rank=3)),
-    fk.Plan(fk.KeyNorm(5) | fk.Window(6), fk.UniformSample(8)),
-    fk.Plan(fk.KeyNorm(5) | fk.Window(6)),
+    fk.Plan(fk.select.KeyNorm(5), fk.ClusterMeans(8, rank=3)),
+    fk.Plan(fk.select.KeyNorm(5) | fk.Window(6), fk.rest.UniformSample(8)),
+    fk.Plan(fk.select.KeyNorm(5) | fk.Window(6)),
     fk.Plan(fk.Window(6)),
     fk.Plan(fk.Sinks(3)),
     fk.Plan(fk.Sinks(3) | fk.Window(41)),
-    fk.Plan(fk.RecentBlocks(8, 3)),
-    fk.Plan(fk.RecentBlocks(64) | fk.KeyNorm(5)),
-    fk.Plan(fk.RecentBlocks(64, 1) | fk.Sinks(1)),
+    fk.Plan(fk.select.RecentBlocks(8, 3)),
+    fk.Plan(fk.select.RecentBlocks(64) | fk.select.KeyNorm(5)),
+    fk.Plan(fk.select.RecentBlocks(64, 1) | fk.Sinks(1)),
     *RUNNING_PLANS.values(),
 ]
 CASES = [

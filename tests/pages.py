@@ -12,8 +12,8 @@ from fewkeys.judge.sample import QUERIES, Sample, take
 TOP, WINDOW, BUDGET = "top-k per query (oracle)", "window", "fewkeys budget"
 PLANS = {
     8: {TOP: fk.Plan(fk.TopK(8)), WINDOW: fk.Plan(fk.Window(8)), BUDGET: fk.budget(8)},
-    16: {WINDOW: fk.Plan(fk.Window(16)), BUDGET: fk.budget(16), "moments": fk.Plan(fk.Window(8), fk.Moments())},
-    None: {"exact": fk.Plan(), "</script><b>mine</b>": fk.Plan(fk.Window(3), fk.UniformSample(4))},
+    16: {WINDOW: fk.Plan(fk.Window(16)), BUDGET: fk.budget(16), "moments": fk.Plan(fk.Window(8), fk.rest.Moments())},
+    None: {"exact": fk.Plan(), "</script><b>mine</b>": fk.Plan(fk.Window(3), fk.rest.UniformSample(4))},
 }
 TOKENS = ["[CLS]", "</script>", "##ing", *(f"word{i}" for i in range(37))]
 

@@ -2,20 +2,20 @@
 
 import torch
 
-import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.captures.writer import CaptureWriter
-from fewkeys.select import Edges, Joined
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder import Edges, Joined
 
 GROUPINGS = {
-    "distance": fk.Distance(2.5),
-    "cosine distance": fk.Distance(0.6, "cosine"),
-    "equal buckets": fk.Buckets(5),
-    "uniform buckets": fk.Buckets(6, "uniform"),
-    "clusters": fk.Clusters(6),
-    "nearest two clusters": fk.Clusters(6, top=2),
-    "rounds of clusters": fk.Clusters(7, rounds=2),
-    "pairs of clusters": fk.ClusterPairs(5, 1.0),
+    "distance": sparsefinder.Distance(2.5),
+    "cosine distance": sparsefinder.Distance(0.6, "cosine"),
+    "equal buckets": sparsefinder.Buckets(5),
+    "uniform buckets": sparsefinder.Buckets(6, "uniform"),
+    "clusters": sparsefinder.Clusters(6),
+    "nearest two clusters": sparsefinder.Clusters(6, top=2),
+    "rounds of clusters": sparsefinder.Clusters(7, rounds=2),
+    "pairs of clusters": sparsefinder.ClusterPairs(5, 1.0),
 }
 
 
@@ -26,17 +26,17 @@ def predicted(grouping, heads, dim, *, rank=3, edges=False, raw=False, seed=0):
     if raw:
         rank = dim
     else:
-        project = fk.Projection(*(torch.randn(heads, dim, rank, generator=g) * dim**-0.5 for _ in range(2)))
+        project = sparsefinder.Projection(*(torch.randn(heads, dim, rank, generator=g) * dim**-0.5 for _ in range(2)))
     fitted = None
-    if isinstance(grouping, fk.Clusters):
-        fitted = fk.Centroids(torch.randn(heads, grouping.count * grouping.rounds, rank, generator=g))
-    elif isinstance(grouping, fk.ClusterPairs):
+    if isinstance(grouping, sparsefinder.Clusters):
+        fitted = sparsefinder.Centroids(torch.randn(heads, grouping.count * grouping.rounds, rank, generator=g))
+    elif isinstance(grouping, sparsefinder.ClusterPairs):
         own, theirs = (torch.randn(heads, grouping.count, rank, generator=g) for _ in range(2))
         pairs = torch.rand(heads, grouping.count, grouping.count, generator=g) < 0.3
         fitted = Joined(own, theirs, pairs)
-    elif edges and isinstance(grouping, fk.Buckets) and grouping.kind == "equal_size":
+    elif edges and isinstance(grouping, sparsefinder.Buckets) and grouping.kind == "equal_size":
         fitted = Edges(*(torch.randn(heads, rank, grouping.beta - 1, generator=g).sort(-1).values for _ in range(2)))
-    return fk.Predicted(grouping, project, fitted)
+    return sparsefinder.Predicted(grouping, project, fitted)
 
 
 def for_shape(name, shape, seed=0):

@@ -18,11 +18,15 @@ import torch
 import fewkeys
 from cases import CASES, SHAPES
 from fewkeys import demo
+from fewkeys.core.learned import NESTED
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import WEIGHTS
 from fewkeys.cost.operations import plan_operations
-from fewkeys.rest import RESTS, Rest
-from fewkeys.select import GROUPINGS, PARTS, SELECTORS, Selector
+from fewkeys.papers.sparsefinder.groupings import GROUPINGS
+from fewkeys.rest import Rest
+from fewkeys.rest.base import RESTS
+from fewkeys.select import Selector
+from fewkeys.select.base import SELECTORS
 from predictors import GROUPINGS as GROUPINGS_TRIED
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +35,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 OPTIONAL = [
     "transformers",
     "tokenizers",
+    "sentence_transformers",
+    "pyarrow",
     "rich",
     "matplotlib",
     "plotly",
@@ -41,36 +47,15 @@ OPTIONAL = [
     "triton",
 ]
 
-PUBLIC = [
-    "attention",
-    "budget",
-    "Plan",
-    "Graph",
-    "Window",
-    "Sinks",
-    "Leverage",
-    "KeyNorm",
-    "RandomKeys",
-    "TopK",
-    "Drop",
-    "ClusterMeans",
-    "Moments",
-    "UniformSample",
-    "Softcap",
-    "Softmax",
-    "Entmax",
-    "Power",
-    "Elu",
-    "Relu",
-    "capture",
-    "compare",
-    "apply",
-    "oracle.value_oblivious",
-    "metrics.recall",
-    "metrics.sparsity",
-    "metrics.exact_fraction",
-    "metrics.mass",
-    "metrics.output_error",
+ROOMS = [
+    fewkeys.select,
+    fewkeys.rest,
+    fewkeys.weights,
+    fewkeys.metrics,
+    fewkeys.papers.levattention,
+    fewkeys.papers.sparsefinder,
+    fewkeys.papers.value_aware,
+    fewkeys.distributed,
 ]
 
 
@@ -127,30 +112,63 @@ def test_import_changes_nothing_global():
     assert same == "True"
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_name_exists_and_is_documented(name):
-    found = fewkeys
-    for part in name.split("."):
-        found = getattr(found, part)
-    assert found.__doc__
-
-
-def test_all_lists_the_public_names():
-    assert len(set(fewkeys.__all__)) == len(fewkeys.__all__)
-    assert {name.partition(".")[0] for name in PUBLIC} <= set(fewkeys.__all__)
+def test_public_names_are_few_and_documented():
     assert fewkeys.__all__ == dir(fewkeys)
+    assert len(fewkeys.__all__) <= 30
+    assert all(getattr(fewkeys, name).__doc__ for name in fewkeys.__all__)
     assert run("from fewkeys import *", "print('Window' in dir(), attention.__module__)") == "True fewkeys.call"
-    assert all(getattr(fewkeys, name) is not None for name in fewkeys.__all__)
-    with pytest.raises(AttributeError, match=r"^module 'fewkeys' has no attribute 'nothing'$"):
-        fewkeys.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+def test_rooms_show_what_is_public_and_documented(room):
+    found = {name: getattr(room, name) for name in dir(room)}
+    assert found
+    assert not any(inspect.ismodule(value) or name.startswith("_") for name, value in found.items())
+    assert all(value.__module__.startswith("fewkeys.") for value in found.values() if isinstance(value, type))
+    assert all(inspect.getdoc(value) for value in found.values())
+
+
+def test_a_name_that_lives_in_a_room_is_shown_the_way_there():
+    for room in ROOMS:
+        for name in set(dir(room)) - set(dir(fewkeys)) - {"value_aware"}:
+            with pytest.raises(AttributeError, match=rf"^fewkeys has no {name}; use fewkeys\.[\w.]+\.{name}$") as error:
+                getattr(fewkeys, name)
+            place, _, _ = str(error.value).rpartition("use ")[2].rpartition(".")
+            assert getattr(importlib.import_module(place), name) is not None
+    for name in ("nothing", "execute_nothing", "__wrapped__"):
+        with pytest.raises(AttributeError, match=f"^fewkeys has no {name}$"):
+            getattr(fewkeys, name)
 
 
 def test_all_that_is_listed_is_public_and_concrete():
-    listed = {**SELECTORS.named(), **PARTS.named(), **RESTS.named(), **WEIGHTS.named()}
-    assert all(getattr(fewkeys, name) is kind and name in fewkeys.__all__ for name, kind in listed.items())
+    listed = {**SELECTORS.named(), **NESTED.named(), **RESTS.named(), **WEIGHTS.named()}
+    for name, kind in listed.items():
+        assert [room for room in ROOMS if getattr(room, name, None) is kind], name
     assert not any(inspect.isabstract(kind) for kind in listed.values())
-    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Union"}.isdisjoint(fewkeys.__all__)
+    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Nested"}.isdisjoint(listed)
     assert all(kind.__module__.startswith("fewkeys.") for kind in listed.values())  # and none of a test's own
+
+
+def test_the_parts_of_papers_are_loaded_when_a_plan_names_them(tmp_path):
+    plan = fewkeys.Plan(fewkeys.papers.sparsefinder.Routing(7), fewkeys.papers.sparsefinder.GroupMeans(7))
+    plan.save_pretrained(tmp_path)
+    loaded = run(
+        "import sys, fewkeys",
+        "fewkeys.budget(64).to_dict()",
+        "print('fewkeys.papers' in sys.modules)",
+        f"print(fewkeys.Plan.from_pretrained({str(tmp_path)!r}))",
+        "print('fewkeys.papers' in sys.modules)",
+    )
+    assert loaded.splitlines() == ["False", str(plan), "True"]
+
+
+def test_a_class_cannot_take_the_name_of_a_part_that_is_not_loaded():
+    told = run(
+        "from fewkeys.select import Selector",
+        "try: type('Reformer', (Selector,), {}, listed=True)",
+        "except ValueError as error: print(error)",
+    )
+    assert told.startswith("Reformer: expected a name that is not in a catalogue yet")
 
 
 def test_the_table_of_cases_has_all_that_is_listed():
@@ -208,7 +226,7 @@ def test_rooms_wait_until_they_are_asked_for():
     loaded = run("import sys, fewkeys", f"print(*{rooms}, 'torch' in sys.modules)")
     assert set(loaded.split()) == {"core", "False"}
     loaded = run("import sys, fewkeys", "fewkeys.attention, fewkeys.budget", f"print(*{rooms}, *sys.modules)").split()
-    assert {"distributed", "integrations", "predict", "tuning", "oracle", "streaming"}.isdisjoint(loaded)
+    assert {"distributed", "integrations", "papers", "tuning", "streaming"}.isdisjoint(loaded)
     assert "torch.distributed.elastic" not in loaded
     told = run(
         "import json, pydoc, fewkeys as fk",

@@ -37,7 +37,7 @@ for name in ("cases", "test_project"):
 laws = [f"tests/laws/test_law_{{law}}.py" for law in ("03_masked_is_deleted", "07_no_double_counting")]
 failed = pytest.main(["tests/test_project.py", *laws, "-k", "{word} or listed", "-p", "no:cacheprovider"])
 
-assert {name!r} in fk.__all__ and fk.{name}.__doc__
+assert {name!r} in dir(fk.{room}) and fk.{room}.{name}.__doc__
 plan = fk.Plan({keep}, {rest}, exact_if_faster=True)
 q, k, v = torch.randn(3, 1, 2, 300, 8).unbind()
 with tempfile.TemporaryDirectory() as folder:
@@ -111,8 +111,8 @@ def follow(folder, code, **variables):
     return done.stdout
 
 
-SELECTOR = ("a new selector", "select", "KEEP_CASES", "third", "EveryNth", "fk.EveryNth(3)", "fk.Drop()")
-REST = ("a new rest", "rest", "REST_CASES", "single", "OneMean", "fk.KeyNorm(9)", "fk.OneMean()")
+SELECTOR = ("a new selector", "select", "KEEP_CASES", "third", "EveryNth", "fk.select.EveryNth(3)", "fk.Drop()")
+REST = ("a new rest", "rest", "REST_CASES", "single", "OneMean", "fk.select.KeyNorm(9)", "fk.rest.OneMean()")
 
 
 @pytest.mark.parametrize(("title", "room", "table", "word", "name", "keep", "rest"), [SELECTOR, REST])
@@ -121,7 +121,8 @@ def test_a_new_part_is_one_file_and_one_line(title, room, table, word, name, kee
     (copied / path).write_text(code)
     catalogue = copied / "src" / "fewkeys" / room / "__init__.py"
     catalogue.write_text(catalogue.read_text() + line)
-    told = follow(copied, FOLLOW_PART.format(table=table, case=case, word=word, name=name, keep=keep, rest=rest))
+    names = {"table": table, "case": case, "word": word, "room": room, "name": name, "keep": keep, "rest": rest}
+    told = follow(copied, FOLLOW_PART.format(**names))
     assert told.startswith("missed")
     assert int(re.search(r"(\d+) passed", told)[1]) > 10
 

@@ -48,6 +48,13 @@ def test_rooms_import_only_what_lies_below_them():
     TopologicalSorter({a: {b for start, b in arrows if start == a} for a in height}).prepare()
 
 
+def test_only_commands_import_the_papers():
+    """Others run their parts as a stranger's: as selectors, rests and graphs, found by name in the catalogues."""
+    outside = set(FILES) - {"fewkeys"} - {name for name in FILES if name.startswith("fewkeys.papers")}
+    importing = {name for name in outside if any(arrow.startswith("fewkeys.papers") for arrow in ARROWS[name])}
+    assert {room(name) for name in importing} <= {"cli/"}
+
+
 def test_files_are_written_in_one_place():
     """By `core.files.write_whole`: whole or not at all. Compilers write for themselves."""
     writes = re.compile(r"\.write_(text|bytes)\(|open\([^()]*\"[wax]b?\"")

@@ -11,28 +11,29 @@ from executors import DTYPES, FORMS, WAYS, Way, runs, support, ways
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.flow import prepare
-from fewkeys.rest import RESTS
-from fewkeys.select import SELECTORS
+from fewkeys.papers import sparsefinder
+from fewkeys.rest.base import RESTS
+from fewkeys.select.base import SELECTORS
 from native_cases import needs_compiler
 
 ROWS = "a list of keys for every query"
-GROUPS = "groups of tokens"
+GROUPS = "extra edges"
 LEFT_TO_TORCH = {
     fk.TopK: ROWS,
-    fk.EntmaxSupport: ROWS,
-    fk.LowRankEntmax: ROWS,
-    fk.GlobalTokens: GROUPS,
-    fk.Longformer: GROUPS,
-    fk.BigBird: GROUPS,
-    fk.Strided: GROUPS,
-    fk.Fixed: GROUPS,
-    fk.Reformer: GROUPS,
-    fk.SortedLSH: GROUPS,
-    fk.Routing: GROUPS,
-    fk.Predicted: GROUPS,
-    fk.BlockClusters: GROUPS,
-    fk.Moments: r"stand-ins without curvature, got Moments\(\)",
-    fk.GroupMeans: GROUPS,
+    sparsefinder.EntmaxSupport: ROWS,
+    sparsefinder.LowRankEntmax: ROWS,
+    sparsefinder.GlobalTokens: GROUPS,
+    sparsefinder.Longformer: GROUPS,
+    sparsefinder.BigBird: GROUPS,
+    sparsefinder.Strided: GROUPS,
+    sparsefinder.Fixed: GROUPS,
+    sparsefinder.Reformer: GROUPS,
+    sparsefinder.SortedLSH: GROUPS,
+    sparsefinder.Routing: GROUPS,
+    sparsefinder.Predicted: GROUPS,
+    sparsefinder.BlockClusters: GROUPS,
+    fk.rest.Moments: r"stand-ins without curvature, got Moments\(\)",
+    sparsefinder.GroupMeans: GROUPS,
 }
 """Selectors and rests that no kernel answers under any case, and the reason that is given."""
 

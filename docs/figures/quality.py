@@ -204,6 +204,7 @@ def _modernbert() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
     "demo.budget": lambda: next(f"{row['error']:.3f}" for row in _demo_rows(64) if row["name"] == OURS),
+    "demo.cosine": lambda: next(f"{row['cosine']:.3f}" for row in _demo_rows(64) if row["name"] == OURS),
     "modernbert": _modernbert,
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,

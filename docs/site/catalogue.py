@@ -9,8 +9,10 @@ import fewkeys as fk
 from fewkeys.core.catalogue import Catalogue
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import WEIGHTS
-from fewkeys.rest import RESTS
-from fewkeys.select import GROUPINGS, SELECTORS
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder.groupings import GROUPINGS
+from fewkeys.rest.base import RESTS
+from fewkeys.select.base import SELECTORS
 
 TOKENS = 64
 MORE_TOKENS = {"KeyTree": 192}
@@ -18,26 +20,26 @@ MORE_TOKENS = {"KeyTree": 192}
 EXAMPLES: dict[str, Any] = {
     "Window": fk.Window(9),
     "Sinks": fk.Sinks(4),
-    "GlobalTokens": fk.GlobalTokens(3),
-    "RecentBlocks": fk.RecentBlocks(8, 2),
-    "BigBird": fk.BigBird(4, 3, 2, 1),
-    "Longformer": fk.Longformer(9, 2),
-    "Strided": fk.Strided(8),
-    "Fixed": fk.Fixed(8, 1),
-    "Leverage": fk.Leverage(8, centre=True),
-    "KeyNorm": fk.KeyNorm(8),
+    "GlobalTokens": sparsefinder.GlobalTokens(3),
+    "RecentBlocks": fk.select.RecentBlocks(8, 2),
+    "BigBird": sparsefinder.BigBird(4, 3, 2, 1),
+    "Longformer": sparsefinder.Longformer(9, 2),
+    "Strided": sparsefinder.Strided(8),
+    "Fixed": sparsefinder.Fixed(8, 1),
+    "Leverage": fk.select.Leverage(8, centre=True),
+    "KeyNorm": fk.select.KeyNorm(8),
     "RandomKeys": fk.RandomKeys(8),
-    "RandomEdges": fk.RandomEdges(8),
+    "RandomEdges": sparsefinder.RandomEdges(8),
     "TopK": fk.TopK(8),
-    "BestColumns": fk.BestColumns(8),
+    "BestColumns": fk.select.BestColumns(8),
     "Outliers": fk.Outliers(8, clusters=6),
     "KeyScan": fk.KeyScan(8),
-    "KeyTree": fk.KeyTree(64),
-    "EntmaxSupport": fk.EntmaxSupport(1.5),
-    "LowRankEntmax": fk.LowRankEntmax(4),
-    "Reformer": fk.Reformer(8, 1),
-    "Routing": fk.Routing(8),
-    "SortedLSH": fk.SortedLSH(8),
+    "KeyTree": fk.select.KeyTree(64),
+    "EntmaxSupport": sparsefinder.EntmaxSupport(1.5),
+    "LowRankEntmax": sparsefinder.LowRankEntmax(4),
+    "Reformer": sparsefinder.Reformer(8, 1),
+    "Routing": sparsefinder.Routing(8),
+    "SortedLSH": sparsefinder.SortedLSH(8),
 }
 """What is drawn; the other selectors need something learned, or more tokens than a picture has room for."""
 CAUSAL = ("RecentBlocks", "KeyScan", "KeyTree")

@@ -1,33 +1,55 @@
 """The reference: every public name, from its docstring."""
 
 import inspect
+from importlib import import_module
 
 from docs.site.catalogue import SECTIONS
 
 import fewkeys as fk
 
+SPARSEFINDER = (
+    "Sparsefinder",
+    "Projection",
+    "Centroids",
+    "Edges",
+    "Joined",
+    "Groups",
+    "score_graphs",
+    "GraphScores",
+    "computation_sparsity",
+    "group_entropy",
+)
 PAGES = {
-    "attention": ("Attention and plans", ["attention", "budget", "Plan", "ModelPlan", "Graph", "Groups"]),
-    "cost": ("What a call does", ["explain", "Explanation"]),
+    "attention": (
+        "Attention and plans",
+        ["attention", "budget", "Plan", "ModelPlan", "select.Graph", "select.ExtraEdges"],
+    ),
+    "cost": ("What a call does", ["explain", "explanation.Explanation"]),
     "models": (
         "Models",
-        ["apply", "cache", "pipeline", "capture", "Capture", "compare", "Report", "tune"],
+        ["apply", "cache", "pipeline", "capture", "captures.Capture", "compare", "judge.result.Report", "tune"],
     ),
-    "quality": ("Quality control", ["spot_check", "SpotCheck", "Guard", "Fallbacks"]),
-    "streams": ("Streams", ["stream", "Stream"]),
+    "quality": ("Quality control", ["spot_check", "judge.spot_check.SpotCheck", "Guard", "guard.fallback.Fallbacks"]),
+    "streams": ("Streams", ["stream", "streaming.Stream"]),
     "levattention": (
         "LevAttention",
-        ["leverage_scores", "universal_set", "heavy_entries", "HeavyEntries", "Sketched", "KeySketch", "UniversalKeys"],
+        [f"papers.levattention.{name}" for name in dir(fk.papers.levattention)],
     ),
-    "prediction": ("Predicting the graph", ["Sparsefinder", "Projection", "Centroids", "Edges", "Joined"]),
-    "rooms": ("Measures, oracles, shards", ["metrics", "oracle", "distributed"]),
+    "sparsefinder": ("Sparsefinder", [f"papers.sparsefinder.{name}" for name in SPARSEFINDER]),
+    "value_aware": (
+        "Value-aware Approximate Attention",
+        [f"papers.value_aware.{name}" for name in dir(fk.papers.value_aware)],
+    ),
+    "rooms": ("Measures, shards", ["core.metrics", "distributed"]),
 }
-"""Pages, their titles, and the public names on them; parts of plans have pages of their own."""
+"""Pages, their titles, and the names on them, as they follow `fewkeys.`; parts of plans have pages of their own."""
+ROOMS = ("select", "rest", "weights", "metrics", "papers")
+"""Public modules whose names have pages."""
 
 
 def pages() -> dict[str, str]:
     """Markdown by place. Raises `ValueError` where a public name has no page."""
-    listed = {name for _, names in PAGES.values() for name in names}
+    listed = {name for _, names in PAGES.values() for name in names} | set(ROOMS)
     parts = {name for _, catalogue, _ in SECTIONS.values() for name in catalogue.named()}
     if lost := set(fk.__all__) - listed - parts:
         raise ValueError(f"docs/site/reference.py: expected a page for every public name, got none for {sorted(lost)}")
@@ -44,7 +66,8 @@ def navigation() -> list[dict[str, str]]:
 
 def _path(name: str) -> str:
     """Where a public name is defined."""
-    value = getattr(fk, name)
+    room, _, last = f"fewkeys.{name}".rpartition(".")
+    value = getattr(import_module(room), last)
     if inspect.ismodule(value):
         return value.__name__
-    return f"{inspect.getmodule(value).__name__}.{name}"
+    return f"{inspect.getmodule(value).__name__}.{last}"

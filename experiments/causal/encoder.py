@@ -36,8 +36,8 @@ def plans(slots: int) -> dict[str, fk.Plan]:
         "fewkeys": fk.budget(slots, is_causal=True, memory="constant"),
         "each query's best keys (oracle)": fk.Plan(fk.TopK(slots)),
         "sinks + window": fk.Plan(fk.Sinks(4) | fk.Window(slots - 4)),
-        "leverage + window": fk.Plan(fk.Leverage(half, centre=True) | fk.Window(half)),
-        "key norm + window": fk.Plan(fk.KeyNorm(half) | fk.Window(half)),
+        "leverage + window": fk.Plan(fk.select.Leverage(half, centre=True) | fk.Window(half)),
+        "key norm + window": fk.Plan(fk.select.KeyNorm(half) | fk.Window(half)),
         "random + window": fk.Plan(fk.RandomKeys(half) | fk.Window(half)),
     }
 

@@ -19,8 +19,8 @@ PLANS: dict[str, Callable[[int], fk.Plan]] = {
     "fewkeys": lambda slots: fk.budget(slots, is_causal=True, memory="constant"),
     "fewkeys + sinks": lambda slots: _with_sinks(fk.budget(slots - SINKS, is_causal=True, memory="constant")),
     "sinks + window": lambda slots: fk.Plan(fk.Sinks(SINKS) | fk.Window(slots - SINKS)),
-    "leverage": lambda slots: fk.Plan(fk.Leverage(slots // 2, centre=True) | fk.Window(slots // 2)),
-    "key norm": lambda slots: fk.Plan(fk.KeyNorm(slots // 2) | fk.Window(slots // 2)),
+    "leverage": lambda slots: fk.Plan(fk.select.Leverage(slots // 2, centre=True) | fk.Window(slots // 2)),
+    "key norm": lambda slots: fk.Plan(fk.select.KeyNorm(slots // 2) | fk.Window(slots // 2)),
     "random": lambda slots: fk.Plan(fk.RandomKeys(slots // 2) | fk.Window(slots // 2)),
 }
 """Half of the slots are a window where a method chooses keys of the past: without one, none of them works at all."""

@@ -72,7 +72,7 @@ def ways(model: Any) -> dict[tuple[str, int], Callable[[], AbstractContextManage
     found[("budget", 64)] = planned(fk.budget(64, cohorts=1).never_exact())
     found[("cohorts", 64)] = planned(fk.budget(64, cohorts=32).never_exact())
     found[("random", 64)] = planned(fk.Plan(fk.RandomKeys(64)))
-    found[("norm", 64)] = planned(fk.Plan(fk.KeyNorm(64)))
+    found[("norm", 64)] = planned(fk.Plan(fk.select.KeyNorm(64)))
     found[("top", 64)] = lambda: Top(model, 64)
     found[("budget", 32)] = planned(fk.budget(32, cohorts=1).never_exact())
     for slots in (128, 192, 256, 384):

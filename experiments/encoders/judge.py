@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fewkeys as fk
+from fewkeys.captures import Capture
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.metrics import relative_error
@@ -30,7 +31,7 @@ class Problem:
     exact: Tensor
 
 
-def problem(capture: fk.Capture, layers: tuple[int, ...]) -> Problem:
+def problem(capture: Capture, layers: tuple[int, ...]) -> Problem:
     """The first calls of these layers as one problem."""
     calls = [next(iter(capture.calls(layer))) for layer in layers]
     query, key, value = (torch.cat([getattr(call, name) for call in calls]) for name in ("query", "key", "value"))

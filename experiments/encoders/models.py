@@ -14,6 +14,7 @@ from experiments.trees.decoder import read_text
 from torch import Tensor
 
 import fewkeys as fk
+from fewkeys.captures import Capture
 from fewkeys.demo import model_folder
 from fewkeys.integrations.quiet import quiet
 from fewkeys.integrations.text import batches
@@ -128,14 +129,14 @@ ENCODERS = {
 }
 
 
-def captured(name: str, length: int, paths: Paths, work: Path) -> fk.Capture:
+def captured(name: str, length: int, paths: Paths, work: Path) -> Capture:
     """The capture of an encoder on inputs of this length, kept in the folder `work` once it is made.
 
     Raises `ValueError` where a file that the encoder needs is missing.
     """
     folder = work / f"{name}-{length}"
     if (folder / "capture.json").is_file():
-        return fk.Capture.load(folder)
+        return Capture.load(folder)
     encoder = ENCODERS[name]
     if missing := [need for need in encoder.needs if need not in paths]:
         raise ValueError(f"--files: expected {', '.join(f'{need}=PATH' for need in missing)} for {name}")

@@ -92,7 +92,7 @@ def compared(slots: int) -> dict[str, fk.Plan]:
         WITHOUT: WITHOUT_WINDOW.cell(slots, cohorts_of(slots)).plan(),
         SHARED: fk.budget(slots, cohorts=1).never_exact(),
         "random keys + window": fk.Plan(fk.RandomKeys(slots - window) | fk.Window(window)),
-        "key norm + window": fk.Plan(fk.KeyNorm(slots - window) | fk.Window(window)),
+        "key norm + window": fk.Plan(fk.select.KeyNorm(slots - window) | fk.Window(window)),
     }
 
 

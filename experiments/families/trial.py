@@ -31,7 +31,7 @@ FEW = (
     fk.budget(8).never_exact(),
     fk.Plan(fk.Window(3)),
 )
-EVERY = fk.Plan(fk.RecentBlocks(32, 2), fk.RunningMeans(1))
+EVERY = fk.Plan(fk.select.RecentBlocks(32, 2), fk.rest.RunningMeans(1))
 PACKAGE = str(Path(fk.__file__).parent)
 
 

@@ -26,9 +26,14 @@ import fewkeys as fk
 import fewkeys.distributed as fkd
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_json
+from fewkeys.papers import levattention
 
 HEADS, DIM, COUNT, BLOCK = 2, 64, 64, 1024
-PLANS = {"leverage": fk.Leverage(COUNT), "key norm": fk.KeyNorm(COUNT), "random keys": fk.RandomKeys(COUNT)}
+PLANS = {
+    "leverage": fk.select.Leverage(COUNT),
+    "key norm": fk.select.KeyNorm(COUNT),
+    "random keys": fk.RandomKeys(COUNT),
+}
 
 
 def tokens(start: int, stop: int) -> list[Tensor]:
@@ -122,7 +127,7 @@ def compare(
         return comm.all_reduce(full)[:, :, own]
 
     def mask() -> Tensor:
-        return fk.universal_set(whole[1], row["eps"]).float().unsqueeze(-1).expand(-1, -1, -1, DIM)
+        return levattention.universal_set(whole[1], row["eps"]).float().unsqueeze(-1).expand(-1, -1, -1, DIM)
 
     wrong = (shared(mask)[..., 0] > 0.5) != marked
     row["universal_set_differences"] = int(comm.all_reduce(wrong.sum()))

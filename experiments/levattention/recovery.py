@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from experiments.levattention.synthetic import planted, random_signs
 
-import fewkeys as fk
 from fewkeys.bench.machine import versions
 from fewkeys.core.files import write_json
+from fewkeys.papers import levattention
 from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet, upright
 
 HERE = Path(__file__).parent / "results"
@@ -52,8 +52,8 @@ def rankings(problem, heavy, seed):
     noise = torch.rand(key.shape[2], generator=torch.Generator().manual_seed(seed))
     scores = {
         "oracle": heavy.sum(0).float(),
-        "leverage": fk.leverage_scores(key)[0, 0],
-        "leverage (centred)": fk.leverage_scores(key - key.mean(2, keepdim=True))[0, 0],
+        "leverage": levattention.leverage_scores(key)[0, 0],
+        "leverage (centred)": levattention.leverage_scores(key - key.mean(2, keepdim=True))[0, 0],
         "key norm": key[0, 0].norm(dim=-1),
         "random keys": noise,
     }
@@ -106,7 +106,7 @@ def signs_rows(seeds, weights, eps, c, sizes):
         heavy = heavy_entries(problem, weights, eps)
         diagonal.append(float(heavy.diagonal().float().mean()))
         entries.append(int(heavy.sum()))
-        universal.append(int(fk.universal_set(problem.key, eps).sum()))
+        universal.append(int(levattention.universal_set(problem.key, eps).sum()))
         for name, order in rankings(problem, heavy, seed).items():
             for size in sizes:
                 found[name][size].append(share(heavy, order[:size]))

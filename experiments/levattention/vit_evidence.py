@@ -31,6 +31,7 @@ from vit_train import accuracy
 
 import fewkeys as fk
 from fewkeys.core.files import write_json
+from fewkeys.papers import levattention
 
 ROWS = ("leverage", "leverage, centred", "key norm", "random", "window", "fewkeys budget")
 STUDIED, TESTED = 128, 500
@@ -83,7 +84,7 @@ def study(folder: Path, seed: int, options: argparse.Namespace) -> list[dict[str
         exact = weights @ call.value
         entropy = -(weights * weights.clamp_min(1e-30).log()).sum(-1)
         top = weights.topk(setting.main, -1).values.sum(-1)
-        leverage = fk.leverage_scores(call.key)
+        leverage = levattention.leverage_scores(call.key)
         record: dict[str, Any] = {
             "ink": _of(ink),
             "keys_by_entropy": _of(entropy.exp()),
@@ -112,9 +113,9 @@ def study(folder: Path, seed: int, options: argparse.Namespace) -> list[dict[str
 def _score(name: str, key: Tensor) -> Tensor | None:
     """What the selection orders the keys by, None where it is not a score of keys."""
     if name == "leverage":
-        return fk.leverage_scores(key)
+        return levattention.leverage_scores(key)
     if name == "leverage, centred":
-        return fk.leverage_scores(key - key.mean(-2, keepdim=True))
+        return levattention.leverage_scores(key - key.mean(-2, keepdim=True))
     return key.norm(dim=-1) if name == "key norm" else None
 
 

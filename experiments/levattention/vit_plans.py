@@ -7,12 +7,12 @@ from collections.abc import Callable
 import fewkeys as fk
 
 PLANS: dict[str, Callable[[int], fk.Plan]] = {
-    "leverage": lambda k: fk.Plan(fk.Leverage(k)),
-    "leverage, centred": lambda k: fk.Plan(fk.Leverage(k, centre=True)),
-    "key norm": lambda k: fk.Plan(fk.KeyNorm(k)),
+    "leverage": lambda k: fk.Plan(fk.select.Leverage(k)),
+    "leverage, centred": lambda k: fk.Plan(fk.select.Leverage(k, centre=True)),
+    "key norm": lambda k: fk.Plan(fk.select.KeyNorm(k)),
     "random": lambda k: fk.Plan(fk.RandomKeys(k)),
     "window": lambda k: fk.Plan(fk.Window(k)),
-    "leverage + window": lambda k: fk.Plan(fk.Leverage(k // 2) | fk.Window(k - k // 2)),
+    "leverage + window": lambda k: fk.Plan(fk.select.Leverage(k // 2) | fk.Window(k - k // 2)),
     "fewkeys budget": lambda k: fk.budget(k, cohorts=1),
     "top-k oracle": lambda k: fk.Plan(fk.TopK(k)),
 }

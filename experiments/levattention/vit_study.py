@@ -12,6 +12,7 @@ from vit_plans import PLANS
 from vit_train import accuracy
 
 import fewkeys as fk
+from fewkeys.captures import Capture
 
 STUDIED, AT_A_TIME = 128, 64
 """Test images whose attention is captured for the mass, and how many at a time."""
@@ -19,7 +20,7 @@ ORACLE_TESTED = 500
 """Test images that an oracle is tried on: it scores every pair and sorts, many times slower than the other rows."""
 
 
-def masses(capture: fk.Capture, plan: fk.Plan, seed: int) -> dict[str, list[float]]:
+def masses(capture: Capture, plan: fk.Plan, seed: int) -> dict[str, list[float]]:
     """Per layer, the mean share of the exact softmax weight that lies on the kept keys: all queries, and query 0.
 
     Query 0 is the class token, the only one that the classifier reads after the last layer.

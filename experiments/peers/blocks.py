@@ -8,7 +8,7 @@ import torch
 from experiments.peers.parts import partial, rows
 from torch import Tensor
 
-from fewkeys.select.baselines.sorted_lsh import gray_rank
+from fewkeys.papers.sparsefinder.baselines.sorted_lsh import gray_rank
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ import torch
 from experiments.peers.parts import check_encoder, listed
 from torch import Tensor
 
-import fewkeys as fk
+from fewkeys.papers import levattention
 
 
 def leverage(
@@ -18,7 +18,7 @@ def leverage(
     """LevAttention: the keys of largest leverage score (Kannan et al., arXiv 2410.05462); `centre`: ours."""
     check_encoder(is_causal)
     key = k - k.mean(2, keepdim=True) if centre else k
-    return listed(q, k, v, fk.leverage_scores(key).topk(min(kept, k.shape[2]), -1).indices, scale)
+    return listed(q, k, v, levattention.leverage_scores(key).topk(min(kept, k.shape[2]), -1).indices, scale)
 
 
 def norm(

@@ -18,7 +18,7 @@ from experiments.peers.hyperattention import PLANES
 from experiments.peers.parts import check_encoder, k_means, listed, rows
 from torch import Tensor
 
-import fewkeys as fk
+from fewkeys.papers import levattention
 
 
 def attend(
@@ -28,7 +28,7 @@ def attend(
     """Attention to so many keys, or to blocks of them."""
     check_encoder(is_causal)
     if score == "leverage":
-        worth = fk.leverage_scores(k)
+        worth = levattention.leverage_scores(k)
     else:
         own, means = k_means(k, min(k.shape[-1] + 1, k.shape[2]), rounds, generator)
         worth = -(k - rows(means, own)).square().sum(-1)

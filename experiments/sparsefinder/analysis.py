@@ -30,6 +30,7 @@ import fewkeys as fk
 from fewkeys.core.entmax import entmax
 from fewkeys.core.files import read_json, write_json
 from fewkeys.integrations.quiet import quiet
+from fewkeys.papers import sparsefinder
 from fewkeys.report.style import save, say, sheet
 from fewkeys.select import Selector
 from fewkeys.tuning.score import problem_of
@@ -71,7 +72,7 @@ def _run(given: argparse.Namespace) -> None:
 
     with quiet():
         model = MarianMTModel.from_pretrained(given.work / "model").eval()
-    finder = fk.Sparsefinder.from_pretrained(given.work / given.part / "finder")
+    finder = sparsefinder.Sparsefinder.from_pretrained(given.work / given.part / "finder")
     if given.head not in range(finder.shape.query_heads) or given.layer not in range(finder.shape.layers):
         raise ValueError(f"--layer, --head: expected those of {finder}, got {given.layer} and {given.head}")
     test = splits["test"].first(max(given.sentences, given.sentence + 1))
@@ -79,9 +80,9 @@ def _run(given: argparse.Namespace) -> None:
         raise ValueError(f"--sentence: expected one of {len(test.source)}, got {given.sentence}")
     rows = [mt_data.encode(tokenizer, side) for side in (test.source, test.target)]
     batches = [mt_data.Batch(*(torch.tensor([own[i]]) for own in rows)) for i in range(len(test.source))]
-    capture = fk.capture(model, [batch.inputs for batch in batches], weights=fk.Entmax(ALPHA), part=given.part)
+    capture = fk.capture(model, [batch.inputs for batch in batches], weights=fk.weights.Entmax(ALPHA), part=given.part)
     calls = list(capture.calls(given.layer))
-    selector = finder.selector(given.layer, fk.Clusters(given.clusters))
+    selector = finder.selector(given.layer, sparsefinder.Clusters(given.clusters))
     sides = [_tokens(tokenizer, rows, given.part, i) for i in range(len(calls))]
     keep = selector if given.window == 0 else selector | fk.Window(given.window)
     graphs = _graphs(calls[given.sentence], keep, given.head)
@@ -90,7 +91,7 @@ def _run(given: argparse.Namespace) -> None:
     held = {"queries": queries, "keys": keys, "masks": {name: mask.int().tolist() for name, mask in graphs.items()}}
     write_json(given.out, "graphs.json", held)
     draw_graphs(held, given.out / "graphs.png")
-    groups = [selector.select(problem_of(call)).groups for call in calls]
+    groups = [selector.select(problem_of(call)).extra for call in calls]
     tagger = closed_class if given.tagger is None else _tagger(given.tagger)
     tags = [tag_tokens(keys, tagger) for _, keys in sides]
     found = occupancy([own.key[0, :, :, 0] for own in groups if own is not None], tags, given.clusters)
@@ -118,7 +119,7 @@ def _tokens(tokenizer: Any, rows: list[list[list[int]]], part: str, number: int)
 
 def _graphs(call: Any, keep: Selector, head: int) -> dict[str, Tensor]:
     x = problem_of(call)
-    gold = fk.EntmaxSupport(ALPHA).select(x).to_mask()[0, head]
+    gold = sparsefinder.EntmaxSupport(ALPHA).select(x).to_mask()[0, head]
     mask = keep.select(x).to_mask()[0, head]
     scores = (x.query[0, head] @ x.key[0, head].mT * x.scale).masked_fill(~mask, -torch.inf)
     left = torch.zeros_like(mask)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import fewkeys as fk
-from fewkeys.select import (
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder import (
     BigBird,
     BlockClusters,
     Fixed,
@@ -16,10 +17,10 @@ from fewkeys.select import (
     RandomEdges,
     Reformer,
     Routing,
-    Selector,
     SortedLSH,
     Strided,
 )
+from fewkeys.select import Selector
 
 WINDOWS = (0, 1, 3, 5, 7, 9, 11, 15, 19, 23, 27)
 COUNTS = (2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
@@ -45,7 +46,7 @@ class Family:
 
 
 def families(
-    finder: fk.Sparsefinder, raw: fk.Sparsefinder, *, blocks: bool = False, scale: float = 1.0
+    finder: sparsefinder.Sparsefinder, raw: sparsefinder.Sparsefinder, *, blocks: bool = False, scale: float = 1.0
 ) -> Mapping[str, Family]:
     """All families for the model that `finder` (its learned space) and `raw` (q and k as they are) were fitted on.
 
@@ -56,15 +57,15 @@ def families(
     found: dict[str, Family] = {"window": Family("not learned", (0,), lambda layer, _: None)}
     for space, own in (("", finder), (", raw", raw)):
         for name, grouping, values in (
-            ("distance", lambda t, own=own: fk.Distance(t * (scale if own is finder else 1.0)), DISTANCES),
-            ("buckets", fk.Buckets, COUNTS),
-            ("uniform buckets", lambda count: fk.Buckets(count, "uniform"), COUNTS),
-            ("clusters", fk.Clusters, COUNTS),
-            ("clusters, top 2", lambda count: fk.Clusters(count, top=2), COUNTS[1:]),
-            ("clusters, 2 rounds", lambda count: fk.Clusters(count, rounds=2), COUNTS),
+            ("distance", lambda t, own=own: sparsefinder.Distance(t * (scale if own is finder else 1.0)), DISTANCES),
+            ("buckets", sparsefinder.Buckets, COUNTS),
+            ("uniform buckets", lambda count: sparsefinder.Buckets(count, "uniform"), COUNTS),
+            ("clusters", sparsefinder.Clusters, COUNTS),
+            ("clusters, top 2", lambda count: sparsefinder.Clusters(count, top=2), COUNTS[1:]),
+            ("clusters, 2 rounds", lambda count: sparsefinder.Clusters(count, rounds=2), COUNTS),
             (
                 "cluster pairs",
-                lambda value: fk.ClusterPairs(*value),
+                lambda value: sparsefinder.ClusterPairs(*value),
                 tuple((count, lift) for count in (8, 20) for lift in LIFTS),
             ),
         ):
@@ -105,7 +106,7 @@ def families(
         "strided": Family("not learned", COUNTS, lambda layer, count: Strided(count)),
         "fixed": Family("not learned", COUNTS, lambda layer, count: Fixed(count)),
         "random edges": Family("control", COUNTS, lambda layer, count: RandomEdges(count)),
-        "key norm": Family("control", COUNTS, lambda layer, count: fk.KeyNorm(count)),
+        "key norm": Family("control", COUNTS, lambda layer, count: fk.select.KeyNorm(count)),
     }
     if shape.kind != "causal":
         found["sorted LSH"] = Family("not learned", COUNTS, lambda layer, count: SortedLSH(count))

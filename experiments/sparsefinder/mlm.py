@@ -172,7 +172,7 @@ def _task(
 
     def judged(label: str, keep: list[Selector | None]) -> list[float]:
         if label not in done:
-            plan = fk.ModelPlan(tuple((fk.Plan(own, weights=fk.Entmax(study.ALPHA)),) * heads for own in keep))
+            plan = fk.ModelPlan(tuple((fk.Plan(own, weights=fk.weights.Entmax(study.ALPHA)),) * heads for own in keep))
             sums = torch.zeros(3, dtype=torch.float64)
             with fk.apply(model, plan, impl="reference"):
                 for ids, labels in zip(batch.ids.split(16), batch.labels.split(16), strict=True):

@@ -96,4 +96,6 @@ class Judge:
         order = [("encoder", layer) for layer in range(config.encoder_layers)]
         order += [(part, layer) for layer in range(config.decoder_layers) for part in ("decoder", "cross")]
         heads = config.encoder_attention_heads
-        return fk.ModelPlan(tuple((fk.Plan(keep(*place), weights=fk.Entmax(ALPHA)),) * heads for place in order))
+        return fk.ModelPlan(
+            tuple((fk.Plan(keep(*place), weights=fk.weights.Entmax(ALPHA)),) * heads for place in order)
+        )

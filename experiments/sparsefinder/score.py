@@ -14,6 +14,7 @@ from fewkeys.captures.capture import Capture
 from fewkeys.core import metrics
 from fewkeys.core.graph import visible
 from fewkeys.core.inputs import Inputs
+from fewkeys.papers import sparsefinder
 from fewkeys.tuning.score import problem_of
 
 
@@ -53,7 +54,7 @@ def score(
             if call.key_mask is not None or call.query_mask is not None:
                 raise ValueError("capture: expected sequences without padding, got some; batch sequences of one length")
             x = problem_of(call, number)
-            gold = fk.EntmaxSupport(alpha).select(x).to_mask()
+            gold = sparsefinder.EntmaxSupport(alpha).select(x).to_mask()
             near = {window: _near(x, window) for window in WINDOWS}
             seen = visible(x, 0, x.queries).expand_as(gold).sum((-2, -1))
             for (name, at), selector in selectors.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 import fewkeys as fk
 from fewkeys.captures.capture import Capture
 from fewkeys.core.files import read_json, write_json
+from fewkeys.papers import sparsefinder
 
 ALPHA = 1.5
 Say = Callable[[str], None]
@@ -42,8 +43,8 @@ class Fit:
 class Predictors:
     """Of one part of a model: in the learned space, and with queries and keys as they are."""
 
-    finder: fk.Sparsefinder
-    raw: fk.Sparsefinder
+    finder: sparsefinder.Sparsefinder
+    raw: sparsefinder.Sparsefinder
 
     def families(self, fit: Fit, blocks: bool) -> Mapping[str, Family]:
         return families(self.finder, self.raw, blocks=blocks, scale=fit.scale)
@@ -57,10 +58,10 @@ class Predictors:
 def learn(model: Any, part: str | None, train: Batches, held: Batches, fit: Fit, work: Path, say: Say) -> Predictors:
     """The predictors of one part, fitted on the queries and keys of `train`, stopped in time by those of `held`."""
     if (work / "raw" / "sparsefinder.json").is_file():
-        return Predictors(*(fk.Sparsefinder.from_pretrained(work / name) for name in ("finder", "raw")))
+        return Predictors(*(sparsefinder.Sparsefinder.from_pretrained(work / name) for name in ("finder", "raw")))
     capture, validation = (_captured(model, part, batches) for batches in (train, held))
     say(f"fitting on {capture.sequences} sequences, {capture.tokens} tokens")
-    finder = fk.Sparsefinder.fit(
+    finder = sparsefinder.Sparsefinder.fit(
         capture,
         rank=fit.rank,
         alpha=ALPHA,
@@ -74,7 +75,7 @@ def learn(model: Any, part: str | None, train: Batches, held: Batches, fit: Fit,
     )
     losses = [min(layer["validation"]) for layer in finder.record["layers"]]
     say(f"validation losses by layer: {', '.join(f'{loss:.3f}' for loss in losses)}")
-    found = Predictors(finder, fk.Sparsefinder.raw(capture, alpha=ALPHA, sample=fit.sample))
+    found = Predictors(finder, sparsefinder.Sparsefinder.raw(capture, alpha=ALPHA, sample=fit.sample))
     found.save(work)
     return found
 
@@ -99,4 +100,4 @@ def _said(say: Say, what: str, text: str) -> None:
 
 
 def _captured(model: Any, part: str | None, batches: Batches) -> Capture:
-    return fk.capture(model, list(batches), weights=fk.Entmax(ALPHA), part=part)  # type: ignore[arg-type]
+    return fk.capture(model, list(batches), weights=fk.weights.Entmax(ALPHA), part=part)  # type: ignore[arg-type]

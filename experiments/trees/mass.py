@@ -46,8 +46,8 @@ def main() -> None:
     model, tokenizer = load(options.model, options.gguf)
     stretch = Stretch(model, tokenizer, read_text(options.text), Fraction(0), options.length)
     capture = fk.capture(model, [{"input_ids": stretch.tokens}])
-    plans = [fk.KeyTree(slots) for slots in FIXED] + [fk.KeyTree(256, mass) for mass in MASS]
-    plans += [fk.KeyTree(256, 0.5, certified=True)]
+    plans = [fk.select.KeyTree(slots) for slots in FIXED] + [fk.select.KeyTree(256, mass) for mass in MASS]
+    plans += [fk.select.KeyTree(256, 0.5, certified=True)]
     rows: list[dict[str, Any]] = []
     for keep in plans:
         found = [judge(keep, next(iter(capture.calls(layer)))) for layer in options.layers]
@@ -59,11 +59,11 @@ def main() -> None:
 
 
 @torch.no_grad()
-def judge(keep: fk.KeyTree, call: object) -> tuple[float, float, float, float]:
+def judge(keep: fk.select.KeyTree, call: object) -> tuple[float, float, float, float]:
     """What the plan of a layer pays, how far off it is, the mass that it keeps, and what it says of that."""
     query, key, value = (getattr(call, name).float() for name in ("query", "key", "value"))
     x = check_inputs(query, key, value, is_causal=True)
-    problem = prepare(x, fk.Plan(keep, fk.TreeMeans()))
+    problem = prepare(x, fk.Plan(keep, fk.rest.TreeMeans()))
     scores = query @ key.repeat_interleave(x.gqa_ratio, 1).mT * x.scale
     seen = torch.ones(x.queries, x.keys, dtype=torch.bool).tril()
     weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)

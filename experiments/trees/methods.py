@@ -53,7 +53,7 @@ RULES: dict[str, Callable[[int], Rule]] = {
     "Multipole, scoring free": lambda slots: Multipole(slots, free=True),
     "KeyDiff": lambda slots: Evicting(slots, unlikeness),
     "accumulated attention": lambda slots: Evicting(slots, attention_so_far),
-    "key norm": lambda slots: Chosen(fk.Sinks(SINKS) | fk.KeyNorm(slots // 2 - SINKS) | fk.Window(slots // 2)),
+    "key norm": lambda slots: Chosen(fk.Sinks(SINKS) | fk.select.KeyNorm(slots // 2 - SINKS) | fk.Window(slots // 2)),
     "random keys": lambda slots: Chosen(fk.Sinks(SINKS) | fk.RandomKeys(slots // 2 - SINKS) | fk.Window(slots // 2)),
 }
 """Half of the slots are a window where a method chooses keys of the past; without sinks the controls say nothing."""

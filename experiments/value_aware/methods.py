@@ -13,7 +13,8 @@ from torch import Tensor
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.weights import Weights
-from fewkeys.oracle.value_aware import Method as Solver
+from fewkeys.papers import value_aware
+from fewkeys.papers.value_aware.value_aware import Method as Solver
 from fewkeys.select import Selector
 
 
@@ -61,15 +62,15 @@ def solver(r: int) -> Solver:
 def aware(call: Call, r: int, method: Solver | None = None) -> Tensor:
     """The optimal value-aware approximation, as far as the solver finds it."""
     mask = call.scores > -torch.inf if call.inputs.is_causal else None
-    return fk.oracle.value_aware(call.weights, call.value, r, method or solver(r), mask=mask) @ call.value
+    return value_aware.value_aware(call.weights, call.value, r, method or solver(r), mask=mask) @ call.value
 
 
 def _oblivious(call: Call, r: int) -> Tensor:
-    return fk.oracle.value_oblivious(call.weights, r) @ call.value
+    return value_aware.value_oblivious(call.weights, r) @ call.value
 
 
 def _projected(call: Call, r: int) -> Tensor:
-    return fk.oracle.value_oblivious(call.weights, r, "projected") @ call.value
+    return value_aware.value_oblivious(call.weights, r, "projected") @ call.value
 
 
 def _hyper(call: Call, r: int) -> Tensor:
@@ -124,9 +125,9 @@ METHODS: Mapping[str, Method] = {
     "oblivious (projected)": _projected,
     "aware": aware,
     "fewkeys": _planned(budget),
-    "LevAttention": _keep(fk.Leverage, lambda call, key: prefix_leverage(key)),
+    "LevAttention": _keep(fk.select.Leverage, lambda call, key: prefix_leverage(key)),
     "HyperAttention": _hyper,
     "window": _keep(fk.Window),
-    "key norm": _keep(fk.KeyNorm, lambda call, key: key.square().sum(-1)),
+    "key norm": _keep(fk.select.KeyNorm, lambda call, key: key.square().sum(-1)),
     "random keys": _keep(fk.RandomKeys, lambda call, key: torch.rand(key.shape[:3], generator=call.generator)),
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
+from fewkeys.captures import Capture
 from fewkeys.core.files import write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
@@ -37,7 +38,7 @@ BLOCK = 100
 PLANS = {
     "budget(64, cohorts=1)": (fk.budget(64, cohorts=1), False),
     "window 64": (fk.Plan(fk.Window(64)), False),
-    "leverage 64": (fk.Plan(fk.Leverage(64)), False),
+    "leverage 64": (fk.Plan(fk.select.Leverage(64)), False),
     "top-64 oracle": (fk.Plan(fk.TopK(64)), False),
     "4 sinks + window 60, causal": (fk.budget(64, is_causal=True, memory="constant"), True),
 }
@@ -85,7 +86,7 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def first_calls(capture: fk.Capture):
+def first_calls(capture: Capture):
     """The call of each layer, all batches in one: query, key, value, scale."""
     for layer in range(capture.layers):
         found = list(capture.calls(layer))

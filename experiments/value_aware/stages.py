@@ -17,7 +17,7 @@ from fewkeys.core.files import read_json, write_json
 from fewkeys.core.weights import Weights
 from fewkeys.integrations.quiet import quiet
 
-KERNELS: Mapping[str, Weights] = {"softmax": fk.Softmax(), "elu": fk.Elu(), "relu": fk.Relu()}
+KERNELS: Mapping[str, Weights] = {"softmax": fk.Softmax(), "elu": fk.weights.Elu(), "relu": fk.weights.Relu()}
 """exp(x), elu(x) + 1 and max(0, x)."""
 MODELS = ("encoder", "lm")
 Say = Callable[[str], None]

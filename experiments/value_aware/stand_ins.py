@@ -21,6 +21,7 @@ from stand_in_variants import Settings, attend, calibrated
 import fewkeys as fk
 from fewkeys import demo
 from fewkeys.bench.machine import machine, versions
+from fewkeys.captures import Capture
 from fewkeys.core.files import write_whole
 from fewkeys.integrations import text
 from fewkeys.integrations.transformers import capture, load_model
@@ -101,7 +102,7 @@ def main() -> None:
     write_whole(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
-def heads(taken: fk.Capture) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def heads(taken: Capture) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Scaled queries, keys and values of every layer, (B H, N, D)."""
     found = []
     for layer in range(taken.layers):

@@ -25,7 +25,7 @@ from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.core.validation import Options, check_inputs
+from fewkeys.core.validation import Options, check_inputs, unknown_option
 from fewkeys.cost.crossover import exact_is_faster, kernels_lose
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
@@ -66,6 +66,8 @@ def attention(
 
 def checked(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Inputs:
     """The problem that a call poses, `ValueError` or `TypeError` where it poses none; padding is as it came."""
+    for name in options.keys() - Options.__annotations__.keys():
+        raise unknown_option(name)
     return check_inputs(query, key, value, largest=native.largest, clear=False, **options)
 
 

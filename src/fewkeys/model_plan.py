@@ -13,7 +13,6 @@ from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, save_lear
 from fewkeys.core.records import build
 from fewkeys.plan import FILE as PLAN_FILE
 from fewkeys.plan import MODEL_FILE, Plan, check_listed
-from fewkeys.select import PARTS
 
 FORMAT = 1
 FILE = MODEL_FILE
@@ -119,7 +118,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
         """
         directory = hub.folder(directory, [FILE, PLAN_FILE, LEARNED_FILES], how)
         data = read_json(directory, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
-        return cls.from_dict(data, load_learned(directory, data, PARTS))
+        return cls.from_dict(data, load_learned(directory, data))
 
 
 @dataclass(frozen=True)

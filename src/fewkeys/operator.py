@@ -21,7 +21,7 @@ from torch import Tensor
 from fewkeys.core.learned import Learned, pack
 from fewkeys.flow import attention
 from fewkeys.plan import FORMAT, Plan
-from fewkeys.select import SELECTORS
+from fewkeys.select.base import SELECTORS
 
 if TYPE_CHECKING:
     from fewkeys.core.impl import Impl

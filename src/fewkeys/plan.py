@@ -15,8 +15,10 @@ from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, pack, sav
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
-from fewkeys.rest import RESTS, ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
-from fewkeys.select import PARTS, SELECTORS, KeyTree, Outliers, RecentBlocks, Selector, Window, united
+from fewkeys.rest import ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
+from fewkeys.rest.base import RESTS
+from fewkeys.select import KeyTree, Outliers, RecentBlocks, Selector, Window, united
+from fewkeys.select.base import SELECTORS
 from fewkeys.tree.rule import LEAST
 
 FORMAT = 1
@@ -40,12 +42,15 @@ class Plan(hub.OnHub):
         rest: the stand-ins; `Drop()` for none.
         weights: the kernel.
         exact_if_faster: `impl="auto"` may answer with exact attention where that is faster than the plan.
+        is_causal: the plan is for causal attention alone, and refuses other calls. Without, it takes both where its
+            parts do.
     """
 
     keep: Selector | None = None
     rest: Rest = Drop()
     weights: Weights = Softmax()
     exact_if_faster: bool = False
+    is_causal: bool = False
 
     def __post_init__(self) -> None:
         for name, value, kind in (("rest", self.rest, Rest), ("weights", self.weights, Weights)):
@@ -64,6 +69,12 @@ class Plan(hub.OnHub):
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` where the plan cannot run on such inputs."""
+        if self.is_causal and not inputs.is_causal:
+            raise ValueError(
+                "is_causal: the plan was made for causal attention, by budget(slots, is_causal=True); expected "
+                "is_causal=True, got False; pass is_causal=True where queries see no future, or use budget(slots) "
+                "where they see every key"
+            )
         if self.rest.needs_causal and not inputs.is_causal and self.keep is not None:
             raise ValueError(
                 f"is_causal: {type(self.rest).__name__} stands for the past of every query; expected is_causal=True, "
@@ -127,6 +138,7 @@ class Plan(hub.OnHub):
             "rest": pack(self.rest),
             "weights": pack(self.weights),
             "exact_if_faster": self.exact_if_faster,
+            "is_causal": self.is_causal,
         }
 
     @classmethod
@@ -141,9 +153,11 @@ class Plan(hub.OnHub):
         except ValueError as error:
             raise ValueError(f"{damaged} ({error})") from None
         try:
-            keep = [unpack("keep", part, SELECTORS, PARTS, learned) for part in found.keep or ()]
+            keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
             rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
-            return cls(None if found.keep is None else united(keep), rest, weights, found.exact_if_faster)
+            return cls(
+                None if found.keep is None else united(keep), rest, weights, found.exact_if_faster, found.is_causal
+            )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{damaged} ({error})") from None
 
@@ -166,7 +180,7 @@ class Plan(hub.OnHub):
         """
         directory = hub.folder(directory, [FILE, MODEL_FILE, LEARNED_FILES], how)
         data = read_json(directory, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
-        return cls.from_dict(data, load_learned(directory, data, PARTS))
+        return cls.from_dict(data, load_learned(directory, data))
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,7 @@ class _Description:
     rest: dict[str, Any]
     weights: dict[str, Any]
     exact_if_faster: bool
+    is_causal: bool = False
 
 
 def check_listed(plan: Plan) -> None:
@@ -222,7 +237,8 @@ def budget(
     that this share of its softmax mass is on keys that it keeps, or, `certified`, once a bound proves it; `slots` are
     the most that it pays (`KeyTree`). Where they run out first, neither holds: `fewkeys.explain` tells what is reached.
 
-    The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
+    The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
+    `is_causal`: a causal plan refuses calls without causality.
     """
     check_count("slots", slots)
     if memory not in ("all", "constant"):
@@ -240,13 +256,13 @@ def budget(
             f"keys, got mass={mass}, certified={certified} without; use KeyTree(slots, mass) where nothing is causal"
         )
     if searched:
-        return Plan(KeyTree(slots, mass, certified), TreeMeans(), Softmax(), exact_if_faster=True)
+        return Plan(KeyTree(slots, mass, certified), TreeMeans(), Softmax(), exact_if_faster=True, is_causal=True)
     if is_causal:
         if slots < 8:
-            return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True)
+            return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True, is_causal=True)
         size = 1 << ((slots // 3).bit_length() - 1)
         recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 of the own one
-        return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True)
+        return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True, is_causal=True)
     if slots == 1:
         return Plan(Window(1), Drop(), Softmax())
     outliers, window, rank = _shared_split(slots) if cohorts == 1 else _cohort_split(slots)

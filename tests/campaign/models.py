@@ -13,10 +13,12 @@ from pathlib import Path
 import torch
 
 import fewkeys as fk
+from fewkeys.captures import Capture
+from fewkeys.papers import sparsefinder
 from tiny_models import llama
 
 TREE = fk.budget(64, is_causal=True)
-SMALL = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(5))
+SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(5))
 WINDOW = fk.Plan(fk.Window(9) | fk.Sinks(2))
 CACHED = {
     "tree": (TREE, None),
@@ -118,7 +120,7 @@ def _command(arguments):
 
 
 def _every_call(folder):
-    found = fk.Capture.load(folder)
+    found = Capture.load(folder)
     return [list(found.calls(layer)) for layer in range(found.layers)]
 
 
@@ -138,7 +140,7 @@ LOADS = {
     "capture": _every_call,
     "compare": _results,
     "tune": fk.ModelPlan.from_pretrained,
-    "fit": fk.Sparsefinder.from_pretrained,
+    "fit": sparsefinder.Sparsefinder.from_pretrained,
     "report": _page,
 }
 """What reads what a command wrote."""
@@ -150,8 +152,9 @@ class Commands:
     def __init__(self):
         from transformers import BertConfig, BertModel
 
+        from encoders import tokenizer
         from integrations.test_cli import SMALL as SIZES
-        from integrations.test_cli import TEXT, save_tokenizer
+        from integrations.test_cli import TEXT
 
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["campaign.models", "fewkeys.cli.fit", "integrations.test_cli", "sklearn"])
@@ -159,7 +162,7 @@ class Commands:
         home = Path(self.held.name)
         torch.manual_seed(0)
         BertModel(BertConfig(**SIZES, vocab_size=15, max_position_embeddings=64)).save_pretrained(home / "model")
-        save_tokenizer(home / "model", around="[CLS] $A [SEP]")
+        tokenizer().save_pretrained(home / "model")
         (home / "words.txt").write_text(TEXT * 2)
         self.seconds = {}
         for name in LOADS:

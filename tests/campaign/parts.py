@@ -21,11 +21,12 @@ from campaign.kernels import kernels
 from campaign.models import Caches, Commands
 from distributed_faults import CALLS, LOST, OTHERS, meet, wrong
 from fewkeys.core.records import parse
+from fewkeys.streaming import Stream
 from parts.test_loaders import WRITTEN, damaged
 
-TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())
+TREE = fk.Plan(fk.select.KeyTree(64), fk.rest.TreeMeans())
 STREAMS = [
-    fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(6)),
+    fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(6)),
     fk.budget(32, is_causal=True, memory="constant"),
     fk.Plan(fk.Window(9) | fk.Sinks(3)),
     TREE,
@@ -67,7 +68,9 @@ def streams(seed):
             other = fk.stream(plan)
             new = [torch.randn(batch, heads, 20, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
             other.append(new[1], new[2])
-            if not isinstance(plan.rest, fk.Drop) or any(isinstance(part, fk.Leverage) for part in plan.keep.parts):
+            if not isinstance(plan.rest, fk.Drop) or any(
+                isinstance(part, fk.select.Leverage) for part in plan.keep.parts
+            ):
                 continue
             try:
                 stream.merge(other)
@@ -77,7 +80,7 @@ def streams(seed):
         elif action == "save":
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "stream")
-                stream = fk.Stream.load(Path(folder) / "stream")
+                stream = Stream.load(Path(folder) / "stream")
     return None
 
 
@@ -113,7 +116,7 @@ class Files:
 
 SAVE = """
 import sys, torch, fewkeys as fk
-from fewkeys.sketch.key_sketch import KeySketch
+from fewkeys.papers.levattention.key_sketch import KeySketch
 from pathlib import Path
 folder, stream, sketch = Path(sys.argv[1]), fk.stream(fk.budget(32, is_causal=True)), KeySketch(0.3)
 print("ready", flush=True)
@@ -129,7 +132,7 @@ while True:
 
 def kills(seed):
     """A process that saves without end is killed at any moment: what is there is whole."""
-    from fewkeys.sketch.key_sketch import KeySketch
+    from fewkeys.papers.levattention.key_sketch import KeySketch
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -141,7 +144,7 @@ def kills(seed):
         process.stdout.close()
         try:
             for path, load in (
-                (folder / "stream", fk.Stream.load),
+                (folder / "stream", Stream.load),
                 (folder / "sketch", KeySketch.load),
                 (folder / "plan", fk.Plan.from_pretrained),
             ):

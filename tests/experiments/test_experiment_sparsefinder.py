@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.core.files import read_json
-from fewkeys.judge.graphs import score_graphs
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder.graphs import score_graphs
 from tiny_models import close
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +58,7 @@ def test_training_attention_is_exact_entmax(model, tokenizer, pairs):
     assert torch.equal(late[:, 1:], batch.target[:, :-1])
     with dense_entmax(model):
         found = model(**batch.inputs).logits
-    with fk.apply(model, fk.Plan(weights=fk.Entmax(1.5)), impl="reference"):
+    with fk.apply(model, fk.Plan(weights=fk.weights.Entmax(1.5)), impl="reference"):
         want = model(**batch.inputs).logits
     real = batch.inputs["decoder_attention_mask"].bool()
     close(found[real], want[real])
@@ -94,8 +95,8 @@ def test_unusable_folders_are_named(folder, tmp_path, spoil, message, capsys):
 
 def test_points_are_what_the_library_measures(model, tokenizer, pairs):
     inputs = [batch.inputs for batch in mt_data.even_batches(tokenizer, pairs.first(12), "decoder")]
-    capture = fk.capture(model, inputs, weights=fk.Entmax(1.5), part="decoder")
-    raw = fk.Sparsefinder.raw(capture, sample=64)
+    capture = fk.capture(model, inputs, weights=fk.weights.Entmax(1.5), part="decoder")
+    raw = sparsefinder.Sparsefinder.raw(capture, sample=64)
     every = methods.families(raw, raw)
     names = ("window", "clusters, raw", "cluster pairs, raw", "strided", "key norm")
     some = {n: methods.Family(every[n].kind, every[n].values[:2], every[n].make) for n in names}

@@ -15,6 +15,7 @@ import fewkeys as fk
 import tiny_models
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.files import read_json
+from fewkeys.papers import levattention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KERNELS = list(stages.KERNELS.values())
@@ -86,7 +87,7 @@ def test_prefix_leverage_is_the_leverage_of_every_prefix():
     key = torch.randn(2, 3, 30, 6, generator=torch.Generator().manual_seed(0))
     found = prefix_leverage(key)
     for i in (11, 20, 29):  # where the keys so far span everything, the ridge changes little
-        expected = fk.leverage_scores(key[:, :, : i + 1])
+        expected = levattention.leverage_scores(key[:, :, : i + 1])
         torch.testing.assert_close(found[:, :, i, : i + 1].float(), expected.float(), atol=1e-3, rtol=1e-3)
 
 

@@ -8,7 +8,7 @@ from experiments.levattention.synthetic import planted, random_signs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fewkeys.sketch.leverage import leverage_scores, universal_set
+from fewkeys.papers.levattention import leverage_scores, universal_set
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -33,9 +33,11 @@ from transformers import (
 import fewkeys as fk
 from captures import captured
 from fewkeys.bench.long_inputs import captured_inputs
+from fewkeys.captures import Capture
 from fewkeys.integrations.families import Restated
 from fewkeys.integrations.terms import distance_bias, with_key_bias
 from fewkeys.judge.exact import blocks, exact
+from fewkeys.papers import sparsefinder
 from fewkeys.tuning.score import digest
 from tiny_models import SIZES, close, far, padded, run, tokens
 
@@ -94,13 +96,13 @@ def test_a_cache_that_keeps_all_writes_the_same(name):
     given = {part: given[part] for part in ("input_ids", "attention_mask")}
     model.config.use_cache = model.generation_config.use_cache = True
     before = model.generate(**given, **how)
-    every = fk.Plan(fk.RecentBlocks(64, 2), fk.RunningMeans(1))
+    every = fk.Plan(fk.select.RecentBlocks(64, 2), fk.rest.RunningMeans(1))
     assert torch.equal(model.generate(**given, **how, past_key_values=fk.cache(model, every)), before)
 
 
 def test_a_cache_asks_for_the_mask_that_tells_places():
     model = seeded(ALIBI["bloom"])
-    cache = fk.cache(model, fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(2)))
+    cache = fk.cache(model, fk.Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(2)))
     model(tokens(1), past_key_values=cache)
     with pytest.raises(ValueError, match=r"^attention_mask: expected one over all tokens so far"):
         model(tokens(1), past_key_values=cache)
@@ -182,7 +184,7 @@ def test_captures_hold_the_bias(name, side, tmp_path):
     fk.capture(model, [inputs], tmp_path / "taken")
     for hook in hooks:
         hook.remove()
-    taken, real = fk.Capture.load(tmp_path / "taken"), inputs["attention_mask"].bool()
+    taken, real = Capture.load(tmp_path / "taken"), inputs["attention_mask"].bool()
     for layer in range(2):
         assert torch.equal(taken.projection(layer).flatten(1), own[layer].weight)
         for row, block in enumerate(blocks(next(taken.calls(layer)))):
@@ -236,10 +238,10 @@ def test_where_a_bias_is_refused():
     bias = torch.randn(4, 9)
     taken = captured(layers=1, batches=1, size=1, bias=bias)
     with pytest.raises(ValueError, match=r"^capture: .* which no predicted graph knows; use fewkeys\.tune"):
-        fk.Sparsefinder.fit(taken)
+        sparsefinder.Sparsefinder.fit(taken)
     with pytest.raises(ValueError, match=r"^capture: .* which no longer text than its own is known to have"):
         captured_inputs(taken, dtype=torch.float32, device=torch.device("cpu"))
-    powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.Power(2.0))
+    powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0))
     report = fk.compare(taken, {"powers": powers, "few": fk.budget(16)})
     assert [skipped.name for skipped in report.skipped] == ["powers"]
     torn = torch.ones(3, 40, dtype=torch.bool)
@@ -350,6 +352,6 @@ def test_what_is_not_known_is_refused():
     model.train()
     with fk.apply(model, FEW), pytest.raises(ValueError, match=r"^dropout: expected 0, got 0.1"):
         model(tokens())
-    powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.Power(2.0))
+    powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0))
     with fk.apply(model.eval(), powers), pytest.raises(ValueError, match=r"^distance_bias: .*Softmax"):
         model(tokens(1, 36))

@@ -22,17 +22,18 @@ from transformers import (
 )
 
 import fewkeys as fk
+from fewkeys.streaming import Stream
 from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
 
-ALL = fk.Plan(fk.RecentBlocks(32, 9), fk.RunningMeans(2))
+ALL = fk.Plan(fk.select.RecentBlocks(32, 9), fk.rest.RunningMeans(2))
 """Keeps every key of the short sequences here."""
 TREE = fk.budget(200, is_causal=True)
 """Keeps every key of short sequences too."""
 SMALL_TREE = fk.budget(64, is_causal=True)
 SCAN = fk.Plan(fk.KeyScan(200), fk.BlockMeans(3))
 SMALL_SCAN = fk.Plan(fk.KeyScan(20), fk.BlockMeans(3))
-HEAVY = fk.Plan(fk.Window(5) | fk.Sinks(1) | fk.Leverage(4) | fk.RandomKeys(3))
-FEW = fk.Plan(fk.RecentBlocks(8) | fk.Sinks(2), fk.RunningMeans(5))
+HEAVY = fk.Plan(fk.Window(5) | fk.Sinks(1) | fk.select.Leverage(4) | fk.RandomKeys(3))
+FEW = fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(2), fk.rest.RunningMeans(5))
 
 
 def mistral():
@@ -98,8 +99,8 @@ def drafter():
 )
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
-    cropped, crop = [], fk.Stream.crop
-    monkeypatch.setattr(fk.Stream, "crop", lambda stream, to: cropped.append(stream.length - to) or crop(stream, to))
+    cropped, crop = [], Stream.crop
+    monkeypatch.setattr(Stream, "crop", lambda stream, to: cropped.append(stream.length - to) or crop(stream, to))
     model, ids = llama(), tokens(1, 30).repeat(1, 9)
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = model.generate(ids, **options, past_key_values=fk.cache(model, plan))
@@ -329,7 +330,9 @@ def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
 
 @pytest.mark.parametrize("gone", [3, 24])
 @pytest.mark.parametrize(
-    "plan", [FEW, fk.Plan(fk.Window(5) | fk.Leverage(4)), fk.Plan(fk.Window(40))], ids=["means", "heavy", "window"]
+    "plan",
+    [FEW, fk.Plan(fk.Window(5) | fk.select.Leverage(4)), fk.Plan(fk.Window(40))],
+    ids=["means", "heavy", "window"],
 )
 def test_the_newest_tokens_can_be_taken_back(plan, gone):
     """At any place of a unit, also after sequences were selected."""

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import shtab
-import tokenizers
 import torch
 import transformers
 
 import fewkeys as fk
+from encoders import WORDS, tokenizer
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
@@ -29,22 +29,8 @@ from fewkeys.judge.standard import standard_plans
 from fewkeys.model_plan import ModelPlan
 from fewkeys.native import build
 
-WORDS = ["the", "a", "key", "query", "value", "window", "of", "and", "few", "many", "."]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = " ".join(WORDS[i * i % 11] for i in range(400)) + "\n"
-
-
-def save_tokenizer(folder, *, around):
-    """A tokenizer of whole words that puts special tokens around a text as `around` says."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    vocabulary = {word: i for i, word in enumerate(special + WORDS)}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single=around, special_tokens=[(name, vocabulary[name]) for name in special]
-    )
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +39,7 @@ def encoder(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.BertConfig(**SMALL, vocab_size=15, max_position_embeddings=64)
     transformers.BertModel(config).save_pretrained(folder)
-    save_tokenizer(folder, around="[CLS] $A [SEP]")
+    tokenizer("[CLS] $A [SEP]").save_pretrained(folder)
     return folder
 
 
@@ -63,7 +49,7 @@ def decoder(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SMALL, vocab_size=15, num_key_value_heads=1, max_position_embeddings=64)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    save_tokenizer(folder, around="[CLS] $A")
+    tokenizer("[CLS] $A").save_pretrained(folder)
     return folder
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import huggingface_hub
 
 import fewkeys as fk
+from fewkeys.captures import Capture
 from fewkeys.integrations.known import check_known
 from tiny_models import bert, gpt2, llama, run, tokens
 
@@ -112,7 +113,7 @@ def test_a_plan_knows_its_model():
     capture = fk.capture(model, [tokens()])
     plan = fk.ModelPlan.of(dict.fromkeys(range(3), fk.Plan(fk.Window(3))))
     tuned = fk.ModelPlan(plan.layers, {"model": "owner/model", "weights": list(capture.weights)})
-    assert fk.Capture.load(capture.directory).weights == capture.weights
+    assert Capture.load(capture.directory).weights == capture.weights
     assert len(capture.weights) == 3
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -147,7 +148,7 @@ def test_questions_about_a_context(chats):
     model, letters = llama(), Letters()
     model.generation_config.use_cache = False  # as some models have it
     letters.chat_template = "there is one" if chats else None
-    every = fk.Plan(fk.RecentBlocks(64, 4), fk.RunningMeans(1))
+    every = fk.Plan(fk.select.RecentBlocks(64, 4), fk.rest.RunningMeans(1))
     ask = fk.pipeline(model, letters, every)
     how = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
     found = ask("a context of some words. ", questions=["who?", "when then?"], answer_prefix="It", **how)["answers"]

@@ -13,13 +13,14 @@ from cases import CAUSAL_SHAPES, PLANS, SHAPES, SOME_PLANS
 from fewkeys import operator
 from fewkeys.core.learned import learned_parts
 from fewkeys.core.work import Work
+from fewkeys.papers import sparsefinder
 from fewkeys.select import Selector
 from native_cases import needs_compiler
 from predictors import predicted
 from tiny_models import llama, tokens
 
 SHAPE = SHAPES["grouped"]
-MIXED = [fk.budget(16), fk.Plan(fk.Leverage(8) | fk.Window(5))]
+MIXED = [fk.budget(16), fk.Plan(fk.select.Leverage(8) | fk.Window(5))]
 
 
 def inputs(shape, requires_grad=True):
@@ -62,14 +63,16 @@ def test_every_shape_compiles_whole(name):
 
 def test_a_plan_for_each_head_and_learned_plans_compile():
     tensors = inputs(SHAPE)
-    learned = fk.Plan(predicted(fk.Clusters(3), SHAPE.query_heads, SHAPE.head_dim), weights=fk.Entmax(1.5))
+    learned = fk.Plan(
+        predicted(sparsefinder.Clusters(3), SHAPE.query_heads, SHAPE.head_dim), weights=fk.weights.Entmax(1.5)
+    )
     for plan in ([*MIXED, MIXED[0]][: SHAPE.kv_heads], learned):
         same(compiled(plan=plan)(*tensors), fk.attention(*tensors, plan=plan))
 
 
 def test_selector_arguments_compile_too():
     tensors = inputs(SHAPE)
-    options = {"keep": fk.KeyNorm(3), "rest": fk.ClusterMeans(4)}
+    options = {"keep": fk.select.KeyNorm(3), "rest": fk.ClusterMeans(4)}
     same(compiled(**options)(*tensors), fk.attention(*tensors, **options))
 
 
@@ -78,7 +81,7 @@ class Mine(Selector):
     count: int
 
     def select(self, inputs):
-        return fk.KeyNorm(self.count).select(inputs)
+        return fk.select.KeyNorm(self.count).select(inputs)
 
     def covers(self, inputs):
         return False
@@ -91,7 +94,7 @@ def test_selectors_of_others_run_outside_the_graph():
     q, k, v = inputs(SHAPE, requires_grad=False)
     torch._dynamo.reset()
     found = torch.compile(lambda q: fk.attention(q, k, v, keep=Mine(3)), backend="eager")(q)
-    assert torch.equal(found, fk.attention(q, k, v, keep=fk.KeyNorm(3)))
+    assert torch.equal(found, fk.attention(q, k, v, keep=fk.select.KeyNorm(3)))
 
 
 def test_generators_and_guards_run_outside_the_graph():
@@ -122,8 +125,8 @@ def test_plans_are_found_by_their_names():
         assert [json.loads(line) for line in name.splitlines()] == [
             own.to_dict() for own in ((plan,) if isinstance(plan, fk.Plan) else plan)
         ]
-    name = operator.name_of(fk.Plan(predicted(fk.Clusters(3), 2, 4)))
-    assert isinstance(operator.plan_of(name).keep, fk.Predicted)
+    name = operator.name_of(fk.Plan(predicted(sparsefinder.Clusters(3), 2, 4)))
+    assert isinstance(operator.plan_of(name).keep, sparsefinder.Predicted)
     operator._known.clear()  # as in another process
     operator._latest.clear()
     operator.plan_of.cache_clear()
@@ -133,7 +136,7 @@ def test_plans_are_found_by_their_names():
 
 def test_plans_are_not_kept_for_ever():
     """The last ones are, since compiled code may outlive its plan; those before are freed."""
-    first = fk.Plan(predicted(fk.Clusters(3), 2, 4), weights=fk.Entmax(1.5))
+    first = fk.Plan(predicted(sparsefinder.Clusters(3), 2, 4), weights=fk.weights.Entmax(1.5))
     name, learned = operator.name_of(first), [weakref.ref(part) for part in learned_parts(first)]
     operator.plan_of(name)
     del first
@@ -142,7 +145,7 @@ def test_plans_are_not_kept_for_ever():
     assert all(part() is not None for part in learned)
     most = max(operator.PLANS, operator.LEARNED)
     for seed in range(most):
-        other = fk.Plan(predicted(fk.Clusters(3), 2, 4, seed=seed + 1), weights=fk.Entmax(1.5))
+        other = fk.Plan(predicted(sparsefinder.Clusters(3), 2, 4, seed=seed + 1), weights=fk.weights.Entmax(1.5))
         operator.plan_of(operator.name_of(other))
     gc.collect()
     assert all(part() is None for part in learned)

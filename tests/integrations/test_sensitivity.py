@@ -166,7 +166,7 @@ def test_one_layer_and_one_batch_with_gradients_are_some():
 def test_scores_by_gradients_are_those_by_definition():
     size = torch.linspace(0.5, 2, 4).view(4, 1, 1)
     taken = captured(lengths=[40, 17, 1], gradients=size)
-    plan = fk.Plan(fk.KeyNorm(3) | fk.Window(5))
+    plan = fk.Plan(fk.select.KeyNorm(3) | fk.Window(5))
     found = score_layer(taken, 1, [Candidate(plan, 8)], seed=0, done=lambda: None)
     total, count = 0, 0
     for call in taken.calls(1):

@@ -5,9 +5,9 @@ import json
 import pytest
 from test_cli import decoder, encoder, left, refused, words
 
-import fewkeys as fk
 from captures import captured
 from fewkeys import cli
+from fewkeys.papers import sparsefinder
 
 __all__ = ["decoder", "encoder", "words"]  # fixtures
 
@@ -33,7 +33,7 @@ def test_fit_prints_a_table_and_leaves_a_predictor(run, request, kind, tmp_path)
     out = tmp_path / "a" / "b"
     code, shown, err = run(model=request.getfixturevalue(kind), out=out, held_out=0.25)
     assert code == 0, err
-    finder = fk.Sparsefinder.from_pretrained(out)
+    finder = sparsefinder.Sparsefinder.from_pretrained(out)
     assert (finder.shape.kind, finder.settings.epochs) == ("causal" if kind == "decoder" else "bidirectional", 2)
     assert [path.suffix for path in sorted(out.iterdir())] == [".json", ".safetensors", ".json"]
     assert "2 held-out sequences, fitted on 6" in shown
@@ -53,15 +53,15 @@ def test_fit_reads_a_capture_and_prints_json(run, tmp_path):
     )
     assert code == 0
     assert json.loads(shown) == json.loads((tmp_path / "fit.json").read_text())
-    finder = fk.Sparsefinder.from_pretrained(tmp_path)
+    finder = sparsefinder.Sparsefinder.from_pretrained(tmp_path)
     # All of it but the held-out sequences, exactly as in Python.
     own = {"rank": 2, "alpha": 1.7, "margin": 2.0, "lr": 0.01, "shared": False, "epochs": 2, "batch": 2, "seed": 3}
-    expected = fk.Sparsefinder.fit(capture.part(0, 7), **own)
+    expected = sparsefinder.Sparsefinder.fit(capture.part(0, 7), **own)
     assert all(finder.tensors[name].equal(expected.tensors[name]) for name in expected.tensors)
 
 
 def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
-    from fewkeys.predict import train
+    from fewkeys.papers.sparsefinder import train
 
     code, *_ = run(out=tmp_path / "straight")
     assert code == 0

@@ -107,7 +107,7 @@ def test_what_captures_and_caches_do_not_know_is_refused():
             model(tokens(), past_key_values=fk.cache(model, FEW))
         with pytest.raises(ValueError, match="TreeMeans is defined for Softmax"):
             fk.apply(gemma(), fk.budget(64, is_causal=True)).model(tokens())
-    assert fk.capture(gemma(), [tokens()], weights=fk.Softcap(2.0)).layers == 2
+    assert fk.capture(gemma(), [tokens()], weights=fk.weights.Softcap(2.0)).layers == 2
 
 
 # --- parts of encoder-decoders -----------------------------------------------------------------------------------

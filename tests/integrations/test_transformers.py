@@ -60,7 +60,7 @@ def test_padding_is_the_same_as_no_padding(name, side, keep):
 
 def test_stand_ins_do_not_see_padding():
     model, inputs = bert(), padded("right", (30, 40), 40)
-    plan = fk.Plan(fk.Leverage(2) | fk.Window(3), fk.ClusterMeans(4))
+    plan = fk.Plan(fk.select.Leverage(2) | fk.Window(3), fk.ClusterMeans(4))
     with apply(model, plan):
         batch = run(model, **inputs)
         alone = run(model, input_ids=inputs["input_ids"][:1, :30])

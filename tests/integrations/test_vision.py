@@ -41,11 +41,11 @@ SIZES = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = 17
 PLANS = [
-    fk.Plan(fk.Leverage(5)),
-    fk.Plan(fk.Leverage(5, centre=True)),
-    fk.Plan(fk.KeyNorm(5)),
+    fk.Plan(fk.select.Leverage(5)),
+    fk.Plan(fk.select.Leverage(5, centre=True)),
+    fk.Plan(fk.select.KeyNorm(5)),
     fk.Plan(fk.RandomKeys(5)),
-    fk.Plan(fk.Leverage(3) | fk.Window(3)),
+    fk.Plan(fk.select.Leverage(3) | fk.Window(3)),
     fk.Plan(fk.TopK(5)),
 ]
 
@@ -86,7 +86,7 @@ def test_every_key_is_the_model_itself_and_restoring_is_exact(training):
     before = logits(model, pixels)
     with fk.apply(model, fk.Plan()):
         close(logits(model, pixels), before)
-    with fk.apply(model, fk.Plan(fk.Leverage(TOKENS))):
+    with fk.apply(model, fk.Plan(fk.select.Leverage(TOKENS))):
         close(logits(model, pixels), before)
     with fk.apply(model, PLANS[0]):
         assert far(logits(model, pixels), before)
@@ -115,7 +115,7 @@ def test_outputs_and_gradients_are_those_of_dense_attention_under_the_mask(plan,
 
 def test_the_selection_follows_the_weights_and_the_image():
     """After an optimiser step, and for another image, other keys are kept: never a list from an earlier forward."""
-    plan, pixels = fk.Plan(fk.Leverage(5)), images(6)
+    plan, pixels = fk.Plan(fk.select.Leverage(5)), images(6)
     model = vit().double()
     pixels = pixels.double()
     reference = dense(vit().double(), plan.keep)
@@ -139,7 +139,7 @@ def test_the_selection_follows_the_weights_and_the_image():
 def test_training_learns_through_the_kept_keys():
     model, pixels, labels = vit().train(), images(10), torch.arange(10) % 5
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with fk.apply(model, fk.Plan(fk.Leverage(5))):
+    with fk.apply(model, fk.Plan(fk.select.Leverage(5))):
         losses = []
         for _ in range(40):
             loss = model(pixel_values=pixels, labels=labels).loss
@@ -176,7 +176,7 @@ def test_only_the_encoder_layers_attend():
 
 def test_each_layer_has_its_plan():
     model, pixels = vit(), images()
-    plans = [fk.Plan(fk.Leverage(3)), fk.Plan(), fk.Plan(fk.KeyNorm(4))]
+    plans = [fk.Plan(fk.select.Leverage(3)), fk.Plan(), fk.Plan(fk.select.KeyNorm(4))]
     with fk.apply(model, plans):
         mixed = logits(model, pixels)
     with fk.apply(model, dict(enumerate(plans))):
@@ -190,14 +190,14 @@ def test_two_class_tokens_are_keys_like_others():
     torch.manual_seed(0)
     model, pixels = DeiTForImageClassification(DeiTConfig(**config)).eval(), images()
     before = logits(model, pixels)
-    with fk.apply(model, fk.Plan(fk.Leverage(TOKENS + 1))):
+    with fk.apply(model, fk.Plan(fk.select.Leverage(TOKENS + 1))):
         close(logits(model, pixels), before)
     assert fk.capture(model, [pixels]).tokens == 3 * (TOKENS + 1)
 
 
 def test_attention_dropout_is_refused_in_training_only():
     model = vit(attention_probs_dropout_prob=0.1).train()
-    with fk.apply(model, fk.Plan(fk.Leverage(5))):
+    with fk.apply(model, fk.Plan(fk.select.Leverage(5))):
         with pytest.raises(ValueError, match=r"^dropout: expected 0, got 0\.1"):
             model(pixel_values=images())
         model.eval()
@@ -227,7 +227,7 @@ def test_capture_holds_what_the_layers_attend_to(form):
 
 def test_captured_images_can_be_compared():
     model, batch = vit(), {"pixel_values": images(4)}
-    plans = {"few": fk.Plan(fk.Leverage(5)), "all": fk.Plan(fk.Leverage(TOKENS))}
+    plans = {"few": fk.Plan(fk.select.Leverage(5)), "all": fk.Plan(fk.select.Leverage(TOKENS))}
     report = fk.compare(fk.capture(model, [batch]), plans, model=model, batches=[batch])
     assert report.row("all").error < 1e-5 < report.row("few").error
     assert report.row("all").cosine > 0.9999 > report.row("few").cosine

@@ -61,7 +61,7 @@ def test_every_standard_row_is_there_at_every_budget(report):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("keep", [fk.TopK(5), fk.Window(7), fk.KeyNorm(3) | fk.Window(4)])
+@pytest.mark.parametrize("keep", [fk.TopK(5), fk.Window(7), fk.select.KeyNorm(3) | fk.Window(4)])
 def test_the_numbers_are_those_of_plain_float64(keep, causal):
     capture = captured(causal=causal)
     row = compare(capture, {"plan": fk.Plan(keep)}, eps=EPS).rows[0]
@@ -119,10 +119,12 @@ def test_best_shared_columns_hold_more_mass_than_other_shared_columns(report):
 
 def test_stand_ins_are_paid_for(capture, report):
     plan = fk.Plan.from_dict(report.row("moments", 16).config)
-    assert plan == fk.Plan(fk.Window(7), fk.Moments())  # 9 for the Gaussian, the rest of 16 for a window
+    assert plan == fk.Plan(fk.Window(7), fk.rest.Moments())  # 9 for the Gaussian, the rest of 16 for a window
     window = compare(capture, [fk.Plan(plan.keep)]).rows[0]
     assert report.row("moments", 16).slots == pytest.approx(window.slots + 9)
-    assert report.row("moments", 8).slots == pytest.approx(fk.Moments().slots(8, 8) + 1)  # and shows that 8 is too few
+    assert report.row("moments", 8).slots == pytest.approx(
+        fk.rest.Moments().slots(8, 8) + 1
+    )  # and shows that 8 is too few
     assert report.row("fewkeys budget", 16).slots <= 16.0
 
 
@@ -185,7 +187,7 @@ def test_the_same_seed_gives_the_same_numbers(capture):
 def test_plans_run_by_the_executor_asked_for():
     """And always, never exact attention in their place; those that it does not know are left out, with the reason."""
     capture = captured(layers=1, batches=1, size=1, heads=2, kv_heads=1, length=18)
-    plans = {"budget": fk.budget(8), "moments": fk.Plan(fk.Window(3), fk.Moments())}
+    plans = {"budget": fk.budget(8), "moments": fk.Plan(fk.Window(3), fk.rest.Moments())}
     slow, fast = (compare(capture, plans, impl=impl) for impl in ("reference", "torch"))
     assert (slow.settings["impl"], fast.settings["impl"]) == ("reference", "torch")
     assert slow.row("budget").error == pytest.approx(fast.row("budget").error, rel=1e-3)
@@ -301,7 +303,7 @@ def test_bad_arguments_are_refused(capture, arguments, error, match):
 
 def test_when_every_plan_refuses_that_is_an_error():
     with pytest.raises(ValueError, match=r"only refusals.*causal"):
-        compare(captured(causal=True), {"moments": fk.Plan(fk.Window(3), fk.Moments())})
+        compare(captured(causal=True), {"moments": fk.Plan(fk.Window(3), fk.rest.Moments())})
 
 
 @pytest.mark.parametrize("slots", [0, -1, 1.5, True, "8"])
@@ -316,14 +318,14 @@ def test_standard_plans_are_what_their_names_say():
     assert keeps == {
         "exact": None,
         "top-k per query (oracle)": fk.TopK(16),
-        "best shared columns (oracle)": fk.BestColumns(16),
+        "best shared columns (oracle)": fk.select.BestColumns(16),
         "random keys": fk.RandomKeys(16),
-        "key norm": fk.KeyNorm(16),
+        "key norm": fk.select.KeyNorm(16),
         "window": fk.Window(16),
         "sinks + window": fk.Sinks(4) | fk.Window(12),
-        "leverage (LevAttention)": fk.Leverage(16),
-        "leverage (centred)": fk.Leverage(16, centre=True),
-        "leverage + window": fk.Leverage(8) | fk.Window(8),
+        "leverage (LevAttention)": fk.select.Leverage(16),
+        "leverage (centred)": fk.select.Leverage(16, centre=True),
+        "leverage + window": fk.select.Leverage(8) | fk.Window(8),
         "moments": fk.Window(1),
     }
 

@@ -123,7 +123,7 @@ def test_each_sequence_and_head_is_judged_on_its_own():
 
 def test_heads_with_plans_of_their_own():
     shape = SHAPES["grouped"]
-    plans = (WINDOW, fk.Plan(fk.Sinks(1), weights=fk.Elu()))
+    plans = (WINDOW, fk.Plan(fk.Sinks(1), weights=fk.weights.Elu()))
     one, other = (attend(shape, plan) for plan in plans)
     guard = Guard(1e9)
     found = attend(shape, plans, guard)

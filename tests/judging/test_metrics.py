@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from fewkeys.papers import value_aware
 
 
 def masks(seed):
@@ -43,16 +44,16 @@ def test_value_oblivious(seed, r):
     g = torch.Generator().manual_seed(seed)
     weights = torch.randn(4, 8, generator=g, dtype=torch.float64).softmax(-1)
     for form in ("renormalised", "projected"):
-        found = fk.oracle.value_oblivious(weights, r, form)
+        found = value_aware.value_oblivious(weights, r, form)
         assert ((found > 0).sum(-1) <= r).all()
         torch.testing.assert_close(found.sum(-1), torch.ones(4, dtype=torch.float64))
         kept = found > 0
         assert (weights.masked_fill(kept, 0).amax(-1) <= weights.masked_fill(~kept, 1).amin(-1)).all()
-    ratio = fk.oracle.value_oblivious(weights, r) / weights
+    ratio = value_aware.value_oblivious(weights, r) / weights
     scale = ratio.amax(-1, keepdim=True)
     assert torch.allclose(ratio, torch.where(ratio > 0, scale, 0.0))
     # The projected form is the nearest point of the simplex on its support: all kept entries move by the same amount.
-    found = fk.oracle.value_oblivious(weights, r, "projected")
+    found = value_aware.value_oblivious(weights, r, "projected")
     difference = (found - weights)[found > 0]
     assert difference.min() >= -1e-12
     for row, target in zip(found, weights, strict=True):
@@ -65,11 +66,11 @@ def test_top_k_is_the_renormalised_oblivious_oracle():
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 40, 8, generator=g, dtype=torch.float64) for _ in range(3))
     weights = (q @ k.mT / 8**0.5).softmax(-1)
-    torch.testing.assert_close(fk.attention(q, k, v, keep=fk.TopK(6)), fk.oracle.value_oblivious(weights, 6) @ v)
+    torch.testing.assert_close(fk.attention(q, k, v, keep=fk.TopK(6)), value_aware.value_oblivious(weights, 6) @ v)
     # Known identity: the error is the dropped mass times the distance between dropped and kept means.
-    kept = fk.oracle.value_oblivious(weights, 6) > 0
+    kept = value_aware.value_oblivious(weights, 6) > 0
     dropped = weights.masked_fill(kept, 0)
     delta = dropped.sum(-1, keepdim=True)
-    gap = (dropped / delta) @ v - fk.oracle.value_oblivious(weights, 6) @ v
+    gap = (dropped / delta) @ v - value_aware.value_oblivious(weights, 6) @ v
     error = (fk.attention(q, k, v, keep=fk.TopK(6)) - weights @ v).norm(dim=-1)
     torch.testing.assert_close(error, (delta * gap).norm(dim=-1))

@@ -15,11 +15,11 @@ from tiny_models import MODELS, close, padded, run
 
 FOUR = (
     fk.budget(16),
-    fk.Plan(fk.KeyNorm(5) | fk.Window(9), fk.ClusterMeans(4)),
+    fk.Plan(fk.select.KeyNorm(5) | fk.Window(9), fk.ClusterMeans(4)),
     fk.Plan(),
-    fk.Plan(fk.KeyNorm(5) | fk.Window(9), fk.ClusterMeans(4)),
+    fk.Plan(fk.select.KeyNorm(5) | fk.Window(9), fk.ClusterMeans(4)),
 )
-CAUSAL = (fk.Plan(fk.Window(5)), fk.Plan(), fk.Plan(fk.Leverage(4) | fk.Window(3)), fk.Plan(fk.Window(5)))
+CAUSAL = (fk.Plan(fk.Window(5)), fk.Plan(), fk.Plan(fk.select.Leverage(4) | fk.Window(3)), fk.Plan(fk.Window(5)))
 SHAPE = replace(SHAPES["padded"], query_heads=8, kv_heads=4)
 CASES = {
     "padded": (SHAPE, FOUR),

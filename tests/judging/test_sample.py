@@ -17,8 +17,8 @@ PLANS = {
     "window": fk.Plan(fk.Window(5)),
     "top-k": fk.Plan(fk.TopK(4)),
     "means": fk.budget(24),
-    "sample": fk.Plan(fk.Window(3), fk.UniformSample(4)),
-    "moments": fk.Plan(fk.Window(3), fk.Moments()),
+    "sample": fk.Plan(fk.Window(3), fk.rest.UniformSample(4)),
+    "moments": fk.Plan(fk.Window(3), fk.rest.Moments()),
     "cohorts": fk.budget(24, cohorts=2),
     "by head": MIXED,
 }
@@ -59,7 +59,7 @@ def test_queries_get_what_compare_measures(causal):
 def test_weights_of_stand_ins_are_the_same_one_by_one_and_together():
     """Two ways to the same number: stand-ins that speak for labelled keys, and all that kept keys leave."""
     call = next(captured(size=1).calls(0))
-    problem = prepare(call.checked(), fk.Plan(fk.Leverage(7), fk.ClusterMeans(5, rank=2)))
+    problem = prepare(call.checked(), fk.Plan(fk.select.Leverage(7), fk.ClusterMeans(5, rank=2)))
     picks = [0, 11, 39]
     kept = problem.graph.to_mask()[0][:, picks]
     each = module._stand_ins(problem, kept, picks)

@@ -74,7 +74,7 @@ def test_heads_with_plans_of_their_own():
     assert found.per_head[:3] == pytest.approx(second[:3], abs=1e-9)
 
 
-@pytest.mark.parametrize("plan", [fk.Plan(), fk.Plan(fk.Window(141)), fk.Plan(weights=fk.Elu())], ids=str)
+@pytest.mark.parametrize("plan", [fk.Plan(), fk.Plan(fk.Window(141)), fk.Plan(weights=fk.weights.Elu())], ids=str)
 def test_exact_attention_has_no_error_and_no_doubt(plan):
     found = spot_check(*SHAPES["padded"].draw(), plan, lengths=torch.tensor([70, 33]))
     assert (found.error, found.low, found.high, found.queries, found.of) == (0, 0, 0, 0, 2 * 103)
@@ -96,7 +96,7 @@ def test_low_precision(name, dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kernel", [fk.Softmax(), fk.Entmax(1.5), fk.Relu(2.0)], ids=str)
+@pytest.mark.parametrize("kernel", [fk.Softmax(), fk.weights.Entmax(1.5), fk.weights.Relu(2.0)], ids=str)
 @pytest.mark.parametrize("block", [1, 2**22])
 def test_exact_rows_are_rows_of_exact_attention(form, kernel, block, monkeypatch):
     monkeypatch.setattr(sample, "BLOCK", block)
@@ -124,7 +124,7 @@ def test_every_query_is_drawn_equally_often(queries, count):
 
 
 @pytest.mark.parametrize("form", ["padded", "cross padded", "causal padded", "grouped", "causal with offset"])
-@pytest.mark.parametrize("keep", [fk.Window(9), fk.Leverage(7) | fk.Window(5)], ids=str)
+@pytest.mark.parametrize("keep", [fk.Window(9), fk.select.Leverage(7) | fk.Window(5)], ids=str)
 def test_estimates_are_unbiased(form, keep):
     """The mean over 200 samples lies within four of its own standard deviations of the truth."""
     shape, plan = FORMS[form], fk.Plan(keep)

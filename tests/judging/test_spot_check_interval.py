@@ -25,7 +25,9 @@ def seed(number):
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize(
-    "plan", [fk.budget(24), fk.Plan(fk.Window(24)), fk.Plan(fk.Leverage(24)), fk.budget(24, is_causal=True)], ids=str
+    "plan",
+    [fk.budget(24), fk.Plan(fk.Window(24)), fk.Plan(fk.select.Leverage(24)), fk.budget(24, is_causal=True)],
+    ids=str,
 )
 def test_intervals_cover(plan, heads):
     """In at least 93 of 100 trials at 95 percent, each with a sample of its own; three hundred are run."""

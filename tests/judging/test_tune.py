@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLANS = [
     Candidate(fk.budget(12), 12),
-    Candidate(Plan(fk.KeyNorm(3) | fk.Window(5)), 8),
-    Candidate(Plan(fk.Leverage(4) | fk.Window(5)), 9),
+    Candidate(Plan(fk.select.KeyNorm(3) | fk.Window(5)), 8),
+    Candidate(Plan(fk.select.Leverage(4) | fk.Window(5)), 9),
     Candidate(Plan(), 40),
 ]
 
@@ -149,10 +149,10 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     for candidate in [*found[:-1:7], *near[::3]]:
         graph = candidate.plan.keep.graph(query, key, value, is_causal=is_causal)
         kept = graph.to_mask()[0, 0].sum(-1).float()
-        if isinstance(candidate.plan.rest, fk.TreeMeans):
+        if isinstance(candidate.plan.rest, fk.rest.TreeMeans):
             kept = graph.slots()
         else:
-            kept = kept[256:768].mean() if isinstance(candidate.plan.rest, fk.RunningMeans) else kept.max()
+            kept = kept[256:768].mean() if isinstance(candidate.plan.rest, fk.rest.RunningMeans) else kept.max()
         assert candidate.plan.slots(float(kept), 32, 32) <= candidate.slots + 1e-9, candidate
 
 
@@ -294,12 +294,17 @@ def test_refusals():
 def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
     found = splits(128, is_causal=True, keys=2000, width=64, memory=memory)
     assert found[0].plan == fk.budget(128, is_causal=True, memory=memory)
-    trees = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.TreeMeans)}
+    trees = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.rest.TreeMeans)}
     assert trees == ({64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())
     parts = {(*map(type, candidate.plan.parts), type(candidate.plan.rest)) for candidate in found[1:-1]}
-    lists = [(fk.Window,), (fk.Leverage, fk.Window), (fk.Sinks, fk.Window), (fk.Sinks, fk.Leverage, fk.Window)]
-    pasts = [(fk.RecentBlocks, fk.RunningMeans), (fk.Sinks, fk.RecentBlocks, fk.RunningMeans)]
-    of_memory = {"all": [(fk.KeyTree, fk.TreeMeans), (fk.Sinks, fk.Window, fk.Drop)]}
+    lists = [
+        (fk.Window,),
+        (fk.select.Leverage, fk.Window),
+        (fk.Sinks, fk.Window),
+        (fk.Sinks, fk.select.Leverage, fk.Window),
+    ]
+    pasts = [(fk.select.RecentBlocks, fk.rest.RunningMeans), (fk.Sinks, fk.select.RecentBlocks, fk.rest.RunningMeans)]
+    of_memory = {"all": [(fk.select.KeyTree, fk.rest.TreeMeans), (fk.Sinks, fk.Window, fk.Drop)]}
     assert parts == {*of_memory.get(memory, [*pasts, *((*own, fk.Drop) for own in lists)])}
 
 

@@ -116,7 +116,7 @@ def test_a_stand_in_whose_keys_are_all_kept_vanishes():
     torch.testing.assert_close(fast[:, :, whole], slow[:, :, whole], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("keep", [fk.Window(5), fk.KeyNorm(90)], ids=str)
+@pytest.mark.parametrize("keep", [fk.Window(5), fk.select.KeyNorm(90)], ids=str)
 def test_weights_are_exact_up_to_the_rounding_of_the_dtype(keep):
     """Against float64. In bfloat16 every weight may be rounded, and then the output: each by 2^-8 of itself at most."""
     g = torch.Generator().manual_seed(0)
@@ -139,7 +139,7 @@ def test_rounding_of_weights_has_no_side():
     for sign in (1, -1):
         v = torch.zeros(1, 1, 3000, 1).bfloat16().scatter(2, kept.unsqueeze(-1), sign * side)
         found, want = (
-            fk.attention(*tensors, keep=fk.KeyNorm(100), impl="auto").double()
+            fk.attention(*tensors, keep=fk.select.KeyNorm(100), impl="auto").double()
             for tensors in ((q, k, v), (q.double(), k.double(), v.double()))
         )
         assert (found - want).mean().abs() < 2e-4
@@ -170,7 +170,7 @@ def test_scores_that_would_overflow_take_all_and_touch_no_other_row(dtype):
 def test_rows_that_see_nothing_give_zeros(dtype, taken):
     q, k, v = torch.randn(3, 2, 1, 30, 4, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
     lengths = torch.tensor([30, 0])
-    for plan in (fk.Plan(fk.Window(5)), fk.Plan(fk.KeyNorm(3)), fk.Plan(fk.KeyNorm(3) | fk.Window(5))):
+    for plan in (fk.Plan(fk.Window(5)), fk.Plan(fk.select.KeyNorm(3)), fk.Plan(fk.select.KeyNorm(3) | fk.Window(5))):
         found = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="auto")
         assert not found[1].any()
         assert found[0].any(-1).all()
@@ -349,7 +349,7 @@ def test_products_of_many_keys():
 def test_means_by_blocks_without_lists_are_an_error():
     """They must not return memory that no kernel has written."""
     x = check_inputs(*Shape(is_causal=True).draw(dtype=torch.float32), is_causal=True)
-    made = prepare(x, fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(4)))
+    made = prepare(x, fk.Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(4)))
     with pytest.raises(ValueError, match=r"^graph: expected lists by blocks, got none$"):
         forward.attend(replace(made, graph=replace(made.graph, columns=None)))
 
@@ -365,7 +365,9 @@ def test_sums_of_many_keys():
 
 @pytest.mark.parametrize("tokens", [300, 5000])
 @pytest.mark.parametrize(
-    "plan", [fk.budget(64).never_exact(), fk.Plan(fk.KeyNorm(4), fk.ClusterMeans(8), fk.Power(2.0))], ids=str
+    "plan",
+    [fk.budget(64).never_exact(), fk.Plan(fk.select.KeyNorm(4), fk.ClusterMeans(8), fk.weights.Power(2.0))],
+    ids=str,
 )
 def test_threads_change_no_bit(plan, tokens):
     """Heads that one thread does from beginning to end, and heads that all share."""

@@ -16,7 +16,7 @@ from native_cases import MEANS, needs_compiler
 
 pytestmark = needs_compiler
 
-TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())  # without a gradient
+TREE = fk.Plan(fk.select.KeyTree(64), fk.rest.TreeMeans())  # without a gradient
 CAUSAL = [*[plan for plan in MEANS if plan.rest.needs_causal][:2], TREE]
 PLANS = [(plan, False) for plan in (MEANS[0], MEANS[3], MEANS[5])] + [(plan, True) for plan in CAUSAL]
 

@@ -22,7 +22,7 @@ from native_cases import CASES, FORMS, MEANS, has_kernel, needs_compiler, spy, w
 pytestmark = needs_compiler
 
 CLOSE = {torch.float32: {"atol": 3e-5, "rtol": 2e-4}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
-BY_BLOCKS = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(20), fk.RunningMeans(8))
+BY_BLOCKS = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(20), fk.rest.RunningMeans(8))
 COHORTS = fk.Plan(fk.Outliers(5, 6, cohorts=4), fk.ClusterMeans(6, rank=3, cohorts=4))
 
 
@@ -115,7 +115,7 @@ def test_whoever_asks_for_other_gradients_goes_another_way(taken):
     """Plans take a bias for a constant; who makes stand-ins by hand need not."""
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
     x = check_inputs(q, k, v)
-    graph = fk.KeyNorm(4).select(x)
+    graph = fk.select.KeyNorm(4).select(x)
     means = MEANS[1].rest.prepare(x, graph, fk.Softmax())
     means = replace(means, key=means.key.clone().requires_grad_())
     dispatch.attend(Problem(x, graph, means, fk.Softmax())).sum().backward()

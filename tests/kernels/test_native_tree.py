@@ -39,8 +39,8 @@ FORMS = {
 
 
 def problem_of(x, slots, rest=True):
-    graph = fk.KeyTree(slots).select(x)
-    return Problem(x, graph, fk.TreeMeans().prepare(x, graph, fk.Softmax()) if rest else None, fk.Softmax())
+    graph = fk.select.KeyTree(slots).select(x)
+    return Problem(x, graph, fk.rest.TreeMeans().prepare(x, graph, fk.Softmax()) if rest else None, fk.Softmax())
 
 
 def problem(shape, slots=64, dtype=torch.float32, rest=True, move=None):
@@ -208,7 +208,7 @@ def test_threads_change_no_bit(form):
 @pytest.mark.parametrize("cut", [300, 741, 1028, 1099])
 def test_what_comes_later_changes_no_bit(cut):
     q, k, v = LONG.draw(dtype=torch.float32)
-    plan = fk.Plan(fk.KeyTree(80), fk.TreeMeans())
+    plan = fk.Plan(fk.select.KeyTree(80), fk.rest.TreeMeans())
     whole = fk.attention(q, k, v, plan=plan, is_causal=True, impl="native")
     other = [torch.cat([rows[:, :, :cut], 7 - 3 * rows[:, :, cut:]], 2) for rows in (q, k, v)]
     changed = fk.attention(*other, plan=plan, is_causal=True, impl="native")
@@ -247,7 +247,7 @@ def test_queries_stop_where_those_of_torch_stop(form, enough):
         k[..., ::7, :] *= 3
         tensors = [rows.requires_grad_() for rows in (by * q, k, v)]
         x = check_inputs(*tensors, **FORMS[form].options)
-        plan = fk.Plan(fk.KeyTree(200, *enough), fk.TreeMeans())
+        plan = fk.Plan(fk.select.KeyTree(200, *enough), fk.rest.TreeMeans())
         told, found = prepare(x, plan), []
         for way in (native_plans, torch_plans):
             output = way.attend(told)
@@ -290,13 +290,13 @@ def test_derivatives_of_gradients():
 
 def test_a_window_beside_the_tree_is_left_to_torch():
     x = check_inputs(*LONG.draw(dtype=torch.float32), is_causal=True)
-    told = Problem(x, (fk.KeyTree(64) | fk.Window(25)).select(x), None, fk.Softmax())
+    told = Problem(x, (fk.select.KeyTree(64) | fk.Window(25)).select(x), None, fk.Softmax())
     assert "expected keys that each query finds in a tree alone" in str(native_plans.unsupported(told))
 
 
 def test_leaves_that_are_held_apart_are_without_gradient():
     q, k, v = LONG.draw(dtype=torch.float32)
-    memory = Whole(fk.Plan(fk.KeyTree(64), fk.TreeMeans()), Held("int8")).begin(k, v)
+    memory = Whole(fk.Plan(fk.select.KeyTree(64), fk.rest.TreeMeans()), Held("int8")).begin(k, v)
     told = next(memory.take(q, k, v, 1.0))
     assert native_plans.unsupported(told) is None
     told.inputs.query.requires_grad_()

@@ -15,12 +15,12 @@ ALL = {**SHAPES, **CAUSAL_SHAPES}
 EVERY_KEY = {
     "window": fk.Window(1000),
     "sinks": fk.Sinks(1000),
-    "leverage": fk.Leverage(1000),
-    "key norm": fk.KeyNorm(1000),
+    "leverage": fk.select.Leverage(1000),
+    "key norm": fk.select.KeyNorm(1000),
     "random": fk.RandomKeys(1000),
     "top-k": fk.TopK(1000),
-    "leverage + window": fk.Leverage(1000) | fk.Window(3),
-    "key tree": fk.KeyTree(1000),
+    "leverage + window": fk.select.Leverage(1000) | fk.Window(3),
+    "key tree": fk.select.KeyTree(1000),
     "key scan": fk.KeyScan(1000),
 }
 
@@ -56,7 +56,7 @@ def test_entmax_is_the_definition(shape, alpha):
     """Weights add up to one, and are `max(0, (alpha - 1) s - tau)^(1 / (alpha - 1))`, one tau for every query."""
     q, k, _ = shape.draw()
     one_each = torch.eye(shape.keys, dtype=q.dtype).expand(shape.batch, shape.kv_heads, -1, -1)
-    weight = fk.attention(q, k, one_each, weights=fk.Entmax(alpha), **shape.options)
+    weight = fk.attention(q, k, one_each, weights=fk.weights.Entmax(alpha), **shape.options)
     scores = q @ k.repeat_interleave(shape.query_heads // shape.kv_heads, 1).mT / shape.head_dim**0.5
     seen = torch.ones(shape.batch, 1, shape.queries, shape.keys, dtype=torch.bool)
     if shape.is_causal:
@@ -76,13 +76,13 @@ def test_entmax_is_the_definition(shape, alpha):
 def test_full_budget(shape, keep, impl):
     """Stand-ins, where the shape allows them, have nothing left to stand in for."""
     rest = fk.Drop() if shape.is_causal else fk.ClusterMeans(4, rank=2)
-    rest = {fk.KeyTree: fk.TreeMeans(), fk.KeyScan: fk.BlockMeans(3)}.get(type(keep), rest)
+    rest = {fk.select.KeyTree: fk.rest.TreeMeans(), fk.KeyScan: fk.BlockMeans(3)}.get(type(keep), rest)
     q, k, v = shape.draw()
     found = fk.attention(q, k, v, keep=keep, rest=rest, impl=impl, **shape.options)
     torch.testing.assert_close(found, by_definition(q, k, v, shape, fk.Softmax()), rtol=1e-9, atol=1e-10)
 
 
-ONE_WAY = {**EVERY_KEY, "recent blocks": fk.RecentBlocks(8, 100), "wide window": fk.Window(901)}
+ONE_WAY = {**EVERY_KEY, "recent blocks": fk.select.RecentBlocks(8, 100), "wide window": fk.Window(901)}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -104,7 +104,9 @@ def test_every_executor_is_exact_on_a_full_budget(form, way):
     assert tried >= 4
 
 
-@pytest.mark.parametrize("keep", [fk.Leverage(69), fk.KeyNorm(69) | fk.Sinks(5), fk.RandomKeys(69)], ids=str)
+@pytest.mark.parametrize(
+    "keep", [fk.select.Leverage(69), fk.select.KeyNorm(69) | fk.Sinks(5), fk.RandomKeys(69)], ids=str
+)
 def test_almost_full_budget_is_almost_exact(keep):
     """The selected path, not the shortcut for covering plans: one key of 70 is missing."""
     shape = SHAPES["plain"]
@@ -137,7 +139,7 @@ def test_causal_queries_before_the_first_real_key_give_zero():
     q, k, v = SHAPES["plain"].draw()
     mask = torch.ones(2, 70, dtype=torch.bool)
     mask[0, :9] = False
-    for keep in (None, fk.Window(5), fk.Sinks(4), fk.KeyNorm(3), fk.TopK(3)):
+    for keep in (None, fk.Window(5), fk.Sinks(4), fk.select.KeyNorm(3), fk.TopK(3)):
         for impl in ("torch", "reference"):
             found = fk.attention(q, k, v, keep=keep, key_mask=mask, is_causal=True, impl=impl)
             assert torch.equal(found[0, :, :9], torch.zeros_like(found[0, :, :9]))
@@ -147,7 +149,7 @@ def test_causal_queries_before_the_first_real_key_give_zero():
 def test_queries_that_see_nothing_give_zero():
     q, k, v = SHAPES["plain"].draw()
     lengths = torch.tensor([0, 70])
-    for keep in (None, fk.Window(5), fk.Leverage(5), fk.TopK(3)):
+    for keep in (None, fk.Window(5), fk.select.Leverage(5), fk.TopK(3)):
         for impl in ("torch", "reference"):
             found = fk.attention(q, k, v, keep=keep, lengths=lengths, impl=impl)
             assert torch.equal(found[0], torch.zeros_like(found[0]))

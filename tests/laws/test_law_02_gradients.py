@@ -51,7 +51,7 @@ def test_values_get_all_the_weight_there_is(name, form, way):
 
 
 @pytest.mark.parametrize("way", DROPPING, ids=str)
-@pytest.mark.parametrize("keep", [fk.Leverage(4), fk.KeyNorm(4), fk.TopK(4), fk.Outliers(4, 3)], ids=str)
+@pytest.mark.parametrize("keep", [fk.select.Leverage(4), fk.select.KeyNorm(4), fk.TopK(4), fk.Outliers(4, 3)], ids=str)
 def test_dropped_keys_get_no_gradient(keep, way):
     if way.impl == "native" and keep == fk.TopK(4):
         return  # refused: a list for every query

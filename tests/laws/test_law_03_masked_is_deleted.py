@@ -56,7 +56,7 @@ def test_causal_left_padding(name, form, way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("keep", [None, fk.Sinks(3), fk.Leverage(5), fk.TopK(4), fk.Outliers(4, 6)], ids=str)
+@pytest.mark.parametrize("keep", [None, fk.Sinks(3), fk.select.Leverage(5), fk.TopK(4), fk.Outliers(4, 6)], ids=str)
 def test_left_padding_by_key_mask(keep, way):
     """Selectors that do not look at positions give on left-padded keys what they give on the real ones alone."""
     if way.impl == "native" and keep == fk.TopK(4):

@@ -7,7 +7,7 @@ import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RESTS, RUNNING_PLANS, SHAPES
 from executors import FORMS, WAYS, runs
 
-SUMMING = [name for name, plan in CAUSAL_PLANS.items() if plan.weights != fk.Relu(2.0)]
+SUMMING = [name for name, plan in CAUSAL_PLANS.items() if plan.weights != fk.weights.Relu(2.0)]
 EVENLY = [way for way in WAYS if way.impl in ("reference", "torch", "native")]
 DRAWN = "recent + random, running means"
 COUNTING = [
@@ -66,9 +66,9 @@ def test_kept_keys_and_stand_ins_count_every_key_once(rest, window, lengths, way
         return  # refused: curvature
     _, k, v = SHAPES["plain"].draw(dtype=way.dtype)
     q, lengths = torch.zeros_like(k), None if lengths is None else torch.tensor(lengths)
-    listed = fk.Leverage(7).graph(q, k, lengths=lengths).to_mask()[:, :, 0]
+    listed = fk.select.Leverage(7).graph(q, k, lengths=lengths).to_mask()[:, :, 0]
     marked = listed[..., None].to(v.dtype).expand_as(v).contiguous()
-    keep = fk.Leverage(7) | fk.Window(window)
+    keep = fk.select.Leverage(7) | fk.Window(window)
     found = way.attend(q, k, marked, keep=keep, rest=RESTS[rest], lengths=lengths)
     for b, n in enumerate((70, 70) if lengths is None else lengths.tolist()):
         way.assert_close(found[b, :, :n], torch.full_like(found[b, :, :n].double(), 7 / n))
@@ -78,9 +78,9 @@ def test_kept_keys_and_stand_ins_count_every_key_once(rest, window, lengths, way
 def test_means_without_window_are_exact_for_indifferent_queries(way):
     _, k, v = SHAPES["plain"].draw(dtype=way.dtype)
     q = torch.zeros_like(k)
-    rests = (fk.ClusterMeans(8), fk.ClusterMeans(8, rank=3), *([fk.Moments()] if way.impl != "native" else []))
+    rests = (fk.ClusterMeans(8), fk.ClusterMeans(8, rank=3), *([fk.rest.Moments()] if way.impl != "native" else []))
     for rest in rests:
-        found = way.attend(q, k, v, keep=fk.Leverage(7), rest=rest)
+        found = way.attend(q, k, v, keep=fk.select.Leverage(7), rest=rest)
         way.assert_close(found, v.double().mean(-2, keepdim=True).expand_as(found))
 
 
@@ -90,7 +90,7 @@ def test_members_partition_the_keys_not_kept():
     q, k, v = SHAPES["padded"].draw()
     q = torch.zeros_like(q)  # no tilt: every member weighs 1
     inputs = check_inputs(q, k, v, lengths=torch.tensor([70, 33]))
-    graph = fk.Leverage(7).select(inputs)
+    graph = fk.select.Leverage(7).select(inputs)
     kept = graph.to_mask()[:, :, 0]
     for name, rest in RESTS.items():
         stand_ins = rest.prepare(inputs, graph, fk.Softmax())

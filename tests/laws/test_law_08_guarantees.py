@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from executors import WAYS
+from fewkeys.papers import levattention
 from odd_keys import KINDS, keys
 
 
@@ -28,7 +29,7 @@ def attack(k, steps=60):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_heavy_entry_outside_the_universal_set(kind, eps):
     k = keys(kind)
-    chosen = fk.universal_set(k, eps)
+    chosen = levattention.universal_set(k, eps)
     # The optimal query for key j is known: (K^T K)^+ k_j.
     best = k @ torch.linalg.pinv(k.mT @ k)
     g = torch.Generator().manual_seed(1)
@@ -44,7 +45,7 @@ def test_no_heavy_entry_outside_the_universal_set(kind, eps):
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_attained_and_sum_to_the_rank(kind):
     k = keys(kind)
-    scores = fk.leverage_scores(k)
+    scores = levattention.leverage_scores(k)
     q = k @ torch.linalg.pinv(k.mT @ k)
     entries = (q @ k.mT).square()
     attained = entries.diagonal(dim1=-2, dim2=-1) / entries.sum(-1).clamp_min(1e-300)
@@ -57,18 +58,20 @@ def test_scores_ignore_invertible_changes_of_basis(seed, n, d):
     g = torch.Generator().manual_seed(seed)
     k = torch.randn(1, 1, n, d, generator=g, dtype=torch.float64)
     change = torch.randn(d, d, generator=g, dtype=torch.float64) + 3 * torch.eye(d, dtype=torch.float64)
-    torch.testing.assert_close(fk.leverage_scores(k), fk.leverage_scores(k @ change), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        levattention.leverage_scores(k), levattention.leverage_scores(k @ change), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_zero_keys_have_score_zero():
-    assert torch.equal(fk.leverage_scores(torch.zeros(1, 1, 5, 3)), torch.zeros(1, 1, 5))
+    assert torch.equal(levattention.leverage_scores(torch.zeros(1, 1, 5, 3)), torch.zeros(1, 1, 5))
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0, 4.0])
 def test_selector_keeps_the_universal_set(power):
     k = keys("heavy tail")
-    mask = fk.Leverage(eps=0.1, power=power).graph(k, k).to_mask()
-    assert torch.equal(mask[:, :, 0], fk.universal_set(k, 0.1, power))
+    mask = fk.select.Leverage(eps=0.1, power=power).graph(k, k).to_mask()
+    assert torch.equal(mask[:, :, 0], levattention.universal_set(k, 0.1, power))
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.impl in ("reference", "torch", "native")], ids=str)
@@ -83,8 +86,8 @@ def test_every_executor_attends_to_every_heavy_entry(kind, way):
     one_each = torch.eye(k.shape[2], dtype=way.dtype).expand(1, 2, -1, -1)
     # So small a scale that no weight vanishes, however large the negative score.
     scale = 1.0 / scores.abs().max().item()
-    found = way.attend(q, k, one_each, keep=fk.Leverage(eps=eps), scale=scale)
+    found = way.attend(q, k, one_each, keep=fk.select.Leverage(eps=eps), scale=scale)
     assert not ((entries > eps * (1 + 1e-3)) & (found == 0)).any()
     assert ((found > 0).sum(-1) <= k.shape[-1] / eps).all()
-    kept = fk.universal_set(k, eps).any(-1, keepdim=True)  # none, where every key has many like it
+    kept = levattention.universal_set(k, eps).any(-1, keepdim=True)  # none, where every key has many like it
     way.assert_close(found.double().sum(-1), kept.expand_as(found[..., 0]).to(way.dtype))

@@ -16,18 +16,20 @@ counts = st.integers(1, 500)
 selectors = st.one_of(
     st.builds(fk.Window, counts),
     st.builds(fk.Sinks, counts),
-    st.builds(fk.Leverage, counts, centre=st.booleans()),
-    st.builds(lambda eps, p: fk.Leverage(eps=eps, power=p), st.floats(0.01, 0.9), st.sampled_from([1.0, 2.0, 4.0])),
-    st.builds(fk.KeyNorm, counts),
+    st.builds(fk.select.Leverage, counts, centre=st.booleans()),
+    st.builds(
+        lambda eps, p: fk.select.Leverage(eps=eps, power=p), st.floats(0.01, 0.9), st.sampled_from([1.0, 2.0, 4.0])
+    ),
+    st.builds(fk.select.KeyNorm, counts),
     st.builds(fk.RandomKeys, counts),
     st.builds(fk.TopK, counts),
     st.builds(fk.Outliers, counts, counts),
 )
 rests = st.one_of(
     st.just(fk.Drop()),
-    st.just(fk.Moments()),
+    st.just(fk.rest.Moments()),
     st.builds(fk.ClusterMeans, counts, st.integers(0, 16)),
-    st.builds(fk.UniformSample, counts),
+    st.builds(fk.rest.UniformSample, counts),
 )
 
 

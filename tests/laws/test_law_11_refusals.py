@@ -5,7 +5,8 @@ import torch
 
 import fewkeys as fk
 from cases import SHAPES, places
-from fewkeys.select import Joined
+from fewkeys.papers import levattention, sparsefinder, value_aware
+from fewkeys.papers.sparsefinder import Joined
 
 Q, K, V = SHAPES["plain"].draw(dtype=torch.float32)
 
@@ -51,34 +52,34 @@ CALLS = {
     "Window size: expected at least 1, got 0": lambda: fk.Window(0),
     "Window size: expected an integer, got float": lambda: fk.Window(1.5),
     "Sinks count: expected at least 1, got -1": lambda: fk.Sinks(-1),
-    "Leverage count: expected at least 1, got 0": lambda: fk.Leverage(0),
-    "Leverage: expected exactly one of count and eps": lambda: fk.Leverage(),
-    "Leverage: expected exactly one of count and eps, got": lambda: fk.Leverage(3, eps=0.1),
-    "Leverage eps: expected a finite number in": lambda: fk.Leverage(eps=1.5),
-    "Leverage: eps is a guarantee for uncentred": lambda: fk.Leverage(eps=0.5, centre=True),
-    "Leverage power: expected a finite number": lambda: fk.Leverage(5, power=0),
-    "KeyNorm count": lambda: fk.KeyNorm(0),
+    "Leverage count: expected at least 1, got 0": lambda: fk.select.Leverage(0),
+    "Leverage: expected exactly one of count and eps": lambda: fk.select.Leverage(),
+    "Leverage: expected exactly one of count and eps, got": lambda: fk.select.Leverage(3, eps=0.1),
+    "Leverage eps: expected a finite number in": lambda: fk.select.Leverage(eps=1.5),
+    "Leverage: eps is a guarantee for uncentred": lambda: fk.select.Leverage(eps=0.5, centre=True),
+    "Leverage power: expected a finite number": lambda: fk.select.Leverage(5, power=0),
+    "KeyNorm count": lambda: fk.select.KeyNorm(0),
     "RandomKeys count": lambda: fk.RandomKeys(0),
     "TopK count": lambda: fk.TopK(0),
-    "BestColumns count": lambda: fk.BestColumns(0),
+    "BestColumns count": lambda: fk.select.BestColumns(0),
     "Outliers clusters": lambda: fk.Outliers(3, 0),
     "ClusterMeans count": lambda: fk.ClusterMeans(0),
     "ClusterMeans rank": lambda: fk.ClusterMeans(3, rank=-1),
-    "UniformSample count": lambda: fk.UniformSample(0),
+    "UniformSample count": lambda: fk.rest.UniformSample(0),
     "slots: expected at least 1, got 0": lambda: fk.budget(0),
     "slots: expected an integer, got bool": lambda: fk.budget(True),
     "Joined key: expected a floating tensor": lambda: Joined(torch.ones(2, 4, 3), None, torch.ones(2, 4, 4).bool()),
-    "alpha: expected a finite number": lambda: fk.Entmax(1.0),
-    "p: expected a finite number": lambda: fk.Power(0),
-    "cap: expected a finite number in \\(0.0, 80.0\\), got 80": lambda: fk.Softcap(80.0),
-    "cap: expected a finite number in \\(0.0, 80.0\\), got 0": lambda: fk.Softcap(0),
-    "KeyTree certified: expected a bool, got int": lambda: fk.KeyTree(64, 0.9, certified=1),
-    "BlockClusters window: expected an odd number": lambda: fk.BlockClusters(4, 2, places(), window=2),
-    "p: expected a finite number in \\(0.0, inf\\), got -1": lambda: fk.Relu(-1),
-    "eps: expected a finite number": lambda: fk.universal_set(K, 0.0),
-    "key: expected finite numbers, got": lambda: fk.leverage_scores(spoiled(K, float("nan"))),
-    "r: expected at least 1": lambda: fk.oracle.value_oblivious(torch.ones(3) / 3, 0),
-    "form: expected 'renormalised' or 'projected'": lambda: fk.oracle.value_oblivious(torch.ones(3) / 3, 1, "best"),
+    "alpha: expected a finite number": lambda: fk.weights.Entmax(1.0),
+    "p: expected a finite number": lambda: fk.weights.Power(0),
+    "cap: expected a finite number in \\(0.0, 80.0\\), got 80": lambda: fk.weights.Softcap(80.0),
+    "cap: expected a finite number in \\(0.0, 80.0\\), got 0": lambda: fk.weights.Softcap(0),
+    "KeyTree certified: expected a bool, got int": lambda: fk.select.KeyTree(64, 0.9, certified=1),
+    "BlockClusters window: expected an odd number": lambda: sparsefinder.BlockClusters(4, 2, places(), window=2),
+    "p: expected a finite number in \\(0.0, inf\\), got -1": lambda: fk.weights.Relu(-1),
+    "eps: expected a finite number": lambda: levattention.universal_set(K, 0.0),
+    "key: expected finite numbers, got": lambda: levattention.leverage_scores(spoiled(K, float("nan"))),
+    "r: expected at least 1": lambda: value_aware.value_oblivious(torch.ones(3) / 3, 0),
+    "form: expected 'renormalised' or 'projected'": lambda: value_aware.value_oblivious(torch.ones(3) / 3, 1, "best"),
     "predicted: expected the shape of gold": lambda: fk.metrics.recall(torch.ones(2, 2) > 0, torch.ones(3, 3) > 0),
     "gold: expected a bool mask": lambda: fk.metrics.recall(torch.ones(2, 2) > 0, torch.ones(2, 2)),
     "approx: expected a tensor shaped like exact": lambda: fk.metrics.output_error(Q, Q[:1]),
@@ -92,20 +93,20 @@ def test_bad_input_is_named(message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.Moments(), fk.UniformSample(4)], ids=str)
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(4)], ids=str)
 def test_entmax_refuses_stand_ins_and_says_why(rest):
     with pytest.raises(ValueError, match=r"^rest: .* needs weights that are f\(score\) over a sum.*threshold"):
-        fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, weights=fk.Entmax(1.5))
+        fk.attention(Q, K, V, keep=fk.Window(5), rest=rest, weights=fk.weights.Entmax(1.5))
 
 
-@pytest.mark.parametrize("weights", [fk.Power(2.0), fk.Elu(), fk.Relu(1.0)], ids=str)
-@pytest.mark.parametrize("rest", [fk.Moments(), fk.ClusterMeans(4, rank=2)], ids=str)
+@pytest.mark.parametrize("weights", [fk.weights.Power(2.0), fk.weights.Elu(), fk.weights.Relu(1.0)], ids=str)
+@pytest.mark.parametrize("rest", [fk.rest.Moments(), fk.ClusterMeans(4, rank=2)], ids=str)
 def test_terms_derived_for_softmax_refuse_other_kernels(rest, weights):
     with pytest.raises(ValueError, match=r"^rest: .*Softmax"):
         fk.Plan(fk.Window(5), rest, weights)
 
 
-@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.Moments(), fk.UniformSample(4)], ids=str)
+@pytest.mark.parametrize("rest", [fk.ClusterMeans(4), fk.rest.Moments(), fk.rest.UniformSample(4)], ids=str)
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 def test_rests_that_see_the_future_refuse_causality(rest, impl):
     with pytest.raises(ValueError, match=r"^is_causal: .* summarises the future"):
@@ -113,7 +114,9 @@ def test_rests_that_see_the_future_refuse_causality(rest, impl):
 
 
 @pytest.mark.parametrize(
-    "keep", [fk.BestColumns(4), fk.Outliers(4, 4), fk.Leverage(eps=0.5), fk.Leverage(4, power=3)], ids=str
+    "keep",
+    [fk.select.BestColumns(4), fk.Outliers(4, 4), fk.select.Leverage(eps=0.5), fk.select.Leverage(4, power=3)],
+    ids=str,
 )
 def test_selectors_that_see_the_future_refuse_causality(keep):
     with pytest.raises(ValueError, match=r"^is_causal: .* looking at the future"):

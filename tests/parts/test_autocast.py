@@ -5,6 +5,7 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_SHAPES, SHAPES, SOME_PLANS
+from fewkeys.papers import levattention
 
 PLANS = {**SOME_PLANS, "budget": fk.budget(24)}
 
@@ -80,15 +81,15 @@ def test_streams_under_autocast():
 
 def test_statistics_of_keys_do_not_follow():
     keys = SHAPES["plain"].draw(dtype=torch.float32)[1]
-    want = fk.leverage_scores(keys), fk.universal_set(keys, 0.2)
-    sketch, other = fk.KeySketch(0.2), fk.KeySketch(0.2)
+    want = levattention.leverage_scores(keys), levattention.universal_set(keys, 0.2)
+    sketch, other = levattention.KeySketch(0.2), levattention.KeySketch(0.2)
     sketch.update(keys)
     with torch.autocast("cpu", torch.bfloat16):
-        found = fk.leverage_scores(keys), fk.universal_set(keys, 0.2)
+        found = levattention.leverage_scores(keys), levattention.universal_set(keys, 0.2)
         other.update(keys)
     assert all(map(torch.equal, found, want))
     assert torch.equal(other.universal_set().scores, sketch.universal_set().scores)
-    heavy = fk.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
+    heavy = levattention.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
     with torch.autocast("cpu", torch.bfloat16):
-        again = fk.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
+        again = levattention.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
     assert torch.equal(again.indices, heavy.indices)

@@ -219,7 +219,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"cohorts=1, got Outliers"):
         fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4))
     with pytest.raises(ValueError, match=r"rest: ClusterMeans\(cohorts=2\) is defined for Softmax"):
-        fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4, cohorts=2), fk.Power(2.0))
+        fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4, cohorts=2), fk.weights.Power(2.0))
 
 
 def test_budget_with_cohorts_has_their_lists_and_means():
@@ -245,6 +245,6 @@ def test_a_plan_without_cohorts_is_the_budget_of_as_many_slots():
         assert found in (fk.budget(slots, cohorts=1), fk.budget(slots - 1, cohorts=1))
         assert found.without_cohorts() is found
     assert fk.budget(64).without_cohorts() == fk.budget(64, cohorts=1)
-    lists = fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.Power(2.0))
-    assert lists.without_cohorts() == fk.Plan(fk.Outliers(9, 5), weights=fk.Power(2.0))
+    lists = fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.weights.Power(2.0))
+    assert lists.without_cohorts() == fk.Plan(fk.Outliers(9, 5), weights=fk.weights.Power(2.0))
     assert not fk.budget(64).never_exact().without_cohorts().exact_if_faster

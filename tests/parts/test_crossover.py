@@ -218,8 +218,8 @@ def test_only_plans_that_allow_it_become_exact():
     ("plan", "runs", "reason"),
     [
         (fk.Plan(), "exact", "keeps every key"),
-        (fk.Plan(fk.KeyNorm(500)), "exact", "all there are"),
-        (fk.Plan(fk.KeyNorm(5)), "plan", "exact_if_faster"),
+        (fk.Plan(fk.select.KeyNorm(500)), "exact", "all there are"),
+        (fk.Plan(fk.select.KeyNorm(5)), "plan", "exact_if_faster"),
         (fk.budget(64), "exact", "operations per query"),
     ],
 )
@@ -268,7 +268,7 @@ def test_operations_grow_as_they_should():
         previous = now
 
 
-@pytest.mark.parametrize("keep", [fk.TopK(8), fk.BestColumns(8)], ids=str)
+@pytest.mark.parametrize("keep", [fk.TopK(8), fk.select.BestColumns(8)], ids=str)
 def test_oracles_pay_for_scoring_every_pair(keep):
     inputs = check_inputs(*problem(512))
     assert plan_operations(inputs, fk.Plan(keep)) > 2 * 16 * 512  # scoring every pair

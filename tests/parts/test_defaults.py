@@ -10,6 +10,8 @@ import fewkeys as fk
 from captures import captured
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from fewkeys.judge.sample import take
+from fewkeys.papers import sparsefinder, value_aware
+from fewkeys.streaming import Stream
 from fewkeys.streaming.by_head import HeadStreams
 
 ALL = {**PLANS, **RUNNING_PLANS}
@@ -65,7 +67,7 @@ def a_stream(plan):
         stream.append(k, v)
         with tempfile.TemporaryDirectory() as folder:
             stream.save(Path(folder) / "stream")
-            stream = fk.Stream.load(Path(folder) / "stream")
+            stream = Stream.load(Path(folder) / "stream")
         stream.select(torch.tensor([1, 0], device="cpu"))
         stream.crop(149)
         stream.append(k[:, :, :3], v[:, :, :3])
@@ -87,14 +89,14 @@ def a_table(capture):
 
 
 def learned(capture):
-    return list(fk.Sparsefinder.fit(capture, epochs=1, sample=32).tensors.values())
+    return list(sparsefinder.Sparsefinder.fit(capture, epochs=1, sample=32).tensors.values())
 
 
 WITHOUT_CAPTURE = {
     "stream": a_stream(fk.budget(32, is_causal=True)),
     "stream of fixed size": a_stream(fk.budget(32, is_causal=True, memory="constant")),
     "heads of two plans": heads_of_two_plans,
-    "oracle": lambda: fk.oracle.value_aware((SHORT[0] @ SHORT[1].mT).softmax(-1)[0, :, :4], SHORT[2][0], 5),
+    "oracle": lambda: value_aware.value_aware((SHORT[0] @ SHORT[1].mT).softmax(-1)[0, :, :4], SHORT[2][0], 5),
     "recall": lambda: fk.metrics.recall(SHORT[0] > 0, SHORT[1] > 0),
     "lengths in a list": lambda: fk.attention(*SHORT, plan=fk.budget(24).never_exact(), lengths=[70, 9]),
     "spot check": lambda: str(fk.spot_check(*SHORT, plan=fk.budget(24))),

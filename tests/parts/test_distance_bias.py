@@ -16,7 +16,7 @@ FEW = {
     "wide window + means": fk.Plan(fk.Window(41), fk.ClusterMeans(5)),
     "outliers + window + first-order means": fk.Plan(fk.Outliers(4, 6) | fk.Window(7), fk.ClusterMeans(6, rank=2)),
     "means beside one list": fk.Plan(fk.Outliers(4, 6), fk.ClusterMeans(6)),
-    "moments": fk.Plan(fk.Window(7), fk.Moments()),
+    "moments": fk.Plan(fk.Window(7), fk.rest.Moments()),
     "a list for every query": fk.Plan(fk.TopK(5)),
 }
 
@@ -130,8 +130,11 @@ def test_few_keys_cost_no_more_than_without():
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (fk.Plan(fk.KeyTree(64)), "whose queries keep a window and lists, got groups, cohorts or a tree"),
-        (fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.Power(2.0)), r"expected Softmax\(\) with stand-ins, got Power"),
+        (fk.Plan(fk.select.KeyTree(64)), "whose queries keep a window and lists, got extra edges, cohorts or a tree"),
+        (
+            fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0)),
+            r"expected Softmax\(\) with stand-ins, got Power",
+        ),
     ],
 )
 def test_plans_that_do_not_fit(plan, said):
@@ -149,14 +152,14 @@ def test_refusals():
         fk.attention(query, key, value, distance_bias=torch.full((4, 5), torch.inf))
     with pytest.raises(ValueError, match=r"^impl='native': expected no distance_bias"):
         fk.attention(query, key, value, plan=FEW["window"], impl="native", **options)
-    blocks = fk.Plan(fk.RecentBlocks(8), fk.RunningMeans(4))
+    blocks = fk.Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(4))
     with pytest.raises(
         ValueError, match=r"^distance_bias: expected stand-ins that serve all .*; use Window, Sinks and Lev"
     ):
         fk.attention(query, key, value, plan=blocks, is_causal=True, **options | {"key_mask": None})
     torn = torch.ones(2, 150, dtype=torch.bool)
     torn[:, 20] = False
-    given, blocks = options | {"key_mask": torn}, fk.Plan(fk.RecentBlocks(8))
+    given, blocks = options | {"key_mask": torn}, fk.Plan(fk.select.RecentBlocks(8))
     with pytest.raises(ValueError, match=r"^key_mask: expected real keys side by side"):
         fk.attention(query, key, value, plan=blocks, is_causal=True, **given)
 
@@ -178,5 +181,5 @@ def test_cohorts_give_way():
     told = fk.explain(query, key, value, plan=plan, **options)
     assert told.reason.endswith("without cohorts, which a bias of the distance does not know")
     assert "cohorts" not in fk.explain(query, key, value, plan=plan, key_mask=options["key_mask"]).reason
-    with pytest.raises(ValueError, match=r"^distance_bias: expected a plan .* got groups, cohorts or a tree"):
+    with pytest.raises(ValueError, match=r"^distance_bias: expected a plan .* got extra edges, cohorts or a tree"):
         prepare(check_inputs(query, key, value, **options), plan)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from fewkeys.streaming import Stream
 from fewkeys.tree.leaves import LARGEST, Form
 from fewkeys.tree.rule import SINKS
 from tiny_models import llama, tokens
@@ -91,7 +92,7 @@ def test_pieces_files_and_copies_give_the_same_bits(leaves, tmp_path):
         stream = copy.deepcopy(stream)
         stream.select(torch.tensor([1, 0]))
         stream.save(tmp_path / "stream")
-        stream = fk.Stream.load(tmp_path / "stream", folder=folder)
+        stream = Stream.load(tmp_path / "stream", folder=folder)
         os.remove(tmp_path / "stream")
         stream.select(torch.tensor([1, 0]))
         own += [feed(stream, rows, [1, 88, 1, 140], 190)]

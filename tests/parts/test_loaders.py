@@ -18,15 +18,16 @@ from fewkeys.captures.capture import INDEX, Capture
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build, parse
 from fewkeys.core.tensor_files import Form, check
-from fewkeys.select.groupings import Edges
-from fewkeys.sketch import key_sketch
-from fewkeys.streaming import files
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.levattention import key_sketch
+from fewkeys.papers.sparsefinder.groupings import Edges
+from fewkeys.streaming import Stream, files
 from tiny_models import llama, tokens
 
-HEAVY = fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2) | fk.Leverage(4), fk.RunningMeans(6))
+HEAVY = fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(6))
 
 
-def a_stream(path: Path, plan: fk.Plan = HEAVY, tokens: int = 101) -> fk.Stream:
+def a_stream(path: Path, plan: fk.Plan = HEAVY, tokens: int = 101) -> Stream:
     draw, stream = torch.Generator().manual_seed(0), fk.stream(plan)
     stream.append(*(torch.randn(2, 2, tokens, 8, generator=draw) for _ in range(2)))
     stream.attend(torch.randn(2, 4, tokens, 8, generator=draw))
@@ -42,7 +43,9 @@ def a_sketch(folder: Path) -> None:
 
 def a_plan(folder: Path) -> None:
     heads = [torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    fk.Plan(fk.Predicted(fk.Buckets(3), fk.Projection(*heads)) | fk.Window(5)).save_pretrained(folder)
+    fk.Plan(
+        sparsefinder.Predicted(sparsefinder.Buckets(3), sparsefinder.Projection(*heads)) | fk.Window(5)
+    ).save_pretrained(folder)
 
 
 def a_model_plan(folder: Path) -> None:
@@ -68,7 +71,9 @@ def loaded_cache(folder: Path) -> None:
 
 
 def a_finder(folder: Path) -> None:
-    fk.Sparsefinder.fit(captured(directory=folder / "capture"), epochs=1, sample=32).save_pretrained(folder / "finder")
+    sparsefinder.Sparsefinder.fit(captured(directory=folder / "capture"), epochs=1, sample=32).save_pretrained(
+        folder / "finder"
+    )
 
 
 def every_call(folder: Path) -> list[object]:
@@ -79,29 +84,29 @@ def every_call(folder: Path) -> list[object]:
 WRITTEN: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
     "stream": (
         lambda folder: a_stream(folder / "stream.safetensors"),
-        lambda folder: fk.Stream.load(folder / "stream.safetensors"),
+        lambda folder: Stream.load(folder / "stream.safetensors"),
         "",
     ),
     "stream of trees": (
         lambda folder: a_tree(folder / "stream.safetensors"),
-        lambda folder: fk.Stream.load(folder / "stream.safetensors"),
+        lambda folder: Stream.load(folder / "stream.safetensors"),
         "",
     ),
     "stream of leaves in int8": (
         lambda folder: a_tree(folder / "stream.safetensors", "int8"),
-        lambda folder: fk.Stream.load(folder / "stream.safetensors", folder=folder.parent),
+        lambda folder: Stream.load(folder / "stream.safetensors", folder=folder.parent),
         "",
     ),
     "stream of leaves in bfloat16": (
         lambda folder: a_tree(folder / "stream.safetensors", "bfloat16"),
-        lambda folder: fk.Stream.load(folder / "stream.safetensors"),
+        lambda folder: Stream.load(folder / "stream.safetensors"),
         "",
     ),
     "cache": (a_cache, loaded_cache, ""),
     "key sketch": (a_sketch, key_sketch.KeySketch.load, ""),
     "plan": (a_plan, fk.Plan.from_pretrained, ""),
     "model plan": (a_model_plan, fk.ModelPlan.from_pretrained, ""),
-    "predictor": (a_finder, fk.Sparsefinder.from_pretrained, "finder"),
+    "predictor": (a_finder, sparsefinder.Sparsefinder.from_pretrained, "finder"),
     "capture": (lambda folder: captured(directory=folder, lengths=[40, 9, 30]), every_call, ""),
 }
 
@@ -255,10 +260,10 @@ CRAFTED = {
     "scale": told("scale", "big"),
     "format": told("format", 1),
     "no plan": told("plan", None),
-    "another plan": told("plan", fk.Plan(fk.RecentBlocks(32) | fk.Sinks(2), fk.RunningMeans(9)).to_dict()),
+    "another plan": told("plan", fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2), fk.rest.RunningMeans(9)).to_dict()),
     "nothing held": lambda facts, tensors: tensors.clear(),
 }
-TREE = fk.Plan(fk.KeyTree(64), fk.TreeMeans())
+TREE = fk.Plan(fk.select.KeyTree(64), fk.rest.TreeMeans())
 CRAFTED_TREE = {
     "sequences twice": changed("0.rows", torch.zeros_like),
     "sequences beyond": changed("1.rows", lambda x: x + 2),
@@ -302,7 +307,7 @@ CRAFTED_TREE = {
 }
 
 
-def a_tree(path: Path, leaves: str | None = None) -> fk.Stream:
+def a_tree(path: Path, leaves: str | None = None) -> Stream:
     """Of two sequences, one padded from the left: they grow apart."""
     draw, stream = torch.Generator().manual_seed(0), fk.stream(TREE, leaves=leaves)
     stream.append(*(torch.randn(2, 2, 300, 8, generator=draw) for _ in range(2)), torch.arange(300) >= LEFT)
@@ -325,10 +330,10 @@ def test_a_crafted_stream_is_refused(make, change, tmp_path):
     path = tmp_path / "stream.safetensors"
     make(path)
     rewritten(path, lambda facts, tensors: None)
-    fk.Stream.load(path)
+    Stream.load(path)
     rewritten(path, change)
     with pytest.raises(ValueError, match=r"^path: expected a file that Stream\.save wrote"):
-        fk.Stream.load(path)
+        Stream.load(path)
 
 
 @given(st.data())
@@ -351,7 +356,7 @@ def test_a_tensor_of_any_other_shape_or_dtype_is_refused(data):
         tensors[name] = wrong
         tensor_files.write(path, files.KIND, facts, tensors)
         try:
-            stream = fk.Stream.load(path)
+            stream = Stream.load(path)
         except ValueError:
             return
         assert (name == "asked" and shape[2:3] != tensors[name].shape[2:3]) or stream.length == facts["length"]

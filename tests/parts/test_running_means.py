@@ -32,7 +32,7 @@ def test_sizes_count_the_keys_that_no_list_holds(plan):
 
 def test_with_room_for_all_the_plan_is_exact():
     q, k, v = CAUSAL_SHAPES["causal grouped"].draw()
-    plan = fk.Plan(fk.RecentBlocks(16) | fk.Sinks(1), fk.RunningMeans(150))
+    plan = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(1), fk.rest.RunningMeans(150))
     for impl in ("torch", "reference"):
         found = fk.attention(q, k, v, plan=plan, is_causal=True, impl=impl)
         torch.testing.assert_close(found, fk.attention(q, k, v, is_causal=True), rtol=1e-9, atol=1e-10)
@@ -98,15 +98,15 @@ def test_the_excess_makes_the_mass_right_halfway():
     [
         fk.Window(8),
         fk.Sinks(2),
-        fk.RecentBlocks(8) | fk.Window(4),
-        fk.RecentBlocks(8) | fk.TopK(3),
-        fk.RecentBlocks(8) | fk.KeyNorm(3),
+        fk.select.RecentBlocks(8) | fk.Window(4),
+        fk.select.RecentBlocks(8) | fk.TopK(3),
+        fk.select.RecentBlocks(8) | fk.select.KeyNorm(3),
     ],
     ids=str,
 )
 def test_what_keeps_no_whole_blocks_is_refused(keep):
     with pytest.raises(ValueError, match=r"^keep: "):
-        fk.Plan(keep, fk.RunningMeans(4))
+        fk.Plan(keep, fk.rest.RunningMeans(4))
 
 
 def test_stand_ins_of_the_past_need_a_past():
@@ -118,14 +118,14 @@ def test_stand_ins_of_the_past_need_a_past():
 @pytest.mark.parametrize("size", [0, 3, 12])
 def test_blocks_of_odd_sizes_are_refused(size):
     with pytest.raises(ValueError, match=r"^RecentBlocks size: "):
-        fk.RecentBlocks(size)
+        fk.select.RecentBlocks(size)
 
 
 @pytest.mark.parametrize("blocks", [2, 5])
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_queries_far_behind_the_last_key_cost_no_more_than_near_ones(impl, blocks):
     """Nothing but the blocks of recent keys depends on a query's place, and far behind the keys these are empty."""
-    plan = fk.Plan(fk.RecentBlocks(16, blocks) | fk.Leverage(4), fk.RunningMeans(4))
+    plan = fk.Plan(fk.select.RecentBlocks(16, blocks) | fk.select.Leverage(4), fk.rest.RunningMeans(4))
     query, key, value = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
     far = [
         fk.attention(query[:, :, :20], key, value, plan=plan, is_causal=True, query_offset=offset, impl=impl)

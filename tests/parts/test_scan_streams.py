@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.sketch.codes import BLOCK
+from fewkeys.streaming import Stream
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
     "means": fk.Plan(fk.KeyScan(25), fk.BlockMeans(4)),
     "without stand-ins": fk.Plan(fk.KeyScan(9)),
-    "entmax": fk.Plan(fk.KeyScan(30), weights=fk.Entmax(1.5)),
+    "entmax": fk.Plan(fk.KeyScan(30), weights=fk.weights.Entmax(1.5)),
 }
 
 
@@ -73,7 +74,7 @@ def test_in_any_order_it_equals_the_whole(steps, padding, seed):
         else:
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "stream.safetensors")
-                stream = fk.Stream.load(Path(folder) / "stream.safetensors")
+                stream = Stream.load(Path(folder) / "stream.safetensors")
         assert stream.length == so_far.key.shape[2]
 
 
@@ -108,7 +109,7 @@ def test_memory_is_that_of_the_tokens_and_their_codes():
         assert stream.memory() < 1.5 * stream.length * (2 * dim * 4 + dim / 4 + 4 + 2 * dim * 8 / BLOCK) + 20_000
 
 
-@pytest.mark.parametrize("keep", [fk.KeyScan(9) | fk.Window(9), fk.KeyTree(64) | fk.KeyScan(9)], ids=str)
+@pytest.mark.parametrize("keep", [fk.KeyScan(9) | fk.Window(9), fk.select.KeyTree(64) | fk.KeyScan(9)], ids=str)
 def test_rules_beside_the_scan_are_refused(keep):
     with pytest.raises(ValueError, match=r"^plan: a stream keeps Key(Scan|Tree) alone"):
         fk.stream(fk.Plan(keep))
@@ -122,7 +123,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     short = {name: rows[:, :, 1:] if name.endswith("key") else rows for name, rows in tensors.items()}
     fk.streaming.files.write(path, facts, short)
     with pytest.raises(ValueError, match=r"^path: expected a file that Stream.save wrote"):
-        fk.Stream.load(path)
+        Stream.load(path)
 
 
 @pytest.mark.parametrize("size", [1e30, 1e38])

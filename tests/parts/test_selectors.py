@@ -38,12 +38,12 @@ def test_shared_keys_are_those_of_largest_score(shape):
     shape = SHAPES[shape]
     q, k, _ = shape.draw()
     lengths = shape.lengths or (shape.keys,) * shape.batch
-    for keep in (fk.KeyNorm(5), fk.Leverage(7), fk.Leverage(7, centre=True)):
+    for keep in (fk.select.KeyNorm(5), fk.select.Leverage(7), fk.select.Leverage(7, centre=True)):
         mask = keep.graph(q, k, lengths=torch.tensor(lengths)).to_mask()
         for b, n in enumerate(lengths):
             for h in range(shape.query_heads):
                 rows = k[b, h * shape.kv_heads // shape.query_heads, :n]
-                if isinstance(keep, fk.KeyNorm):
+                if isinstance(keep, fk.select.KeyNorm):
                     score = rows.norm(dim=-1)
                 else:
                     rows = rows - rows.mean(0) if keep.centre else rows
@@ -90,18 +90,20 @@ def test_running_leverage_scores_all_keys_so_far(centre):
         rows = k[0, 0, :stop] - centre * k[0, 0, :stop].mean(0)
         score = torch.einsum("nd,de,ne->n", rows, torch.linalg.pinv(rows.mT @ rows), rows)
         held = sorted(held, key=lambda j, score=score: -score[j])[:count]
-    mask = fk.Leverage(count, centre=centre).graph(k, k, is_causal=True).to_mask()
+    mask = fk.select.Leverage(count, centre=centre).graph(k, k, is_causal=True).to_mask()
     assert mask[0, 0, -1].nonzero().flatten().tolist() == sorted(held)
 
 
 def test_lists_for_cohorts_have_no_alternatives():
     """Nothing else stands beside means for cohorts."""
-    assert fk.Outliers(4, 6).alternatives == (fk.Leverage(4, centre=True), fk.KeyNorm(4))
+    assert fk.Outliers(4, 6).alternatives == (fk.select.Leverage(4, centre=True), fk.select.KeyNorm(4))
     assert fk.Outliers(4, 6, cohorts=2).alternatives == ()
 
 
 @given(
-    keep=st.sampled_from([fk.Window(7), fk.Window(30), fk.RecentBlocks(8), fk.RecentBlocks(4, 3), fk.Sinks(9)]),
+    keep=st.sampled_from(
+        [fk.Window(7), fk.Window(30), fk.select.RecentBlocks(8), fk.select.RecentBlocks(4, 3), fk.Sinks(9)]
+    ),
     queries=st.integers(1, 20),
     keys=st.integers(1, 30),
     offset=st.integers(0, 30),
@@ -121,7 +123,7 @@ def test_top_k_and_best_columns_hold_the_most_mass():
     top = fk.TopK(5).graph(q, k).to_mask()
     assert (top.sum(-1) == 5).all()
     torch.testing.assert_close(fk.metrics.mass(weights, top), weights.topk(5).values.sum(-1))
-    best = fk.BestColumns(5).graph(q, k).to_mask()
+    best = fk.select.BestColumns(5).graph(q, k).to_mask()
     columns = weights.unflatten(1, (2, 3)).sum((2, 3)).topk(5).indices
     expected = torch.zeros(2, 2, 70, dtype=torch.bool).scatter_(-1, columns, True).repeat_interleave(3, 1)
     assert torch.equal(best, expected.unsqueeze(2).expand_as(best))
@@ -174,13 +176,13 @@ def test_graphs_are_consistent(keep, shape):
     half = shape.queries // 2
     assert torch.equal(graph.mask(half, shape.queries), mask[:, :, half:])
     assert torch.equal(graph.mask(0, half), mask[:, :, :half])
-    for other in (fk.Window(3) | fk.Sinks(2), fk.TopK(2), fk.RecentBlocks(32, 1)):
+    for other in (fk.Window(3) | fk.Sinks(2), fk.TopK(2), fk.select.RecentBlocks(32, 1)):
         beside = other.select(inputs).to_mask()
         for united in (keep | other, other | keep):
             assert torch.equal(united.select(inputs).to_mask(), mask | beside)
 
 
-@pytest.mark.parametrize("keep", [fk.KeyNorm(5), fk.Leverage(5), fk.RandomKeys(5)], ids=str)
+@pytest.mark.parametrize("keep", [fk.select.KeyNorm(5), fk.select.Leverage(5), fk.RandomKeys(5)], ids=str)
 def test_causal_lists_use_their_places(keep):
     """Once enough keys are complete every query keeps `count` of them; before, all that it may see up to `count`."""
     shape = CAUSAL_SHAPES["causal"]
@@ -197,7 +199,7 @@ def test_sizes_of_recent_blocks_are_powers_of_two():
         while 2 * lower <= size:
             lower *= 2
         if size == lower:
-            assert fk.RecentBlocks(size).size == size
+            assert fk.select.RecentBlocks(size).size == size
         else:
             with pytest.raises(ValueError, match=f"got {size}; take {lower} or {2 * lower}$"):
-                fk.RecentBlocks(size)
+                fk.select.RecentBlocks(size)

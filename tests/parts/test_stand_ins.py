@@ -19,7 +19,7 @@ def test_cluster_means_follow_their_equations(shape):
     shape = SHAPES[shape]
     q, k, v = shape.draw()
     inputs = check_inputs(q, k, v, **shape.options)
-    graph = fk.Leverage(6).select(inputs)
+    graph = fk.select.Leverage(6).select(inputs)
     found = fk.ClusterMeans(5, rank=8).prepare(inputs, graph, fk.Softmax())
     label = clusters(inputs, 5).label
     lengths = shape.lengths or (shape.keys,) * shape.batch
@@ -82,25 +82,25 @@ def test_moments_are_exact_for_gaussian_keys():
     v = v + 1
     q = 0.7 * torch.randn(1, 1, 40, d, generator=g, dtype=torch.float64)
     exact = fk.attention(q, k, v, scale=1.0)
-    found = fk.attention(q, k, v, keep=fk.Sinks(1), rest=fk.Moments(), scale=1.0, impl="torch")
+    found = fk.attention(q, k, v, keep=fk.Sinks(1), rest=fk.rest.Moments(), scale=1.0, impl="torch")
     assert (found - exact).norm() < 0.02 * exact.norm()
     # The mass counts against kept keys: a heavy kept key gets the share that exact attention gives it.
     heavy = k.clone()
     heavy[0, 0, 0] = 6 * torch.nn.functional.normalize(q[0, 0].mean(0), dim=0)
     mark = torch.zeros_like(v)
     mark[:, :, 0] = 1
-    options = {"keep": fk.Sinks(1), "rest": fk.Moments(), "scale": 1.0, "impl": "torch"}
+    options = {"keep": fk.Sinks(1), "rest": fk.rest.Moments(), "scale": 1.0, "impl": "torch"}
     share, exact_share = fk.attention(q, heavy, mark, **options), fk.attention(q, heavy, mark, scale=1.0)
     assert (share - exact_share).norm() < 0.03 * exact_share.norm()
 
 
-@pytest.mark.parametrize("weights", [fk.Softmax(), fk.Power(2.0)], ids=str)
+@pytest.mark.parametrize("weights", [fk.Softmax(), fk.weights.Power(2.0)], ids=str)
 def test_uniform_sample_is_unbiased(weights):
     """Sums over the sample, averaged over draws, are the sums over all keys that are not kept."""
     q, k, v = SHAPES["plain"].draw()
     q = q / 4
     inputs = check_inputs(q, k, v)
-    graph = fk.Leverage(6).select(inputs)
+    graph = fk.select.Leverage(6).select(inputs)
     free = ~graph.to_mask()
 
     def kernel(scores):
@@ -110,20 +110,20 @@ def test_uniform_sample_is_unbiased(weights):
     draws = []
     for seed in range(400):
         inputs = check_inputs(q, k, v, generator=torch.Generator().manual_seed(seed))
-        sample = fk.UniformSample(20).prepare(inputs, graph, weights)
+        sample = fk.rest.UniformSample(20).prepare(inputs, graph, weights)
         draws.append((kernel(q @ sample.key.mT / 8**0.5) * sample.member.sum(-2).unsqueeze(-2)) @ sample.value)
     draws = torch.stack(draws)
     standard_error = draws.std(0) / 400**0.5
     assert ((draws.mean(0) - exact).abs() < 5 * standard_error).all()
 
 
-@pytest.mark.parametrize("weights", [fk.Softmax(), fk.Power(2.0)], ids=str)
+@pytest.mark.parametrize("weights", [fk.Softmax(), fk.weights.Power(2.0)], ids=str)
 @pytest.mark.parametrize("count", [64, 70, 500])
 def test_a_sample_of_everything_is_exact(count, weights):
     """64 of the 70 keys are not kept: with as many places each of them speaks for itself."""
     q, k, v = SHAPES["plain"].draw()
-    rest = fk.UniformSample(count)
-    found = fk.attention(q, k, v, keep=fk.Leverage(6), rest=rest, weights=weights, impl="torch")
+    rest = fk.rest.UniformSample(count)
+    found = fk.attention(q, k, v, keep=fk.select.Leverage(6), rest=rest, weights=weights, impl="torch")
     torch.testing.assert_close(found, fk.attention(q, k, v, weights=weights))
 
 
@@ -170,7 +170,7 @@ def test_a_subspace_has_no_direction_that_rounding_chose(dtype):
 def test_a_sampled_key_is_of_the_share_it_speaks_for(kept, count):
     """Also where shares are of two sizes, and where there are more of them than keys."""
     inputs = check_inputs(*SHAPES["plain"].draw())
-    found = fk.UniformSample(count).prepare(inputs, fk.Sinks(kept).select(inputs), fk.Softmax())
+    found = fk.rest.UniformSample(count).prepare(inputs, fk.Sinks(kept).select(inputs), fk.Softmax())
     own = (inputs.key.unsqueeze(3) == found.key.unsqueeze(2)).all(-1).int().argmax(2)
     shares = torch.arange(count)[: min(count, 70 - kept)]
     assert torch.equal(found.label.gather(-1, own)[..., shares], shares.expand(2, 2, -1))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from cases import CASES, CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
+from fewkeys.streaming import Stream
 from fewkeys.streaming.parts import parts_of
 
 PLANS = {
@@ -101,7 +102,7 @@ def test_padding_anywhere_is_as_if_it_never_came(plan, tmp_path):
     found = [feed(stream, *(rows[:, :, :90] for rows in (q, k, v)), mask[:, :90], [20, 1, 69])]
     stream.crop(89)
     stream.save(tmp_path / "stream")
-    stream = fk.Stream.load(tmp_path / "stream")
+    stream = Stream.load(tmp_path / "stream")
     stream.select(torch.tensor([1, 0]))
     rest = feed(stream, *(rows.flip(0)[:, :, 89:] for rows in (q, k, v)), mask.flip(0)[:, 89:], [30, 31])
     found = torch.cat([found[0][:, :, :89], rest.flip(0)], 2)
@@ -121,7 +122,7 @@ def test_saved_and_restored_it_goes_on_bit_identically(plan, cut, tmp_path):
     before = (slice(None), slice(None), slice(cut))
     feed(stream, q[before], k[before], v[before], mask[:, :cut], [cut])
     stream.save(tmp_path / "stream.safetensors")
-    restored = fk.Stream.load(tmp_path / "stream.safetensors")
+    restored = Stream.load(tmp_path / "stream.safetensors")
     assert (restored.length, restored.plan, restored.memory()) == (cut, plan, stream.memory())
     after = (slice(None), slice(None), slice(cut, None))
     sizes = pieces(150 - cut, [20, 21, 50])
@@ -131,7 +132,7 @@ def test_saved_and_restored_it_goes_on_bit_identically(plan, cut, tmp_path):
 
 def test_an_empty_stream_saves_and_restores(tmp_path):
     fk.stream(FULL).save(tmp_path / "stream.safetensors")
-    assert fk.Stream.load(tmp_path / "stream.safetensors").length == 0
+    assert Stream.load(tmp_path / "stream.safetensors").length == 0
 
 
 def test_files_that_are_no_streams_are_refused(tmp_path):
@@ -143,14 +144,14 @@ def test_files_that_are_no_streams_are_refused(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="damaged"):
-        fk.Stream.load(path)
+        Stream.load(path)
     from safetensors.torch import save_file
 
     save_file({"near": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="not a stream"):
-        fk.Stream.load(path)
+        Stream.load(path)
     with pytest.raises(FileNotFoundError, match="no file"):
-        fk.Stream.load(tmp_path / "missing")
+        Stream.load(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
@@ -201,7 +202,7 @@ def test_cropping_forgets_what_came_later(plan, back):
 @pytest.mark.parametrize("tokens", [12, 16])
 def test_cropping_again_is_right_or_refused(tokens, lengths):
     """What moved when a unit began stays moved, however much of the unit is taken back."""
-    plan = fk.Plan(fk.RecentBlocks(8, 1) | fk.Sinks(1), fk.RunningMeans(3))
+    plan = fk.Plan(fk.select.RecentBlocks(8, 1) | fk.Sinks(1), fk.rest.RunningMeans(3))
     q, k, v = SHAPES[0].draw()
     mask = real(SHAPES[0])
     stream, other = fk.stream(plan), fk.stream(plan)
@@ -223,7 +224,7 @@ def test_cropping_again_is_right_or_refused(tokens, lengths):
 @pytest.mark.parametrize("cropped", [False, True])
 @pytest.mark.parametrize(
     "plan",
-    [fk.Plan(fk.Window(20) | fk.Sinks(2)), fk.Plan(fk.RecentBlocks(16, 2) | fk.Window(9) | fk.Sinks(70))],
+    [fk.Plan(fk.Window(20) | fk.Sinks(2)), fk.Plan(fk.select.RecentBlocks(16, 2) | fk.Window(9) | fk.Sinks(70))],
     ids=str,
 )
 def test_merging_and_cropping_inside_the_last_unit(plan, length, cropped):
@@ -247,7 +248,7 @@ def test_a_merge_ends_what_could_be_taken_back():
     """What was held at the ends of units before knows nothing of the tokens that the other stream brought."""
     plan = fk.Plan(fk.Window(20) | fk.Sinks(2))
     q, k, v = SHAPES[0].draw()
-    first, second = fk.Stream(plan, undo=64), fk.stream(plan)
+    first, second = Stream(plan, undo=64), fk.stream(plan)
     for stream, part in ((first, slice(0, 64)), (second, slice(64, 120))):
         feed(stream, q[:, :, part], k[:, :, part], v[:, :, part], real(SHAPES[0])[:, part], [part.stop - part.start])
     first.check_crop(10)
@@ -263,7 +264,7 @@ def test_cropping_inside_padding(plan, left):
     q, k, v = SHAPES[0].draw()
     mask = torch.ones(2, 150, dtype=torch.bool)
     mask[0, 88:100] = False
-    stream, other = fk.Stream(plan, undo=64), fk.stream(plan)
+    stream, other = Stream(plan, undo=64), fk.stream(plan)
     feed(stream, q[:, :, :104], k[:, :, :104], v[:, :, :104], mask[:, :104], [104])
     stream.crop(left)
     mask[0, left:] = True
@@ -272,12 +273,14 @@ def test_cropping_inside_padding(plan, left):
     torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("weights", [fk.Power(2.0), fk.Elu(), fk.Softmax()], ids=str)
-@pytest.mark.parametrize("heavy", [fk.Leverage(5), fk.RandomKeys(9), fk.Leverage(4) | fk.RandomKeys(7)], ids=str)
-@pytest.mark.parametrize("recent", [fk.RecentBlocks(16), fk.RecentBlocks(64, 1)], ids=str)
+@pytest.mark.parametrize("weights", [fk.weights.Power(2.0), fk.weights.Elu(), fk.Softmax()], ids=str)
+@pytest.mark.parametrize(
+    "heavy", [fk.select.Leverage(5), fk.RandomKeys(9), fk.select.Leverage(4) | fk.RandomKeys(7)], ids=str
+)
+@pytest.mark.parametrize("recent", [fk.select.RecentBlocks(16), fk.select.RecentBlocks(64, 1)], ids=str)
 def test_equals_are_merged_in_the_order_of_their_places(recent, heavy, weights):
     """Under other weights than softmax all single keys weigh the same, whichever list they leave."""
-    plan = fk.Plan(recent | fk.Sinks(2) | heavy, fk.RunningMeans(7), weights)
+    plan = fk.Plan(recent | fk.Sinks(2) | heavy, fk.rest.RunningMeans(7), weights)
     q, k, v = SHAPES[1].draw()
     want = fk.attention(q, k, v, plan=plan, impl="torch", **SHAPES[1].options)
     for sizes in ([150], [40, 1, 70, 39]):
@@ -308,7 +311,7 @@ def test_merging_counts_every_key_once(name, length):
 
 
 def test_merging_without_forgetting_is_the_stream_itself():
-    plan = fk.Plan(fk.RecentBlocks(64, 3) | fk.Sinks(2), fk.RunningMeans(4))
+    plan = fk.Plan(fk.select.RecentBlocks(64, 3) | fk.Sinks(2), fk.rest.RunningMeans(4))
     q, k, v = SHAPES[0].draw()
     whole, first, second = (fk.stream(plan) for _ in range(3))
     mask = real(SHAPES[0])
@@ -375,7 +378,7 @@ def test_refusals_name_the_argument(case):
 def test_leverage_of_keys_of_any_size(centre):
     """Their squares have no float32; exact attention of them is finite, and so is what a saved stream goes on with."""
     q, k, v = torch.randn(3, 1, 2, 100, 16, generator=torch.Generator().manual_seed(0))
-    stream = fk.stream(fk.Plan(fk.Leverage(6, centre=centre) | fk.Window(9) | fk.Sinks(2)))
+    stream = fk.stream(fk.Plan(fk.select.Leverage(6, centre=centre) | fk.Window(9) | fk.Sinks(2)))
     want = fk.stream(stream.plan)
     for large, part in ((1e19, stream), (1.0, want)):
         part.append(k.sign() * large, v)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.execute.native import descent
+from fewkeys.streaming import Stream
 from fewkeys.tree.growing import UNDO
 from fewkeys.tree.rule import block_of
 from fewkeys.tree.sequences import steps_after, steps_of
@@ -22,8 +23,8 @@ PLANS = {
     "blocks of 16": fk.budget(64, is_causal=True).never_exact(),
     "blocks of 32": fk.budget(160, is_causal=True).never_exact(),
     "until a share": fk.budget(64, is_causal=True, mass=0.7).never_exact(),
-    "without stand-ins": fk.Plan(fk.KeyTree(70)),
-    "entmax": fk.Plan(fk.KeyTree(66), weights=fk.Entmax(1.5)),
+    "without stand-ins": fk.Plan(fk.select.KeyTree(70)),
+    "entmax": fk.Plan(fk.select.KeyTree(66), weights=fk.weights.Entmax(1.5)),
 }
 
 
@@ -89,7 +90,7 @@ def test_in_any_order_it_equals_the_whole_or_is_refused(name, steps, padding, se
         else:
             with tempfile.TemporaryDirectory() as folder:
                 stream.save(Path(folder) / "stream.safetensors")
-                stream = fk.Stream.load(Path(folder) / "stream.safetensors")
+                stream = Stream.load(Path(folder) / "stream.safetensors")
         assert stream.length == so_far.key.shape[2]
 
 
@@ -108,7 +109,7 @@ def test_saved_and_restored_it_goes_on_bit_identically(tmp_path):
     stream = fk.stream(plan, scale=0.4)
     tokens[:300].feed(stream)
     stream.save(tmp_path / "stream.safetensors")
-    restored = fk.Stream.load(tmp_path / "stream.safetensors")
+    restored = Stream.load(tmp_path / "stream.safetensors")
     assert torch.equal(tokens[300:].feed(stream), tokens[300:].feed(restored))
 
 
@@ -138,7 +139,9 @@ def test_memory_grows_with_the_tokens_alone():
     assert stream.plan == plan
 
 
-@pytest.mark.parametrize("plan", [fk.Plan(fk.KeyTree(64) | fk.Window(9)), fk.Plan(fk.KeyTree(64) | fk.KeyTree(65))])
+@pytest.mark.parametrize(
+    "plan", [fk.Plan(fk.select.KeyTree(64) | fk.Window(9)), fk.Plan(fk.select.KeyTree(64) | fk.select.KeyTree(65))]
+)
 def test_rules_beside_the_tree_are_refused(plan):
     with pytest.raises(ValueError, match=r"^plan: a stream keeps KeyTree alone"):
         fk.stream(plan)
@@ -205,7 +208,7 @@ def test_a_query_beyond_all_bounds_is_answered(size):
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 270, 8, generator=draw) for heads in (4, 2, 2))
     query[0, 0, 60, 0] = size
-    stream, found = fk.stream(fk.Plan(fk.KeyTree(64), fk.TreeMeans())), []
+    stream, found = fk.stream(fk.Plan(fk.select.KeyTree(64), fk.rest.TreeMeans())), []
     for part in (slice(0, 200), slice(200, 270)):
         stream.append(key[:, :, part], value[:, :, part])
         found.append(stream.attend(query[:, :, part]))

@@ -54,14 +54,14 @@ def test_a_row_in_parts_is_the_row(weights, scale):
 
 def test_powers_below_one_are_allowed():
     scores = torch.tensor([[0.25, 4.0]])
-    for weights in (fk.Power(0.5), fk.Relu(0.5)):
+    for weights in (fk.weights.Power(0.5), fk.weights.Relu(0.5)):
         torch.testing.assert_close(weights.normalised(scores), torch.tensor([[0.2, 0.8]]))
 
 
 def test_their_gradient_at_nothing_is_none():
     """x^p rises infinitely fast at 0, where a weight is zero as it is below."""
     scores = torch.tensor([[-1.0, 0.0, 4.0]], requires_grad=True)
-    (grad,) = torch.autograd.grad(fk.Relu(0.5).kernel([scores])[0].sum(), scores)
+    (grad,) = torch.autograd.grad(fk.weights.Relu(0.5).kernel([scores])[0].sum(), scores)
     torch.testing.assert_close(grad, torch.tensor([[0.0, 0.0, 0.25]]))
 
 

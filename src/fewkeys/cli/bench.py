@@ -177,6 +177,7 @@ def _plans(text: str) -> list[str]:
 def _plan(name: str, is_causal: bool) -> Plan:
     """The plan called `name`: the recommended one, or a peer or control with as many slots."""
     import fewkeys as fk
+    from fewkeys.papers import sparsefinder
 
     method, _, count = name.partition(":")
     slots = int(count)
@@ -186,14 +187,17 @@ def _plan(name: str, is_causal: bool) -> Plan:
     if method == "constant":
         return fk.budget(slots, is_causal=is_causal, memory="constant")
     if method == "tree":
-        return fk.Plan(fk.KeyTree(slots), fk.TreeMeans())
+        return fk.Plan(fk.select.KeyTree(slots), fk.rest.TreeMeans())
     if method in ("sample", "hyper"):
-        return fk.Plan(fk.Window(half | 1) if method == "sample" else fk.SortedLSH(half), fk.UniformSample(half))
+        return fk.Plan(
+            fk.Window(half | 1) if method == "sample" else sparsefinder.SortedLSH(half),
+            fk.rest.UniformSample(half),
+        )
     keeps = {
         "window": fk.Window(slots),
         "sinks": fk.Sinks(min(4, half)) | fk.Window(slots - min(4, half)) if slots > 1 else fk.Window(1),
-        "leverage": fk.Leverage(half, centre=True) | fk.Window(half),
-        "norm": fk.KeyNorm(half) | fk.Window(half),
+        "leverage": fk.select.Leverage(half, centre=True) | fk.Window(half),
+        "norm": fk.select.KeyNorm(half) | fk.Window(half),
         "random": fk.RandomKeys(half) | fk.Window(half),
         "top-k": fk.TopK(slots),
     }

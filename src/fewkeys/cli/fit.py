@@ -18,7 +18,7 @@ from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from fewkeys.captures.capture import Capture
-    from fewkeys.predict.judge import Found
+    from fewkeys.papers.sparsefinder.fit_report import Found
 
 WORK = ".fitting"
 """Folder inside --out for the state of the fit, gone at the end."""
@@ -38,11 +38,11 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "fit",
         help="learn to predict the graph of entmax attention",
-        description="Fit fewkeys.Sparsefinder to a model whose attention is alpha-entmax: projections of queries and "
-        "keys in which those that attend to each other are near. The last part of the sequences is held out: the table "
+        description="Fit a Sparsefinder to a model whose attention is alpha-entmax: projections of queries and keys in "
+        "which those that attend to each other are near. The last part of the sequences is held out: the table "
         "printed shows how much of their gold graph several groupings find there, beside a window and random edges "
-        "that keep as many keys. Writes the predictor (fewkeys.Sparsefinder.from_pretrained) and fit.json. An "
-        "interrupted fit goes on where it stopped.",
+        "that keep as many keys. Writes the predictor (Sparsefinder.from_pretrained) and fit.json. An interrupted "
+        "fit goes on where it stopped.",
     )
     add_model(parser, capture=True)
     add_text(parser)
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
     with progress() as step:
         captured = _captured(arguments, step)
 
-        from fewkeys.predict import Sparsefinder
-        from fewkeys.predict.judge import judge
+        from fewkeys.papers.sparsefinder import Sparsefinder
+        from fewkeys.papers.sparsefinder.fit_report import judge
         from fewkeys.select import Window
 
         held_out = max(1, round(arguments.held_out * captured.sequences))
@@ -134,7 +134,7 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
 
 def _groupings(capture: Capture, margin: float) -> list[Any]:
     """Some of each kind; clusters around the square root of the length, a distance at the scale of the margin."""
-    from fewkeys.select import Buckets, ClusterPairs, Clusters, Distance
+    from fewkeys.papers.sparsefinder import Buckets, ClusterPairs, Clusters, Distance
 
     root = max(2, round(math.sqrt(max(call.key.shape[2] for call in capture.calls(0)))))
     counts = sorted({max(2, root // 2), root})

@@ -1,18 +1,21 @@
 """The catalogues: which classes are public and may be loaded by name, filled as the classes are defined.
 
-A concrete class of this package enters by deriving from a `Listed` base, and so becomes loadable and a public name of
-`fewkeys`. Names that begin with an underscore do not, nor do classes defined elsewhere: a name in a file never leads to
-code that was not meant to be loaded. `class Mine(Selector, listed=True)` enters one of those, `listed=False` leaves one
-out.
+A concrete class of this package enters by deriving from a `Listed` base, and so becomes loadable. Names that begin with
+an underscore do not, nor do classes defined elsewhere: a name in a file never leads to code that was not meant to be
+loaded. `class Mine(Selector, listed=True)` enters one of those, `listed=False` leaves one out.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator
+from importlib import import_module
 from typing import Any, ClassVar, Generic, TypeVar
 
 PACKAGE = __name__.partition(".")[0]
+
+LATE = f"{PACKAGE}.papers"
+"""A room that no other imports: it is loaded when a name is asked for that no loaded class has."""
 
 T = TypeVar("T")
 
@@ -27,7 +30,7 @@ class Listed:
         ours = cls.__module__.partition(".")[0] == PACKAGE and not cls.__name__.startswith("_")
         if not (ours if listed is None else listed):
             return
-        if cls.__name__ in Listed._known:
+        if cls.__name__ in Listed._known or (cls.__module__.partition(".")[0] != PACKAGE and _kind(cls.__name__)):
             raise ValueError(
                 f"{cls.__name__}: expected a name that is not in a catalogue yet, got that of "
                 f"{Listed._known[cls.__name__].__module__}; rename it, or leave it out by listed=False"
@@ -55,8 +58,13 @@ class Catalogue(Collection[type[T]], Generic[T]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def get(self, name: str) -> type[T] | None:
+        """The class of this name; None where the catalogue has none."""
+        kind = _kind(name)
+        return kind if kind in self else None
+
     def named(self) -> dict[str, type[T]]:
-        """The classes by name."""
+        """The classes by name, as far as they are loaded."""
         return {kind.__name__: kind for kind in self}
 
 
@@ -67,4 +75,11 @@ def is_listed(kind: type[Any]) -> bool:
 
 def is_taken(kind: type[Any]) -> bool:
     """Whether the name of a class leads to another one."""
-    return Listed._known.get(kind.__name__, kind) is not kind
+    return not is_listed(kind) and _kind(kind.__name__) is not None
+
+
+def _kind(name: str) -> type[Any] | None:
+    """The class that a name leads to."""
+    if name not in Listed._known:
+        import_module(LATE)
+    return Listed._known.get(name)

@@ -1,12 +1,12 @@
 """Which keys each query attends to exactly.
 
-A `Graph` is a union of five kinds of edges, each stored in the space its pattern needs, never as n x n:
+A `Graph` is a union of these kinds of edges, each stored in the space its pattern needs, never as n x n:
 
 * a band: every query sees the keys from `left` before to `right` after its own position;
 * columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
 * rows: every query has its own list of keys (only oracles need this);
-* groups: every query sees the keys that share one of its groups;
-* a descent: every query finds its own keys, in a tree over them or by their codes.
+* a descent: every query finds its own keys, in a tree over them or by their codes;
+* extra edges: of a kind that this package's executors do not know; they bring their own.
 
 Causality and padding hold for every kind: hidden keys are never edges.
 """
@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.groups import Groups
 from fewkeys.core.inputs import Inputs
 
 
@@ -66,6 +65,29 @@ class Descent(Protocol):
         """How many nodes each of these queries scores, (B, Hq, stop - start)."""
 
 
+class ExtraEdges(Protocol):
+    """Edges of another kind, with their own executor. A frozen value of tensors; `mask` alone defines the edges."""
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise `ValueError` where these cannot be edges of such a problem."""
+
+    def mask(self, start: int, stop: int) -> Tensor:
+        """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
+
+    def __or__(self, other: Self) -> Self:
+        """The edges of either."""
+
+    def delayed(self, count: int) -> Self:
+        """The same edges where `count` queries without any stand in front."""
+
+    def attend(self, problem: Any) -> Tensor:
+        """The output (B, Hq, Nq, Dv) of a `fewkeys.execute.problem.Problem` whose graph has these edges.
+
+        `fewkeys.execute.torch.by_block.by_chunks` runs it piece by piece. The graph may have a band and columns
+        besides, and stand-ins may speak for what no query keeps. Equal to the reference up to rounding.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """The edges (query, key) that are attended to exactly, for the problem `inputs` they were chosen for."""
@@ -75,19 +97,12 @@ class Graph:
     columns: Columns | None = None
     rows: Tensor | None = None  # (B, Hq, Nq, R) key positions, -1 for none
     full: bool = False
-    groups: Groups | None = None
+    extra: ExtraEdges | None = None
     descent: Descent | None = None
 
     def __post_init__(self) -> None:
-        x, groups = self.inputs, self.groups
-        if groups is None:
-            return
-        for name, ids, tokens in (("query", groups.query, x.queries), ("key", groups.key, x.keys)):
-            if ids.shape[:3] != (x.batch, x.query_heads, tokens):
-                raise ValueError(
-                    f"groups: expected {name} ids of shape ({x.batch}, {x.query_heads}, {tokens}, any), got "
-                    f"{tuple(ids.shape)}; ids are per batch entry, query head and token"
-                )
+        if self.extra is not None:
+            self.extra.check(self.inputs)
 
     def __or__(self, other: Graph) -> Graph:
         if other.inputs is not self.inputs:
@@ -100,7 +115,7 @@ class Graph:
             _join_columns(self.columns, other.columns, self.inputs),
             _join_rows(self.rows, other.rows),
             self.full or other.full,
-            _join_groups(self.groups, other.groups),
+            _join_extra(self.extra, other.extra),
             self.descent or other.descent,
         )
 
@@ -149,8 +164,8 @@ class Graph:
             rows = self.rows[:, :, start:stop]
             hits = torch.zeros((x.batch, heads, count, x.keys), dtype=torch.int32, device=device)
             seen |= hits.scatter_add_(-1, rows.clamp_min(0), (rows >= 0).to(torch.int32)) > 0
-        if self.groups is not None:
-            seen |= self.groups.mask(start, stop)
+        if self.extra is not None:
+            seen |= self.extra.mask(start, stop)
         if self.descent is not None:
             seen |= self.descent.mask(start, stop)
         return seen & visible(x, start, stop)
@@ -267,7 +282,9 @@ def _join_rows(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return torch.cat([a, b], -1)
 
 
-def _join_groups(a: Groups | None, b: Groups | None) -> Groups | None:
+def _join_extra(a: ExtraEdges | None, b: ExtraEdges | None) -> ExtraEdges | None:
     if a is None or b is None:
         return a or b
+    if type(a) is not type(b):
+        raise ValueError(f"keep: expected extra edges of one kind, got {type(a).__name__} and {type(b).__name__}")
     return a | b

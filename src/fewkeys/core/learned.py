@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from fewkeys.core.catalogue import Listed, is_taken
+from fewkeys.core.catalogue import Catalogue, Listed, is_taken
 from fewkeys.core.files import write_whole
 from fewkeys.core.tensor_files import fingerprint, loaded, plain
 
@@ -47,6 +47,15 @@ class Learned(Listed, listed=False):
         shapes = ", ".join(f"{name}: {tuple(tensor.shape)}" for name, tensor in self.tensors.items())
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
+
+class Nested(Listed, listed=False):
+    """Base of configurations that are no part of a plan themselves and that a part may hold."""
+
+
+NESTED: Catalogue[Listed] = Catalogue(Nested, Learned)
+"""The catalogue: what a part of a plan may hold, saved and loaded with it."""
+
+LEARNED: Catalogue[Learned] = Catalogue(Learned)
 
 LEARNED_FILES = "learned-*.safetensors"
 """All that `file_name` gives."""
@@ -111,20 +120,15 @@ def _packed(value: object) -> object:
 
 
 def unpack(
-    name: str,
-    data: Mapping[str, Any],
-    catalogue: Iterable[type[Any]],
-    parts: Iterable[type[Any]] = (),
-    learned: Mapping[str, Learned] | None = None,
+    name: str, data: Mapping[str, Any], catalogue: Catalogue[Any], learned: Mapping[str, Learned] | None = None
 ) -> Any:
-    """The inverse of `pack`: one of `catalogue`, which may hold values of the classes `parts`.
+    """The inverse of `pack`: one of `catalogue`, which may hold `NESTED` values.
 
     `learned` holds the learned values by fingerprint, as `load_learned` finds them.
     """
-    known = {kind.__name__: kind for kind in catalogue}
-    if data["type"] not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(sorted(known))}, got {data['type']!r}")
-    kind = known[data["type"]]
+    kind = catalogue.get(data["type"])
+    if kind is None:
+        raise ValueError(f"{name}: expected one of {', '.join(sorted(catalogue.named()))}, got {data['type']!r}")
     if issubclass(kind, Learned):
         if learned is None or data["tensors"] not in learned:
             raise ValueError(
@@ -135,7 +139,7 @@ def unpack(
     given = {key: value for key, value in data.items() if key != "type"}
     return kind(
         **{
-            key: unpack(key, value, parts, parts, learned) if isinstance(value, Mapping) else value
+            key: unpack(key, value, NESTED, learned) if isinstance(value, Mapping) else value
             for key, value in given.items()
         }
     )
@@ -159,9 +163,8 @@ def save_learned(directory: str | os.PathLike[str], configuration: object) -> No
         write_tensors(directory, type(part).__name__, part.tensors)
 
 
-def load_learned(directory: str | os.PathLike[str], data: object, catalogue: Iterable[type[Any]]) -> dict[str, Learned]:
+def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, Learned]:
     """By fingerprint, the learned values that a description points to, read from beside it."""
-    known = {kind.__name__: kind for kind in catalogue if issubclass(kind, Learned)}
     found: dict[str, Learned] = {}
 
     def look(value: object) -> None:
@@ -169,15 +172,22 @@ def load_learned(directory: str | os.PathLike[str], data: object, catalogue: Ite
             for item in value:
                 look(item)
         elif isinstance(value, Mapping):
-            mark, kind = value.get("tensors"), value.get("type")
-            if isinstance(mark, str) and isinstance(kind, str) and kind in known and mark not in found:
-                tensors = read_tensors(directory, kind, mark)
-                try:
-                    found[mark] = known[kind](**tensors)
-                except (TypeError, ValueError) as error:
-                    raise ValueError(f"directory: {file_name(mark)} holds no sound {kind}: {error}") from None
+            mark, name = value.get("tensors"), value.get("type")
+            if isinstance(mark, str) and isinstance(name, str) and mark not in found:
+                kind = LEARNED.get(name)
+                if kind is not None:
+                    found[mark] = _made(directory, kind, mark)
             for item in value.values():
                 look(item)
 
     look(data)
     return found
+
+
+def _made(directory: str | os.PathLike[str], kind: type[Learned], mark: str) -> Learned:
+    """The learned value of this class whose tensors have the fingerprint `mark`."""
+    tensors = read_tensors(directory, kind.__name__, mark)
+    try:
+        return kind(**tensors)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"directory: {file_name(mark)} holds no sound {kind.__name__}: {error}") from None

@@ -113,6 +113,12 @@ class Options(TypedDict, total=False):
     distance_bias: Tensor | None
 
 
+def unknown_option(name: str) -> TypeError:
+    """The error for an argument that `fewkeys.attention` does not have, such as torch's `attn_mask`."""
+    fix = "use key_mask (bool, True for real keys) for padding and is_causal=True for causal attention"
+    return TypeError(f"{name}: attention() has no such argument" + (f"; {fix}" if "mask" in name else ""))
+
+
 def check_inputs(
     query: object,
     key: object,

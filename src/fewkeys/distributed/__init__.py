@@ -9,8 +9,12 @@
 Importing needs no process group. The functions are collectives: every rank of the group makes the same calls.
 """
 
-from fewkeys.distributed.attention import attention
-from fewkeys.distributed.communicator import Communicator
-from fewkeys.distributed.keys import leverage_scores, universal_set
+from fewkeys.core.rooms import public_names
+from fewkeys.distributed.attention import attention as attention
+from fewkeys.distributed.communicator import Communicator as Communicator
+from fewkeys.distributed.keys import leverage_scores as leverage_scores
+from fewkeys.distributed.keys import universal_set as universal_set
 
-__all__ = ["Communicator", "attention", "leverage_scores", "universal_set"]
+
+def __dir__() -> list[str]:
+    return public_names(globals())

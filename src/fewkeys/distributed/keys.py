@@ -68,14 +68,14 @@ class _Sum(torch.autograd.Function):
 def leverage_scores(
     key: Tensor, power: float = 2.0, ridge: float = 0.0, *, group: ProcessGroup | Communicator | None = None
 ) -> Tensor:
-    """The scores of this rank's keys against the keys of all ranks: a shard of `fewkeys.leverage_scores`.
+    """The scores of this rank's keys against the keys of all ranks.
 
     A collective: every rank of the group calls it, with the same arguments apart from `key`.
 
     Args:
         key: (B, H, N_local, D), this rank's shard of the token axis, shards standing in rank order. N_local may differ
             between ranks and be 0 on some; everything else about it is the same on all.
-        power, ridge: as in `fewkeys.leverage_scores`.
+        power, ridge: as in `fewkeys.sketch.leverage.leverage_scores`.
         group: a process group, or a `Communicator` around one to set the timeout and to read the bytes sent; None: the
             default group.
 
@@ -117,7 +117,7 @@ def leverage_scores(
 def universal_set(
     key: Tensor, eps: float, power: float = 2.0, *, group: ProcessGroup | Communicator | None = None
 ) -> Tensor:
-    """The keys of this rank that belong to the universal set of all ranks' keys: a shard of `fewkeys.universal_set`.
+    """The keys of this rank that belong to the universal set of all ranks' keys.
 
     Together the ranks mark the keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible
     query, as one process would on the concatenation. Both compute scores in float64 and count a score from

@@ -80,7 +80,7 @@ def apply(
     `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
-    honoured: attention dropout, chunks of the model's own, packed sequences, prepared 4-D masks, static caches,
+    honoured: attention dropout, chunks of the model's own, packed causal sequences, prepared 4-D masks, static caches,
     `output_attentions`; and for a plan that refuses causal attention in a causal model. docs/families.md lists model
     families.
 
@@ -259,7 +259,7 @@ def exact_passes(
                 f"model: {type(module).__name__} has "
                 + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
                 + ", which is judged by no capture"
-                + ("" if inputs.softcap is None else f", unless weights=fewkeys.Softcap({inputs.softcap})")
+                + ("" if inputs.softcap is None else f", unless weights=fewkeys.weights.Softcap({inputs.softcap})")
                 + "; fewkeys.apply knows it: compare the outputs of the model"
             )
         output = exact(module, inputs) if weights is None else _exact_by(weights, inputs)

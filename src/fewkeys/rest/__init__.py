@@ -3,7 +3,7 @@
 A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
 """
 
-from fewkeys.rest.base import RESTS as RESTS
+from fewkeys.core.rooms import public_names
 from fewkeys.rest.base import AnyStandIns as AnyStandIns
 from fewkeys.rest.base import BlockStandIns as BlockStandIns
 from fewkeys.rest.base import Drop as Drop
@@ -13,8 +13,11 @@ from fewkeys.rest.base import Rest as Rest
 from fewkeys.rest.base import StandIns as StandIns
 from fewkeys.rest.block_means import BlockMeans as BlockMeans
 from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
-from fewkeys.rest.group_means import GroupMeans as GroupMeans
 from fewkeys.rest.moments import Moments as Moments
 from fewkeys.rest.running_means import RunningMeans as RunningMeans
 from fewkeys.rest.tree_means import TreeMeans as TreeMeans
 from fewkeys.rest.uniform_sample import UniformSample as UniformSample
+
+
+def __dir__() -> list[str]:
+    return public_names(globals())

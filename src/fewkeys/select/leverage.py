@@ -9,14 +9,14 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
-from fewkeys.core.validation import check_count, check_real
+from fewkeys.core.precision import full_precision, working
+from fewkeys.core.validation import check_count, check_finite, check_real
 from fewkeys.core.work import Work
 from fewkeys.select.base import Best, Remembered, Selector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.select.controls import KeyNorm
 from fewkeys.sketch.gram import gram64, root64, score_rows
-from fewkeys.sketch.leverage import ROUNDING, leverage_scores, universal_set
+from fewkeys.sketch.leverage import ROUNDING, leverage_scores
 from fewkeys.sketch.lewis import sensitivity_bounds
 from fewkeys.sketch.sample import centre
 
@@ -31,10 +31,10 @@ class Leverage(Selector):
             `|s|^2` holds every entry >= eps of any query.
         centre: subtract the mean key first. A common offset of all keys cancels in softmax but dominates raw scores;
             centring voids the guarantee for `|s|^2`, so it cannot be combined with `eps`.
-        power: p > 0 in place of 2: scores are the bounds of `fewkeys.leverage_scores(key, p)`, and with `eps` the set
+        power: p > 0 in place of 2: scores are the bounds of `leverage_scores(key, p)`, and with `eps` the set
             holds every entry >= eps under weights `|s|^p`, `Power(p)`; at most `rank^max(1, p/2) / eps` keys.
 
-    Cost O(n D^2), for other powers as `fewkeys.leverage_scores`. Causal (`count` and power 2 only): the keys kept so
+    Cost O(n D^2), for other powers as `leverage_scores`. Causal (`count` and power 2 only): the keys kept so
     far and those of each completed block compete by their scores against the Gram matrix of all completed keys.
 
     Source: LevAttention (arXiv 2410.05462), sections 2 and 4.
@@ -78,6 +78,12 @@ class Leverage(Selector):
             rows = rows - (whole.totals.sum(rows.double().sum(-2, keepdim=True)) / whole.keys).to(rows.dtype)
         return sensitivity_bounds(rows, self.power, whole.totals)
 
+    @full_precision()
+    def _universal(self, key: Tensor, eps: float) -> Tensor:
+        """The keys of score >= eps, bool (B, Hkv, Nk)."""
+        check_finite(key=key)
+        return sensitivity_bounds(working(key), self.power) >= eps * (1 - ROUNDING)
+
     @property
     def alternatives(self) -> tuple[Selector, ...]:
         if self.count is None:
@@ -87,7 +93,7 @@ class Leverage(Selector):
 
     def select(self, inputs: Inputs) -> Graph:
         if self.eps is not None:
-            return _marked(inputs, universal_set(inputs.key.detach(), self.eps, self.power))
+            return _marked(inputs, self._universal(inputs.key.detach(), self.eps))
         count = self.count or 0
         keys = working(inputs.key.detach())
         if inputs.is_causal:

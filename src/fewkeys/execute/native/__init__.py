@@ -74,8 +74,8 @@ def _form(problem: Problem) -> str | None:
         return descent.form(problem)
     if graph.rows is not None or graph.full:
         return "expected a band and lists that blocks of queries share, got a list of keys for every query"
-    if graph.groups is not None:
-        return "expected a band and lists that blocks of queries share, got groups of tokens"
+    if graph.extra is not None:
+        return "expected a band and lists that blocks of queries share, got extra edges"
     if problem.by_block:
         if graph.band is not None or graph.columns is None:
             return f"expected lists by blocks alone, got {'none' if graph.columns is None else 'a window beside them'}"

@@ -28,7 +28,7 @@ def form(problem: Problem) -> str | None:
     graph, s = problem.graph, problem.stand_ins
     if not isinstance(graph.descent, Descent):
         return f"expected the descent of KeyTree, got {type(graph.descent).__name__}"
-    if any(part is not None for part in (graph.band, graph.columns, graph.rows, graph.groups)) or graph.full:
+    if any(part is not None for part in (graph.band, graph.columns, graph.rows, graph.extra)) or graph.full:
         return "expected keys that each query finds in a tree alone, got others beside them"
     if any(walk.leaves is not None and walk.leaves.form.dtype not in LEAVES for walk in graph.descent.walks):
         return f"expected leaves of {', '.join(map(str, LEAVES))}, got others"

@@ -2,13 +2,15 @@
 
 Queries are taken in blocks of consecutive positions. What all queries of a head share (lists, stand-ins) is one matrix
 product; the band is another, over each block's stretch of keys, of which overlapping views are taken instead of
-copies. Blocks are grouped into chunks that fit the cache. Groups are tiles (`grouped`), to which the others are joined.
+copies. Blocks are grouped into chunks that fit the cache. Extra edges are attended to by their own executor.
 Graphs with rows (oracles) run through the reference, some queries at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch import by_cohort, by_descent, by_scan, grouped
+from fewkeys.execute.torch import by_cohort, by_descent, by_scan
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, KeySource, Lists, Means, PastMeans, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
@@ -50,27 +52,39 @@ def attend(problem: Problem) -> Tensor:
         # Lists serve blocks of absolute positions: the first block is filled up from the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
         return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
-    sources, means = _sources(problem, size)
+    if graph.extra is not None:
+        return graph.extra.attend(problem)
+    sources, means = row_entries(problem, size)
     distances = None if x.bias is None else Distances(x, x.bias, size, graph.band)
+    width = sum(source.width for source in sources) * x.gqa_ratio
+
+    def of_heads(heads: slice) -> Callable[[Chunk], Tensor]:
+        return partial(_attend_chunk, sources=sources, means=means, weights=weights, distances=distances)
+
+    return by_chunks(problem, size, width, CHUNK, of_heads)
+
+
+def by_chunks(
+    problem: Problem, size: int, width: int, limit: int, of_heads: Callable[[slice], Callable[[Chunk], Tensor]]
+) -> Tensor:
+    """The output (B, Hq, Nq, Dv), some heads and some blocks of `size` queries at a time, at most `limit` scores.
+
+    `width`: the scores that a position costs a key head. `of_heads(heads)` is what answers the chunks of these heads:
+    it takes a `Chunk` and returns (H, M, Dv).
+    """
+    x = problem.inputs
     query = x.grouped_query().flatten(0, 1)
-    width, limit = sum(source.width for source in sources) * x.gqa_ratio, CHUNK
-    if graph.groups is not None:
-        width, limit = width + grouped.mean_width(x, graph.groups), grouped.CHUNK
     heads = max(1, min(query.shape[0], limit // max(1, width * x.queries)))
     span = max(1, limit // (heads * width * size)) * size
     output = x.value.new_empty((*query.shape[:3], x.value_dim))
     rows = []
     for h in range(0, query.shape[0], heads):
         row, part = [], slice(h, h + heads)
-        keys = None if graph.groups is None else grouped.GroupedKeys(x, graph.groups, part)
+        attend_chunk = of_heads(part)
         for start in range(0, x.queries, span):
             stop = min(start + span, x.queries)
             chunk = _chunk(x, query, part, start, stop, size)
-            if keys is None:
-                attended = _attend_chunk(chunk, sources, means, weights, distances)
-            else:
-                attended = grouped.attend_chunk(keys, chunk, sources, means, weights)
-            attended = chunk.by_query(attended)[:, :, : stop - start]
+            attended = chunk.by_query(attend_chunk(chunk))[:, :, : stop - start]
             if attended.requires_grad:
                 row.append(attended.to(x.query.dtype))
             else:
@@ -90,7 +104,8 @@ def block_size(graph: Graph) -> int:
     return 64 if graph.band is None else band_block(sum(graph.band))
 
 
-def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | PastMeans | None]:
+def row_entries(problem: Problem, size: int) -> tuple[list[Source], Means | PastMeans | None]:
+    """The sources of every row's entries but extra edges, the stand-ins last; and the stand-ins alone."""
     x, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
     sources: list[Source] = []
     if graph.columns is not None:
@@ -101,9 +116,9 @@ def _sources(problem: Problem, size: int) -> tuple[list[Source], Means | PastMea
     if isinstance(stand_ins, BlockStandIns):
         means = PastMeans(stand_ins, isinstance(problem.weights, Softmax))
     elif isinstance(stand_ins, StandIns):
-        # Beside groups, what a query keeps is counted entry by entry.
+        # Beside extra edges, what a query keeps is counted entry by entry.
         near = [source for source in sources if isinstance(source, KeySource) and source.spoken_for]
-        means = Means(stand_ins, near if graph.groups is None else [])
+        means = Means(stand_ins, near if graph.extra is None else [])
     if means is not None:
         sources.append(means)
     return sources, means
@@ -154,7 +169,5 @@ def _attend_chunk(
 
 def _led(graph: Graph, inputs: Inputs, lead: int) -> Graph:
     """The graph for inputs whose first `lead` queries are filling."""
-    groups = graph.groups
-    if groups is not None:
-        groups = replace(groups, query=pad(groups.query, (0, 0, lead, 0), value=-1))
-    return replace(graph, inputs=inputs, groups=groups)
+    extra = None if graph.extra is None else graph.extra.delayed(lead)
+    return replace(graph, inputs=inputs, extra=extra)

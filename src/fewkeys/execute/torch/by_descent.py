@@ -24,7 +24,7 @@ from fewkeys.tree.sequences import Step
 def knows(problem: Problem) -> bool:
     """Whether the graph is a descent and nothing else."""
     graph = problem.graph
-    others = (graph.band, graph.columns, graph.rows, graph.groups)
+    others = (graph.band, graph.columns, graph.rows, graph.extra)
     return isinstance(graph.descent, Descent) and not graph.full and all(other is None for other in others)
 
 

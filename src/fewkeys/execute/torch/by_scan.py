@@ -23,7 +23,7 @@ PIECE = 2**22
 def knows(problem: Problem) -> bool:
     """Whether the graph is what a scan found and nothing else."""
     graph = problem.graph
-    others = (graph.band, graph.columns, graph.rows, graph.groups)
+    others = (graph.band, graph.columns, graph.rows, graph.extra)
     return isinstance(graph.descent, Scanned) and not graph.full and all(other is None for other in others)
 
 

@@ -1,0 +1,18 @@
+"""LevAttention (arXiv 2410.05462): keys that hold every large entry of attention, whatever the query.
+
+Universal sets, their one-pass sketch of a stream of keys, and all entries `A_ij >= eps` of attention with weights
+`|s|^p` without the n x n matrix. The selector by leverage scores is `fewkeys.select.Leverage`.
+"""
+
+from fewkeys.core.rooms import public_names
+from fewkeys.papers.levattention.entries import HeavyEntries as HeavyEntries
+from fewkeys.papers.levattention.key_sketch import KeySketch as KeySketch
+from fewkeys.papers.levattention.key_sketch import UniversalKeys as UniversalKeys
+from fewkeys.papers.levattention.search import heavy_entries as heavy_entries
+from fewkeys.papers.levattention.sketched import Sketched as Sketched
+from fewkeys.papers.levattention.universal import universal_set as universal_set
+from fewkeys.sketch.leverage import leverage_scores as leverage_scores
+
+
+def __dir__() -> list[str]:
+    return public_names(globals())

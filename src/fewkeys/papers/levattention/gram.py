@@ -1,0 +1,132 @@
+"""Normalisers and candidates from a small matrix G in place of the keys, and what rounding can do to them.
+
+`Z_i = phi(q_i)^T G phi(q_i)`, `G = sum_l phi(k_l) phi(k_l)^T` over the m monomials of degree p/2 (m = D for p = 2).
+
+**Normalisers.** With `g_a = sqrt(G_aa)`, `sum_l |phi_a(k_l) phi_b(k_l)| <= g_a g_b`. So rounding changes Z_i by at most
+`gamma ratio_i Z_i`, where `gamma / u` counts the additions and `ratio_i = (sum_a |phi_a(q_i)| g_a)^2 / Z_i`. A query
+is *trusted* if this is at most `TRUST`, hence `ratio_i <= TRUST / gamma`. The others, which point where there are
+hardly any keys, are answered from their scores.
+
+**Candidates, p = 2.** Only trusted queries need them. Let `D = diag(g)` and `ridge = SLACK gamma / TRUST`. For a
+trusted query `q^T (G + ridge D^2) q <= Z + ridge (sum_a |q_a| g_a)^2 <= (1 + SLACK) Z`, so by Cauchy-Schwarz
+
+    A_ij = <q, k_j>^2 / Z <= (1 + SLACK) k_j^T (G + ridge D^2)^-1 k_j.
+
+In units of g the matrix has trace `D (1 + ridge)` and eigenvalues of at least the ridge: Cholesky's factor exists in
+float64 for every G, of any rank. The bound `|W^T k|^2`, `W W^T = (G + ridge D^2)^-1`, is evaluated in float32 where
+that is safe. The rounding of `W^T k` is at most `(D + 4) u |D W|_F |D^-1 k|`, and `|D^-1 k|` at most
+`sqrt(D (1 + ridge))` times `|W^T k|`; where the product exceeds `SLACK / 2` float64 is used. Together these errors
+stay below 10 %, and keys are candidates from `MARGIN eps` on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.sketch.gram import gram
+from fewkeys.sketch.lewis import lewis_weights
+from fewkeys.sketch.tensor_power import tensor_features, width
+
+CHUNK = 1 << 22
+"""Features held at once."""
+TRUST = 1e-8
+SLACK = 0.04
+MARGIN = 0.9
+"""(1 - MARGIN) covers SLACK and twice the rounding of the roots of the scores."""
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The normalisers `phi(q)^T G phi(q)`, or `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
+
+    `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, and not of a sketch of them.
+    """
+
+    matrix: Tensor
+    size: Tensor
+    gamma: float
+    degree: int
+    exact: bool = True
+    factored: bool = False
+
+    def __call__(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalisers and ratios (M,) of queries (M, D); both may be 0, and nan stands for 0 / 0."""
+        features = tensor_features(query, self.degree)
+        if self.factored:
+            norm = (features @ self.matrix.mT).square().sum(-1)
+        else:
+            norm = ((features @ self.matrix) * features).sum(-1)
+        return norm, (features.abs() @ self.size).square() / norm
+
+
+def exact_form(keys: ScaledKeys, degree: int) -> Form:
+    """G itself. Cost O(n m^2), memory O(m^2) and a block."""
+    columns = width(keys.dim, degree)
+    block = min(BLOCK, max(1, CHUNK // columns))
+    total = torch.zeros(columns, columns, dtype=torch.float64, device=keys.key.device)
+    for part in keys.blocks(block):
+        total += gram(tensor_features(part, degree))
+    return Form(total, total.diagonal().sqrt(), _gamma(len(keys), block, columns), degree)
+
+
+def sketched_form(sketch: Tensor, total: int, degree: int) -> Form:
+    """The form `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys; as a matrix where that is less."""
+    columns, sketch = sketch.shape[1], sketch.double()
+    size, gamma = sketch.square().sum(0).sqrt(), _gamma(total, BLOCK, columns)
+    if degree > 1 and sketch.shape[0] < columns:
+        return Form(sketch, size, gamma, degree, exact=False, factored=True)
+    matrix = torch.zeros(columns, columns, dtype=torch.float64, device=sketch.device)
+    for part in sketch.split(BLOCK):
+        matrix += gram(part)
+    return Form(matrix, size, gamma, degree, exact=False)
+
+
+def _gamma(total: int, block: int, columns: int) -> float:
+    return (block + total / block + 4 * columns) * torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Coordinates in which `G + ridge D^2` is the identity: `key = k W`, `query = q W^-T`, `key . query = <k, q>`."""
+
+    key: Tensor
+    query: Tensor
+    rounding: float
+    """Relative rounding of `|k W|` in float32."""
+
+
+def basis(form: Form) -> Basis:
+    """W for a form of degree 1."""
+    size = torch.where(form.size > 0, form.size, 1.0).unsqueeze(-1)
+    ridge = SLACK * form.gamma / TRUST
+    eye = torch.eye(size.shape[0], dtype=size.dtype, device=size.device)
+    factor = torch.linalg.cholesky(form.matrix / size / size.mT + torch.diag(ridge + (form.size == 0).double()))
+    root: Tensor = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
+    steps = (size.shape[0] + 4) * torch.finfo(torch.float32).eps / 2
+    rounding = steps * float(root.norm()) * (size.shape[0] * (1 + ridge)) ** 0.5
+    return Basis(root / size, size * factor, rounding)
+
+
+def candidates(keys: ScaledKeys, form: Form, eps: float, power: float) -> Tensor:
+    """The indices of keys that hold every entry >= eps of trusted queries. Cost O(n D^2); p > 2: a few times that.
+
+    For p > 2 the bounds are Lewis weights, cheap next to G. They may miss, by rounding, only what
+    directions below 1e-7 of the strongest add to a score, and trusted queries have next to nothing there.
+    """
+    if power == 2:
+        change = basis(form)
+        return at_least(keys, change.key, change.rounding, MARGIN * eps)
+    bounds = lewis_weights(keys.all()[None, None], power).bounds[0, 0]
+    return (bounds >= MARGIN * eps).nonzero().squeeze(-1)
+
+
+def at_least(keys: ScaledKeys, root: Tensor, rounding: float, threshold: float) -> Tensor:
+    """The indices of the keys with `|k root|^2 >= threshold`, in float32 unless `rounding` forbids. Cost O(n D C)."""
+    dtype = torch.float32 if rounding <= SLACK / 2 else torch.float64
+    weight = root.to(dtype)
+    scores = torch.cat([(part @ weight).square_().sum(-1) for part in keys.blocks(4 * BLOCK, dtype)])
+    return (scores >= threshold).nonzero().squeeze(-1)

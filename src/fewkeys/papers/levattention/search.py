@@ -1,0 +1,158 @@
+"""`heavy_entries`: who answers which query, and the answers in one sorted list.
+
+`A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. A common factor of the scores cancels, so there is no
+scale. For even p normalisers come from a small matrix (gram.py), and only keys whose sensitivity bound reaches eps
+are compared.
+
+**Exactness.** The arithmetic is float64. A query whose normaliser rounding may have changed by more than `TRUST`, or
+by enough to decide whether an entry reaches eps (a tie), is answered directly, from its scores with all keys. So every
+answer is the one of the defining formula in float64, and the matrix only saves time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
+from fewkeys.core.validation import check_inputs, check_real
+from fewkeys.papers.levattention.direct import directly, raised
+from fewkeys.papers.levattention.entries import Entries, HeavyEntries
+from fewkeys.papers.levattention.gram import TRUST, Form, candidates, exact_form
+from fewkeys.papers.levattention.keys import ScaledKeys
+from fewkeys.papers.levattention.sketched import Numerators, Sketched, sketched_parts
+from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
+
+CHUNK = 1 << 19
+"""Scores, or features, held at once."""
+
+
+@full_precision()
+def heavy_entries(
+    query: Tensor,
+    key: Tensor,
+    eps: float,
+    power: float = 2.0,
+    *,
+    lengths: Tensor | None = None,
+    sketch: Sketched | None = None,
+    generator: torch.Generator | None = None,
+) -> HeavyEntries:
+    """All `(i, j)` with `|<q_i, k_j>|^p / sum_l |<q_i, k_l>|^p >= eps`, and these values.
+
+    Exact up to the rounding of float64: indices and values are those of the formula evaluated in float64 on the given
+    numbers (the module's header says why). There are at most `1 / eps` entries per query. A query whose scores are all
+    zero, up to the rounding of a dot product in float64, has none.
+
+    Args:
+        query: (B, Hq, Nq, D), any floating dtype.
+        key: (B, Hkv, Nk, D), Hq a multiple of Hkv; query head h reads key head `h // (Hq / Hkv)`.
+        eps: the smallest entry wanted, in (0, 1).
+        power: p > 0.
+        lengths: (B,) real keys per sequence; the others take part in nothing. All queries are answered.
+        sketch: parts to estimate from random sketches, within stated errors: see `Sketched`. None: exact.
+        generator: the source of a sketch's randomness; default: seed 0 at every call.
+
+    Returns:
+        `HeavyEntries`, values in float64 for float64 input and float32 otherwise. No gradient.
+
+        Cost for even p with m <= 2500 monomials: `O(n m^2 + n_q (m^2 + |U| d))` per head, linear in n, with
+        `|U| <= d^(p/2) / (0.9 eps)` candidates; queries that are ties or point where hardly any keys are cost O(n d)
+        each. Other p, and fewer queries than pay for the Gram matrix: `O(n n_q d)`, every score, by blocks. Memory:
+        blocks of fixed size and the answer; for p > 2 also O(n d) for one head in float64.
+
+    Raises:
+        TypeError, ValueError: malformed tensors, `eps` outside (0, 1), `power` not positive, a `sketch` that does not
+            fit `power` (see `Sketched`).
+
+    Source: LevAttention (arXiv 2410.05462), section 2 and the authors' discussion; the control of rounding is ours.
+    """
+    check_real("eps", eps, above=0.0, below=1.0)
+    power = check_real("power", power, above=0.0)
+    inputs = check_inputs(query, key, key, lengths=lengths)
+    if sketch is not None:
+        if not isinstance(sketch, Sketched):
+            raise TypeError(f"sketch: expected a Sketched or None, got {type(sketch).__name__}")
+        sketch.check(power, inputs.head_dim)
+    if generator is None:
+        generator = torch.Generator("cpu").manual_seed(0)
+    elif not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
+    with torch.no_grad():
+        return _collect(inputs, eps, power, sketch, generator)
+
+
+def _collect(
+    inputs: Inputs, eps: float, power: float, sketch: Sketched | None, generator: torch.Generator
+) -> HeavyEntries:
+    grouped = inputs.grouped_query()
+    found, values = [], []
+    heads = inputs.batch * inputs.kv_heads
+    for batch in range(inputs.batch):
+        real = inputs.keys if inputs.valid is None else int(inputs.valid[batch].sum())
+        for head in range(inputs.kv_heads if real else 0):
+            keys = ScaledKeys(inputs.key[batch, head, :real], power)
+            rows = keys.queries(grouped[batch, head].flatten(0, 1))
+            if sketch is None:
+                entries = _exactly(rows, keys, eps, power)
+            else:
+                parts = sketched_parts(sketch, rows.shape[0], heads, keys, eps, power, generator)
+                entries = _answer(rows, keys, eps, power, parts)
+            for row, column, value in entries:
+                line = (batch * inputs.kv_heads + head) * inputs.gqa_ratio * inputs.queries + row
+                found.append(line * inputs.keys + column)
+                values.append(value)
+    shape = (inputs.batch, inputs.query_heads, inputs.queries, inputs.keys)
+    dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+    flat = torch.cat([inputs.query.new_zeros(0, dtype=torch.int64), *found])
+    flat, order = flat.sort()
+    value = torch.cat([inputs.query.new_zeros(0, dtype=torch.float64), *values])[order].to(dtype)
+    line, column = flat // inputs.keys, flat % inputs.keys
+    place, row = line // inputs.queries, line % inputs.queries
+    indices = torch.stack([place // inputs.query_heads, place % inputs.query_heads, row, column])
+    return HeavyEntries(indices, value, shape)
+
+
+def _exactly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
+    """The entries of queries (M, D), float64, and the keys of one head, in no order."""
+    degree, size = even_degree(power), keys.dim
+    columns = width(size, degree) if degree else 0
+    if 0 < columns <= MAX_WIDTH and 2 * query.shape[0] * size > columns**2 + size**2:
+        form = exact_form(keys, degree)
+        return _answer(query, keys, eps, power, (form, candidates(keys, form, eps, power), None))
+    return directly(query, keys, eps, power)
+
+
+def _answer(
+    query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: tuple[Form, Tensor, Numerators | None]
+) -> Iterator[Entries]:
+    """The entries of trusted queries from normalisers, candidates and numerators (None: exact), the others directly.
+
+    Where nothing is estimated, queries with a tie are answered directly as well.
+    """
+    (form, chosen, numerators), unit, start = parts, torch.finfo(torch.float64).eps, 0
+    right = keys.rows(chosen) if numerators is None else numerators.key
+    direct = (query != 0).any(-1)
+    for part in query.split(max(1, CHUNK // max(form.size.numel(), chosen.numel()))):
+        norm, ratio = form(part)
+        # The second term is the rounding of the score itself, `D u sum_a |q_a k_ja|`, next to an entry of eps.
+        doubt = form.gamma * ratio + 2 * power * keys.dim * unit * (ratio / eps) ** (1 / power)
+        sure = (norm > 0) & (doubt <= TRUST)
+        left = part if numerators is None else part @ numerators.query
+        weight = raised(left @ right.mT, power)
+        least = torch.where(sure, eps * (1 - 4 * doubt) * norm, torch.inf)
+        row, column = (weight >= least.unsqueeze(-1)).nonzero(as_tuple=True)
+        value = weight[row, column] / norm[row]
+        if form.exact and numerators is None:
+            sure[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
+        direct[start : start + part.shape[0]] &= ~sure
+        own = sure[row] & (value >= eps)
+        yield row[own] + start, chosen[column[own]], value[own]
+        start += part.shape[0]
+    rows = direct.nonzero().squeeze(-1)
+    if rows.numel():
+        for row, column, value in directly(query[rows], keys, eps, power):
+            yield rows[row], column, value

@@ -1,0 +1,177 @@
+"""`heavy_entries` from random sketches: what is estimated, how well, and with which probability.
+
+Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K` for a projection S (projections.py).
+
+- *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
+  estimated entry is at most `<q_i, k_j>^2 / |F q_i|^2 <= k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys
+  that these scores find hold all estimated entries >= eps, and `K^T K` is not needed.
+- *Scores.* With `R^T R = F^T F` the score above is `|R^-T k_j|^2 = sup_y <k_j, y>^2 / |F y|^2`. If
+  `|F y|^2 <= (1 + f) |K y|^2` for all y, it is at least the leverage score over `1 + f`. The lengths of the rows
+  `R^-T k_j` are estimated from C random combinations of their D numbers. By the lower tail of chi-squared an estimate
+  is below `1 - h` of the truth with probability at most `exp(-C (-h - log(1 - h)) / 2)`, and at most `D / eps` keys
+  have a score >= eps. So keys whose estimate reaches `eps (1 - h) / (1 + f)` hold them all; a second look, with h = 0,
+  discards the lucky others.
+- *Numerators.* `<q_i, k_j> = <R q_i, R^-T k_j>` is estimated from CountSketches of the two rows, m sums each. The
+  estimate is unbiased with variance at most `2 |R q_i|^2 |R^-T k_j|^2 / m`, so by Chebyshev's inequality it errs by
+  more than `a |R q_i| |R^-T k_j|` with a probability of at most `2 / (m a^2)`. Divided by `|R q_i| = sqrt(Z~_i)`:
+  the root of an entry is off by at most a times the root of the key's score. Without the change of basis the error
+  would be in units of `|q_i| |k_j|`, which no normaliser bounds.
+
+Queries in directions with hardly any keys, for which rounding could spoil a normaliser, are answered from all scores
+(search.py), so that the statements hold for all queries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.precision import working
+from fewkeys.core.validation import check_real
+from fewkeys.papers.levattention.gram import CHUNK, MARGIN, Form, at_least, basis, candidates, exact_form, sketched_form
+from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
+from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, normal
+from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """Which parts of `heavy_entries` are estimated, each with its error; parts left at None are exact.
+
+    Write A~ for the values returned. An entry is returned if its A~ is at least eps and its key is a candidate.
+
+    Args:
+        normalizers: e in (0, 1), any even power: with probability `1 - failure`, for all queries of the call,
+            `A~ = A c` with one factor c in `[1 / (1 + e), 1 / (1 - e)]` per query. So every entry >= `(1 + e) eps` is
+            found and none below `(1 - e) eps`. Candidates come from the same sketch (p = 2) and are never missing.
+        scores: s in (0, 1), power 2: keys are candidates from an estimated leverage score of `(1 - s) eps` on. With
+            probability `1 - failure` no candidate is missing for any query, also for one chosen to break the sketch:
+            none with an entry >= eps. Alone it changes no value, and the answer is the exact one.
+        numerators: a in (0, 1), power 2: for each pair of a query and a candidate, with probability `1 - failure`,
+            `sqrt(A~)` is within `a sqrt(t)` of what the exact numerator would give, where t <= 1 is the leverage
+            score of the key (beside `normalizers`: its estimate from the same sketch).
+        failure: delta in (0, 1): of the normalisers and of the scores for the whole call, of the numerators per pair.
+        projection: S for the normalisers and the scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
+
+    The numbers of rows and columns follow from the errors by proved bounds (projections.py). Where a sketch
+    would be no smaller than what it sketches, the exact thing takes its place. Cost per head: `S K` in place of
+    `K^T K`, n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query
+    and candidate. docs/levattention.md says when any of this is faster.
+
+    Raises:
+        TypeError, ValueError: numbers outside (0, 1), an unknown projection, nothing to estimate.
+
+    Source: LevAttention (arXiv 2410.05462), remarks on faster algorithms; statements and constants are derived in
+    fewkeys/papers/levattention/sketched.py.
+    """
+
+    normalizers: float | None = None
+    scores: float | None = None
+    numerators: float | None = None
+    failure: float = 0.01
+    projection: str = "gaussian"
+
+    def __post_init__(self) -> None:
+        errors = {name: getattr(self, name) for name in ("normalizers", "scores", "numerators")}
+        for name, value in errors.items():
+            if value is not None:
+                check_real(f"Sketched {name}", value, above=0.0, below=1.0)
+        if all(value is None for value in errors.values()):
+            raise ValueError("Sketched: expected an error for normalizers, scores or numerators, got none; give one")
+        check_real("Sketched failure", self.failure, above=0.0, below=1.0)
+        if self.projection not in PROJECTIONS:
+            raise ValueError(f"Sketched projection: expected one of {sorted(PROJECTIONS)}, got {self.projection!r}")
+
+    def check(self, power: float, dim: int) -> None:
+        """Refuse a power for which these parts cannot be estimated."""
+        degree = even_degree(power)
+        if (self.scores or self.numerators) and power != 2:
+            raise ValueError(f"sketch: expected power=2 for scores and numerators, got power={power}; leave them None")
+        if not degree or width(dim, degree) > MAX_WIDTH:
+            raise ValueError(
+                f"sketch: expected an even power with at most {MAX_WIDTH} monomials in {dim} variables, got "
+                f"power={power}; leave sketch=None"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Numerators:
+    """Scores of all queries and candidates: `(q @ query) . key[j]`."""
+
+    query: Tensor
+    key: Tensor
+
+
+def sketched_parts(
+    sketch: Sketched, queries: int, heads: int, keys: ScaledKeys, eps: float, power: float, generator: torch.Generator
+) -> tuple[Form, Tensor, Numerators | None]:
+    """Normalisers, the indices of the candidates, and numerators (None: exact ones), for one head of `heads`."""
+    delta = sketch.failure / heads
+    form = _form(sketch, queries, keys, even_degree(power), delta, generator)
+    if sketch.scores is not None:
+        chosen = _candidates(keys, form, eps, sketch.scores, delta, generator)
+    else:
+        chosen = candidates(keys, form, eps, power)
+    numerators = None if sketch.numerators is None else _numerators(keys, form, chosen, sketch, generator)
+    return form, chosen, numerators
+
+
+def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
+    """The rows of S for `total` keys with so many features; `total` where the exact Gram matrix is no larger."""
+    if sketch.normalizers is None:
+        return total
+    projection = PROJECTIONS[sketch.projection]
+    rows = min(
+        projection.rows_for_vectors(queries, total, sketch.normalizers, delta),
+        projection.rows_for_subspace(columns, total, sketch.normalizers, delta),
+    )
+    if sketch.scores is not None:
+        rows = max(rows, projection.rows_for_subspace(columns, total, sketch.scores / 2, delta / 2))
+    return min(rows, total)
+
+
+def _form(
+    sketch: Sketched, queries: int, keys: ScaledKeys, degree: int, delta: float, generator: torch.Generator
+) -> Form:
+    total, columns = len(keys), width(keys.dim, degree)
+    rows = sketch_rows(sketch, queries, total, columns, delta)
+    if rows == total:
+        return exact_form(keys, degree)
+    blocks = keys.blocks(min(BLOCK, max(1, CHUNK // columns)), working(keys.key[:0]).dtype)
+    features = (tensor_features(part, degree) for part in blocks)
+    return sketched_form(PROJECTIONS[sketch.projection].apply(features, total, rows, generator), total, degree)
+
+
+def _candidates(
+    keys: ScaledKeys, form: Form, eps: float, error: float, delta: float, generator: torch.Generator
+) -> Tensor:
+    """The candidates of the module's header; f is half the error where the form is sketched."""
+    change = basis(form)
+    stretch = 1.0 if form.exact else 1 + error / 2
+    low = (1 - error) * stretch  # 1 - h
+    least = MARGIN * eps / stretch
+    failure = delta if form.exact else delta / 2
+    columns = math.ceil(2 * math.log(min(len(keys), keys.dim / eps) / failure) / (low - 1 - math.log(low)))
+    if columns >= keys.dim:
+        return at_least(keys, change.key, change.rounding, least)
+    mix = normal((keys.dim, columns), change.key, generator) / math.sqrt(columns)
+    # Rounding may be stretched by the norm of the mix, and is compared with estimates that may be low.
+    rounding = change.rounding * float(torch.linalg.matrix_norm(mix, 2)) / math.sqrt(low)
+    chosen = at_least(keys, change.key @ mix, rounding, low * least)
+    return chosen[(keys.rows(chosen) @ change.key).square().sum(-1) >= least]
+
+
+def _numerators(
+    keys: ScaledKeys, form: Form, chosen: Tensor, sketch: Sketched, generator: torch.Generator
+) -> Numerators | None:
+    """Both sides of all scores after one CountSketch of the coordinates; None where it would have D sums or more."""
+    columns = math.ceil(2.2 / (sketch.failure * (sketch.numerators or 1.0) ** 2))  # 2.2: the ridge adds up to 4 %
+    if columns >= keys.dim:
+        return None
+    change = basis(form)
+    eye = torch.eye(keys.dim, dtype=change.key.dtype, device=change.key.device)
+    spread = CountSketch().apply(iter([eye]), keys.dim, columns, generator).mT
+    return Numerators(change.query @ spread, keys.rows(chosen) @ (change.key @ spread))

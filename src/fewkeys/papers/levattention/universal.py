@@ -1,0 +1,64 @@
+"""Universal sets: the keys that hold every large entry of attention, whatever the query.
+
+Their guarantee is that of the scores in `fewkeys.sketch.leverage`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.precision import full_precision, working
+from fewkeys.core.validation import check_finite, check_real, check_tensor
+from fewkeys.sketch.leverage import ROUNDING
+from fewkeys.sketch.lewis import sensitivity_bounds
+
+
+@full_precision()
+def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth: bool = False) -> Tensor:
+    """The keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible query.
+
+    Args:
+        key: (B, H, N, D), any floating dtype.
+        eps: the smallest entry that must not be missed, in (0, 1).
+        power: p > 0.
+        bounded_growth: cover all weights f(s) of growth at most `|s|^p` at once: f even, not decreasing in |s|, and
+            `f(s) / |s|^p` not increasing. Huber and Tukey's biweight have p = 2, at any threshold.
+
+    Returns:
+        bool (B, H, N). Per head at most `r / eps` keys are marked for p <= 2, r = rank(K), `r^(p/2) / eps` for p > 2;
+        with `bounded_growth` at most `1 / eps` times as many. Scores are computed in float64. Cost as
+        `leverage_scores`; with `bounded_growth` that of at most `1 / eps` rounds.
+
+    Raises:
+        TypeError, ValueError: malformed `key`, `eps` outside (0, 1), or `power` that is not positive.
+
+    Source: LevAttention (arXiv 2410.05462), section 2; for `bounded_growth`, `peeled` below.
+    """
+    check_real("eps", eps, above=0.0, below=1.0)
+    power = check_real("power", power, above=0.0)
+    rows = working(check_tensor("key", key)).detach()
+    check_finite(key=rows)
+    if bounded_growth:
+        return peeled(rows, eps, power)
+    return sensitivity_bounds(rows, power) >= eps * (1 - ROUNDING)
+
+
+def peeled(rows: Tensor, eps: float, power: float) -> Tensor:
+    """The union of at most `1 / eps` universal sets for `|s|^p`, each of the rows that the earlier ones left.
+
+    No f of bounded growth (see `universal_set`) has an entry >= eps outside. Proof: let `f(s_j) >= eps sum_l f(s_l)`
+    and `r_l = |s_l / s_j|`. Growth gives `f(s_l) / f(s_j) >= min(1, r_l^p)`. With `S = {l != j: r_l >= 1}`, all sums
+    without S including j, `|S| + sum_(l not in S) r_l^p <= 1 / eps`. Suppose j survives a round on the rows R. If R
+    holds members of S, the one of largest r, m, has `sum_(l in R) r_l^p <= |S| r_m^p + sum_(l not in S) r_l^p <=
+    r_m^p / eps`: its share of `|s|^p` is at least eps and the round removes it. If R holds none,
+    `sum_(l in R) r_l^p <= 1 / eps`: the round removes j. As `|S| <= 1 / eps - 1`, j is gone after floor(1 / eps)
+    rounds. A round that removes nothing would repeat for ever, so the peeling can stop there.
+    """
+    marked = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+    for _ in range(int(1 / eps * (1 + ROUNDING))):
+        found = sensitivity_bounds(rows.masked_fill(marked.unsqueeze(-1), 0.0), power) >= eps * (1 - ROUNDING)
+        if not bool((found & ~marked).any()):
+            break
+        marked = marked | found
+    return marked

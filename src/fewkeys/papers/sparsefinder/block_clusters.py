@@ -1,0 +1,97 @@
+"""Sparsefinder by blocks: whole blocks of tokens find each other through clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.validation import check_count
+from fewkeys.core.work import Work
+from fewkeys.papers.sparsefinder.groups import Groups
+from fewkeys.papers.sparsefinder.memberships import member_ids, nearest_members
+from fewkeys.papers.sparsefinder.projection import Centroids, Projection, check_space, projected, space_work
+from fewkeys.select.base import Selector
+from fewkeys.select.recent import RecentBlocks
+
+
+@dataclass(frozen=True)
+class BlockClusters(Selector):
+    """(i, j) is an edge when a centroid holds the blocks of query i and of key j, or the blocks are neighbours.
+
+    Blocks are of `size` positions, a power of two; a block is described by the mean of its projected real tokens. A
+    centroid holds the `top` query blocks and the `top` key blocks nearest to it, by Euclidean distance: of all blocks
+    (the paper's version 1), or with `inside` of those for which it is the nearest centroid (version 2). Beside them a
+    window of `window` blocks, odd, the own one in the middle, as BigBird has; clusters stand where its random blocks
+    are.
+
+    `project` maps tokens to the space in which `centroids` were fitted; None: the space is q and k as they are.
+    Not causal: a block is described by all its tokens, and competes with later ones. No randomness.
+
+    Cost O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per query.
+
+    Source: Treviso et al., Sparsefinder (arXiv 2109.12188), section 5 and appendix, the block versions.
+    """
+
+    size: int
+    top: int
+    centroids: Centroids
+    project: Projection | None = None
+    inside: bool = False
+    window: int = 3
+
+    def __post_init__(self) -> None:
+        RecentBlocks(check_count("BlockClusters size", self.size))
+        check_count("BlockClusters top", self.top)
+        check_count("BlockClusters window", self.window)
+        if self.window % 2 == 0:
+            raise ValueError(f"BlockClusters window: expected an odd number of blocks, got {self.window}; add one")
+        if self.centroids is None:
+            raise TypeError("centroids: expected Centroids, got None; fit them on captured queries and keys")
+        check_space(self.project, self.centroids)
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    @property
+    def _near(self) -> RecentBlocks:
+        return RecentBlocks(self.size, self.window // 2 + 1)
+
+    def select(self, inputs: Inputs) -> Graph:
+        x = inputs
+        query, key = projected(x, self.project)
+        centroids = self.centroids.for_rows(query)
+        query = self._ids(query, x.valid_queries, x.offset, centroids)
+        key = self._ids(key, x.valid, 0, centroids)
+        return self._near.select(x) | Graph(x, extra=Groups(query, key, self.centroids.count))
+
+    def _ids(self, rows: Tensor, real: Tensor | None, offset: int, centroids: Tensor) -> Tensor:
+        """The ids (B, Hq, N, M) of rows (B, Hq, N, r) whose first one stands at `offset`."""
+        block = (torch.arange(rows.shape[2], device=rows.device) + offset) // self.size - offset // self.size
+        flags = rows.new_ones((rows.shape[0], rows.shape[2])) if real is None else real.to(rows.dtype)
+        total = rows.new_zeros((*rows.shape[:2], int(block[-1]) + 1, rows.shape[3]))
+        total.index_add_(2, block, rows * flags[:, None, :, None])
+        count = flags.new_zeros((rows.shape[0], total.shape[2])).index_add_(1, block, flags)
+        mean = total / count.clamp_min(1)[:, None, :, None]
+        # -|x - c|^2 / 2, which compares blocks as well as centroids.
+        closeness = mean @ centroids.mT - 0.5 * centroids.square().sum(-1).unsqueeze(-2)
+        closeness = closeness - 0.5 * mean.square().sum(-1, keepdim=True)
+        if self.inside:
+            closeness = closeness.masked_fill(closeness < closeness.amax(-1, keepdim=True), -torch.inf)
+        member = nearest_members(closeness, count > 0, self.top)
+        return member_ids(member)[:, :, block]
+
+    def covers(self, inputs: Inputs) -> bool:
+        return self._near.covers(inputs)
+
+    def work(self, inputs: Inputs) -> Work:
+        # Every query block is held by top centroids / blocks of them on average.
+        blocks = max(1.0, inputs.queries / self.size)
+        held = self.centroids.count * min(1.0, self.top / blocks)
+        rank, prepare = space_work(inputs, self.project)
+        choose = 4.0 * rank * self.centroids.count / self.size * inputs.gqa_ratio
+        return Work(self.size * (self.window + held * self.top), prepare + choose)

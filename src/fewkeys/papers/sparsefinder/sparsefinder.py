@@ -1,0 +1,310 @@
+"""Sparsefinder: where will an entmax head look? Learned once per model, answered before any score is computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from fewkeys.captures.capture import Capture
+from fewkeys.core.files import read_json, write_json
+from fewkeys.core.learned import read_tensors, write_tensors
+from fewkeys.core.precision import plain_defaults
+from fewkeys.core.records import build
+from fewkeys.core.tensor_files import fingerprint
+from fewkeys.core.validation import check_count
+from fewkeys.core.weights import Entmax, Weights
+from fewkeys.model_plan import ModelPlan
+from fewkeys.papers.sparsefinder.checks import Shape, check_capture, check_same, check_shape, check_tensors, shape_of
+from fewkeys.papers.sparsefinder.groupings import Buckets, ClusterPairs, Clusters, Edges, Grouping, Joined
+from fewkeys.papers.sparsefinder.predicted import Predicted
+from fewkeys.papers.sparsefinder.projection import Centroids, Projection
+from fewkeys.papers.sparsefinder.settings import Settings
+from fewkeys.papers.sparsefinder.space import centroids, edges, gold_edges, joined, sample
+from fewkeys.papers.sparsefinder.train import learn
+from fewkeys.plan import Plan
+from fewkeys.select import Selector
+
+FORMAT = 1
+FILE = "sparsefinder.json"
+NAME = "Sparsefinder"
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Sparsefinder:
+    """Predicts which (query, key) pairs alpha-entmax heads will use.
+
+    For every layer and head, projections `q' = W^Q q` and `k' = W^K k` to r dimensions in which gold pairs are near:
+    the pairs to which alpha-entmax gives weight in a `Capture` of the model. Groupings then join queries and keys
+    there:
+
+        finder = fk.papers.sparsefinder.Sparsefinder.fit(capture)
+        keep = finder.selector(3, fk.papers.sparsefinder.Clusters(8)) | fk.Window(3)
+        output = fk.attention(q, k, v, keep=keep, weights=fk.weights.Entmax(1.5))
+        with fk.apply(model, finder.plan(fk.papers.sparsefinder.Clusters(8), fk.Window(3))):
+            output = model(**inputs)
+
+    Args:
+        shape: the model it was fitted on.
+        settings: how it was fitted.
+        tensors: per layer l, "maps.l" (1 or 2, Hq, D, r), one projection for queries and keys or one for each (absent
+            in the raw space); a sample of projected queries "query.l" (Hq, S, r) and keys "key.l", and of the two ends
+            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids that were asked for so far,
+            "centroids.l.count.rounds" (Hq, rounds count, r), "query-centroids.l.count.1" and "key-centroids.l.count.1".
+        record: the losses of the fit, as JSON values.
+
+    Source: Treviso, Gois, Fernandes, Fonseca, Martins, "Predicting Attention Sparsity in Transformers" (arXiv
+    2109.12188), section 3.
+    """
+
+    shape: Shape
+    settings: Settings
+    tensors: dict[str, Tensor]
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    @plain_defaults()
+    def fit(
+        cls,
+        capture: Capture,
+        *,
+        rank: int = 4,
+        alpha: float = 1.5,
+        shared: bool = True,
+        margin: float = 1.0,
+        lr: float = 1e-3,
+        epochs: int = 3,
+        batch: int = 32,
+        validation: float | Capture = 0.1,
+        patience: int = 3,
+        sample: int = 2048,
+        directory: str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
+        seed: int = 0,
+    ) -> Self:
+        """Learn the projections of every layer. The loss is in `fewkeys.papers.sparsefinder.loss`.
+
+        Args:
+            capture: queries and keys of a model whose attention is alpha-entmax: `fk.capture(model, batches,
+                weights=fk.weights.Entmax(alpha))`. Whether it is causal, cross-attention or padded, the capture tells.
+            rank: r.
+            alpha: of the model's entmax.
+            shared: one projection for queries and keys of a head, or one for each.
+            margin, lr, epochs: of the hinge; of Adam; passes over the capture. Few sequences need more than 3 passes.
+            batch: sequences per step, at most; those of one step come from one batch of the capture.
+            validation: the share of the sequences, the last ones, that are only used to stop early: the maps kept are
+                those of the epoch whose loss on them is least. Another capture instead, or 0 for none.
+            patience: epochs without a smaller validation loss after which a layer stops.
+            sample: queries, and as many keys, of each head that are remembered for fitting clusters and buckets, and
+                four times as many gold edges.
+            directory: where the state after each epoch is kept, so that an interrupted fit goes on as if it had not
+                been; None: nowhere.
+            progress: called as `progress(done, total, what)`.
+            seed: of everything random.
+
+        Raises:
+            TypeError, ValueError: malformed arguments, naming them.
+
+        Cost: exact entmax of every sequence in every epoch, O(n^2 D). Memory: 2^24 pairs. Deterministic.
+        """
+        fraction = 0.0 if isinstance(validation, Capture) else validation
+        settings = Settings(rank, alpha, shared, margin, lr, epochs, batch, fraction, patience, sample, seed)
+        check_capture(capture)
+        fitted_on, held_out = capture, validation if isinstance(validation, Capture) else None
+        if held_out is not None:
+            check_same(capture, held_out)
+        elif fraction:
+            count = max(1, round(fraction * capture.sequences))
+            if count >= capture.sequences:
+                raise ValueError(
+                    f"validation: expected sequences left to learn from, got {capture.sequences} in all; capture more, "
+                    "or pass validation=0"
+                )
+            fitted_on = capture.part(0, capture.sequences - count)
+            held_out = capture.part(capture.sequences - count, capture.sequences)
+        tensors: dict[str, Tensor] = {}
+        losses = []
+        total = capture.layers * epochs * fitted_on.sequences
+        for layer in range(capture.layers):
+            passed = layer * epochs * fitted_on.sequences
+
+            def done(sequences: int, layer: int = layer) -> None:
+                nonlocal passed
+                passed += sequences
+                if progress is not None:
+                    progress(passed, total, f"layer {layer + 1} of {capture.layers}")
+
+            state = learn(fitted_on, held_out, layer, settings, None if directory is None else Path(directory), done)
+            tensors[f"maps.{layer}"] = state.best
+            losses.append({"loss": state.losses, "validation": state.validation})
+            _sample_into(tensors, fitted_on, layer, settings)
+        if progress is not None:
+            progress(total, total, "done")
+        return cls(shape_of(capture), settings, tensors, {"layers": losses})
+
+    @classmethod
+    @plain_defaults()
+    def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
+        """The same groupings without projection, on queries and keys as they are: the control that learns no space.
+
+        Clusters and bucket edges are still fitted, on the `sample`.
+        """
+        check_capture(capture)
+        settings = Settings(rank=capture.head_dim, alpha=alpha, sample=sample, seed=seed)
+        tensors: dict[str, Tensor] = {}
+        for layer in range(capture.layers):
+            _sample_into(tensors, capture, layer, settings)
+        return cls(shape_of(capture), settings, tensors)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the space is that of queries and keys as they are."""
+        return "maps.0" not in self.tensors
+
+    def projection(self, layer: int) -> Projection | None:
+        """The space of a layer, None for queries and keys as they are; for every selector with a `project`."""
+        self._check_layer(layer)
+        if self.is_raw:
+            return None
+        maps = self.tensors[f"maps.{layer}"]
+        return Projection(maps[0], maps[-1])
+
+    def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
+        """Centroids of a layer by k-means (scikit-learn) on the sample, `count` for each head and round.
+
+        Of queries and keys together. Found at the first call and kept, also by `save_pretrained`.
+        """
+        return Centroids(self._centroids("centroids", layer, ("query", "key"), count, rounds))
+
+    def joined(self, layer: int, count: int, lift: float) -> Joined:
+        """Clusters of the queries and of the keys of a layer, `count` of each for every head, and which are joined."""
+        clusters = [self._centroids(f"{side}-centroids", layer, (side,), count, 1) for side in ("query", "key")]
+        names = ("query", "key", "gold-query", "gold-key")
+        rows = [self.tensors[f"{name}.{layer}"] for name in names]
+        return joined(rows[0], rows[1], (rows[2], rows[3]), (clusters[0], clusters[1]), lift)
+
+    def _centroids(self, name: str, layer: int, sides: tuple[str, ...], count: int, rounds: int) -> Tensor:
+        self._check_layer(layer)
+        name = f"{name}.{layer}.{check_count('count', count)}.{check_count('rounds', rounds)}"
+        if name not in self.tensors:
+            rows = torch.cat([self.tensors[f"{side}.{layer}"] for side in sides], 1)
+            self.tensors[name] = centroids(rows, count, rounds, self.settings.seed).place
+        return self.tensors[name]
+
+    def edges(self, layer: int, beta: int) -> Edges:
+        """Where `beta` buckets of equal size begin in the sample of a layer, for every head and dimension."""
+        self._check_layer(layer)
+        return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
+
+    def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Predicted:
+        """The edges that `grouping` predicts in a layer: a selector, to be united with others by `|`.
+
+        head: the key head it is for, where heads have plans of their own; None: all.
+        """
+        if not isinstance(grouping, Grouping):
+            raise TypeError(
+                f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
+            )
+        own, gqa_ratio = slice(None), self.shape.query_heads // self.shape.kv_heads
+        if head is not None:
+            if isinstance(head, bool) or head not in range(self.shape.kv_heads):
+                raise ValueError(f"head: expected an integer from 0 to {self.shape.kv_heads - 1}, got {head!r}")
+            own = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
+        project, fitted = self.projection(layer), None
+        if project is not None:
+            project = Projection(project.query[own], project.key[own])
+        if isinstance(grouping, Clusters):
+            fitted = Centroids(self.centroids(layer, grouping.count, grouping.rounds).place[own])
+        elif isinstance(grouping, ClusterPairs):
+            found = self.joined(layer, grouping.count, grouping.lift)
+            return Predicted(grouping, project, Joined(found.query[own], found.key[own], found.pairs[own]))
+        elif isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
+            both = self.edges(layer, grouping.beta)
+            return Predicted(grouping, project, Edges(both.query[own], both.key[own]))
+        return Predicted(grouping, project, fitted)
+
+    def plan(self, grouping: Grouping, keep: Selector | None = None, weights: Weights | None = None) -> ModelPlan:
+        """A plan for every layer: the predicted edges, and those of `keep` beside them, as `fewkeys.apply` takes it.
+
+        weights: default `Entmax(alpha)` of the fit.
+        """
+        layers = []
+        for layer in range(self.shape.layers):
+            found: Selector = self.selector(layer, grouping)
+            kernel = Entmax(self.settings.alpha) if weights is None else weights
+            layers.append((Plan(found if keep is None else found | keep, weights=kernel),) * self.shape.kv_heads)
+        return ModelPlan(tuple(layers), {"sparsefinder": self.shape.model})
+
+    def __str__(self) -> str:
+        space = "as they are" if self.is_raw else f"in {self.settings.rank} dimensions"
+        shape = self.shape
+        return f"Sparsefinder of {shape.layers} layers of {shape.query_heads} heads ({shape.kind}), {space}"
+
+    def _check_layer(self, layer: int) -> None:
+        if isinstance(layer, bool) or layer not in range(self.shape.layers):
+            raise ValueError(f"layer: expected an integer from 0 to {self.shape.layers - 1}, got {layer!r}")
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write `sparsefinder.json` and its tensors into `directory` (made if missing); never a half-written file."""
+        mark = write_tensors(directory, NAME, self.tensors)
+        facts = {"shape": asdict(self.shape), "settings": asdict(self.settings), "record": dict(self.record)}
+        write_json(directory, FILE, {"format": FORMAT, **facts, "raw": self.is_raw, "tensors": mark})
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
+        """The predictor saved in `directory`: the same bits.
+
+        Raises `ValueError` for another version, and where a file is missing, damaged, or does not fit the other: layer
+        count, head count, dimensions.
+        """
+        data = read_json(directory, FILE)
+        where = Path(directory) / FILE
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"directory: expected {where} of format {FORMAT}, got {found!r}; fit again")
+        try:
+            found = build(_Description, data)
+            check_shape(found.shape)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"directory: expected a whole description in {where}, got {error}; fit again") from None
+        tensors = read_tensors(directory, NAME, found.tensors)
+        check_tensors(tensors, found.shape, found.settings, found.raw, where)
+        return cls(found.shape, found.settings, tensors, found.record)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sparsefinder):
+            return NotImplemented
+        own = (self.shape, self.settings, fingerprint(NAME, self.tensors))
+        return own == (other.shape, other.settings, fingerprint(NAME, other.tensors))
+
+    __hash__ = None  # type: ignore[assignment]  # it learns centroids on demand
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What `sparsefinder.json` holds; `tensors` is their fingerprint."""
+
+    format: int
+    shape: Shape
+    settings: Settings
+    record: dict[str, Any]
+    raw: bool
+    tensors: str
+
+
+def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:
+    found = {
+        "": sample(capture, layer, settings.sample, settings.seed),
+        "gold-": gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed),
+    }
+    maps = tensors.get(f"maps.{layer}")
+    for name, (query, key) in found.items():
+        tensors[f"{name}query.{layer}"] = (query if maps is None else query @ maps[0]).contiguous()
+        tensors[f"{name}key.{layer}"] = (key if maps is None else key @ maps[-1]).contiguous()

@@ -1,0 +1,11 @@
+"""Value-aware Approximate Attention (arXiv 2103.09857): the best that any method could do."""
+
+from fewkeys.core.rooms import public_names
+from fewkeys.papers.value_aware.low_rank import low_rank as low_rank
+from fewkeys.papers.value_aware.value_aware import reweighted as reweighted
+from fewkeys.papers.value_aware.value_aware import value_aware as value_aware
+from fewkeys.papers.value_aware.value_oblivious import value_oblivious as value_oblivious
+
+
+def __dir__() -> list[str]:
+    return public_names(globals())

@@ -1,0 +1,289 @@
+"""Which r values to combine: the search behind `value_aware` where no exact method is known.
+
+All solvers work on the rows of one head. A `Fit` is r slots a row, each with an index and a weight; its weights are
+always the best ones for its slots (`refit`), so solvers only decide what is in the slots.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.papers.value_aware.caratheodory import caratheodory
+from fewkeys.papers.value_aware.simplex import factorise, nearest_in_hull
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """Rows of attention weights over the same values, float64."""
+
+    points: Tensor  # (N, d)
+    weights: Tensor  # (R, N), on the simplex
+    target: Tensor  # (R, d), weights @ points
+    visible: Tensor  # (R, N) bool: what a solution may use
+
+    def part(self, rows: Tensor) -> Mixtures:
+        """Some of the rows."""
+        return Mixtures(self.points, self.weights[rows], self.target[rows], self.visible[rows])
+
+
+@dataclass(frozen=True)
+class Fit:
+    """At most r values per row and their weights."""
+
+    index: Tensor  # (R, r); a slot without weight may hold anything
+    weights: Tensor  # (R, r), on the simplex
+    value: Tensor  # (R,), squared distance of the combination to the target
+
+    def dense(self, count: int) -> Tensor:
+        """(R, count) weights."""
+        return self.weights.new_zeros(self.weights.shape[0], count).scatter_add(1, self.index, self.weights)
+
+
+def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
+    """The best weights on `index` (R, r), never worse than `start` (R, r)."""
+    inner = rows.points[index] - rows.target[:, None]
+    weights = nearest_in_hull(inner, rows.visible.gather(1, index), start)
+    value, old = ((w[:, None] @ inner)[:, 0].square().sum(1) for w in (weights, start))
+    weights = torch.where((value <= old)[:, None], weights, start)
+    return Fit(index, weights, torch.minimum(value, old))
+
+
+def better(one: Fit, other: Fit) -> Fit:
+    """Row by row the fit that is closer; the first on a tie."""
+    wins = (other.value < one.value)[:, None]
+    return Fit(
+        torch.where(wins, other.index, one.index),
+        torch.where(wins, other.weights, one.weights),
+        torch.minimum(one.value, other.value),
+    )
+
+
+def nearest(rows: Mixtures) -> Fit:
+    """One value per row: the one nearest to the output. This is optimal for r = 1."""
+    # Differences, not the expanded square: near a value, cancellation would pick among its neighbours at random.
+    distance = torch.cdist(rows.target, rows.points, compute_mode="donot_use_mm_for_euclid_dist")
+    value, index = distance.masked_fill(~rows.visible, torch.inf).min(1, keepdim=True)
+    return Fit(index, torch.ones_like(value), value[:, 0].square())
+
+
+def oblivious(rows: Mixtures, r: int) -> Fit:
+    """The r largest weights, re-fitted: never worse than either form of `value_oblivious`."""
+    top = rows.weights.topk(min(r, rows.weights.shape[1]), 1)
+    total = top.values.sum(1, keepdim=True)
+    # Both forms of the value-oblivious solution are weights on this support, so the best weights are no worse.
+    return refit(rows, top.indices, top.values / total)
+
+
+def extend(rows: Mixtures, fit: Fit) -> Fit:
+    """One more slot, filled by the value towards which an exact step reduces the error most."""
+    here = (fit.weights[:, None] @ rows.points[fit.index])[:, 0]
+    gain, move = _gain(rows.points, here[:, None], (here - rows.target)[:, None])
+    gain = gain[:, 0].masked_fill(~rows.visible, -torch.inf).scatter(1, fit.index, -torch.inf)
+    new = gain.argmax(1, keepdim=True)
+    # Where every visible value is in use, the slot stays without weight.
+    move = move[:, 0].gather(1, new).masked_fill(gain.gather(1, new).isneginf(), 0.0)
+    start = torch.cat([fit.weights * (1 - move), move], 1)
+    return refit(rows, torch.cat([fit.index, new], 1), start)
+
+
+def greedy(rows: Mixtures, r: int) -> Fit:
+    """From the nearest value on, `extend` until there are r."""
+    fit = nearest(rows)
+    for _ in range(r - 1):
+        fit = extend(rows, fit)
+    return fit
+
+
+def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """Supports of 2..r values, each inside the next, by elimination continued from the Caratheodory solution.
+
+    Each step removes the value whose removal costs least when the others may take any weight of sum one: with P the
+    inverse of the Gram matrix on weights of sum zero, the squared error grows by `w_a^2 / P_aa`. P itself follows by
+    a rank-one downdate. Returns, per size, indices and feasible weights to start a re-fit from.
+    """
+    count = rows.points.shape[0]
+    dense = caratheodory(rows.weights, rows.points[None], torch.zeros_like(rows.weights[:, 0], dtype=torch.long))
+    weights, index = dense.topk(min(count, rows.points.shape[1] + 1), 1)
+    active = weights > 0
+    weights = weights / weights.sum(1, keepdim=True)
+    inverse = _constrained_inverse(rows.points[index] - rows.target[:, None], active)
+    every = torch.arange(weights.shape[0], device=weights.device)
+    result = {}
+    for size in range(weights.shape[1], 1, -1):
+        if size <= r:
+            order = (weights + active).topk(size, 1).indices
+            result[size] = index.gather(1, order), weights.gather(1, order)
+        diagonal = inverse.diagonal(dim1=1, dim2=2).clamp_min(1e-300)
+        gone = torch.where(active, weights.square() / diagonal, torch.inf).argmin(1)
+        # A row that has fewer values already waits.
+        many = active.sum(1) >= size
+        step = inverse[every, gone] / diagonal[every, gone][:, None]
+        moved = (weights - step * weights.gather(1, gone[:, None])).clamp_min(0.0)
+        moved[every, gone] = 0.0
+        weights = torch.where(many[:, None], moved / moved.sum(1, keepdim=True), weights)
+        active[every[many], gone[many]] = False
+        inverse = inverse - (step * many[:, None])[:, :, None] * inverse[every, gone][:, None]
+        inverse = inverse * (active[:, :, None] & active[:, None, :])
+    return result
+
+
+def eliminate(rows: Mixtures, r: int) -> Fit:
+    """The elimination with r values left."""
+    return refit(rows, *eliminations(rows, r)[r])
+
+
+def pairwise(rows: Mixtures, r: int) -> Fit:
+    """From the r largest weights, exchanges until none helps, or ten have."""
+    return exchange(rows, oblivious(rows, r), rounds=10, tries=2)
+
+
+def exchange(rows: Mixtures, fit: Fit, rounds: int, tries: int) -> Fit:
+    """Swap one value for another while that helps: pairwise steps under a limit on the support.
+
+    A round considers every pair (value out, value in): the others re-balance as if they could have any sign, then an
+    exact step is taken towards the newcomer. The `tries` most promising pairs are re-fitted, and the best is taken
+    if it is better. Memory O(R r N).
+    """
+    count, slots = rows.points.shape[0], fit.index.shape[1]
+    if count <= slots:
+        return fit
+    size = rows.points.square().sum(1).amax()
+    todo = torch.arange(fit.value.shape[0], device=fit.value.device)
+    for _ in range(rounds):
+        todo = todo[fit.value[todo] > 1e-24 * size]
+        if todo.numel() == 0:
+            break
+        part = rows.part(todo)
+        old = Fit(fit.index[todo], fit.weights[todo], fit.value[todo])
+        new = _best_swap(part, old, min(tries, slots * (count - slots)))
+        improved = new.value < old.value * (1 - 1e-9)
+        todo = todo[improved]
+        fit = Fit(
+            fit.index.index_copy(0, todo, new.index[improved]),
+            fit.weights.index_copy(0, todo, new.weights[improved]),
+            fit.value.index_copy(0, todo, new.value[improved]),
+        )
+    return fit
+
+
+def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
+    count, slots = rows.points.shape[0], fit.index.shape[1]
+    chosen = rows.points[fit.index]
+    active = fit.weights > 0
+    inverse = _constrained_inverse(chosen - rows.target[:, None], active)
+    diagonal = inverse.diagonal(dim1=1, dim2=2)
+    # Row a of `without`: the weights after a is gone; slots without weight leave everything as it is.
+    factor = torch.where(active & (diagonal > 0), fit.weights / diagonal.clamp_min(1e-300), 0.0)
+    without = (fit.weights[:, None] - factor[:, :, None] * inverse).clamp_min(0.0)
+    without = without.masked_fill(torch.eye(slots, dtype=torch.bool, device=without.device), 0.0)
+    total = without.sum(2, keepdim=True)
+    without = torch.where(total > 0, without / total.clamp_min(1e-300), 0.0)
+    here = without @ chosen
+    gain, move = _gain(rows.points, here, here - rows.target[:, None])
+    # The only value of its row gone: the newcomer takes all.
+    alone = total[..., 0] <= 0
+    value = (here - rows.target[:, None]).square().sum(2)[..., None] - gain
+    if bool(alone.any()):
+        distance = (rows.points - rows.target[:, None]).square().sum(2)
+        value = torch.where(alone[..., None], distance[:, None], value)
+        move = move.masked_fill(alone[..., None], 1.0)
+    taken = (~rows.visible).scatter(1, fit.index, torch.ones_like(active))
+    value = value.masked_fill(taken[:, None], torch.inf).flatten(1)
+    guess, pair = value.topk(tries, 1, largest=False)
+    best = fit
+    for t in range(tries):
+        out, new = pair[:, t] // count, pair[:, t : t + 1] % count
+        possible = guess[:, t : t + 1].isfinite()
+        hot = torch.nn.functional.one_hot(out, slots).bool() & possible
+        step = move.flatten(1).gather(1, pair[:, t : t + 1])
+        start = without[torch.arange(out.numel(), device=out.device), out] * (1 - step)
+        start = torch.where(hot, step, start)
+        index = torch.where(hot, new, fit.index)
+        best = better(best, refit(rows, index, torch.where(possible, start, fit.weights)))
+    return best
+
+
+def search(rows: Mixtures, r: int, enumerate_up_to: int = 500) -> Fit:
+    """The best of all solvers for every size up to r, each size beginning from the one before.
+
+    The candidates of size k are: the best solutions of size k - 1 with one more slot, the elimination with k left, and
+    the k largest weights. `exchange` improves them, and the best go on to the next size; so the error never increases
+    with r. Few keys get more effort, and where few enough supports exist, all are tried: there, a value has no near
+    neighbour that would do as well, and a bad local optimum costs more. With many keys only the best candidate is
+    improved.
+    """
+    few = rows.points.shape[0] <= 64
+    fits = [nearest(rows)]
+    eliminated = eliminations(rows, r)
+    for size in range(2, r + 1):
+        found = [extend(rows, fit) for fit in fits] + [oblivious(rows, size)]
+        if size in eliminated:
+            found.append(refit(rows, *eliminated[size]))
+        if few:
+            found = [exchange(rows, fit, rounds=4, tries=4) for fit in found]
+        else:
+            found = [exchange(rows, _leaders(found, 1)[0], rounds=2, tries=2)]
+        if math.comb(rows.points.shape[0], size) <= enumerate_up_to:
+            found.append(exhaustive(rows, size))
+        fits = _leaders(found, 3)
+    return fits[0]
+
+
+def exhaustive(rows: Mixtures, r: int) -> Fit:
+    """Every support of size r: optimal, for few keys. Cost C(N, r) re-fits per row."""
+    best = nearest(rows)
+    first, height = best.index, best.index.shape[0]
+    best = Fit(first.expand(-1, r), torch.nn.functional.pad(best.weights, (0, r - 1)), best.value)
+    every = torch.combinations(torch.arange(rows.points.shape[0], device=first.device), r)
+    for chosen in every.split(max(1, 8192 // height)):
+        # All rows with the first support, then all rows with the second, and so on.
+        many = rows.part(torch.arange(height, device=first.device).repeat(chosen.shape[0]))
+        index = chosen.repeat_interleave(height, 0)
+        # A row that sees none of these has nothing to fit; its nearest value stands in, and changes nothing.
+        blind = ~many.visible.gather(1, index).any(1, keepdim=True)
+        index = torch.where(blind, first.repeat(chosen.shape[0], 1), index)
+        distance = (many.points[index] - many.target[:, None]).square().sum(2)
+        closest = distance.masked_fill(~many.visible.gather(1, index), torch.inf).argmin(1)
+        fit = refit(many, index, torch.nn.functional.one_hot(closest, r).to(rows.points.dtype))
+        value, which = fit.value.view(-1, height).min(0)
+        place = which * height + torch.arange(height, device=first.device)
+        best = better(best, Fit(index[place], fit.weights[place], value))
+    return best
+
+
+def _leaders(fits: list[Fit], width: int) -> list[Fit]:
+    """Row by row the `width` best fits, different ones first."""
+    value, order = torch.stack([fit.value for fit in fits]).sort(dim=0, stable=True)
+    again = torch.zeros_like(value, dtype=torch.bool)
+    again[1:] = value[1:] <= value[:-1] * (1 + 1e-9)
+    rank = torch.where(again, torch.inf, value).sort(dim=0, stable=True).indices[:width]
+    value, order = value.gather(0, rank), order.gather(0, rank)
+    index, weights = torch.stack([fit.index for fit in fits]), torch.stack([fit.weights for fit in fits])
+    every = torch.arange(order.shape[1], device=order.device)
+    return [Fit(index[o, every], weights[o, every], v) for o, v in zip(order, value, strict=True)]
+
+
+def _gain(points: Tensor, here: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """How much the squared error falls by the best step from `here` (R, a, d) to each point, and that step's length.
+
+    `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, cut to [0, 1]. Two (R, a, N) tensors.
+    """
+    along = (here * error).sum(-1, keepdim=True) - error @ points.mT
+    length = points.square().sum(-1) - 2 * (here @ points.mT) + here.square().sum(-1, keepdim=True)
+    along, length = along.clamp_min_(0.0), length.clamp_min_(1e-300)
+    move = (along / length).clamp_max_(1.0)
+    return move * (2 * along - move * length), move
+
+
+def _constrained_inverse(points: Tensor, active: Tensor) -> Tensor:
+    """The inverse of the Gram matrix of the active points on weights of sum zero; zero elsewhere: (R, S, S)."""
+    size = (points.square().sum(2) * active).amax(1)
+    full = torch.cholesky_inverse(factorise(points, active)) / torch.where(size > 0, size, 1.0)[:, None, None]
+    full = full * (active[:, :, None] & active[:, None, :])
+    sums = full.sum(2)
+    total = sums.sum(1)
+    return full - sums[:, :, None] * sums[:, None] / torch.where(total > 0, total, 1.0)[:, None, None]
