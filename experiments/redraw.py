@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the folder that 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "levattention"))  # of `vit_report` and `vit_plans`
 
 from experiments.causal import figure as causal
+from experiments.decoders import report as decoders
 from experiments.embeddings import run as embeddings
 from experiments.encoders import report as encoders
 from experiments.levattention import recovery, vit_report
@@ -22,7 +23,6 @@ from experiments.sparsefinder import analysis
 from experiments.sparsefinder import report as sparsefinder
 from experiments.sparsefinder.tags import Occupancy
 from experiments.training import picture as training
-from experiments.trees import report as trees
 from experiments.value_aware import figure as value_aware
 
 from fewkeys import ModelPlan
@@ -52,8 +52,8 @@ def main() -> None:
     save_tuned(ModelPlan.from_pretrained(tuned), Report.load(tuned / "tuned.json"), docs / "images" / "tuned.png")
     for experiment, draw in {"causal": causal.save_figure, "value_aware": value_aware.save_figure}.items():
         draw(read(HERE / experiment / "results" / "results.json"), HERE / experiment / "results" / "figure.png")
-    folder = HERE / "trees" / "results"
-    trees.save_figure(read(folder / "results.json")["cells"], folder / "figure.png")
+    folder = HERE / "decoders" / "results"
+    decoders.save_figure(read(folder / "results.json")["cells"], folder / "figure.png")
     folder = HERE / "levattention" / "results"
     recovery.draw_all(read(folder / "recovery.json"), folder / "recovery.png")
     for name in ("vit-mnist", "vit-digits"):

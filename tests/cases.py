@@ -88,8 +88,6 @@ KEEP_CASES = {
     ),
     "low-dimensional entmax": Case(sparsefinder.LowRankEntmax(4), alone=True),
     "random edges": Case(sparsefinder.RandomEdges(6), draws=True, alone=True),
-    "key tree": Case(fk.select.KeyTree(64), by_position=True, grows=True, alone=True),
-    "key tree + window": Case(fk.select.KeyTree(64) | fk.Window(25), by_position=True, grows=True, alone=True),
     "key scan": Case(fk.KeyScan(9), by_position=True, grows=True, alone=True),
     "key scan + window": Case(fk.KeyScan(9) | fk.Window(25), by_position=True, grows=True, alone=True),
     "entmax support (oracle)": Case(sparsefinder.EntmaxSupport(1.5)),
@@ -123,24 +121,13 @@ GROUPED = {
     ),
 }
 """Plans whose stand-ins are of the selector's own groups."""
-TREES = {
-    "key tree, tree means": Case(Plan(fk.select.KeyTree(64), fk.rest.TreeMeans()), by_position=True, grows=True),
-    "key tree until a share, tree means": Case(
-        Plan(fk.select.KeyTree(64, 0.9), fk.rest.TreeMeans()), by_position=True, grows=True
-    ),
-    "larger key tree, tree means": Case(Plan(fk.select.KeyTree(67), fk.rest.TreeMeans()), by_position=True, grows=True),
-    "key tree, drop, entmax": Case(
-        Plan(fk.select.KeyTree(65), weights=fk.weights.Entmax(1.5)), by_position=True, grows=True
-    ),
-}
-"""Plans whose queries find their keys in a tree, and whose stand-ins are its nodes."""
-
 SCANS = {
     "key scan, block means": Case(Plan(fk.KeyScan(9), fk.BlockMeans(3)), by_position=True, grows=True),
     "larger key scan, block means": Case(Plan(fk.KeyScan(40), fk.BlockMeans(2)), by_position=True, grows=True),
     "key scan, block means, power": Case(
         Plan(fk.KeyScan(7), fk.BlockMeans(1), fk.weights.Power(2.0)), by_position=True, grows=True
     ),
+    "key scan, drop, entmax": Case(Plan(fk.KeyScan(40), weights=fk.weights.Entmax(1.5)), by_position=True, grows=True),
 }
 """Plans whose queries scan the codes of all keys, and whose stand-ins are means of ranges."""
 
@@ -179,7 +166,7 @@ def _plans() -> dict[str, Case]:
                     continue
                 name = f"{keep_name}, {rest_name}, {weights_name}"
                 plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
-    return plans | GROUPED | TREES | SCANS | COHORTS
+    return plans | GROUPED | SCANS | COHORTS
 
 
 RUNNING_CASES = {
@@ -214,7 +201,6 @@ SOME_PLANS = {
         "leverage + window, moments, softmax",
         "leverage + window, sample, relu",
         "universal set, first-order means, softmax",
-        "key tree, tree means",
         "key scan, block means",
         "first-order cohorts + window",
     )

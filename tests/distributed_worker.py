@@ -143,6 +143,7 @@ MEANS = {
     "one cohort": (fk.budget(32, cohorts=1).keep, fk.budget(32, cohorts=1).rest, fk.Softmax()),
     "narrow window": (fk.Window(1), fk.ClusterMeans(6), fk.Softmax()),
     "wide window": (fk.Window(60), fk.ClusterMeans(4, rank=2), fk.Softmax()),
+    "scan": (fk.KeyScan(9), fk.BlockMeans(2), fk.Softmax()),
     "no window": (fk.Outliers(7, 5), fk.ClusterMeans(5), fk.Softmax()),
     "many parts": (
         fk.select.Leverage(5, centre=True) | fk.select.KeyNorm(4) | fk.RandomKeys(6) | fk.Sinks(40) | fk.Window(6),
@@ -188,7 +189,9 @@ def the_bytes_of_means_do_not_grow(rank, world):
 
 
 CAUSAL = {
-    "budget": fk.budget(24, is_causal=True),
+    "budget": fk.budget(24, is_causal=True, memory="constant"),
+    "scan": fk.Plan(fk.KeyScan(9), fk.BlockMeans(3)),
+    "scan alone": fk.Plan(fk.KeyScan(5)),
     "sinks": fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(5), fk.rest.RunningMeans(6)),
     "many sinks": fk.Plan(fk.select.RecentBlocks(4, 1) | fk.Sinks(30), fk.rest.RunningMeans(3)),
     "drop": fk.Plan(fk.select.RecentBlocks(8, 3) | fk.Sinks(2)),

@@ -8,9 +8,8 @@ import pytest
 import fewkeys as fk
 from broken.breakages import BREAKAGES as KERNELS
 from broken.promises import PROMISES
-from broken.trees import TREES
 
-BREAKAGES = (*KERNELS, *TREES, *PROMISES)
+BREAKAGES = (*KERNELS, *PROMISES)
 
 PACKAGE = Path(fk.__file__).parent
 HERE = Path(__file__).parent

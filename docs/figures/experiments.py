@@ -1,4 +1,4 @@
-"""Figures of experiments/: training, decoders, trees, vision transformers, value-aware attention, predicted graphs."""
+"""Figures of experiments/: training, decoders, vision transformers, value-aware attention, predicted graphs."""
 
 import sys
 from collections.abc import Callable
@@ -36,34 +36,33 @@ def _recalled(method: str, slots: int, digits: int) -> str:
     return f"{100 * _decoder('recall', method, slots)['accuracy']:.{digits}f}"
 
 
-TREES = "experiments/trees/results/results.json"
+PRETRAINED = "experiments/decoders/results/results.json"
 
 
-def _trees() -> str:
-    from experiments.trees.report import table as tables
+def _pretrained() -> str:
+    from experiments.decoders.report import table as tables
 
-    return tables(read(TREES)["cells"]).rstrip()
+    return tables(read(PRETRAINED)["cells"]).rstrip()
 
 
 def _stretches(method: str, slots: int, text: str = "wikitext", length: int = 2048) -> dict[str, Row]:
     """What a method costs a decoder, by the place where a stretch begins."""
     of = {"kind": "perplexity", "text": text, "length": length, "method": method, "slots": slots}
-    return {cell["of"]["place"]: cell for cell in read(TREES)["cells"] if of.items() <= cell["of"].items()}
+    return {cell["of"]["place"]: cell for cell in read(PRETRAINED)["cells"] if of.items() <= cell["of"].items()}
 
 
 def _ours() -> str:
-    exact = _stretches("exact", 0)
-    rows = [[place, f"{cell['perplexity']:.2f}"] for place, cell in exact.items()]
-    titles = ["stretch begins at", "exact perplexity"]
-    for slots in (256, 128):
-        found = _stretches("fewkeys", slots)
-        titles.append(f"{slots} slots ({max(cell['paid'] for cell in found.values()):.0f} paid)")
-        for row in rows:
-            cell = found.get(row[0])
-            row.append(f"{cell['ratio']:.3f} (KL {cell['kl']:.3f})" if cell else "not measured yet")
-    return table(titles, rows)
+    rows = []
+    for text in TEXTS:
+        exact, *few = [
+            _stretches(*row, text=text)[STRETCH] for row in (("exact", 0), ("fewkeys", 256), ("fewkeys", 128))
+        ]
+        shown = [f"{cell['ratio']:.3f} (KL {cell['kl']:.4f})" for cell in few]
+        rows.append([TEXTS[text], f"{exact['perplexity']:.2f}", *shown])
+    return table(["text", "exact perplexity", "256 slots", "128 slots"], rows)
 
 
+TEXTS = {"wikitext": "WikiText-2, validation", "pydoc": "Python's help topics"}
 BESIDE = {
     "fewkeys": "**`budget(slots, is_causal=True)`**",
     "oracle": "each query's own best keys (oracle)",
@@ -74,7 +73,9 @@ STRETCH = "1/3"
 
 def _beside() -> str:
     """Every method on one stretch, by its perplexity at 256 slots; what pays more than its slots says how much."""
-    methods = dict.fromkeys(cell["of"]["method"] for cell in read(TREES)["cells"] if cell["of"].get("slots") == 256)
+    methods = dict.fromkeys(
+        cell["of"]["method"] for cell in read(PRETRAINED)["cells"] if cell["of"].get("slots") == 256
+    )
     found = {}
     for method in methods:
         cells = [_stretches(method, slots).get(STRETCH) for slots in (256, 128)]
@@ -90,12 +91,6 @@ def _beside() -> str:
     return table(["", "256 slots: perplexity / exact", "KL", "128 slots", "KL"], rows)
 
 
-def _apart(method: str, length: int) -> str:
-    """What 256 slots cost on one stretch."""
-    cell = _stretches(method, 256, length=length)[STRETCH]
-    return f"{cell['ratio']:.3f} (KL {cell['kl']:.3f})"
-
-
 def _lost(method: str) -> list[float]:
     """Perplexity lost with 256 slots on each stretch, per cent, the least first."""
     return sorted(100 * (cell["ratio"] - 1) for cell in _stretches(method, 256).values())
@@ -106,7 +101,7 @@ def _answers(method: str, slots: int, length: int = 2048) -> str:
 
     def right(**wanted: object) -> dict[tuple[str, int], int]:
         of = {"kind": "retrieval", "length": length, **wanted}
-        cells = [cell for cell in read(TREES)["cells"] if of.items() <= cell["of"].items()]
+        cells = [cell for cell in read(PRETRAINED)["cells"] if of.items() <= cell["of"].items()]
         return {(cell["of"]["task"], cell["of"]["seed"]): cell["right"] for cell in cells}
 
     own, exact = right(method=method, slots=slots), right(method="exact")
@@ -115,10 +110,7 @@ def _answers(method: str, slots: int, length: int = 2048) -> str:
 
 
 def _costs() -> str:
-    lost = _lost("fewkeys")
-    if len(lost) == 1:
-        return f"{lost[0]:.1f} % of perplexity on a stretch of 2,048 tokens"
-    return f"between {lost[0]:.1f} and {lost[-1]:.1f} % of perplexity on {len(lost)} stretches of 2,048 tokens"
+    return f"{_lost('fewkeys')[0]:.1f} % of perplexity on a stretch of 2,048 tokens"
 
 
 def _vision(data: str) -> str:
@@ -133,28 +125,6 @@ def _layers(data: str) -> str:
     from vit_evidence import text
 
     return fence(text(read(f"experiments/levattention/results/vit-{data}-evidence.json")))
-
-
-def _leaves() -> str:
-    rows = [
-        [
-            *(row["leaves"], f"{row['bytes']:,}", f"{row['apart']:.3f} ({row['worst']:.3f})" if row["apart"] else "0"),
-            *(f"{row['error']:.4f}", f"{row['ratio']:.3f}", f"{row['kl']:.4f}"),
-        ]
-        for row in read("experiments/trees/results/leaves.json")["rows"]
-    ]
-    titles = ["leaves", "bytes of a token, a layer", "apart", "error against exact", "perplexity / exact", "KL"]
-    return table(titles, rows)
-
-
-def _mass() -> str:
-    rows = []
-    for row in read("experiments/trees/results/mass.json")["rows"]:
-        plan = row["plan"]
-        name = f"{plan['slots']} slots" if plan["mass"] is None else f"at most {plan['slots']}, mass {plan['mass']}"
-        shown = (f"{row[part]:.3f}" for part in ("error", "mass", "told"))
-        rows.append([name + ", certified" * plan["certified"], f"{row['slots']:.0f}", *shown])
-    return table(["", "slots paid", "error", "mass on kept keys", "as told"], rows)
 
 
 VALUES = "experiments/value_aware/results/results.json"
@@ -266,8 +236,6 @@ def _faster() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "training": _training,
-    "trees.leaves": _leaves,
-    "trees.mass": _mass,
     "training.first": lambda: f"{_training_runs()[1][0]['seconds']:.0f}",
     "training.faster": _faster,
     "training.off": lambda: f"{_training_runs()[1][-1]['exact'] - _training_runs()[1][-1]['plan']:.3f}",
@@ -280,19 +248,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "decoders.evicting-512": lambda: _cost(_evicting(512)),
     "decoders.recalled": lambda: _recalled("fewkeys", 128, 1),
     "decoders.recalled-by-window": lambda: _recalled("sinks + window", 128, 0),
-    "trees": _trees,
-    "trees.ours": _ours,
-    "trees.beside": _beside,
-    "trees.costs": _costs,
-    "trees.even": lambda: _answers("fewkeys", 256),
-    "trees.tuned": lambda: _answers("fewkeys, tuned", 256),
-    "trees.window": lambda: _answers("sinks + window", 256),
-    "trees.oracle": lambda: _answers("oracle", 256),
-    "trees.even-8192": lambda: _answers("fewkeys", 256, 8192),
-    "trees.tuned-long": lambda: _answers("fewkeys, tuned at 8,192", 256, 8192),
-    "trees.text-8192": lambda: _apart("fewkeys", 8192),
-    "trees.text-tuned-8192": lambda: _apart("fewkeys, tuned at 8,192", 8192),
-    "trees.constant": lambda: f"{_lost('constant memory')[-1]:.0f}",
+    "codes": _pretrained,
+    "codes.ours": _ours,
+    "codes.beside": _beside,
+    "codes.costs": _costs,
+    "codes.even": lambda: _answers("fewkeys", 256),
+    "codes.window": lambda: _answers("sinks + window", 256),
+    "codes.oracle": lambda: _answers("oracle", 256),
+    "codes.constant": lambda: f"{_lost('constant memory')[-1]:.0f}",
     **{f"vision.{data}": partial(_vision, data) for data in ("mnist", "digits")},
     "vision.layers": partial(_layers, "mnist"),
     "values.encoder": partial(_values, "encoder", "encoder"),

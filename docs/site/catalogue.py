@@ -15,8 +15,6 @@ from fewkeys.rest.base import RESTS
 from fewkeys.select.base import SELECTORS
 
 TOKENS = 64
-MORE_TOKENS = {"KeyTree": 192}
-"""A tree of fewer keys than slots is opened whole."""
 EXAMPLES: dict[str, Any] = {
     "Window": fk.Window(9),
     "Sinks": fk.Sinks(4),
@@ -34,7 +32,6 @@ EXAMPLES: dict[str, Any] = {
     "BestColumns": fk.select.BestColumns(8),
     "Outliers": fk.Outliers(8, clusters=6),
     "KeyScan": fk.KeyScan(8),
-    "KeyTree": fk.select.KeyTree(64),
     "EntmaxSupport": sparsefinder.EntmaxSupport(1.5),
     "LowRankEntmax": sparsefinder.LowRankEntmax(4),
     "Reformer": sparsefinder.Reformer(8, 1),
@@ -42,7 +39,7 @@ EXAMPLES: dict[str, Any] = {
     "SortedLSH": sparsefinder.SortedLSH(8),
 }
 """What is drawn; the other selectors need something learned, or more tokens than a picture has room for."""
-CAUSAL = ("RecentBlocks", "KeyScan", "KeyTree")
+CAUSAL = ("RecentBlocks", "KeyScan")
 SECTIONS: dict[str, tuple[str, Catalogue[Any], str]] = {
     "select": ("Selectors", SELECTORS, "Which keys each query attends to exactly."),
     "group": ("Groupings", GROUPINGS, "How `Predicted` joins queries and keys in a learned space."),
@@ -81,7 +78,7 @@ def _page(name: str, kind: type) -> str:
     parts = [f"::: {kind.__module__}.{name}\n    options: {{members: false, heading_level: 1, show_bases: false}}"]
     example = EXAMPLES.get(name)
     if example is not None:
-        parts.append(_picture(example, name in CAUSAL, MORE_TOKENS.get(name, TOKENS)))
+        parts.append(_picture(example, name in CAUSAL, TOKENS))
     return "\n\n".join(parts) + "\n"
 
 

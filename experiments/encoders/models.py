@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from experiments.trees.decoder import read_text
+from experiments.decoders.decoder import read_text
 from torch import Tensor
 
 import fewkeys as fk

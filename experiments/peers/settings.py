@@ -52,7 +52,7 @@ def load(name: str, text: Path | None, work: Path) -> Problem:
 
 def _minilm(text: Path | None, sequences: int, length: int | None) -> Problem:
     """All layers as a batch on one sequence; with `length`, four heads of the middle layer on so many tokens."""
-    from experiments.trees.decoder import read_text
+    from experiments.decoders.decoder import read_text
 
     import fewkeys as fk
     import fewkeys.demo as demo

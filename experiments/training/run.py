@@ -21,9 +21,9 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from experiments.decoders.decoder import read_text
 from experiments.training.model import Encoder, hidden, loss
 from experiments.training.picture import save_picture
-from experiments.trees.decoder import read_text
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -16,7 +16,6 @@ from fewkeys.cost.operations import exact_operations, plan_operations
 from fewkeys.execute import dispatch
 from fewkeys.native import instruction_set
 from fewkeys.plan import Plan
-from fewkeys.tree.descent import Descent
 
 NAMES = {"reference": "the dense reference", "torch": "torch", "native": "compiled kernels"}
 
@@ -33,9 +32,6 @@ class Explanation:
             and where all is padding.
         uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
         kernels: the instruction set of these kernels; None where they do not run.
-        slots, mass: of a plan whose queries stop at a share of their mass (`KeyTree(slots, mass)`), what they pay on
-            average, and the mean share of the mass on keys that they keep: at least, where it is certified, else
-            estimated. None of other plans.
     """
 
     runs: Literal["exact", "plan"]
@@ -45,8 +41,6 @@ class Explanation:
     executor: str | None = None
     uncompiled: str | None = None
     kernels: str | None = None
-    slots: float | None = None
-    mass: float | None = None
 
     def __str__(self) -> str:
         if self.runs == "exact":
@@ -54,8 +48,6 @@ class Explanation:
         processor = "" if self.kernels is None else f" for {self.kernels}"
         executor = "" if self.executor is None else f", by {NAMES[self.executor]}{processor}"
         text = f"runs the plan{executor}: {self.reason}"
-        if self.slots is not None and self.mass is not None:
-            text += f"; {self.slots:.1f} slots a query keep {self.mass:.4f} of its mass"
         return text if self.uncompiled is None else f"{text}; no compiled kernels: {self.uncompiled}"
 
 
@@ -83,17 +75,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     if choice.reason == flow.FASTER and choice.inputs.impl == "torch":
         uncompiled = f"those for {instruction_set()} are slower than torch here, at this size"
     kernels = instruction_set() if executor == "native" else None
-    explanation = replace(explanation, executor=executor, uncompiled=uncompiled, kernels=kernels)
-    descents = [(problem, problem.graph.descent) for problem in problems]
-    shares = [
-        (x.inputs.batch * x.inputs.queries, x.graph.slots(), x.graph.mean(descent.share()))
-        for x, descent in descents
-        if isinstance(descent, Descent) and descent.enough is not None
-    ]
-    if not shares:
-        return explanation
-    slots, mass = (sum(row[0] * row[i] for row in shares) / sum(row[0] for row in shares) for i in (1, 2))
-    return replace(explanation, slots=slots, mass=mass)
+    return replace(explanation, executor=executor, uncompiled=uncompiled, kernels=kernels)
 
 
 def _of_choice(choice: flow.Choice) -> Explanation:

@@ -157,7 +157,7 @@ def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[T
     plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
     parts: Sequence[Inputs] = (x,)
     restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
-    if x.valid is not None and plan.keep is not None and not plan.keep.by_real_place and has_gaps(x):
+    if x.valid is not None and plan.keep is not None and has_gaps(x):
         if x.bias is not None and has_interior_padding(x.valid):
             raise ValueError("key_mask: expected real keys side by side with distance_bias, got padding among them")
         parts, restore = without_gaps(x, x.valid)

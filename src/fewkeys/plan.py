@@ -15,11 +15,11 @@ from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, pack, sav
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
-from fewkeys.rest import ClusterMeans, Drop, Rest, RunningMeans, TreeMeans
+from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
 from fewkeys.rest.base import RESTS
-from fewkeys.select import KeyTree, Outliers, RecentBlocks, Selector, Window, united
+from fewkeys.select import KeyScan, Outliers, RecentBlocks, Selector, Window, united
 from fewkeys.select.base import SELECTORS
-from fewkeys.tree.rule import LEAST
+from fewkeys.sketch.codes import BLOCK
 
 FORMAT = 1
 FILE = "plan.json"
@@ -31,6 +31,14 @@ are worth.
 """
 MOST_RANK = 8
 """Of the first-order term beside cohorts: more directions are worth less than means."""
+OWN_BLOCK = BLOCK // 2 + 1
+"""Keys of its own block that a query of a scan keeps, on average over the block, rounded up."""
+LEAST_SCANNED = OWN_BLOCK + 2
+"""The fewest slots of a scan: its own block, a key and a mean."""
+MEANS_OF_SCAN = 32
+"""A budget has a mean for so many slots."""
+REPLACED = ("KeyTree", "TreeMeans")
+"""Parts of earlier versions, in whose place `KeyScan` and `BlockMeans` are."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,12 @@ class Plan(hub.OnHub):
             found = build(_Description, data)
         except ValueError as error:
             raise ValueError(f"{damaged} ({error})") from None
+        for part in (*(found.keep or ()), found.rest):
+            if part.get("type") in REPLACED:
+                raise ValueError(
+                    f"plan: expected parts of this version, got {part['type']}, in whose place KeyScan and BlockMeans "
+                    "are; use budget(slots, is_causal=True), or tune again"
+                )
         try:
             keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
             rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
@@ -212,14 +226,12 @@ def budget(
     is_causal: bool = False,
     memory: Literal["all", "constant"] = "all",
     cohorts: int | None = None,
-    mass: float | None = None,
-    certified: bool = False,
 ) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    `memory` is of causal plans: "all" keeps every key at hand, so that each query finds its own (docs/trees.md);
-    "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for shards. Below 64
-    slots, too few to descend a tree, both are the same.
+    `memory` is of causal plans: "all" keeps every key at hand, so that each query chooses its own by the codes of all
+    (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for
+    shards. Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
 
     Without causality, similar queries form `cohorts`, each with outliers and means of its own, beside a window around
     each query. The window has at most 1.5 times the root of the slots, the first-order term an eighth of the slots (one
@@ -230,12 +242,9 @@ def budget(
     encoders of text, speech, images and molecules, each left out once (experiments/encoders). Where queries cannot be
     sorted into cohorts, `Plan.without_cohorts` runs.
 
-    In constant memory, about half of the slots are recent blocks of keys, on average over a block, and the others means
-    of everything before them.
-
-    `mass`, such as 0.99, of causal plans that keep all keys: a query opens no more of its tree once an estimate says
-    that this share of its softmax mass is on keys that it keeps, or, `certified`, once a bound proves it; `slots` are
-    the most that it pays (`KeyTree`). Where they run out first, neither holds: `fewkeys.explain` tells what is reached.
+    With all keys at hand, 17 slots are the query's own block, on average over the block, a 32nd of the slots are means
+    of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about half of
+    the slots are recent blocks of keys, on average over a block, and the others means of everything before them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
     `is_causal`: a causal plan refuses calls without causality.
@@ -249,14 +258,10 @@ def budget(
         cohorts = 1 if is_causal else 1 << min(MOST_COHORTS, max(1, COHORT_SLOTS // slots)).bit_length() - 1
     if check_cohorts("budget", cohorts) > 1 and is_causal:
         raise ValueError(f"cohorts: expected 1 with is_causal=True, got {cohorts}; cohorts see all queries at once")
-    searched = is_causal and memory == "all" and slots >= LEAST
-    if (mass is not None or certified) and not searched:
-        raise ValueError(
-            f"mass: expected is_causal=True, memory='all' and at least {LEAST} slots, so that each query finds its own "
-            f"keys, got mass={mass}, certified={certified} without; use KeyTree(slots, mass) where nothing is causal"
-        )
-    if searched:
-        return Plan(KeyTree(slots, mass, certified), TreeMeans(), Softmax(), exact_if_faster=True, is_causal=True)
+    if is_causal and memory == "all" and slots >= LEAST_SCANNED:
+        means = max(1, slots // MEANS_OF_SCAN)
+        keep = KeyScan(slots - OWN_BLOCK - means)
+        return Plan(keep, BlockMeans(means), Softmax(), exact_if_faster=True, is_causal=True)
     if is_causal:
         if slots < 8:
             return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True, is_causal=True)

@@ -1,6 +1,6 @@
 """Deliberately broken kernels, and the laws that must notice: one text of one file each, and what is put in its place.
 
-`trees.py` has those of trees, `promises.py` more of all code. `run.py` compiles each and runs its tests;
+`promises.py` has more, of all code. `run.py` compiles each and runs its tests;
 `tests/test_broken.py` sees that every text is still there.
 """
 
@@ -48,6 +48,8 @@ ALONE = Law("05_invariance", "native")
 ONCE = Law("07_no_double_counting", "native")
 WORK = Law("09_linear_cost", "compiled_kernels_are_linear and window")
 SPLITS = Law("parts/test_cohorts", "kernel_splits")
+SCANS = Law("02_impls_agree", "same_problem and scan")
+RANGES = Law("parts/test_codes", "ranges_hold_every_key")
 SUMS = Law("parts/test_cohorts", "kernel_adds_up")
 APART = Law("parts/test_cohorts", "stay_where_they_are or smallest_scores")
 SHARDS = Law("parts/test_distributed", "")
@@ -430,6 +432,48 @@ BREAKAGES = (
         "mix(grad.data(), both, p.cohorts, both, &turned[j]",
         "mix(grad.data(), both, p.cohorts - 1, both, &turned[j]",
         (SUMS,),
+    ),
+    Breakage(
+        "roots of metrics: of four rows one is not taken away",
+        "native/products.h",
+        "for (int r = 0; r < count; r++) left -= load(row + r * stride + d) * by[r];",
+        "for (int r = 1; r < count; r++) left -= load(row + r * stride + d) * by[r];",
+        (PREPARED,),
+    ),
+    Breakage(
+        "the middle of many numbers: where a bin is full, that of the next",
+        "native/seeker.h",
+        "for (; rank >= many[its]; its++) rank -= many[its];",
+        "for (; rank > many[its]; its++) rank -= many[its];",
+        (SPLITS,),
+    ),
+    Breakage(
+        "scans: a query chooses among the keys of its own block, too",
+        "select/key_scan.py",
+        "seen = position // BLOCK * BLOCK if x.is_causal",
+        "seen = (position // BLOCK + 1) * BLOCK if x.is_causal",
+        (RANGES, SCANS),
+    ),
+    Breakage(
+        "scans: ranges weigh the keys that the query keeps, too",
+        "execute/torch/by_scan.py",
+        "left = size - held",
+        "left = size + 0 * held",
+        (SCANS,),
+    ),
+    Breakage(
+        "scans: two ranges begin at one block",
+        "rest/block_means.py",
+        "min(s, max(c, int(s ** (c / self.count) + 1e-9)))",
+        "min(s, int(s ** (c / self.count) + 1e-9))",
+        (RANGES,),
+    ),
+    Breakage(
+        "scans: codes of one key head lie where those of two would",
+        "native/codes.py",
+        "apart = packed.stride(1 if packed.shape[1] > 1 else 0)",
+        "apart = packed.stride(1)",
+        (Law("parts/test_scan_streams", "heads_of_their_own"),),
     ),
     Breakage(
         "gradients of the products of cohorts: every key weighs one",

@@ -1,7 +1,7 @@
 """Breaks the code in one place at a time, and sees whether the tests that must notice do.
 
     make broken                                     # all: forty minutes on two cores
-    python -m broken.run "causal edge" trees        # those whose names have one of these words
+    python -m broken.run "causal edge" scans        # those whose names have one of these words
     python -m broken.run --out broken/results.json
 
 Each breakage is put into a copy of the package, its kernels compiled with little optimisation (the arithmetic is the
@@ -22,7 +22,6 @@ from pathlib import Path
 
 from broken.breakages import BREAKAGES, Breakage, Law
 from broken.promises import PROMISES
-from broken.trees import TREES
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 500
@@ -112,7 +111,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only breakages whose names have one of these")
     parser.add_argument("--out", type=Path, help="also write the results as JSON; others that it has stay there")
     options = parser.parse_args()
-    every = (*BREAKAGES, *TREES, *PROMISES)
+    every = (*BREAKAGES, *PROMISES)
     chosen = [b for b in every if not options.words or any(word in b.name for word in options.words)]
     begun, found = time.time(), []
     with tempfile.TemporaryDirectory() as cache:

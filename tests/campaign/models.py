@@ -17,19 +17,19 @@ from fewkeys.captures import Capture
 from fewkeys.papers import sparsefinder
 from tiny_models import llama
 
-TREE = fk.budget(64, is_causal=True)
+SCAN = fk.budget(64, is_causal=True)
 SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(5))
 WINDOW = fk.Plan(fk.Window(9) | fk.Sinks(2))
 CACHED = {
-    "tree": (TREE, None),
+    "scan": (SCAN, None),
     "small": (SMALL, None),
     "window": (WINDOW, None),
-    "by layer": ([SMALL, TREE, WINDOW], None),
-    "by head": ([(TREE, SMALL), (SMALL, SMALL), (WINDOW, TREE)], None),
-    "bfloat16": (TREE, "bfloat16"),
-    "int8": ([TREE, SMALL, TREE], "int8"),
+    "by layer": ([SMALL, SCAN, WINDOW], None),
+    "by head": ([(SCAN, SMALL), (SMALL, SMALL), (WINDOW, SCAN)], None),
+    "bfloat16": (SCAN, "bfloat16"),
+    "int8": ([SCAN, SMALL, SCAN], "int8"),
 }
-"""Plans, and how trees hold their leaves."""
+"""Plans, and how scans hold their keys."""
 MOST = 320
 """Tokens of one try."""
 

@@ -24,12 +24,12 @@ from fewkeys.core.records import parse
 from fewkeys.streaming import Stream
 from parts.test_loaders import WRITTEN, damaged
 
-TREE = fk.Plan(fk.select.KeyTree(64), fk.rest.TreeMeans())
+SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
 STREAMS = [
     fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(6)),
     fk.budget(32, is_causal=True, memory="constant"),
     fk.Plan(fk.Window(9) | fk.Sinks(3)),
-    TREE,
+    SCAN,
 ]
 
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from experiments.decoders.rivals import Quest
 from experiments.peers.decoders import run
 from experiments.peers.decoders.express import Express
 from experiments.peers.decoders.scored import compactor, expected, votes
 from experiments.peers.decoders.vattention import VAttention
-from experiments.trees.rivals import Quest
 
 TOKENS = 300
 RULES = {name: rule for name, rule in run.RULES.items() if name not in ("KeyDiff", "accumulated attention")}

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
+    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     MistralConfig,
@@ -22,16 +23,14 @@ from transformers import (
 )
 
 import fewkeys as fk
-from fewkeys.streaming import Stream
+from fewkeys.streaming import Stream, coded
 from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
 
 ALL = fk.Plan(fk.select.RecentBlocks(32, 9), fk.rest.RunningMeans(2))
 """Keeps every key of the short sequences here."""
-TREE = fk.budget(200, is_causal=True)
-"""Keeps every key of short sequences too."""
-SMALL_TREE = fk.budget(64, is_causal=True)
-SCAN = fk.Plan(fk.KeyScan(200), fk.BlockMeans(3))
-SMALL_SCAN = fk.Plan(fk.KeyScan(20), fk.BlockMeans(3))
+SCAN = fk.budget(200, is_causal=True)
+"""Keeps every key of short sequences, too."""
+SMALL_SCAN = fk.budget(40, is_causal=True).never_exact()
 HEAVY = fk.Plan(fk.Window(5) | fk.Sinks(1) | fk.select.Leverage(4) | fk.RandomKeys(3))
 FEW = fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(2), fk.rest.RunningMeans(5))
 
@@ -70,7 +69,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("side", [None, "left"])
-@pytest.mark.parametrize("plan", [ALL, TREE, SCAN], ids=["recent", "tree", "scan"])
+@pytest.mark.parametrize("plan", [ALL, SCAN], ids=["recent", "scan"])
 @pytest.mark.parametrize("make", [llama, gpt2, mistral, gemma, diffllama])
 def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     model = make()
@@ -84,6 +83,18 @@ def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     assert torch.equal(found, want)
 
 
+@torch.no_grad()
+def test_memory_is_below_that_of_all_keys_and_first_tokens_are_exact(monkeypatch):
+    """By default: as the model answers until the plan takes over, and then in less memory."""
+    model, ids = llama(), tokens(1, 300)
+    monkeypatch.setattr(coded, "exact_length", lambda *_: 100)
+    cache, exact = fk.cache(model, fk.budget(40, is_causal=True)), DynamicCache()
+    close(logits(model, ids[:, :100], [60, 1, 39], cache), model(ids[:, :100]).logits)
+    logits(model, ids[:, 100:], [200], cache)
+    model(ids, past_key_values=exact)
+    assert cache.memory() < sum(layer.keys.nbytes + layer.values.nbytes for layer in exact.layers)
+
+
 def drafter():
     """The model's first words, and others."""
     other = llama()
@@ -94,9 +105,7 @@ def drafter():
 
 
 @pytest.mark.parametrize("way", ["assistant", "lookup"])
-@pytest.mark.parametrize(
-    "plan", [SMALL_TREE, SMALL_SCAN, fk.Plan(fk.Window(5)), HEAVY], ids=["tree", "scan", "window", "heavy"]
-)
+@pytest.mark.parametrize("plan", [SMALL_SCAN, fk.Plan(fk.Window(5)), HEAVY], ids=["scan", "window", "heavy"])
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     """Assisted decoding crops the cache: what it gives is what greedy decoding with the same plan gives."""
     cropped, crop = [], Stream.crop
@@ -123,11 +132,11 @@ def logits(model, ids, sizes, cache=None):
 
 @torch.no_grad()
 @pytest.mark.parametrize("sizes", [[150], [1] * 150, [9, 40, 1, 1, 78, 21]], ids=["whole", "tokens", "chunks"])
-def test_trees_grow_as_the_applied_plan_has_them(sizes):
+def test_codes_grow_as_the_applied_plan_has_them(sizes):
     model, ids = llama(), tokens(2, 150)
-    with fk.apply(model, SMALL_TREE.never_exact()):
+    with fk.apply(model, SMALL_SCAN):
         want = logits(model, ids, [150])
-    close(logits(model, ids, sizes, fk.cache(model, SMALL_TREE)), want)
+    close(logits(model, ids, sizes, fk.cache(model, SMALL_SCAN, leaves="model")), want)
 
 
 def qwen():
@@ -148,7 +157,7 @@ def fitting(make):
     return model, ids, real
 
 
-@pytest.mark.parametrize("plan", [SMALL_TREE, FEW], ids=["tree", "constant"])
+@pytest.mark.parametrize("plan", [SMALL_SCAN, FEW], ids=["scan", "constant"])
 @pytest.mark.parametrize("make", [llama, qwen, wide_mistral, gpt2])
 @torch.no_grad()
 def test_left_padding_changes_nothing(make, plan):
@@ -161,14 +170,14 @@ def test_left_padding_changes_nothing(make, plan):
         with fk.apply(model, plan.never_exact()):
             want = logits(model, alone, [alone.shape[1]])
             close(model(ids, attention_mask=real, position_ids=place).logits[one, own], want)
-        found, cache = [], fk.cache(model, plan)
+        found, cache = [], fk.cache(model, plan, leaves="model")
         for part in (slice(0, half), slice(half, half + 1), slice(half + 1, None)):
             given = {"position_ids": place[:, part], "past_key_values": cache, "use_cache": True}
             found.append(model(ids[:, part], attention_mask=real[:, : part.stop], **given).logits)
         close(torch.cat(found, 1)[one, own], want)
 
 
-@pytest.mark.parametrize("plan", [SMALL_TREE, FEW], ids=["tree", "constant"])
+@pytest.mark.parametrize("plan", [SMALL_SCAN, FEW], ids=["scan", "constant"])
 @pytest.mark.parametrize("make", [llama, qwen, wide_mistral])
 def test_left_padding_changes_no_generated_token(make, plan):
     """Of the cache, and of the applied plan, which sees the queries of one call alone."""
@@ -206,7 +215,7 @@ def test_memory_is_constant_and_positions_count_all_tokens():
     assert cache.get_seq_length() == cache.memory() == 0
 
 
-@pytest.mark.parametrize("plan", [FEW, SMALL_TREE], ids=["recent", "tree"])
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN], ids=["recent", "scan"])
 def test_layers_that_attend_twice(plan, tmp_path):
     """Both calls are saved, copied, taken back and selected."""
     model, ids = diffllama(), tokens(2, 60)
@@ -245,15 +254,15 @@ def test_a_plan_for_each_layer():
 def test_a_plan_for_each_head():
     """As tuning finds them: every head as if the whole layer had its plan."""
     model, ids = llama(), tokens(2, 60)
-    tuned = fk.ModelPlan(((FEW, SMALL_TREE),) * 3)
+    tuned = fk.ModelPlan(((FEW, SMALL_SCAN),) * 3)
     with fk.apply(model, tuned):
         want = logits(model, ids, [60])
-    cache = fk.cache(model, tuned)
+    cache = fk.cache(model, tuned, leaves="model")
     close(logits(model, ids, [25, 1, 34], cache), want)
     cache.batch_select_indices(torch.tensor([1]))
     assert cache.memory() == copy.deepcopy(cache).memory() > 0
     with pytest.raises(ValueError, match="plan: expected one plan for each of 2 key heads, got 3"):
-        logits(model, ids, [60], fk.cache(model, [(FEW, SMALL_TREE, ALL)] * 3))
+        logits(model, ids, [60], fk.cache(model, [(FEW, SMALL_SCAN, ALL)] * 3))
 
 
 def test_a_cache_whose_model_went_elsewhere_says_so_at_once():
@@ -308,7 +317,7 @@ def test_several_turns_from_one_prompt():
     assert not torch.equal(turns[0], turns[1])
 
 
-@pytest.mark.parametrize("plan", [FEW, SMALL_TREE], ids=["recent", "tree"])
+@pytest.mark.parametrize("plan", [FEW, SMALL_SCAN], ids=["recent", "scan"])
 def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
     model, ids = llama(), tokens(2, 150)
     cache, again = fk.cache(model, plan), fk.cache(model, plan)
@@ -351,7 +360,7 @@ def test_the_newest_tokens_can_be_taken_back(plan, gone):
         one.crop(-90)
 
 
-@pytest.mark.parametrize("plan", [[SMALL_TREE, FEW, SMALL_TREE], [(SMALL_TREE, FEW)] * 3], ids=["layers", "heads"])
+@pytest.mark.parametrize("plan", [[SMALL_SCAN, FEW, SMALL_SCAN], [(SMALL_SCAN, FEW)] * 3], ids=["layers", "heads"])
 def test_what_one_stream_cannot_take_back_stays_in_all(plan):
     """The first could: then tokens of some would be gone, and the next answers wrong."""
     model, ids = llama(), tokens(2, 130)

@@ -72,7 +72,7 @@ def test_generation(make):
 
 @pytest.mark.parametrize("plan", [fk.Plan(fk.Window(4)), fk.budget(64, is_causal=True), EXACT], ids=str)
 def test_a_sink_is_one_more_column_without_a_value(plan):
-    """Each query's weights with a further score in their sum; trees of so few keys keep them all."""
+    """Each query's weights with a further score in their sum; scans of so few keys keep them all."""
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 12, 8, generator=draw, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, 12, 8, generator=draw, dtype=torch.float64)
@@ -105,8 +105,6 @@ def test_what_captures_and_caches_do_not_know_is_refused():
             fk.capture(model, [tokens()])
         with pytest.raises(ValueError, match="capped scores, learned sinks or a bias of distances"):
             model(tokens(), past_key_values=fk.cache(model, FEW))
-        with pytest.raises(ValueError, match="TreeMeans is defined for Softmax"):
-            fk.apply(gemma(), fk.budget(64, is_causal=True)).model(tokens())
     assert fk.capture(gemma(), [tokens()], weights=fk.weights.Softcap(2.0)).layers == 2
 
 

@@ -22,7 +22,7 @@ PLANS = {
     "cohorts": fk.budget(24, cohorts=2),
     "by head": MIXED,
 }
-CAUSAL = {"constant": fk.budget(24, is_causal=True, memory="constant"), "tree": fk.budget(64, is_causal=True)}
+CAUSAL = {"constant": fk.budget(24, is_causal=True, memory="constant"), "scan": fk.budget(24, is_causal=True)}
 
 
 def bits(found, row, length):

@@ -142,17 +142,15 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     found = splits(slots, is_causal=is_causal, keys=keys, width=64)
     assert found[0].plan == fk.budget(slots, is_causal=is_causal)
     assert len(set(found)) == len(found)
-    whole = fk.budget(keys, is_causal=True) if is_causal else Plan()
+    whole = fk.Plan(fk.KeyScan(keys), fk.BlockMeans(1), exact_if_faster=True) if is_causal else Plan()
     assert (found[-1].plan, found[-1].slots) == (whole, keys)
     assert max(candidate.slots for candidate in found[:-1]) < keys  # who pays for every key may have every key
     near = [other for candidate in found[1:20:5] for other in variants(candidate, width=64)]
     for candidate in [*found[:-1:7], *near[::3]]:
         graph = candidate.plan.keep.graph(query, key, value, is_causal=is_causal)
         kept = graph.to_mask()[0, 0].sum(-1).float()
-        if isinstance(candidate.plan.rest, fk.rest.TreeMeans):
-            kept = graph.slots()
-        else:
-            kept = kept[256:768].mean() if isinstance(candidate.plan.rest, fk.rest.RunningMeans) else kept.max()
+        by_block = isinstance(candidate.plan.rest, fk.rest.RunningMeans | fk.BlockMeans)
+        kept = kept[256:768].mean() if by_block else kept.max()
         assert candidate.plan.slots(float(kept), 32, 32) <= candidate.slots + 1e-9, candidate
 
 
@@ -294,8 +292,8 @@ def test_refusals():
 def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
     found = splits(128, is_causal=True, keys=2000, width=64, memory=memory)
     assert found[0].plan == fk.budget(128, is_causal=True, memory=memory)
-    trees = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.rest.TreeMeans)}
-    assert trees == ({64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())
+    scans = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.BlockMeans)}
+    assert scans == ({32, 48, 64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())
     parts = {(*map(type, candidate.plan.parts), type(candidate.plan.rest)) for candidate in found[1:-1]}
     lists = [
         (fk.Window,),
@@ -304,7 +302,7 @@ def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
         (fk.Sinks, fk.select.Leverage, fk.Window),
     ]
     pasts = [(fk.select.RecentBlocks, fk.rest.RunningMeans), (fk.Sinks, fk.select.RecentBlocks, fk.rest.RunningMeans)]
-    of_memory = {"all": [(fk.select.KeyTree, fk.rest.TreeMeans), (fk.Sinks, fk.Window, fk.Drop)]}
+    of_memory = {"all": [(fk.KeyScan, fk.BlockMeans), (fk.Sinks, fk.Window, fk.Drop)]}
     assert parts == {*of_memory.get(memory, [*pasts, *((*own, fk.Drop) for own in lists)])}
 
 

@@ -6,7 +6,7 @@ import torch
 import fewkeys as fk
 import fewkeys.native as native
 from fewkeys.core.validation import check_inputs
-from fewkeys.sketch.codes import BLOCK, best, encode, rounded
+from fewkeys.sketch.codes import BLOCK, Frame, best, encode, rounded, signs
 from native_cases import needs_compiler
 
 pytestmark = needs_compiler
@@ -17,10 +17,14 @@ def drawn(*shape, seed=0):
 
 
 def assert_same(key, query, seen, real, count):
-    held = encode(key, key[:, :, :BLOCK].mean(2, keepdim=True))
-    chosen = (rounded(query), seen, real, min(count, int(seen[-1])))
-    found = native.best_codes(held.packed, held.sigma, *chosen)
-    assert torch.equal(found, best(held, *chosen))
+    frame, sign = Frame.of(key), signs(key.shape[3], key.device)
+    held = encode(key, frame)
+    by_kernel = native.code_keys(key, sign, frame.middle, frame.spread)
+    assert torch.equal(by_kernel[0], held.packed)
+    assert torch.equal(by_kernel[1], held.sigma)
+    count = min(count, int(seen[-1]))
+    found = native.best_codes(held.packed, held.sigma, query, sign, seen, real, count)
+    assert torch.equal(found, best(held, rounded(query), seen, real, count))
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(1, 1), (8, 3), (33, 2), (64, 5), (130, 1), (256, 1)])
@@ -77,5 +81,5 @@ def test_heads_too_large_for_sums_of_16_bits_are_left_to_torch():
     plan = fk.Plan(fk.KeyScan(5))
     with pytest.raises(ValueError, match="expected heads of at most 1024 dimensions, got 1100"):
         fk.attention(rows, rows, rows, plan=plan, is_causal=True, impl="native")
-    index = plan.keep.select(check_inputs(rows, rows, rows, is_causal=True)).descent.index
+    index = plan.keep.select(check_inputs(rows, rows, rows, is_causal=True)).scan.index
     assert (index[..., 64:, :] >= 0).all()

@@ -131,10 +131,8 @@ def test_attention_is_counted(counting):
     [
         (fk.budget(64), False, 4.5),
         (fk.budget(64, is_causal=True, memory="constant"), True, 4.5),
-        # A tree more on every key's way, and a level more in it.
-        (fk.budget(64, is_causal=True), True, 4 * (13 / 11) ** 2),
     ],
-    ids=["encoder", "constant memory", "trees"],
+    ids=["encoder", "constant memory"],
 )
 def test_arithmetic_and_memory_grow_linearly(counting, plan, is_causal, most):
     """Law 9 for compiled code: four times the tokens, at most a little more than four times the work."""

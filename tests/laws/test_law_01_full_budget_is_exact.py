@@ -20,7 +20,6 @@ EVERY_KEY = {
     "random": fk.RandomKeys(1000),
     "top-k": fk.TopK(1000),
     "leverage + window": fk.select.Leverage(1000) | fk.Window(3),
-    "key tree": fk.select.KeyTree(1000),
     "key scan": fk.KeyScan(1000),
 }
 
@@ -76,7 +75,7 @@ def test_entmax_is_the_definition(shape, alpha):
 def test_full_budget(shape, keep, impl):
     """Stand-ins, where the shape allows them, have nothing left to stand in for."""
     rest = fk.Drop() if shape.is_causal else fk.ClusterMeans(4, rank=2)
-    rest = {fk.select.KeyTree: fk.rest.TreeMeans(), fk.KeyScan: fk.BlockMeans(3)}.get(type(keep), rest)
+    rest = fk.BlockMeans(3) if isinstance(keep, fk.KeyScan) else rest
     q, k, v = shape.draw()
     found = fk.attention(q, k, v, keep=keep, rest=rest, impl=impl, **shape.options)
     torch.testing.assert_close(found, by_definition(q, k, v, shape, fk.Softmax()), rtol=1e-9, atol=1e-10)

@@ -102,7 +102,7 @@ FORMS = {"grouped": PLANS, "cross padded": PLANS} | dict.fromkeys(
     ("causal grouped", "causal padded", "causal with offset"), CAUSAL_PLANS
 )
 ODD = [*((plan, False) for plan in SOME_PLANS.values()), *((plan, True) for plan in RUNNING_PLANS.values())]
-PAST = RUNNING_PLANS | {"tree means": PLANS["key tree, tree means"]}
+PAST = RUNNING_PLANS | {"block means": PLANS["key scan, block means"]}
 CASES = [pytest.param(plan, form, id=f"{name}-{form}") for form, plans in FORMS.items() for name, plan in plans.items()]
 
 
@@ -146,7 +146,7 @@ def assert_alike(found, dtype):
             assert off <= UNITS[dtype] * other.double().abs().max(), name
 
 
-PREPARING = ("means, softmax", "first-order means", "running means", "tree means", "cohorts")
+PREPARING = ("means, softmax", "first-order means", "running means", "block means", "cohorts")
 PREPARED = [
     pytest.param(plan, form, id=f"{name}-{form}")
     for form, plans in {"grouped": PLANS, "padded": PLANS, "causal grouped": CAUSAL_PLANS}.items()
@@ -158,7 +158,7 @@ PREPARED = [
 @needs_compiler
 @pytest.mark.parametrize(("plan", "form"), PREPARED)
 def test_what_kernels_prepare_is_what_torch_prepares(plan, form):
-    """End to end: statistics, clusters, trees and the past. None of these inputs has keys that nearly tie."""
+    """End to end: statistics, clusters, scans and the past. None of these inputs has keys that nearly tie."""
     shape = (SHAPES | CAUSAL_SHAPES)[form]
     inputs = shape.draw(dtype=torch.float32)
     if EXECUTORS["native"].unsupported(prepare(check_inputs(*inputs, **shape.options), plan)) is not None:
@@ -167,23 +167,17 @@ def test_what_kernels_prepare_is_what_torch_prepares(plan, form):
     assert (fast - slow).abs().max() <= 10 * UNITS[torch.float32] * slow.abs().max()
 
 
-BACKWARDS = [
-    *((name, form, None) for name, p in PAST.items() if p.weights == fk.Softmax() for form in ("grouped", "padded")),
-    ("tree means", "grouped", 2.0),
-]
+BACKWARDS = [(name, form) for name, p in PAST.items() if p.weights == fk.Softmax() for form in ("grouped", "padded")]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "form", "scale"), BACKWARDS)
-def test_gradients_through_what_kernels_prepare(name, form, scale):
-    """The same, backwards through the past and the nodes of trees, which `answers` makes once for all executors.
-
-    Large scores: spreads count up to some size.
-    """
+@pytest.mark.parametrize(("name", "form"), BACKWARDS)
+def test_gradients_through_what_kernels_prepare(name, form):
+    """The same, backwards through the past, which `answers` makes once for all executors."""
     plan, shape, found = PAST[name], CAUSAL_SHAPES[f"causal {form}"], []
     for impl in ("native", "torch"):
         inputs = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
-        output = fk.attention(*inputs, plan=plan, impl=impl, scale=scale, **shape.options)
+        output = fk.attention(*inputs, plan=plan, impl=impl, **shape.options)
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         found.append(torch.autograd.grad(output, inputs, direction))
     for fast, slow in zip(*found, strict=True):

@@ -12,7 +12,7 @@ EVENLY = [way for way in WAYS if way.impl in ("reference", "torch", "native")]
 DRAWN = "recent + random, running means"
 COUNTING = [
     *(name for name, plan in RUNNING_PLANS.items() if plan.weights == fk.Softmax() and name != DRAWN),
-    *("key tree, tree means", "larger key tree, tree means"),
+    *("key scan, block means", "larger key scan, block means"),
 ]
 
 

@@ -7,7 +7,7 @@ import fewkeys as fk
 from fewkeys.core.validation import check_inputs
 from fewkeys.select.key_scan import before_block
 from fewkeys.sketch import codes
-from fewkeys.sketch.codes import BLOCK, best, encode, middle, rotation, rounded
+from fewkeys.sketch.codes import BLOCK, Frame, best, encode, rotated, rounded
 
 
 def drawn(*shape, seed=0):
@@ -15,33 +15,37 @@ def drawn(*shape, seed=0):
 
 
 @pytest.mark.parametrize("dim", [1, 7, 8, 64, 80])
-def test_rotations_are_orthogonal(dim):
-    matrix = rotation(dim)
-    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(dim, dtype=torch.float64))
+def test_rotations_keep_inner_products(dim):
+    matrix = rotated(torch.eye(dim, dtype=torch.float64))
+    wide = codes.width(dim)
+    assert matrix.shape == (dim, wide)
+    assert wide >= dim
+    torch.testing.assert_close(matrix @ matrix.mT, wide * torch.eye(dim, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dim", [3, 8, 20, 64])
 def test_levels_are_those_of_the_definition(dim):
     key = drawn(2, 3, 45, dim)
     first = key[:, :, :32].mean(2, keepdim=True)
-    turned = (key - first) @ rotation(dim)
-    found = encode(key, first)
+    turned = rotated(key - first)
+    found = encode(key, Frame.of(key))
     assert found.packed.shape[2] == 2
-    level = found.levels(dim)[:, :, :45].double()
-    sigma = turned.square().mean(-1).sqrt()
-    torch.testing.assert_close(found.sigma[:, :, :45].double(), sigma, rtol=1e-6, atol=0)
-    size = turned / sigma[..., None]
+    level = found.levels()[:, :, :45].double()
+    distance = (key - first).norm(dim=-1)
+    spread = distance[:, :, :32].square().mean(2, keepdim=True).sqrt()
+    assert torch.equal(found.sigma[:, :, :45].double(), (4096 * distance / spread).round())
+    assert (found.sigma[:, :, 45:] == 0).all()
+    size = turned / distance[..., None]
     expected = torch.where(size.abs() < 1, 1.0, 3.0) * torch.where(size < 0, -1.0, 1.0)
     assert torch.equal(level, expected.double())
 
 
 def test_a_code_depends_on_its_key_and_the_first_block_alone():
     key = drawn(1, 1, 100, 16)
-    inputs = check_inputs(key, key, key)
-    whole = encode(key, middle(inputs)).levels(16)
+    whole = encode(key, Frame.of(key)).levels()
     changed = key.clone()
     changed[:, :, 50:] *= -2
-    other = encode(changed, middle(check_inputs(changed, changed, changed))).levels(16)
+    other = encode(changed, Frame.of(changed)).levels()
     assert torch.equal(whole[:, :, :50], other[:, :, :50])
     assert not torch.equal(whole[:, :, 50:100], other[:, :, 50:100])
 
@@ -55,15 +59,16 @@ def test_the_best_are_those_of_a_stable_sort(piece, monkeypatch):
     query = rounded(drawn(2, 4, 70, 8, seed=1))
     seen = torch.arange(70).sub(1).clamp_min(0) // BLOCK * BLOCK
     real = torch.rand(2, 90, generator=torch.Generator().manual_seed(2)) < 0.8
-    held = encode(key, key[:, :, :32].mean(2, keepdim=True))
+    held = encode(key, Frame.of(key))
     found = best(held, query, seen, real, 9)
-    level = held.levels(8)[:, :, :90].repeat_interleave(2, 1)
-    score = query.float() @ level.mT * held.sigma[:, :, None, :90].repeat_interleave(2, 1)
+    level = held.levels()[:, :, :90].repeat_interleave(2, 1)
+    total = (query.float() @ level.mT).int() * 64  # 16 numbers
+    score = total * held.sigma[:, :, None, :90].repeat_interleave(2, 1) + 2**14 >> 15
     for b in range(2):
         for h in range(4):
             for i in range(70):
                 places = [j for j in range(int(seen[i])) if real[b, j]]
-                order = sorted(places, key=lambda j: -float(score[b, h, i, j]))
+                order = sorted(places, key=lambda j: -int(score[b, h, i, j]))
                 expected = sorted(order[:9]) + [-1] * (9 - min(9, len(places)))
                 assert found[b, h, i].tolist() == expected
 
@@ -73,9 +78,9 @@ def test_codes_find_what_exact_scores_find():
     key, query = drawn(1, 1, 2048, 64), 3 * drawn(1, 1, 64, 64, seed=1)
     weight = (query @ key.mT / 8).softmax(-1)
     most = weight.topk(48, -1).values.sum(-1).mean()
-    index = fk.KeyScan(48).select(check_inputs(query, key, key)).descent.index.long()
+    index = fk.KeyScan(48).select(check_inputs(query, key, key)).scan.index.long()
     assert weight.gather(-1, index).sum(-1).mean() > 0.9 * most
-    signs = (rounded(query).double() @ (key @ rotation(64)).sign().mT).topk(48, -1).indices
+    signs = (rounded(query).double() @ rotated(key).sign().mT).topk(48, -1).indices
     assert weight.gather(-1, signs).sum(-1).mean() < 0.8 * most
 
 
@@ -113,5 +118,5 @@ def test_means_need_a_scan():
 
 def test_two_scans_do_not_join():
     query = drawn(1, 1, 70, 4)
-    with pytest.raises(ValueError, match=r"^keep: expected one KeyTree or KeyScan, got two"):
+    with pytest.raises(ValueError, match=r"^keep: expected one KeyScan, got two"):
         fk.attention(query, query, query, keep=fk.KeyScan(5) | fk.KeyScan(6))

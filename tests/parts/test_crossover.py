@@ -113,7 +113,7 @@ def test_every_setting_is_measured_once(monkeypatch, folder):
     assert first.exact > 0
     assert first.plan > 0
     assert len(list(folder.iterdir())) == 1  # and no drafts
-    monkeypatch.setattr(crossover, "_fastest", None)
+    monkeypatch.setattr(crossover, "fastest", None)
     assert as_another_process(x, fk.budget(32)) == first
     with pytest.raises(TypeError):  # another head size is another setting
         expected(check_inputs(*problem(3000, dim=8)), PLAN)
@@ -312,7 +312,7 @@ def test_what_is_disturbed_is_repeated_until_it_is_not(monkeypatch, turns):
     """The first call counts for nothing: a warm-up makes it slow, or a cache fast."""
     busy = [9.0 - 0.5 * turn for turn in range(turns)]
     calls, made = disturbed_calls(monkeypatch, [[0.1, *busy, 1.0], [0.1, *busy, 2.0]])
-    times, calm = crossover._fastest(calls, torch.device("cpu"))
+    times, calm = crossover.fastest(calls, torch.device("cpu"))
     assert times == pytest.approx([1.0, 2.0])
     assert calm
     assert made == [1 + turns + 1 + crossover.CALM_TURNS] * 2
@@ -320,13 +320,13 @@ def test_what_is_disturbed_is_repeated_until_it_is_not(monkeypatch, turns):
 
 def test_what_never_comes_to_rest_is_told(monkeypatch):
     calls, made = disturbed_calls(monkeypatch, [[0.95**turn for turn in range(90)], [300.0]])
-    assert not crossover._fastest(calls, torch.device("cpu"))[1]
+    assert not crossover.fastest(calls, torch.device("cpu"))[1]
     assert made[0] == 1 + 7  # two seconds
 
 
 @pytest.mark.parametrize(("times", "sound"), [([1, 4, 1, 2, 3, 9], True), ([1, 4, 1, 2, 9, 3], False)])
 def test_more_work_in_less_time_is_told(monkeypatch, times, sound):
     monkeypatch.setattr(crossover, "_points", lambda *_: [(float(1 + place % 2), None) for place in range(6)])
-    monkeypatch.setattr(crossover, "_fastest", lambda *_: (times, True))
+    monkeypatch.setattr(crossover, "fastest", lambda *_: (times, True))
     setting = crossover.Setting("cpu", "torch.float32", 16, 16, False, 1, 1, 1, "none")
     assert crossover._measured(setting, PLAN)[1] == sound

@@ -13,7 +13,7 @@ PLANS = {
     "cohorts": (fk.budget(64), 70),
     "cohorts without a first-order term": (fk.budget(7), 70),
     "shared lists": (fk.budget(64, cohorts=1), 70),
-    "key tree": (fk.budget(64, is_causal=True), 150),
+    "key scan": (fk.budget(24, is_causal=True), 150),
     "constant memory": (fk.budget(24, is_causal=True, memory="constant"), 70),
 }
 """Plans, and the keys of a sequence."""

@@ -130,7 +130,7 @@ def test_few_keys_cost_no_more_than_without():
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (fk.Plan(fk.select.KeyTree(64)), "whose queries keep a window and lists, got extra edges, cohorts or a tree"),
+        (fk.Plan(fk.KeyScan(64)), "whose queries keep a window and lists, got extra edges, cohorts or a scan"),
         (
             fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0)),
             r"expected Softmax\(\) with stand-ins, got Power",
@@ -181,5 +181,5 @@ def test_cohorts_give_way():
     told = fk.explain(query, key, value, plan=plan, **options)
     assert told.reason.endswith("without cohorts, which a bias of the distance does not know")
     assert "cohorts" not in fk.explain(query, key, value, plan=plan, key_mask=options["key_mask"]).reason
-    with pytest.raises(ValueError, match=r"^distance_bias: expected a plan .* got extra edges, cohorts or a tree"):
+    with pytest.raises(ValueError, match=r"^distance_bias: expected a plan .* got extra edges, cohorts or a scan"):
         prepare(check_inputs(query, key, value, **options), plan)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from fewkeys.sketch.codes import BLOCK
-from fewkeys.streaming import Stream
+from fewkeys.streaming import Stream, coded, files
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
@@ -78,14 +78,81 @@ def test_in_any_order_it_equals_the_whole(steps, padding, seed):
         assert stream.length == so_far.key.shape[2]
 
 
-def test_streams_merge():
+@pytest.mark.parametrize("heads", [1, 2])
+def test_heads_of_their_own_give_what_they_give_together(heads):
+    """As where each head has a plan of its own: room between sequences is that of the buffer, whatever a view says."""
+    plan, tokens = PLANS["means"], Tokens.draw(3)
+    query = tokens.query.unflatten(1, (tokens.key.shape[1], -1))[:, :heads].flatten(1, 2)
+    own = replace(tokens, query=query, key=tokens.key[:, :heads], value=tokens.value[:, :heads])
+    stream = fk.stream(plan)
+    found = [own[part].feed(stream) for part in (slice(0, 40), slice(40, 41), slice(41, TOKENS))]
+    same(torch.cat(found, 2), whole(plan, own))
+
+
+@pytest.mark.parametrize("leaves", ["model", "int8"])
+@pytest.mark.parametrize("padding", [0.0, 0.1])
+def test_streams_merge(padding, leaves):
     """A block is coded around the mean of the first one, so the later stream's blocks are coded again."""
-    plan, tokens = PLANS["means"], Tokens.draw(0)
-    one, other = fk.stream(plan), fk.stream(plan)
+    plan, tokens = PLANS["means"], Tokens.draw(0, padding)
+    one, other, want = (fk.stream(plan, leaves=leaves) for _ in range(3))
     tokens[:100].feed(one)
     tokens[100:300].feed(other)
     one.merge(other)
-    same(tokens[300:].feed(one), whole(plan, tokens)[:, :, 300:])
+    same(tokens[300:].feed(one), tokens.feed(want)[:, :, 300:])
+
+
+FIRST = 100
+
+
+@pytest.fixture
+def giving_way(monkeypatch):
+    """The plan, with leave to give way for the first tokens."""
+    monkeypatch.setattr(coded, "exact_length", lambda plan, *_: FIRST if plan.exact_if_faster else 0)
+    return replace(PLANS["means"], exact_if_faster=True)
+
+
+@pytest.mark.parametrize("sizes", [(TOKENS,), (40, 1, 200), (99, 1, 1, 319), (1,) * 130 + (290,)], ids=str)
+def test_first_tokens_are_answered_exactly_and_others_by_the_plan(giving_way, sizes):
+    """Whatever comes later, and in whatever pieces."""
+    tokens = Tokens.draw(3)
+    rows = (tokens.query, tokens.key, tokens.value)
+    exact = fk.attention(*rows, plan=fk.Plan(), is_causal=True)
+    want = torch.cat([exact[:, :, :FIRST], whole(PLANS["means"], tokens)[:, :, FIRST:]], 2)
+    for how in (giving_way, giving_way.never_exact()):
+        stream, found, start = fk.stream(how), [], 0
+        for size in sizes:
+            found.append(tokens[start : start + size].feed(stream))
+            start += size
+        same(torch.cat(found, 2)[:, :, : want.shape[2]], want[:, :, :start])
+        want = whole(PLANS["means"], tokens)
+
+
+def test_first_tokens_are_held_as_they_come_until_they_are_rounded(giving_way, tmp_path):
+    """Then by the plan over rounded keys, in memory and in files; saved before and after."""
+    tokens = Tokens.draw(4)
+    exact = fk.attention(tokens.query, tokens.key, tokens.value, plan=fk.Plan(), is_causal=True)
+    want = tokens.feed(fk.stream(PLANS["means"], leaves="int8"))
+    for folder in (None, tmp_path):
+        stream = fk.stream(giving_way, leaves="int8", folder=folder)
+        found = []
+        for part in (slice(0, 60), slice(60, 130), slice(130, TOKENS)):
+            found.append(tokens[part].feed(stream))
+            stream.save(tmp_path / "stream")
+            stream = copy.deepcopy(Stream.load(tmp_path / "stream", folder=folder))
+        same(torch.cat(found, 2), torch.cat([exact[:, :, :FIRST], want[:, :, FIRST:]], 2))
+        stream.crop(200)
+        same(tokens[200:].feed(stream), want[:, :, 200:])
+
+
+def test_padded_first_tokens_are_counted_without_padding(giving_way):
+    tokens = Tokens.draw(5, 0.2)
+    stream = fk.stream(giving_way)
+    found = torch.cat([tokens[:70].feed(stream), tokens[70:].feed(stream)], 2)
+    for row, real in enumerate(tokens.real):
+        alone = Tokens(
+            *(part[row : row + 1, :, real] for part in (tokens.query, tokens.key, tokens.value)), real[real][None]
+        )
+        same(found[row : row + 1, :, real], alone.feed(fk.stream(giving_way)))
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
@@ -109,10 +176,9 @@ def test_memory_is_that_of_the_tokens_and_their_codes():
         assert stream.memory() < 1.5 * stream.length * (2 * dim * 4 + dim / 4 + 4 + 2 * dim * 8 / BLOCK) + 20_000
 
 
-@pytest.mark.parametrize("keep", [fk.KeyScan(9) | fk.Window(9), fk.select.KeyTree(64) | fk.KeyScan(9)], ids=str)
-def test_rules_beside_the_scan_are_refused(keep):
-    with pytest.raises(ValueError, match=r"^plan: a stream keeps Key(Scan|Tree) alone"):
-        fk.stream(fk.Plan(keep))
+def test_rules_beside_the_scan_are_refused():
+    with pytest.raises(ValueError, match=r"^plan: a stream keeps KeyScan alone"):
+        fk.stream(fk.Plan(fk.KeyScan(9) | fk.Window(9)))
 
 
 def test_a_damaged_file_is_refused(tmp_path):
@@ -121,7 +187,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     tokens.feed(stream)
     facts, tensors = stream.contents()
     short = {name: rows[:, :, 1:] if name.endswith("key") else rows for name, rows in tensors.items()}
-    fk.streaming.files.write(path, facts, short)
+    files.write(path, facts, short)
     with pytest.raises(ValueError, match=r"^path: expected a file that Stream.save wrote"):
         Stream.load(path)
 

@@ -15,12 +15,12 @@ from fewkeys.streaming.parts import parts_of
 PLANS = {
     name: plan
     for name, plan in CAUSAL_PLANS.items()
-    if all((held := part.remembered) and not held.tree and not held.scan for part in plan.keep.parts)
+    if all((held := part.remembered) and not held.scan for part in plan.keep.parts)
 }
 """Plans whose memory has a fixed size."""
 NAMES = {plan: name for name, plan in PLANS.items()}
 SHAPES = [CAUSAL_SHAPES[name] for name in ("causal", "causal grouped", "causal padded")]
-TREE = fk.budget(64, is_causal=True)
+SCAN = fk.budget(64, is_causal=True)
 FULL = RUNNING_PLANS["recent + sinks + leverage, running means"]
 
 
@@ -60,10 +60,10 @@ def storages(part, seen=None):
 
 
 @pytest.mark.parametrize("leaves", [None, "int8"])
-@pytest.mark.parametrize("plan", [FULL, fk.budget(64, is_causal=True, memory="constant"), TREE], ids=str)
+@pytest.mark.parametrize("plan", [FULL, fk.budget(64, is_causal=True, memory="constant"), SCAN], ids=str)
 def test_memory_is_all_that_is_held(plan, leaves):
     """Sums over queries count, and no token is held by a view of nothing."""
-    if leaves is not None and plan is not TREE:
+    if leaves is not None and plan is not SCAN:
         return  # they hold no leaves
     q, k, v = torch.randn(3, 1, 2, 400, 64, generator=torch.Generator().manual_seed(0))
     stream = fk.stream(plan, leaves=leaves)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from experiments.decoders.attend import Look
 from experiments.peers.thinformer import halve
-from experiments.trees.attend import Look
 from torch import Tensor
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from experiments.decoders.attend import Look
 from experiments.peers.parts import averages, k_means
-from experiments.trees.attend import Look
 from torch import Tensor
 
 SINKS = 4

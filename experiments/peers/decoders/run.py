@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from experiments.causal.eviction import attention_so_far, unlikeness
+from experiments.decoders.attend import ByRule, Rule
+from experiments.decoders.decoder import load, read_text
+from experiments.decoders.methods import RULES as OTHERS
+from experiments.decoders.rivals import Evicting
 from experiments.peers.decoders.express import Express
 from experiments.peers.decoders.retroinfer import RetroInfer
 from experiments.peers.decoders.scored import Scored, compactor, expected, votes
 from experiments.peers.decoders.vattention import VAttention
 from experiments.peers.picture import save_slots
-from experiments.trees.attend import ByRule, Rule
-from experiments.trees.decoder import load, read_text
-from experiments.trees.methods import RULES as OTHERS
-from experiments.trees.rivals import Evicting
 from torch import Tensor, nn
 
 import fewkeys as fk

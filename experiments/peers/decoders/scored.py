@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from experiments.trees.attend import Look
+from experiments.decoders.attend import Look
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 

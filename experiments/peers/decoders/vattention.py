@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
-from experiments.trees.attend import Look
+from experiments.decoders.attend import Look
 from torch import Tensor
 
 CHUNK = 128

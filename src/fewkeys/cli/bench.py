@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
     from fewkeys.plan import Plan
 
-METHODS = ("budget", "constant", "tree", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
+METHODS = ("budget", "constant", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -186,8 +186,6 @@ def _plan(name: str, is_causal: bool) -> Plan:
         return fk.budget(slots, is_causal=is_causal)
     if method == "constant":
         return fk.budget(slots, is_causal=is_causal, memory="constant")
-    if method == "tree":
-        return fk.Plan(fk.select.KeyTree(slots), fk.rest.TreeMeans())
     if method in ("sample", "hyper"):
         return fk.Plan(
             fk.Window(half | 1) if method == "sample" else sparsefinder.SortedLSH(half),

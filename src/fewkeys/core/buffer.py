@@ -1,68 +1,114 @@
-"""Rows that grow at their end, in memory that is taken half as large again whenever it is full."""
+"""Rows that grow at their end, in memory or in a file without a name, with an eighth of room to spare."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LEAST = 256
 """Rows that there is room for at first."""
+SPARE = 8
+"""When rows are moved, there is room for a share of 1 / SPARE more of them."""
+ZEROS = bytes(2**20)
+
+_forks = 0
 
 
-def room_for(count: int, room: int, least: int = LEAST) -> int:
-    """How many rows to have room for, so that `count` fit, where there is `room` now."""
-    return room if count <= room else max(least, count, room + room // 2)
+def _before_fork() -> None:
+    global _forks
+    _forks += 1
 
 
-def widened(held: Tensor, room: int) -> Tensor:
-    """Rows (..., R, X) in room for more of them; what is new is zero."""
-    more = held.new_zeros((*held.shape[:-2], room, held.shape[-1]))
-    more[..., : held.shape[-2], :] = held
-    return more
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 @dataclass(eq=False)
 class Buffer:
-    """`rows` (..., count, X) of `held` (..., capacity, X). Appending costs O(1) a row, on average.
+    """`rows` (..., count, X) of `held` (..., capacity, X). Appending a row moves SPARE others, on average.
 
-    `least`: rows that there is room for at first.
+    `least`: rows that there is room for at first. `folder`: where `held` is a file, which goes with the buffer; None:
+    it is in memory. After a fork, parent and child move to a file of their own before they write.
     """
 
     held: Tensor
     count: int = 0
     least: int = LEAST
+    folder: str | None = None
+    _forks: int = field(default_factory=lambda: _forks)
 
     @staticmethod
     def of(rows: Tensor) -> Buffer:
-        """A buffer that holds a copy of rows (..., N, X)."""
-        found = Buffer(rows[..., :0, :])
-        found.append(rows)
-        return found
+        """A buffer in memory that holds a copy of rows (..., N, X)."""
+        buffer = Buffer(rows[..., :0, :])
+        buffer.append(rows)
+        return buffer
 
     @property
     def rows(self) -> Tensor:
         return self.held[..., : self.count, :]
 
+    def make_room(self, count: int) -> None:
+        """Make room for so many rows in all, to be written now; `OSError` where there is none, and nothing changed."""
+        room = self.held.shape[-2]
+        if count > room:
+            # Many rows at once get just their room: a prompt may be all that comes.
+            self._move(max(self.least, count, room + room // SPARE))
+        elif self.folder is not None and self._forks != _forks:
+            self._move(room)
+
     def append(self, rows: Tensor) -> None:
         """Add rows (..., N, X) at the end."""
         total = self.count + rows.shape[-2]
-        if (room := room_for(total, self.held.shape[-2], self.least)) != self.held.shape[-2]:
-            self.held = widened(self.held, room)
+        self.make_room(total)
         self.held[..., self.count : total, :] = rows
         self.count = total
 
-    def drop(self, some: int, after: int = 0) -> None:
-        """Forget `some` rows after the first few."""
-        left = torch.cat([self.rows[..., :after, :], self.rows[..., after + some :, :]], -2)
-        self.count -= some
-        room = room_for(self.count, 0, self.least)
-        if 2 * room < self.held.shape[-2]:
-            self.held = widened(left, room)
-        else:
-            self.held[..., : self.count, :] = left
-
     def select(self, index: Tensor) -> Buffer:
-        """The sequences `index` of the first dimension."""
-        return Buffer(self.held[index], self.count, self.least)
+        """The sequences `index` of the first dimension, in memory or a file of their own."""
+        shape = (len(index), *self.held.shape[1:])
+        held = allocated(shape, self.held, self.folder)
+        held[..., : self.count, :] = self.rows[index]
+        return Buffer(held, self.count, self.least, self.folder)
+
+    def bytes(self) -> int:
+        """Memory held; files are not counted."""
+        return 0 if self.folder is not None else self.held.numel() * self.held.itemsize
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        return self.select(torch.arange(len(self.held), device=self.held.device))
+
+    def _move(self, room: int) -> None:
+        held = allocated((*self.held.shape[:-2], room, self.held.shape[-1]), self.held, self.folder)
+        held[..., : self.count, :] = self.rows
+        self.held, self._forks = held, _forks
+
+
+def allocated(shape: tuple[int, ...], like: Tensor, folder: str | None) -> Tensor:
+    """A tensor of undefined numbers, in memory or in a file of `folder` that goes with it.
+
+    All of the file is written, so that a full disk is an `OSError` here and no fault later.
+    """
+    size = math.prod(shape) * like.itemsize
+    if folder is None or not size:
+        return like.new_empty(shape)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for at in range(0, size, len(ZEROS)):
+                file.write(memoryview(ZEROS)[: size - at])
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"folder: expected room for {size} more bytes in {folder}, got {error.strerror}; free some, or name "
+            "another folder",
+        ) from None
+    return torch.frombuffer(mapped, dtype=like.dtype).view(shape)

@@ -5,7 +5,7 @@ A `Graph` is a union of these kinds of edges, each stored in the space its patte
 * a band: every query sees the keys from `left` before to `right` after its own position;
 * columns: blocks of consecutive queries share a list of keys (one block: all queries share it);
 * rows: every query has its own list of keys (only oracles need this);
-* a descent: every query finds its own keys, in a tree over them or by their codes;
+* a scan: every query chooses its own keys by the codes of all keys;
 * extra edges: of a kind that this package's executors do not know; they bring their own.
 
 Causality and padding hold for every kind: hidden keys are never edges.
@@ -55,14 +55,11 @@ class Columns:
         return position // self.size if self.blocks > 1 else torch.zeros_like(position)
 
 
-class Descent(Protocol):
-    """Edges that every query finds: in a tree (`fewkeys.tree.descent`), or by codes (`fewkeys.select.key_scan`)."""
+class ScanEdges(Protocol):
+    """Edges that every query chooses for itself: `fewkeys.select.key_scan.Scanned`."""
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
-
-    def scored(self, start: int, stop: int) -> Tensor:
-        """How many nodes each of these queries scores, (B, Hq, stop - start)."""
 
 
 class ExtraEdges(Protocol):
@@ -98,7 +95,7 @@ class Graph:
     rows: Tensor | None = None  # (B, Hq, Nq, R) key positions, -1 for none
     full: bool = False
     extra: ExtraEdges | None = None
-    descent: Descent | None = None
+    scan: ScanEdges | None = None
 
     def __post_init__(self) -> None:
         if self.extra is not None:
@@ -107,8 +104,8 @@ class Graph:
     def __or__(self, other: Graph) -> Graph:
         if other.inputs is not self.inputs:
             raise ValueError("graph: expected two graphs of the same inputs, got graphs of different ones")
-        if self.descent is not None and other.descent is not None:
-            raise ValueError("keep: expected one KeyTree or KeyScan, got two; give one of them what both have")
+        if self.scan is not None and other.scan is not None:
+            raise ValueError("keep: expected one KeyScan, got two; give one of them the counts of both")
         return Graph(
             self.inputs,
             _join_bands(self.band, other.band),
@@ -116,7 +113,7 @@ class Graph:
             _join_rows(self.rows, other.rows),
             self.full or other.full,
             _join_extra(self.extra, other.extra),
-            self.descent or other.descent,
+            self.scan or other.scan,
         )
 
     @cached_property
@@ -166,8 +163,8 @@ class Graph:
             seen |= hits.scatter_add_(-1, rows.clamp_min(0), (rows >= 0).to(torch.int32)) > 0
         if self.extra is not None:
             seen |= self.extra.mask(start, stop)
-        if self.descent is not None:
-            seen |= self.descent.mask(start, stop)
+        if self.scan is not None:
+            seen |= self.scan.mask(start, stop)
         return seen & visible(x, start, stop)
 
     def to_mask(self) -> Tensor:
@@ -184,15 +181,9 @@ class Graph:
         return 1.0 - kept.sum().item() / max(1, int(total.sum()))
 
     def slots(self) -> float:
-        """The mean number of keys that a real query attends to exactly, and of nodes that it scores to find them."""
+        """The mean number of keys that a real query attends to exactly."""
         kept, total = self._counts()
-        scored = 0 if self.descent is None else self._real(self.descent.scored(0, self.inputs.queries)).sum().item()
-        return float((kept.sum().item() + scored) / max(1, total.numel()))
-
-    def mean(self, numbers: Tensor) -> float:
-        """The mean of numbers (B, Hq, Nq) over real queries."""
-        real = self._real(numbers)
-        return float(real.double().sum() / max(1, real.numel()))
+        return float(kept.sum().item() / max(1, total.numel()))
 
     def _counts(self) -> tuple[Tensor, Tensor]:
         """Kept and visible keys of every real query, flat; in blocks of queries, so that memory stays linear."""

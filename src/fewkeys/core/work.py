@@ -20,12 +20,14 @@ class Work:
     Attributes:
         scores: the scores that a query's kept keys, or stand-ins, cost; a stand-in that costs more counts as more.
         choosing: operations per key, and key head, of choosing or summarising.
+        scanned: operations per query of scanning all keys that it sees, so that they grow with the sequence.
         banded: whether kept keys lie in a band, each query's own, beside which stand-ins must be counted pair by pair.
         shared: further operations per key by the name of a statistic: what several parts ask for is computed once.
     """
 
     scores: float
     choosing: float = 0.0
+    scanned: float = 0.0
     banded: bool = False
     shared: Mapping[str, float] = field(default_factory=dict)
 
@@ -36,7 +38,8 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         scores, choosing = self.scores + other.scores, self.choosing + other.choosing
-        return Work(scores, choosing, self.banded or other.banded, {**self.shared, **other.shared})
+        scanned = self.scanned + other.scanned
+        return Work(scores, choosing, scanned, self.banded or other.banded, {**self.shared, **other.shared})
 
 
 def per_score(inputs: Inputs) -> float:

@@ -1,13 +1,13 @@
 """Which of a plan and exact attention is the faster here: straight lines, measured on this machine and kept.
 
 Exact attention takes `a + b` times the pairs of queries and keys; a plan takes `c + d` times the keys to prepare and
-`e + f` times the queries to attend, by compiled kernels and by operations of torch. Each line goes through two short
-runs on random inputs, made when `impl="auto"` first asks about a plan: some tenths of a second, once a month for every
-plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`). All of them take
-turns, so that what disturbs one disturbs the others, and of each the fastest counts; there are more turns as long as
-they bring faster ones, and where that does not end, or more work takes less time, the lines are measured again soon.
-Which is faster is a function of the numbers that are kept: until they expire, the same call goes the same way in every
-process.
+`e + f` times the queries to attend, which count for more as scans of all keys grow, by compiled kernels and by
+operations of torch. Each line goes through two short runs on random inputs, made when `impl="auto"` first asks about a
+plan: some tenths of a second, once a month for every plan, device, dtype, head size and number of threads of a machine
+and version (`fewkeys.cost.kept`). All of them take turns, so that what disturbs one disturbs the others, and of each
+the fastest counts; there are more turns as long as they bring faster ones, and where that does not end, or more work
+takes less time, the lines are measured again soon. Which is faster is a function of the numbers that are kept: until
+they expire, the same call goes the same way in every process.
 The plan is taken where its line is clearly below, and torch's operations where they are clearly faster than the
 kernels. Where nothing can be kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
 """
@@ -27,7 +27,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import learned_parts
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
-from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, visible_keys
+from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, scan_share, visible_keys
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import identity
@@ -129,7 +129,7 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
         return None
     exact_line, *plan_lines = lines
     pairs, keys = x.batch * x.query_heads * x.queries * visible_keys(x), x.batch * x.kv_heads * x.keys
-    rows = x.batch * x.query_heads * answered_queries(x, plan)
+    rows = x.batch * x.query_heads * answered_queries(x, plan) * (1 + scan_share(x, plan))
     # As many heads as were measured, again and again: all pay what a plan prepares for a head, however short.
     times = x.batch * x.kv_heads / heads
     lines_of_plan = zip(*[iter(plan_lines)] * 2, strict=True)
@@ -150,7 +150,7 @@ def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
     """The lines, and whether they can be relied on."""
     points = _points(setting, plan)
-    times, calm = _fastest([call for _, call in points], torch.device(setting.device))
+    times, calm = fastest([call for _, call in points], torch.device(setting.device))
     told = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
     pairs = list(zip(told[::2], told[1::2], strict=True))
     return tuple(astuple(_through(pair)) for pair in pairs), calm and all(few[1] < many[1] for few, many in pairs)
@@ -175,7 +175,9 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], obje
             return Problem(own, graph, plan.rest.prepare(own, graph, plan.weights), plan.weights)
 
         found += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
-        found += [(float(x.query_heads * x.keys), partial(dispatch.attend, ready(x))) for x in sizes]
+        found += [
+            (x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, ready(x))) for x in sizes
+        ]
     return found
 
 
@@ -203,7 +205,7 @@ def _through(points: Sequence[tuple[float, float]]) -> Line:
 
 
 @torch.no_grad()
-def _fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[list[float], bool]:
+def fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[list[float], bool]:
     """Milliseconds of the fastest of each call's turns, after one that does not count; whether they came to an end."""
     for call in calls:
         call()

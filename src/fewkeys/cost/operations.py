@@ -27,6 +27,15 @@ def answered_queries(inputs: Inputs, plan: Plan) -> int:
     return inputs.queries + (inputs.offset if plan.rest.needs_causal else 0)
 
 
+def scan_share(inputs: Inputs, plan: Plan) -> float:
+    """Operations of a query's scan over those of its kept keys and stand-ins; 0 where nothing is scanned."""
+    x = inputs
+    if plan.keep is None:
+        return 0.0
+    work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
+    return work.scanned / (work.scores * per_score(x))
+
+
 def plan_operations(inputs: Inputs, plan: Plan) -> float:
     """Operations per query of selecting, summarising and attending: what keep and rest state (`fewkeys.core.work`)."""
     x = inputs
@@ -34,5 +43,5 @@ def plan_operations(inputs: Inputs, plan: Plan) -> float:
         return exact_operations(x)
     work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
     # There are so many keys per query of one key head's group.
-    attending = work.scores * per_score(x) * answered_queries(x, plan)
+    attending = (work.scores * per_score(x) + work.scanned) * answered_queries(x, plan)
     return (attending + work.per_key * x.keys / x.gqa_ratio) / x.queries

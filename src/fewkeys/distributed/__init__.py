@@ -5,6 +5,7 @@
     keys.py           statistics of all keys: summed Gram matrices, leverage scores, universal sets
     selection.py      two rounds of selection
     attention.py      local queries attend to the selected keys of all ranks
+    scan.py           each rank scans its keys for the queries of all ranks
 
 Importing needs no process group. The functions are collectives: every rank of the group makes the same calls.
 """

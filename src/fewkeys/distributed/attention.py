@@ -13,7 +13,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.distributed import causal, cohorts, means
+from fewkeys.distributed import causal, cohorts, means, scan
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
@@ -55,7 +55,8 @@ def attention(
         value: (B, Hkv, N_local, Dv).
         keep: `Leverage`, `KeyNorm` or `RandomKeys`. `RandomKeys` draws with seed 0, and for all tokens on every rank.
             `Outliers` and `Window`, too, beside or without `ClusterMeans`. Causal: `RecentBlocks`, and `Sinks` beside
-            it.
+            it. `KeyScan`, causal or not, with `BlockMeans` or without: every rank scans its keys for the queries of all
+            ranks, so what it sends grows with their number.
         rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans`, causal `RunningMeans`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks. Every rank has as many queries as keys. The past goes
@@ -90,9 +91,10 @@ def attention(
     call = "attention"
     with checking(comm, call):
         plan = Plan(keep, rest or Drop(), weights or Softmax())
-        parts = causal.check_causal(plan) if is_causal else None
+        scanned = scan.scanned(plan)
+        parts = causal.check_causal(plan) if is_causal and scanned is None else None
         by_cohort = cohorts.lists(plan)
-        rules = () if is_causal or by_cohort else means.check_parts(plan)
+        rules = () if is_causal or by_cohort or scanned else means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)
         windowed = any(part.sharded is not None and part.sharded.band for part in plan.parts)
         if (is_causal or windowed) and inputs.queries != inputs.keys:
@@ -106,7 +108,7 @@ def attention(
         "is_causal": is_causal,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
     }
-    tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal else ()))
+    tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal or scanned is not None else ()))
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     own = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
     tokens, wanted = [count for count, _, _ in own], any(wants for _, _, wants in own)
@@ -114,6 +116,8 @@ def attention(
     if parts is not None:
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
     asked = [count for _, count, _ in own]
+    if scanned is not None:
+        return scan.attend(replace(inputs, is_causal=is_causal), plan, scanned, tokens, asked, comm, wanted)
     if by_cohort is not None:
         return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, tokens, comm)
     if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():

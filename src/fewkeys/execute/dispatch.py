@@ -5,14 +5,12 @@ All executors give the same answer up to rounding, at different speeds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from fewkeys.execute import native, reference, torch
 from fewkeys.execute.problem import Problem
-from fewkeys.tree.descent import Descent
 
 
 class Executor(Protocol):
@@ -32,21 +30,11 @@ def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv) by the executor that `problem.inputs.impl` names.
 
     `"auto"` takes the compiled kernels for the CPU (`"native"`) where they know such a problem, else operations of
-    torch (`"torch"`). Triton's kernels are experimental, and run where they are asked for only.
+    torch (`"torch"`).
 
     Raises `ValueError` where the executor named cannot answer, with the reason.
     """
     return EXECUTORS[choose(problem)[0]].attend(problem)
-
-
-def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
-    """The outputs of problems that one plan made of parts of a batch: by one call of a kernel, if there is one.
-
-    Every output is what `attend` gives, to the last bit.
-    """
-    if len(problems) > 1 and isinstance(problems[0].graph.descent, Descent) and choose(problems[0])[0] == "native":
-        return native.attend_each(problems)
-    return [attend(one) for one in problems]
 
 
 def choose(problem: Problem) -> tuple[str, str | None]:

@@ -39,8 +39,8 @@ class Problem:
     def unbiased(self) -> str | None:
         """Why such a problem has no answer with a bias of distances; None where it has."""
         graph, columns = self.graph, self.graph.columns
-        if graph.extra is not None or graph.descent is not None or (columns is not None and columns.place is not None):
-            return "expected a plan whose queries keep a window and lists, got extra edges, cohorts or a tree"
+        if graph.extra is not None or graph.scan is not None or (columns is not None and columns.place is not None):
+            return "expected a plan whose queries keep a window and lists, got extra edges, cohorts or a scan"
         if self.stand_ins is None:
             return None
         if not isinstance(self.stand_ins, StandIns) or (columns is not None and columns.blocks > 1):

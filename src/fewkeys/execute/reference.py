@@ -18,9 +18,8 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, Weights, positive
-from fewkeys.execute import by_nodes
 from fewkeys.execute.problem import Problem
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, NodeStandIns, RangeStandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns
 
 PIECE = 2**22
 """Scores held at a time by `attend_in_pieces` (16 MB in float32)."""
@@ -74,8 +73,6 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
 
     if isinstance(stand_ins, CohortStandIns):
         return _beside_cohort_means(problem, stand_ins, start, query, kept, scores)
-    if isinstance(stand_ins, NodeStandIns):
-        return by_nodes.attend(problem, start, stop, scores)
     if isinstance(stand_ins, RangeStandIns):
         step = stand_ins.step(inputs, start, stop)
         key, mean = (per_query_head(part)[:, :, step] for part in (stand_ins.key, stand_ins.value))

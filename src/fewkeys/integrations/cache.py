@@ -1,4 +1,4 @@
-"""A cache for `model.generate` that keeps what a causal plan keeps: memory of a fixed size, or every key in a tree.
+"""A cache for `model.generate` that keeps what a causal plan keeps: memory of a fixed size, or every key and its code.
 
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
@@ -18,8 +18,8 @@ from fewkeys.integrations.patterns import SLIDING, layer_kinds, layer_window
 from fewkeys.plan import Plan
 from fewkeys.select import Window
 from fewkeys.streaming.by_head import HeadStreams
-from fewkeys.streaming.whole import Whole
-from fewkeys.tree.leaves import Held, LeafType
+from fewkeys.streaming.coded import Coded
+from fewkeys.streaming.rows import Held, LeafType
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -42,9 +42,9 @@ def cache(
         plan: for every layer, or one for each, or one for each of its key heads (the `ModelPlan` of `fewkeys.tune`):
             what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`; see `fewkeys.stream`. Layers whose
             own attention is a sliding window keep exactly that window; a sequence may leave them out.
-        leaves, folder: how layers of a `KeyTree` hold their keys and values, as in `fewkeys.stream`: "bfloat16" or
-            "int8", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike numbers of tokens,
-            so `load` what was saved.
+        leaves, folder: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "int8", the
+            default, or "model", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike
+            numbers of tokens, so `load` what was saved.
 
     Returns:
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
@@ -64,9 +64,10 @@ def cache(
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
-    layers, how = _layers(model, plan), Held(leaves, None if folder is None else os.fspath(folder))
-    if how != Held() and not any(Whole.suits(one) for plans, _ in layers for one in plans):
-        raise ValueError(f"leaves, folder: expected None without a layer of KeyTree, got {leaves}, {folder}")
+    layers, how = _layers(model, plan), Held.of(leaves, folder, "int8")
+    scans = any(Coded.suits(one) for plans, _ in layers for one in plans)
+    if not scans and Held.of(leaves, folder, "model") != Held():
+        raise ValueError(f"leaves, folder: expected None without a layer of KeyScan, got {leaves}, {folder}")
     return StreamCache(model, layers, how)
 
 

@@ -24,7 +24,7 @@ from fewkeys.integrations.terms import plain
 from fewkeys.plan import Plan
 from fewkeys.streaming import files
 from fewkeys.streaming.by_head import HeadStreams
-from fewkeys.tree.leaves import Held
+from fewkeys.streaming.rows import Held
 
 
 class StreamLayer(CacheLayerMixin):

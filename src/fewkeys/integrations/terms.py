@@ -1,8 +1,8 @@
 """What some models add to their scores, said in terms that every plan knows: caps, learned sinks, windows, biases.
 
-A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps: with
-one more dimension, in which query head h holds its sink s_h, the sink key 1 / scale and all other keys 0, its score is
-s_h and those of the others are what they were; its value is zero.
+A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps, or,
+under a scan, may choose like any other key: with one more dimension, in which query head h holds its sink s_h, the sink
+key 1 / scale and all other keys 0, its score is s_h and those of the others are what they were; its value is zero.
 
 A bias of every key is one more dimension, too: queries hold 1 there, and key j its bias / scale. So is ALiBi, causal
 attention whose score at distance i - j has -m_h (i - j) added: softmax sees m_h j alone. Kept keys are exact. A
@@ -110,7 +110,7 @@ def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
     if inputs.sink is None or plan.keep is None:
         return plan
     held = plan.keep.remembered
-    if held is not None and held.first:
+    if held is not None and (held.first or held.scan):
         return plan
     plan = plan.without_cohorts()
     return plan if plan.keep is None else replace(plan, keep=plan.keep | Sinks(1))

@@ -67,10 +67,9 @@ def apply(
 
     Layers whose own attention is a sliding window keep exactly that window, whatever the plan and the length; a
     sequence of plans may leave them out. Soft caps of scores (Gemma 2) and learned sinks (gpt-oss) are part of the
-    answer: the first as weights `Softcap(cap)`, under which stand-ins of trees mean nothing (use
-    `budget(slots, is_causal=True, memory="constant")`), the second as one more key that every query keeps. So are
-    biases of the distance: ALiBi (BLOOM, MPT, Falcon) under every plan, as one more dimension; T5's and MPNet's as
-    `distance_bias` of `fewkeys.attention`, under its plans.
+    answer: the first as weights `Softcap(cap)`, the second as one more key that every query keeps. So are biases of the
+    distance: ALiBi (BLOOM, MPT, Falcon) under every plan, as one more dimension; T5's and MPNet's as `distance_bias` of
+    `fewkeys.attention`, under its plans.
 
     For whom: entered by `with`, for the present context alone (`contextvars`: this thread, this task of asyncio); other
     threads go on with what they have, exact attention if they have nothing. Without `with`, for every thread, and for

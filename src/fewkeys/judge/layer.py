@@ -72,7 +72,6 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
         output = torch.empty_like(truth.output)
         edges = torch.empty(truth.weights.shape, dtype=torch.bool, device=output.device)
         price = output.new_zeros(inputs.query_heads)
-        scored = output.new_zeros(output.shape[:3])
         for plan, index, part in parts:
             heads = torch.arange(inputs.query_heads, device=index.device).view(-1, inputs.gqa_ratio)[index].flatten()
             entry.restart(generator, where)
@@ -84,13 +83,10 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
             first, last = graph.inputs.filler, graph.inputs.queries
             edges[:, heads] = graph.mask(first, last)
             price[heads] = choice.plan.rest.slots(part.head_dim, part.value_dim)
-            if graph.descent is not None:
-                scored[:, heads] = graph.descent.scored(first, last).to(scored.dtype)
         mass, slots = held(truth.weights, edges)
         found = truth.count(edges.flatten()[truth.heavy])
         # Where every key is kept, nothing stands in.
         slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
-        slots += scored
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
     errors = relative_error(output.float(), truth.output)

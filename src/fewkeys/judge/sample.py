@@ -27,7 +27,7 @@ from fewkeys.judge.exact import blocks, exact
 from fewkeys.model_plan import ModelPlan
 from fewkeys.past.scan import States
 from fewkeys.plan import Plan
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, StandIns
 
 QUERIES = 8
 """Queries looked at, fewer where the file would be larger than `MOST`."""
@@ -194,7 +194,10 @@ def _valued(x: Inputs, value: Tensor) -> Inputs:
 
 
 def _worthless(stand_ins: Any, marks: Tensor) -> Any:
-    """The same stand-ins with values of zero. Nodes of trees take theirs from the keys, which they find marked zero."""
+    """The same stand-ins with values of zero."""
+    if isinstance(stand_ins, RangeStandIns):
+        keys = stand_ins.totals[..., : stand_ins.head_dim]
+        return replace(stand_ins, totals=pad(keys, (0, marks.shape[-1])))
     if isinstance(stand_ins, StandIns | CohortStandIns):
         value = marks.new_zeros((*stand_ins.key.shape[:-1], marks.shape[-1]))
         return replace(stand_ins, value=value, left=None, right=None, factor=None, bounds=None)

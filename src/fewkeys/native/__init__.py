@@ -7,7 +7,7 @@ with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=
 """
 
 from fewkeys.native.build import counters, instruction_set, missing
-from fewkeys.native.codes import best_codes
+from fewkeys.native.codes import best_codes, code_keys
 from fewkeys.native.cohorts import best, cohort_means, form, halve, tilt, tilt_back
 from fewkeys.native.extent import largest
 from fewkeys.native.keys import assign, cluster, frame, label_sums, represent, statistics, sums_and_products, survey
@@ -18,6 +18,7 @@ __all__ = [
     "best",
     "best_codes",
     "cluster",
+    "code_keys",
     "cohort_means",
     "counters",
     "form",

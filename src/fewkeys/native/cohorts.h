@@ -2,6 +2,7 @@
 // in the lanes, keys are rows.
 #pragma once
 #include "rows.h"
+#include "seeker.h"
 
 namespace fewkeys {
 

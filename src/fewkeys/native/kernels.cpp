@@ -3,9 +3,7 @@
 #include "blocks_back.h"
 #include "cohort_means.h"
 #include "cohorts.h"
-#include "descend_back.h"
 #include "extent.h"
-#include "forest.h"
 #include "frame.h"
 #include "keys.h"
 #include "lloyd.h"
@@ -43,20 +41,15 @@ EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
 EXPORT_BY_DTYPE(represent, Represented)
-EXPORT_BY_DTYPE(descend, Descents)
-EXPORT_BY_DTYPE(descend_back, DescendBack)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
 EXPORT_BY_DTYPE(scan_attend, ScanAttend)
-EXPORT(scan_codes, Scan)
+EXPORT_BY_DTYPE(scan_codes, Scan)
+EXPORT_BY_DTYPE(code_keys, Coding)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(form, Forms)
 EXPORT(halve, Halves)
-EXPORT(split, Split)
-EXPORT(grow, Trees)
-EXPORT(roots, TreeRoots)
-EXPORT(summarise, Summaries)
 
 FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
   return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
@@ -106,13 +99,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Tilts);
   SIZE_OF(TiltsBack);
   SIZE_OF(CohortStandIns);
-  SIZE_OF(Split);
-  SIZE_OF(Trees);
-  SIZE_OF(TreeRoots);
-  SIZE_OF(Summaries);
-  SIZE_OF(Descend);
-  SIZE_OF(Descents);
-  SIZE_OF(DescendBack);
+  SIZE_OF(Coding);
   SIZE_OF(Scan);
   SIZE_OF(ScanAttend);
 #undef SIZE_OF

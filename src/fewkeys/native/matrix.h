@@ -6,7 +6,7 @@
 #pragma once
 #include "columns.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define FEWKEYS_MATRIX
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -238,99 +238,38 @@ struct CohortStandIns {
   float tilt, largest_tilt, largest_spread, reach, least;
 };
 
-// Trees of rows: `fewkeys.tree.split`.
-struct Split {
-  const float *rows;  // (count, size, dim)
-  int64_t *order;     // (count, size)
-  int64_t count, size, dim;
-};
-
-// All trees of some sequences: `fewkeys.tree.forest`.
-struct Trees {
-  Rows key, value;                             // float, (H, 1, n, D or Dv)
-  const float *root;                           // (H, roots, D, D): lower triangular
-  const int64_t *size, *start, *base, *kind;   // (trees): keys, the first of them, its place in the order, its root
-  int64_t *order;                              // (H, places)
-  int64_t heads, trees, roots, places, dim, value_dim;
-  float value_weight;                          // of the values
-};
-
-// The metric of trees: `fewkeys.tree.metric`.
-struct TreeRoots {
-  Rows query;             // float, scaled, (H, gqa_ratio, Nq, D)
-  const int64_t *asking;  // the queries that count, by their turns
-  const int64_t *stop;    // (turns): how many are of this turn or of one before
-  const int64_t *turn;    // (count), ascending: up to which turn
-  const double *total, *square;  // (H, D), (H, D, D): sums over `before` queries that came earlier; null where none did
-  float *root;            // (H, count, D, D)
-  int64_t heads, gqa_ratio, turns, count, dim, before;
-  float ridge;
-};
-
-// What is known of nodes: `fewkeys.tree.forest.summarise`.
-struct Summaries {
-  Rows key, value;              // float, (H, 1, n, D or Dv)
-  const int64_t *order;         // (H, places)
-  const int64_t *size, *base;   // (trees)
-  const int64_t *tables;        // (count), leaves first: `TableTo` in `forest.h`
-  int64_t heads, trees, places, dim, value_dim, count;
-};
-
-// Softmax over what every query finds by descending a forest: `fewkeys.tree.descent`.
-struct Descend {
-  Rows query, key, value, out;
-  const int64_t *batch;  // (sequences): which of the batch; null: all
-  const int64_t *real;   // (n): where real keys stand; null: all are
-  const int64_t *seen;   // (Nq): how many of them each query sees
-  const int64_t *order;  // (H, places)
-  // What is sealed, strides counted in bytes: row r of a head is r / 2^chunk chunks of chunk_bytes and its rest from
-  // there.
-  Rows leaf_key, leaf_value;
-  int64_t leaf_type, leaf_first, chunk, chunk_bytes;  // 0: float, 1: bfloat16, 2: int8 after scales; the key of row 0
-  int64_t skipped;  // keys after the sinks that are sealed and not among `key`
-  // Rows of numbers: what they are called, `descender.h` says.
-  const int64_t *steps, *levels, *runs, *tables;
-  int64_t count, sequences, heads, gqa_ratio, places, dim, value_dim, sinks;
-  int64_t shown;      // whether unopened nodes stand in
-  int64_t certified;  // whether masses are bounded; else they are estimated
-  float spare;        // the share of the mass that may stay closed; negative: slots alone decide
-  float scale, curve, highest;
-};
-
-// Several of them at once.
-struct Descents {
-  const Descend *each;
-  int64_t count;
-};
-
-struct DescendBack {
-  Descend of;          // its output is not read, nor are leaves held apart
-  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
-  float *query;        // (B, Hq, Nq, D)
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, to be added to
-  const int64_t *to;   // tables of zeros, to be added to: `TableTo` in `forest.h`
-  int64_t queries, keys;
+// The codes of keys: `fewkeys.sketch.codes.encode`.
+struct Coding {
+  Rows key;             // (B, Hkv, N, D)
+  const float *sign;    // (wide,)
+  const float *middle;  // (B Hkv, D)
+  const float *spread;  // (B Hkv,)
+  uint8_t *packed;      // (B Hkv, blocks, wide / 2, 16)
+  int16_t *sigma;       // (B Hkv, 32 blocks)
+  int64_t batch, heads, keys, dim, wide, blocks;
 };
 
 // The best keys of every query by their codes: `fewkeys.sketch.codes.best`.
 struct Scan {
-  const uint8_t *packed;  // (B Hkv, room, pairs, 16): blocks of 32 keys
-  const float *sigma;     // (B Hkv, 32 room)
-  const int8_t *query;    // (B, Hq, Nq, D): rounded
-  const int64_t *seen;    // (Nq): among how many keys each query chooses, ascending
+  const uint8_t *packed;  // (B Hkv, room, wide / 2, 16): blocks of 32 keys
+  const int16_t *sigma;   // (B Hkv, 32 room)
+  Rows query;             // (B, Hq, Nq, D)
+  const float *sign;      // (wide,): of the scale, too
+  const int64_t *seen;    // (Nq,): among how many keys each query chooses, ascending
   const uint8_t *real;    // (B, Nk); null: all are
   int32_t *index;         // (B, Hq, Nq, count): ascending, -1 for none
-  int64_t batch, heads, gqa_ratio, queries, keys, room, pairs, dim, count;
+  int64_t batch, heads, gqa_ratio, queries, keys, room, dim, wide, count;
 };
 
 // Softmax over each query's own block, the keys that it chooses, and means: `fewkeys.select.key_scan`.
 struct ScanAttend {
   Scan of;  // its `index` is not written
-  Rows query, key, value, out;
-  const float *mean_key, *mean_value;  // (B Hkv, steps, means, D or Dv)
-  const float *size;                   // (B, steps, means)
-  const int64_t *edges;                // (steps, means + 1)
-  int64_t steps, means, value_dim, offset, causal, block;
+  Rows key, value, out;
+  Rows scales;           // (B, Hkv, Nk, 2), float: of keys and values, which are int8 then; or null
+  Rows total;            // (B, Hkv, blocks + 1, D + Dv), float64: sums of the keys and values before each block
+  const double *size;    // (B, blocks + 1): of real keys as many; null: all are
+  const int64_t *edges;  // (steps, means + 1): where ranges begin, and the last one ends
+  int64_t steps, means, blocks, value_dim, offset, causal;
   float scale;
 };
 

@@ -1,8 +1,24 @@
 // Products with rows that lie anywhere: dimensions are in the lanes, four rows at a time.
 #pragma once
-#include "split.h"
+#include "products.h"
 
 namespace fewkeys {
+
+constexpr int FOUR = 4;
+
+// The inner products of four rows with another, FILL dividing their width.
+static inline __attribute__((always_inline)) void four_products(const float *row, int64_t stride, const float *other,
+                                                                int width, float *found) {
+  count_multiply_adds(FOUR * width);
+  vec sum[FOUR] = {};
+  for (int d = 0; d < width; d += LANES) {
+    const vec x = load(other + d);
+#pragma GCC unroll 4
+    for (int r = 0; r < FOUR; r++) sum[r] += load(row + r * stride + d) * x;
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < FOUR; r++) found[r] = sum_of_lanes(sum[r]);
+}
 
 // The sums of the lanes of four vectors.
 static inline __attribute__((always_inline)) void sums_of_four(vec (&x)[FOUR], float *found) {

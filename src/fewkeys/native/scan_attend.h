@@ -9,82 +9,110 @@
 
 namespace fewkeys {
 
-template <class T>
+// T: of queries and outputs; R: of keys and values as they are held.
+template <class T, class R>
 class ScanAttention {
  public:
   explicit ScanAttention(const ScanAttend &p)
       : p(p), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of), lanes(dim * TILE), asked(TILE * dim),
         mixed(TILE * wide) {}
 
-  // Queries first .. first + TILE - 1 of those of a run and a key head, group after group.
-  void attend(int64_t batch, int64_t head, const Run &run, int64_t first) {
+  void attend(int64_t batch, int64_t head, const Asking &one) {
     const Scan &scan = p.of;
-    const int64_t length = run.stop - run.start, seen = scan.seen[run.start];
-    const int rows = std::min<int64_t>(TILE, scan.gqa_ratio * length - first);
-    const auto head_of = [&](int i) { return head * scan.gqa_ratio + (first + i) / length; };
-    const auto query_of = [&](int i) { return run.start + (first + i) % length; };
+    const int64_t seen = scan.seen[one.start];
+    const int rows = one.rows;
+    const auto head_of = [&](int i) { return head * scan.gqa_ratio + one.head(i); };
     const T *at[TILE];
     for (int i = 0; i < rows; i++) {
-      at[i] = p.query.at<T>(batch, head_of(i), query_of(i));
+      at[i] = scan.query.at<T>(batch, head_of(i), one.query(i));
       for (int64_t d = 0; d < dim; d++) asked[i * dim + d] = to_float(at[i][d]) * p.scale;
     }
+    scanner.choose(batch, head, seen, rows, [&](int i) { return at[i]; });
     to_lanes(at, rows, dim, p.scale, lanes.data());
-    collect(batch, head, seen, p.causal ? std::min(scan.keys, run.stop + p.offset) : seen);
-    const int64_t step = p.steps > 1 ? (run.start + p.offset) / p.block - p.offset / p.block : 0;
-    const int means = collect_means(batch, head, step);
-    score.resize((near + means) * TILE);
+    collect(batch, head, seen, p.causal ? std::min(scan.keys, one.stop + p.offset) : seen);
+    const int64_t step = p.steps > 1 ? (one.start + p.offset) / CODED - p.offset / CODED : 0;
+    collect_means(batch, head, p.edges + step * (p.means + 1));
+    score.resize((near + p.means) * TILE);
     const int used = rows <= TILE / 2 ? TILE / 2 : TILE;
-    dots(key.data(), dim, near + means, dim, lanes.data(), score.data(), used);
+    dots(key.data(), dim, near + p.means, dim, lanes.data(), score.data(), used);
 
     Tile tile(1.0f);
     int64_t last[TILE];
-    for (int i = 0; i < TILE; i++) last[i] = i < rows ? query_of(i) + p.offset : -1;
+    for (int i = 0; i < TILE; i++) last[i] = i < rows ? one.query(i) + p.offset : -1;
     hide(tile, batch, last, seen);
     std::fill(mixed.begin(), mixed.end(), 0.0f);
-    const float *size = p.size + (batch * p.steps + step) * p.means;
-    const int64_t *edges = p.edges + step * (p.means + 1);
-    scanner.choose(
-        batch, head, seen, rows,
-        [&](int i) { return scan.query + ((batch * scan.heads + head_of(i)) * scan.queries + query_of(i)) * dim; },
-        [&](int i, const int32_t *place, int64_t count) {
-          weigh_means(i, place, count, means, size, edges);
-          mix_chosen(tile, i, batch, head, place, count, means);
-        });
+    Chosen now = chosen(0, batch, head);
+    for (int i = 0; i < rows; i++) {
+      const Chosen next = i + 1 < rows ? chosen(i + 1, batch, head) : Chosen{};
+      weigh_means(i, now, p.edges + step * (p.means + 1));
+      mix_chosen(tile, i, now, next);
+      now = next;
+    }
     tile.settle();
-    tile.weigh(score.data(), near + means);
-    for (int i = 0; near + means && i < rows; i += SOME)
-      mix(value.data(), wide, near + means, wide, &score[i], TILE, &mixed[i * wide], wide);
+    tile.weigh(score.data(), near + p.means);
+    for (int i = 0; near + p.means && i < rows; i += SOME)
+      mix(value.data(), wide, near + p.means, wide, &score[i], TILE, &mixed[i * wide], wide);
     for (int i = 0; i < rows; i++) {
       const float sum = tile.sum[i / LANES][i % LANES], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      T *to = (T *)p.out.at<T>(batch, head_of(i), query_of(i));
+      T *to = (T *)p.out.at<T>(batch, head_of(i), one.query(i));
       for (int64_t d = 0; d < p.value_dim; d++) round_to(mixed[i * wide + d] * inverse, to[d]);
     }
   }
 
  private:
+  // What a query chooses: places, and where the rows of a key head lie.
+  struct Chosen {
+    const int32_t *place;
+    int64_t count;
+    const R *key, *value;
+    const float *scale;
+  };
+
   const ScanAttend &p;
   const int64_t dim, wide;
-  Scanner scanner;
+  Scanner<T> scanner;
   int near = 0;
-  aligned_vector<float> lanes, asked, mixed, key, value, score, logit;
-  aligned_vector<const T *> key_row, value_row;
+  aligned_vector<float> lanes, asked, mixed, key, value, score, logit, size;
+  aligned_vector<const R *> row;
+
+  // Whether keys and values have scales.
+  static constexpr bool SCALED = std::is_same_v<R, int8_t>;
+
+  Chosen chosen(int i, int64_t batch, int64_t head) {
+    Largest &best = scanner.chosen(i);
+    const int64_t count = best.finish();
+    return {best.places(), count, p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0),
+            p.scales.at<float>(batch, head, 0)};
+  }
 
   // Copies the keys first .. stop - 1 and their values.
   void collect(int64_t batch, int64_t head, int64_t first, int64_t stop) {
     near = std::max<int64_t>(0, stop - first);
     key.resize((near + p.means) * dim), value.resize((near + p.means) * wide);
     if (!near) return;
-    copy_rows(p.key.at<T>(batch, head, first), p.key.row, near, dim, dim, key.data());
-    copy_rows(p.value.at<T>(batch, head, first), p.value.row, near, p.value_dim, wide, value.data());
+    copy_rows(p.key.at<R>(batch, head, first), p.key.row, near, dim, dim, key.data());
+    copy_rows(p.value.at<R>(batch, head, first), p.value.row, near, p.value_dim, wide, value.data());
+    for (int j = 0; SCALED && j < near; j++) {
+      const float *scale = p.scales.at<float>(batch, head, first + j);
+      for (int64_t d = 0; d < dim; d++) key[j * dim + d] *= scale[0];
+      for (int64_t d = 0; d < p.value_dim; d++) value[j * wide + d] *= scale[1];
+    }
   }
 
-  // And the means of a step.
-  int collect_means(int64_t batch, int64_t head, int64_t step) {
-    if (!p.means) return 0;
-    const int64_t from = ((batch * (p.of.heads / p.of.gqa_ratio) + head) * p.steps + step) * p.means;
-    std::copy_n(p.mean_key + from * dim, p.means * dim, &key[near * dim]);
-    copy_rows(p.mean_value + from * p.value_dim, p.value_dim, p.means, p.value_dim, wide, &value[near * wide]);
-    return p.means;
+  // Appends the means of ranges, and notes how many keys each is of.
+  void collect_means(int64_t batch, int64_t head, const int64_t *edges) {
+    size.resize(p.means);
+    std::fill(value.begin() + near * wide, value.end(), 0.0f);
+    for (int64_t c = 0; c < p.means; c++) {
+      const int64_t start = (edges[c] + CODED - 1) / CODED, stop = (edges[c + 1] + CODED - 1) / CODED;
+      const double *before = p.total.at<double>(batch, head, start), *after = p.total.at<double>(batch, head, stop);
+      const double *real = p.size + batch * (p.blocks + 1);
+      const double count = p.size ? real[stop] - real[start] : edges[c + 1] - edges[c], share = 1 / std::max(count, 1.0);
+      for (int64_t d = 0; d < dim; d++) key[(near + c) * dim + d] = (after[d] - before[d]) * share;
+      for (int64_t d = 0; d < p.value_dim; d++)
+        value[(near + c) * wide + d] = (after[dim + d] - before[dim + d]) * share;
+      size[c] = count;
+    }
   }
 
   // Hides the near keys from `first` on that are padding, or later than a query.
@@ -99,32 +127,34 @@ class ScanAttention {
   }
 
   // Scores of means become those of all keys that query i does not keep of them.
-  void weigh_means(int i, const int32_t *place, int64_t count, int means, const float *size, const int64_t *edges) {
+  void weigh_means(int i, const Chosen &of, const int64_t *edges) {
     int64_t at = 0;
-    for (int c = 0; c < means; c++) {
+    for (int64_t c = 0; c < p.means; c++) {
       const int64_t before = at;
-      while (at < count && place[at] < edges[c + 1]) at++;
+      while (at < of.count && of.place[at] < edges[c + 1]) at++;
       const float left = size[c] - (at - before);
       float &own = score[(near + c) * TILE + i];
       own = left > 0 ? own + std::log(left) : -INFINITY;
     }
   }
 
-  // Adds the values that query i chooses under their weights; means have been weighed.
-  void mix_chosen(Tile &tile, int i, int64_t batch, int64_t head, const int32_t *place, int64_t count, int means) {
-    const int64_t room = (count + LANES + FOUR) / LANES * LANES + LANES;
-    if ((int64_t)logit.size() < room) logit.resize(room), key_row.resize(room), value_row.resize(room);
-    for (int64_t c = 0; c < count; c++) {
-      key_row[c] = p.key.at<T>(batch, head, place[c]), value_row[c] = p.value.at<T>(batch, head, place[c]);
-      prefetch(key_row[c], dim * sizeof(T));
-    }
+  // Adds the values that query i chooses under their weights; means have been weighed. What the next query chooses is
+  // sent for meanwhile.
+  void mix_chosen(Tile &tile, int i, const Chosen &of, const Chosen &next) {
+    const int64_t count = of.count, room = (count + LANES + FOUR) / LANES * LANES + LANES;
+    if ((int64_t)logit.size() < room) logit.resize(room), row.resize(room);
     float top = tile.top[i / LANES][i % LANES];
-    for (int c = 0; c < means; c++) top = std::max(top, score[(near + c) * TILE + i]);
+    for (int64_t c = 0; c < p.means; c++) top = std::max(top, score[(near + c) * TILE + i]);
     if (count) {
-      for (int64_t c = count; c % FOUR; c++) key_row[c] = key_row[0];
+      for (int64_t c = 0; c < count; c++) row[c] = of.key + of.place[c] * p.key.row;
+      for (int64_t c = count; c % FOUR; c++) row[c] = row[0];
       for (int64_t c = 0; c < count; c += FOUR) {
-        four_dots(&key_row[c], &asked[i * dim], dim, &logit[c]);
-        for (int64_t r = c; r < std::min(c + FOUR, count); r++) prefetch(value_row[r], p.value_dim * sizeof(T));
+        four_dots(&row[c], &asked[i * dim], dim, &logit[c]);
+        for (int64_t r = c; SCALED && r < std::min(c + FOUR, count); r++) logit[r] *= of.scale[of.place[r] * p.scales.row];
+        for (int64_t r = c; r < std::min(c + FOUR, next.count); r++) {
+          prefetch(next.key + next.place[r] * p.key.row, dim * sizeof(R));
+          prefetch(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
+        }
       }
       const int64_t whole = (count + LANES - 1) / LANES * LANES;
       std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
@@ -139,28 +169,28 @@ class ScanAttention {
         sum += x;
       }
       tile.sum[i / LANES][i % LANES] = sum_of_lanes(sum);
-      mix_rows(value_row.data(), logit.data(), count, p.value_dim, &mixed[i * wide]);
+      for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[of.place[c] * p.scales.row + 1];
+      for (int64_t c = 0; c < count; c++) row[c] = of.value + of.place[c] * p.value.row;
+      mix_rows(row.data(), logit.data(), count, p.value_dim, &mixed[i * wide]);
     }
     tile.top[i / LANES][i % LANES] = top;
   }
 };
 
+template <class T, class R>
+static void scan_attend_rows(const ScanAttend &p, int threads) {
+  const std::vector<Asking> all = asking(p.of);
+  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, each = all.size();
+  in_parallel(
+      threads, p.of.batch * kv_heads * each, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
+      [&](std::unique_ptr<ScanAttention<T, R>> &worker, int64_t t) {
+        worker->attend(t / each / kv_heads, t / each % kv_heads, all[t % each]);
+      });
+}
+
 template <class T>
 static void scan_attend(const ScanAttend &p, int threads) {
-  struct Piece {
-    Run run;
-    int64_t first;
-  };
-  std::vector<Piece> pieces;
-  for (const Run &run : runs_of(p.of, CODED))
-    for (int64_t first = 0; first < p.of.gqa_ratio * (run.stop - run.start); first += TILE) pieces.push_back({run, first});
-  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, each = pieces.size();
-  in_parallel(
-      threads, p.of.batch * kv_heads * each, [&] { return ScanAttention<T>(p); },
-      [&](ScanAttention<T> &worker, int64_t t) {
-        const Piece &piece = pieces[t % each];
-        worker.attend(t / each / kv_heads, t / each % kv_heads, piece.run, piece.first);
-      });
+  p.scales.data ? scan_attend_rows<T, int8_t>(p, threads) : scan_attend_rows<T, T>(p, threads);
 }
 
 }  // namespace fewkeys

@@ -24,8 +24,8 @@ SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
     *("columns.h", "matrix.h", "back.h", "neighbours.h", "near.h", "near_back.h", "near_cohorts.h", "blocks.h"),
     *("blocks_back.h", "keys.h", "frame.h", "lloyd.h", "stand_ins.h", "extent.h", "merge.h", "scan.h", "prefill.h"),
-    *("split.h", "rows.h", "leaves.h", "forest.h", "cohorts.h", "tilts.h", "cohort_means.h", "descender.h"),
-    *("descend.h", "descend_back.h", "code_scan.h", "scan_attend.h"),
+    *("rows.h", "seeker.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
+    *("code_scores.h", "code_scan.h", "scan_attend.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
@@ -53,15 +53,16 @@ class InstructionSet:
 _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-_AMX = _V4 | {"avx512_bf16", "amx_bf16", "amx_tile"}
+_AMX = _V4 | {"avx512_bf16", "avx512vbmi", "avx512_vbmi2", "amx_bf16", "amx_int8", "amx_tile"}
 # Compilers stop at half of the widest vectors of their own accord, and for some processors split every wide move.
 _WIDE = ("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512")
+_MATRIX = ("-mavx512bf16", "-mavx512vbmi", "-mavx512vbmi2", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 SETS = (
     InstructionSet("v2", "x86_64", _V2, ("-march=x86-64-v2", "-mtune=generic")),
     InstructionSet("v3", "x86_64", _V3, ("-march=x86-64-v3", "-mtune=generic")),
     InstructionSet("v4", "x86_64", _V4, _WIDE),
-    InstructionSet("amx", "x86_64", _AMX, (*_WIDE, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
+    InstructionSet("amx", "x86_64", _AMX, (*_WIDE, *_MATRIX)),
     InstructionSet("neon", "aarch64", frozenset(), ()),  # every such processor has it
 )
 """From the lowest to the highest, for every kind of machine."""

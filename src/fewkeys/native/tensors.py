@@ -35,15 +35,6 @@ def placed(*tensors: Tensor) -> bool:
     """Whether kernels, where there are some, can read these tensors."""
     if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in tensors):
         return False
-    return _plain(*tensors)
-
-
-def unwatched(*tensors: Tensor) -> bool:
-    """Whether these are plain tensors, and nobody asks how a result depends on them."""
-    return _plain(*tensors) and not wants_gradient(*tensors)
-
-
-def _plain(*tensors: Tensor) -> bool:
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
     # Transforms and forward derivatives follow torch's operations; what a kernel does, they would not see.

@@ -7,7 +7,6 @@ from fewkeys.core.rooms import public_names
 from fewkeys.rest.base import AnyStandIns as AnyStandIns
 from fewkeys.rest.base import BlockStandIns as BlockStandIns
 from fewkeys.rest.base import Drop as Drop
-from fewkeys.rest.base import NodeStandIns as NodeStandIns
 from fewkeys.rest.base import RangeStandIns as RangeStandIns
 from fewkeys.rest.base import Rest as Rest
 from fewkeys.rest.base import StandIns as StandIns
@@ -15,7 +14,6 @@ from fewkeys.rest.block_means import BlockMeans as BlockMeans
 from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
 from fewkeys.rest.moments import Moments as Moments
 from fewkeys.rest.running_means import RunningMeans as RunningMeans
-from fewkeys.rest.tree_means import TreeMeans as TreeMeans
 from fewkeys.rest.uniform_sample import UniformSample as UniformSample
 
 

@@ -20,7 +20,6 @@ from fewkeys.past.scan import Scan, States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.codes import BLOCK
 from fewkeys.sketch.sums import members
-from fewkeys.tree.forest import Nodes
 
 REACH = 0.25
 """How far the first-order term reaches along each of its r directions, in units of rms |v - mean v|."""
@@ -145,39 +144,54 @@ class BlockStandIns:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeStandIns:
-    """What is known of the nodes of every walk of the graph's descent: those that a query meets and does not open stand
-    in for their keys (`fewkeys.tree.descent`).
-    """
-
-    nodes: tuple[Nodes, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class RangeStandIns:
     """M ranges of keys for every step of queries, each of which stands in for what a query does not keep of it.
 
-    Shapes: key (B, Hkv, steps, M, D), value (B, Hkv, steps, M, Dv): means; size (B, steps, M): the number of real keys;
-    edges (steps, M + 1), int64: range c of a step holds the keys edges_c .. edges_(c+1) - 1. Weights are `f(score)`
-    times the size, less the keys of the range that the query keeps. A step is a block of 32 positions, or all queries.
+    `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and values before each block of 32, and before the end;
+    `reals` (B, G + 1), float64: of real keys as many, None where all are; `edges` (steps, M + 1), int64: range c of a
+    step holds the keys edges_c .. edges_(c+1) - 1, whole blocks. From these, key (B, Hkv, steps, M, D) and value
+    (B, Hkv, steps, M, Dv): means; size (B, steps, M): numbers of real keys. Weights are `f(score)` times the size, less
+    the keys of the range that the query keeps. A step is a block of 32 positions, or all queries.
     """
 
-    key: Tensor
-    value: Tensor
-    size: Tensor
+    totals: Tensor
+    reals: Tensor | None
     edges: Tensor
+    head_dim: int
+    dtype: torch.dtype
 
     @property
     def count(self) -> int:
-        return self.key.shape[3]
+        return self.edges.shape[1] - 1
+
+    @cached_property
+    def size(self) -> Tensor:
+        if self.reals is None:
+            return self.edges.diff(dim=-1).to(self.dtype).expand(len(self.totals), -1, -1)
+        return self.reals[:, -(-self.edges // BLOCK)].diff(dim=-1).to(self.dtype)
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """(B, Hkv, steps, M, D + Dv)."""
+        # Differences of sums over all that came before: float64 leaves of them what float32 could not.
+        total = self.totals[:, :, -(-self.edges // BLOCK)].diff(dim=-2)
+        return (total / self.size.clamp_min(1)[:, None, :, :, None]).to(self.dtype)
+
+    @property
+    def key(self) -> Tensor:
+        return self.mean[..., : self.head_dim]
+
+    @property
+    def value(self) -> Tensor:
+        return self.mean[..., self.head_dim :]
 
     def step(self, inputs: Inputs, start: int, stop: int) -> Tensor:
         """The step of each of the queries start .. stop - 1."""
-        position = torch.arange(start, stop, device=self.key.device) + inputs.offset % BLOCK
-        return position // BLOCK if self.key.shape[2] > 1 else torch.zeros_like(position)
+        position = torch.arange(start, stop, device=self.edges.device) + inputs.offset % BLOCK
+        return position // BLOCK if len(self.edges) > 1 else torch.zeros_like(position)
 
 
-AnyStandIns = StandIns | CohortStandIns | BlockStandIns | NodeStandIns | RangeStandIns
+AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):

@@ -54,26 +54,17 @@ class BlockMeans(Rest):
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> RangeStandIns:
         x = inputs
-        if not isinstance(graph.descent, Scanned):
+        if not isinstance(graph.scan, Scanned):
             raise ValueError("rest: BlockMeans needs the graph of KeyScan, got another; use ClusterMeans or Drop()")
-        blocks = -(-x.keys // BLOCK)
-        totals = [_sums(working(part), blocks) for part in (x.key, x.value)]
-        return self.of_totals(x, totals[0], totals[1], _sums(_real(x), blocks))
+        totals = _sums(x.key, x.value)
+        reals = None if x.valid is None else _sums(x.valid[:, None, :, None].float())[:, 0, :, 0]
+        return self.of_totals(x, totals, reals)
 
-    def of_totals(self, inputs: Inputs, key: Tensor, value: Tensor, size: Tensor) -> RangeStandIns:
-        """The ranges of queries from the sums, float64, over the keys (B, Hkv, blocks + 1, D), values and numbers of
-        real keys (B, blocks + 1) before each block, and before the end.
-        """
+    def of_totals(self, inputs: Inputs, totals: Tensor, reals: Tensor | None) -> RangeStandIns:
+        """The ranges of queries from the sums that `RangeStandIns` asks for."""
         x = inputs
-        edges = torch.tensor(self._edges(x), device=x.key.device).clamp_max(key.shape[2] - 1)
-        start, stop = edges[:, :-1], edges[:, 1:]
-        size = size[:, stop] - size[:, start]
-        rows = []
-        for total in (key, value):
-            # Differences of sums over all that came before: float64 leaves of them what float32 could not.
-            mean = (total[:, :, stop] - total[:, :, start]) / size.clamp_min(1)[:, None, :, :, None]
-            rows.append(mean.to(working(x.key[:0]).dtype))
-        return RangeStandIns(rows[0], rows[1], size.to(rows[0].dtype), (edges * BLOCK).clamp_max(x.keys))
+        edges = torch.tensor(self._edges(x), device=x.key.device).mul_(BLOCK).clamp_max_(x.keys)
+        return RangeStandIns(totals, reals, edges, x.head_dim, working(x.query[:0]).dtype)
 
     def _edges(self, x: Inputs) -> list[list[int]]:
         """(steps, count + 1): where the ranges of each step begin, and the last one ends, in blocks."""
@@ -88,21 +79,14 @@ class BlockMeans(Rest):
         return [s - age for age in (s, *reversed(ages), 0)]
 
 
-def _sums(rows: Tensor, blocks: int) -> Tensor:
-    """(..., blocks + 1, X), float64: sums over the rows (..., N, X), or (..., N), before each block."""
-    if rows.ndim == 2:
-        return _sums(rows.unsqueeze(-1), blocks).squeeze(-1)
-    by_block = block_sums(pad(rows, (0, 0, 0, blocks * BLOCK - rows.shape[-2])))
-    return pad(by_block.cumsum(-2), (0, 0, 1, 0))
+def _sums(*parts: Tensor) -> Tensor:
+    """(B, H, G + 1, X + ..), float64: sums over rows (B, H, N, X), .. before each of G blocks, and before the end."""
+    fill = -parts[0].shape[2] % BLOCK
+    whole = [pad(rows, (0, 0, 0, fill)) if fill else rows for rows in parts]
+    return pad(torch.cat([*map(block_sums, whole)], -1).cumsum(2), (0, 0, 1, 0))
 
 
 def block_sums(rows: Tensor) -> Tensor:
-    """The sums (..., N / 32, X), float64, of blocks of rows (..., N, X)."""
-    found: Tensor = rows.double().unflatten(-2, (-1, BLOCK)).sum(-2)
-    return found
-
-
-def _real(inputs: Inputs) -> Tensor:
-    """(B, Nk): ones for real keys."""
-    x = inputs
-    return x.key.new_ones((x.batch, x.keys)) if x.valid is None else x.valid.to(x.key.dtype)
+    """The sums (..., N / 32, X), float64, of blocks of rows (..., N, X), each taken in float32 or better."""
+    sums: Tensor = rows.unflatten(-2, (-1, BLOCK)).sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32))
+    return sums.double()

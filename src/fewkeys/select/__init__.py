@@ -13,7 +13,6 @@ from fewkeys.select.base import united as united
 from fewkeys.select.controls import KeyNorm as KeyNorm
 from fewkeys.select.controls import RandomKeys as RandomKeys
 from fewkeys.select.key_scan import KeyScan as KeyScan
-from fewkeys.select.key_tree import KeyTree as KeyTree
 from fewkeys.select.leverage import Leverage as Leverage
 from fewkeys.select.outliers import Outliers as Outliers
 from fewkeys.select.recent import RecentBlocks as RecentBlocks

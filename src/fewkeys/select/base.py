@@ -17,7 +17,6 @@ from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_count, check_inputs
 from fewkeys.core.work import Work
 from fewkeys.select.causal import OnlineScore
-from fewkeys.tree.enough import Enough
 
 
 @dataclass(frozen=True)
@@ -40,24 +39,20 @@ class Recent(NamedTuple):
 
 @dataclass(frozen=True)
 class Remembered:
-    """What of the past a causal rule may still ask for; memory of a fixed size holds it, but for a tree.
+    """What of the past a causal rule may still ask for; memory of a fixed size holds it, but for a scan.
 
     Attributes:
         latest: the number of latest keys, which each query counts from its own place.
         recent: blocks of positions, of which a whole one is let go at once.
         first: the number of first real keys.
         best: the best keys so far.
-        tree: slots of a descent of a tree over all keys, which are held for it; 0: none.
-        enough: when such a descent stops before its slots are spent; None: never.
-        scan: keys that a scan of the codes of all keys chooses, which are held for it; 0: none.
+        scan: how many keys a scan chooses among all keys, which must be held for it; 0: there is no scan.
     """
 
     latest: int = 0
     recent: Recent | None = None
     first: int = 0
     best: Best | None = None
-    tree: int = 0
-    enough: Enough | None = None
     scan: int = 0
 
 
@@ -87,8 +82,6 @@ class Selector(Listed, ABC):
 
     is_oracle: ClassVar[bool] = False
     """Whether the rule scores every pair, so that it costs as much as exact attention."""
-    by_real_place: ClassVar[bool] = False
-    """Whether `select` itself counts positions over real keys; under causality, others get keys without padding."""
 
     @abstractmethod
     def select(self, inputs: Inputs) -> Graph:
@@ -222,10 +215,6 @@ class Union(Selector, listed=False):
     @property
     def is_oracle(self) -> bool:  # type: ignore[override]
         return any(member.is_oracle for member in self.members)
-
-    @property
-    def by_real_place(self) -> bool:  # type: ignore[override]
-        return all(member.by_real_place for member in self.members)
 
     @property
     def causal(self) -> bool:

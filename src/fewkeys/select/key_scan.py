@@ -10,12 +10,12 @@ from torch import Tensor
 
 import fewkeys.native as native
 from fewkeys.core.graph import Graph
-from fewkeys.core.impl import COMPILED
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
 from fewkeys.native.codes import LARGEST_CODED
 from fewkeys.select.base import Counted, Remembered
-from fewkeys.sketch.codes import BLOCK, Codes, best, encode, middle, rounded
+from fewkeys.sketch.codes import BLOCK, Codes, Frame, best, encode, rounded, signs
 
 PER_CODE = 0.25
 """Operations of scanning a number of a key in two bits, counted like multiplications and additions."""
@@ -30,7 +30,7 @@ class KeyScan(Counted):
     0 .. 31 the first. Strictly causal: a code depends on its key and on the mean m of the first block alone. Without
     causality all keys are scored, and there is no own block. Query heads that share keys choose their own.
 
-    Kept: count + 16.5 keys on average over a block of queries. Cost O(n (count (D + Dv) + n D / 8)): the scan reads 16
+    Kept: count + 16.5 keys on average over a block of queries. Cost O(n (count (D + Dv) + n D / 8)): the scan reads 18
     bytes a key of 64 dimensions, where its key and value are 512. Rotated scalar codes after RaBitQ (Gao and Long,
     2024) and TurboQuant (Zandieh et al., 2025); others that scan cheap scores of all keys are Loki, PQCache, MagicPIG
     and HashAttention.
@@ -40,9 +40,8 @@ class KeyScan(Counted):
 
     def select(self, inputs: Inputs) -> Graph:
         x = inputs
-        codes = x.remember("codes", lambda: encode(x.key, middle(x)))
-        query = x.remember("rounded queries", lambda: rounded(x.query, x.scale))
-        return Graph(x, descent=Scanned(x, codes, query, self.count))
+        codes = x.remember("codes", lambda: codes_of(x.key, Frame.of(x.key, x.valid), x.impl))
+        return Graph(x, scan=Scanned(x, codes, self.count))
 
     @property
     def remembered(self) -> Remembered:
@@ -53,8 +52,18 @@ class KeyScan(Counted):
 
     def work(self, inputs: Inputs) -> Work:
         x = inputs
-        asking = x.queries * x.gqa_ratio * (0.5 if x.is_causal and not x.offset else 1.0)
-        return Work(self.count + (BLOCK + 1) / 2 * x.is_causal, PER_CODE * x.head_dim * asking)
+        seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
+        rotating = 2.0 * x.head_dim**2 * (1 + x.gqa_ratio)
+        kept = self.count + (BLOCK + 1) / 2 * x.is_causal
+        return Work(kept, choosing=rotating, scanned=PER_CODE * x.head_dim * seen)
+
+
+def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
+    """The codes of keys (B, Hkv, N, D), by the compiled kernel where it can read them: the same bits."""
+    if impl in COMPILED and native.readable(key.detach()) and key.shape[3] <= LARGEST_CODED:
+        sign = signs(key.shape[3], key.device)
+        return Codes(*native.code_keys(key.detach(), sign, frame.middle, frame.spread))
+    return encode(key, frame)
 
 
 def before_block(inputs: Inputs) -> Tensor:
@@ -69,13 +78,14 @@ def before_block(inputs: Inputs) -> Tensor:
 class Scanned:
     """Every query's own block of keys up to itself, and the `count` keys that it chooses among those before.
 
-    `query` (B, Hq, Nq, D): as `rounded` gives them.
+    `scale` (B, Hkv, Nk, 2), float32: what keys and values are to be multiplied by, where those of the inputs are held
+    in int8.
     """
 
     inputs: Inputs
     codes: Codes
-    query: Tensor
     count: int
+    scale: Tensor | None = None
 
     @cached_property
     def seen(self) -> Tensor:
@@ -91,10 +101,16 @@ class Scanned:
     def index(self) -> Tensor:
         """(B, Hq, Nq, most), int32: what queries choose, ascending, -1 for none at the end."""
         x = self.inputs
-        chosen = (self.codes.packed, self.codes.sigma, self.query, self.seen, x.valid, self.most)
-        if x.impl in COMPILED and native.readable(*chosen[:5]) and x.head_dim <= LARGEST_CODED:
-            return native.best_codes(*chosen)
-        return best(self.codes, *chosen[2:])
+        packed, sigma, query = self.codes.packed, self.codes.sigma, x.query.detach()
+        if x.impl in COMPILED and native.readable(packed, sigma, query, x.valid) and x.head_dim <= LARGEST_CODED:
+            return native.best_codes(packed, sigma, query, self.sign, self.seen, x.valid, self.most)
+        return best(self.codes, rounded(query, x.scale), self.seen, x.valid, self.most)
+
+    @property
+    def sign(self) -> Tensor:
+        """(W,): the signs that kernels give to queries, of the scale, too."""
+        sign = signs(self.inputs.head_dim, self.inputs.query.device)
+        return sign if self.inputs.scale > 0 else -sign
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
@@ -105,7 +121,3 @@ class Scanned:
         kept = own.new_zeros((*index.shape[:3], x.keys + 1))
         kept = kept.scatter_(-1, index.masked_fill(index < 0, x.keys), True)[..., : x.keys]
         return kept | own
-
-    def scored(self, start: int, stop: int) -> Tensor:
-        """None of its slots is spent on finding keys."""
-        return self.query.new_zeros((*self.query.shape[:2], stop - start), dtype=torch.int64)

@@ -1,19 +1,21 @@
 """Keys in two bits a number: enough to tell which of them a query looks at.
 
-With m the mean of a head's first block of keys, R a fixed rotation and sigma^2 the mean of the squares of a key's
-numbers after it,
+With m the mean of a head's first block of keys, rho the root mean square of |k - m| over that block, D rounded up to a
+power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diagonal of signs,
 
-    k' = (k - m) R        code_d = floor(k'_d / sigma), at least -2, at most 1        level_d = 2 code_d + 1
+    k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(4096 sigma / rho), at most 2^15 - 1
+    code_d = floor(k'_d / sigma), at least -2, at most 1         level_d = 2 code_d + 1
 
 After the rotation a key's numbers are nearly Gaussian whatever the key was, so four levels, -3, -1, 1 and 3 times
 sigma / 2, serve all of them: for a Gaussian, evenly spaced levels are best where they are 0.996 sigma apart. Nothing is
-learned, and a key's code depends on the key and m alone. A query is rotated, too, and rounded to integers from -10 to
-10. Then
+learned, and a key's code depends on the key and the first block alone. A query is rotated, too, and rounded to integers
+from -10 to 10. Then
 
-    score_j = sigma_j sum_d query_d level_jd
+    score_j = (1024 / W sum_d query_d level_jd sigma_int_j + 2^14) >> 15
 
-is q . (k_j - m) up to a factor that the query's keys share and to rounding. The sum is of integers: it is exact in
-whatever order it is added, so all code that scans the same codes finds the same keys, to the last bit.
+is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Codes take sums in a
+fixed order, products that are exact and operations that round correctly, and scores are integers: so all code that
+scans the same keys chooses the same ones, to the last bit. Keys more than 8 rho from m count as if they were at 8.
 
 The idea of a random rotation before scalar codes is RaBitQ's (Gao and Long, SIGMOD 2024) and TurboQuant's (Zandieh et
 al., 2025); tables of pairs in registers are those of fast scans (Andre et al., 2017).
@@ -28,15 +30,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 
 BLOCK = 32
 """Keys that are coded, and forgotten by the window of a query, together."""
 LEVELS = 10
 """Queries are rounded to integers of at most this: two pairs of products still fit into a byte."""
-PAIRS = 8
-"""Pairs of numbers are filled up to a multiple of this: two of the widest registers look up as many."""
+LEAST_WIDE = 16
+"""Numbers are filled up to at least this: two of the widest registers look up as many pairs."""
+UNIT = 4096
+"""`sigma_int` of a key as far from the middle as the first block's are."""
+LARGEST_SIGMA = 2**15 - 1
+NONE = -(2**15)
+"""Below every score."""
 PIECE = 2**22
 """Scores held at a time (16 MB)."""
 
@@ -45,70 +51,88 @@ PIECE = 2**22
 class Codes:
     """The codes of keys (B, Hkv, N, D), N filled up to G blocks of 32.
 
-    `packed` (B, Hkv, G, P, 16), uint8: of every block and pair of numbers 32 nibbles. Bytes 0, 2, .. hold the keys 0 to
-    7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble holds
-    `code_2p + 2` and, two bits higher, that of 2p + 1.
-    `sigma` (B, Hkv, 32 G), float32. Bytes: D / 4 + 4 for every key.
+    `packed` (B, Hkv, G, W / 2, 16), uint8: of every block and pair of numbers 32 nibbles. Bytes 0, 2, .. hold the keys
+    0 to 7 in their lower halves and 16 to 23 in the upper ones, bytes 1, 3, .. those from 8 and from 24 on; a nibble
+    holds `code_2p + 2` and, two bits higher, that of 2p + 1.
+    `sigma` (B, Hkv, 32 G), int16: `sigma_int`, zero beyond the last key. Bytes: W / 4 + 2 for every key.
     """
 
     packed: Tensor
     sigma: Tensor
 
-    def levels(self, dim: int) -> Tensor:
-        """The levels (B, Hkv, 32 G, D), -3 to 3, as float32."""
+    def levels(self) -> Tensor:
+        """The levels (B, Hkv, 32 G, W), -3 to 3, as float32."""
         parts = self.packed.unflatten(-1, (8, 2))
         nibbles = torch.stack([parts & 15, parts >> 4], -4)  # (B, Hkv, G, 2, P, 8, 2)
         codes = torch.stack([nibbles & 3, nibbles >> 2], -1).movedim(-4, -2).transpose(-4, -3)  # (.., 2, 2, 8, P, 2)
-        return codes.flatten(-2).flatten(2, 5)[..., :dim].float() * 2 - 3
+        return codes.flatten(-2).flatten(2, 5).float() * 2 - 3
+
+
+def width(dim: int) -> int:
+    """W: the numbers that code a key of `dim`."""
+    return max(LEAST_WIDE, 1 << (dim - 1).bit_length())
 
 
 @lru_cache
-def rotation(dim: int) -> Tensor:
-    """A fixed rotation (D, D), float64: a Hadamard matrix under signs where D is a power of two, else a drawn one."""
+def signs(dim: int, device: torch.device) -> Tensor:
+    """The diagonal of S (W,): 1 and -1 in float32, drawn once for all time; zeros beyond `dim`."""
     generator = torch.Generator("cpu").manual_seed(dim)
-    if dim & (dim - 1):
-        drawn = torch.randn(dim, dim, generator=generator, dtype=torch.float64, device="cpu")
-        orthogonal: Tensor = torch.linalg.qr(drawn).Q.contiguous()
-        return orthogonal
-    found = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while len(found) < dim:
-        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    sign = torch.randint(2, (dim, 1), generator=generator, device="cpu") * 2 - 1
-    signed: Tensor = sign * found / dim**0.5
-    return signed
+    drawn = torch.randint(2, (dim,), generator=generator, device="cpu") * 2.0 - 1
+    return pad(drawn, (0, width(dim) - dim)).to(device)
 
 
-def _rotated(rows: Tensor) -> Tensor:
-    return rows @ rotation(rows.shape[-1]).to(rows)
+def rotated(rows: Tensor) -> Tensor:
+    """H S x (..., W) of rows x (..., D), which is sqrt(W) times as long; the order of the sums is the kernels'."""
+    x = pad(rows, (0, width(rows.shape[-1]) - rows.shape[-1])) * signs(rows.shape[-1], rows.device)
+    step = 1
+    while step < x.shape[-1]:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        step *= 2
+    return x
 
 
-def middle(inputs: Inputs) -> Tensor:
-    """m, (B, Hkv, 1, D): the mean of the real keys of the first block, which every query that needs codes has seen."""
-    first = working(inputs.key[:, :, :BLOCK].detach())
-    if inputs.valid is None:
-        return first.mean(2, keepdim=True)
-    real = inputs.valid[:, None, :BLOCK, None]
-    return (first * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp_min(1)
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What codes of keys are relative to: `middle` (B, Hkv, 1, D), m, and `spread` (B, Hkv, 1), rho."""
+
+    middle: Tensor
+    spread: Tensor
+
+    @staticmethod
+    def of(key: Tensor, valid: Tensor | None = None) -> Frame:
+        """That of the first block of keys (B, Hkv, N, D), which every query that needs codes has seen."""
+        first = working(key[:, :, :BLOCK].detach())
+        real = first.new_ones(1, 1, 1, 1) if valid is None else valid[:, None, :BLOCK, None].to(first.dtype)
+        count = (real.sum(2, keepdim=True) if valid is not None else real * first.shape[2]).clamp_min(1)
+        middle = (first * real).sum(2, keepdim=True) / count
+        square = ((first - middle).double().square() * real).sum((2, 3)) / count[..., 0, 0]
+        return Frame(middle, square.sqrt().to(first.dtype).unsqueeze(-1))
 
 
-def encode(key: Tensor, middle: Tensor) -> Codes:
-    """The codes of keys (B, Hkv, N, D) around `middle` (B, Hkv, 1, D). Cost O(N D^2)."""
-    turned = _rotated(working(key.detach()) - middle)
-    sigma = turned.square().mean(-1, keepdim=True).sqrt()
-    code = ((turned / sigma.clamp_min(torch.finfo(sigma.dtype).tiny)).floor().clamp(-2, 1) + 2).to(torch.uint8)
-    keys, dim = key.shape[2:]
-    fill, wide = -keys % BLOCK, -dim % (2 * PAIRS)
-    pairs = pad(code, (0, wide, 0, fill)).unflatten(-1, (-1, 2))
+def encode(key: Tensor, frame: Frame) -> Codes:
+    """The codes of keys (B, Hkv, N, D). Cost O(N D log D)."""
+    turned = rotated(working(key.detach()) - frame.middle)
+    square = turned.double().square()
+    while square.shape[-1] > 1:  # in the kernels' order
+        square = torch.add(*square.chunk(2, -1))
+    sigma = (square / turned.shape[-1]).sqrt().to(turned.dtype)
+    code = (turned >= -sigma).byte() + (turned >= 0) + (turned >= sigma)
+    whole = (sigma.squeeze(-1) * UNIT / frame.spread).round()
+    whole = torch.where(whole < LARGEST_SIGMA, whole, LARGEST_SIGMA).short()
+    fill = -key.shape[2] % BLOCK
+    pairs = pad(code, (0, 0, 0, fill)).unflatten(-1, (-1, 2))
     low, high = (pairs[..., 0] | pairs[..., 1] << 2).unflatten(2, (-1, 2, 2, BLOCK // 4)).unbind(3)
     packed = (low | high << 4).permute(0, 1, 2, 5, 4, 3).flatten(-2)
-    return Codes(packed.contiguous(), pad(sigma.squeeze(-1), (0, fill)).float())
+    return Codes(packed.contiguous(), pad(whole, (0, fill)))
 
 
 def rounded(query: Tensor, scale: float = 1.0) -> Tensor:
-    """Scaled queries (B, Hq, Nq, D) as integers of at most `LEVELS`, int8. Cost O(Nq D^2)."""
-    turned = _rotated(working(query.detach()) * scale)
+    """Queries (B, Hq, Nq, D) as integers of at most `LEVELS`, (B, Hq, Nq, W), int8; of `scale` the sign matters."""
+    turned = rotated(working(query.detach()))
     largest = turned.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(turned.dtype).tiny)
-    return (turned / largest * LEVELS).round().to(torch.int8)
+    whole = (turned / largest * (LEVELS if scale > 0 else -LEVELS)).round()
+    return whole.nan_to_num(0.0).to(torch.int8)
 
 
 def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: int) -> Tensor:
@@ -117,9 +141,8 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
     query: `rounded`; seen (Nq,), ascending: query i chooses among the first `seen_i` keys, those that are `real`
     (B, N). Of equal scores the first keys are kept. Cost O(Nq N D), memory O(Nq count + N D).
     """
-    batch, heads, queries, dim = query.shape
-    kv_heads = codes.sigma.shape[1]
-    level, by_head = codes.levels(dim), query.unflatten(1, (kv_heads, -1))
+    batch, heads, queries, _ = query.shape
+    level = codes.levels()
     count = min(count, int(seen[-1]))
     found = query.new_empty((batch, heads, queries, count), dtype=torch.int32)
     start = 0
@@ -127,24 +150,32 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
         most = max(1, int(seen[min(start + BLOCK, queries) - 1]))
         stop = min(queries, start + max(1, min(BLOCK, PIECE // (batch * heads * most))))
         most = int(seen[stop - 1])
-        score = by_head[:, :, :, start:stop].float().flatten(2, 3) @ level[:, :, :most].mT
-        score = (score * codes.sigma[:, :, None, :most]).unflatten(2, (-1, stop - start)).flatten(1, 2)
+        score = scores(query[:, :, start:stop], level[:, :, :most], codes.sigma[:, :, :most])
         place = torch.arange(most, device=query.device)
         hidden = (place >= seen[start:stop, None])[None, None]
         if real is not None:
             hidden = hidden | ~real[:, None, None, :most]
-        found[:, :, start:stop] = _largest(score.masked_fill(hidden, -torch.inf), count)
+        found[:, :, start:stop] = largest(score.masked_fill(hidden, NONE), count)
         start = stop
     return found
 
 
-def _largest(score: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest (..., N), ascending, of equal ones the first; -1 for those that are -inf."""
+def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
+    """(B, Hq, Nq, N), int32: of queries, `rounded`, with keys of levels (B, Hkv, N, W) and sigma (B, Hkv, N)."""
+    by_head = query.unflatten(1, (level.shape[1], -1))
+    total = by_head.float().flatten(2, 3) @ level.mT
+    score = total.int() * sigma[:, :, None] * (1024 // query.shape[3]) + 2**14 >> 15
+    by_query: Tensor = score.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+    return by_query
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest (..., N), ascending, of equal ones the first; -1 for those that are `NONE`."""
     keys = score.shape[-1]
     if not keys:
         return score.new_full((*score.shape[:-1], count), -1)
     least = score.topk(min(count, keys), -1, sorted=False).values.amin(-1, keepdim=True)
-    above, equal = score > least, (score == least) & (least > -torch.inf)
+    above, equal = score > least, (score == least) & (least > NONE)
     room = count - above.sum(-1, keepdim=True)
     kept = above | (equal & (equal.cumsum(-1) <= room))
     number = (kept.cumsum(-1) - 1).masked_fill(~kept, count)

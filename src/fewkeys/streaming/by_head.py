@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fewkeys.plan import Plan
+from fewkeys.streaming.coded import Coded
 from fewkeys.streaming.files import Facts
+from fewkeys.streaming.rows import Held
 from fewkeys.streaming.stream import Stream
-from fewkeys.streaming.whole import Whole
-from fewkeys.tree.leaves import Held
 
 AS_THEY_COME = Held()
 DRAFT = 24
@@ -55,12 +55,9 @@ class HeadStreams:
         ]
         return torch.cat(parts, 1)[:, torch.cat(self._of).argsort()].flatten(1, 2)
 
-    def _how(self, plan: Plan) -> Held:
-        return self.how if Whole.suits(plan) else AS_THEY_COME
-
     def _stream(self, plan: Plan) -> Stream:
-        how = self._how(plan)
-        return Stream(plan, leaves=how.dtype, folder=how.folder, undo=DRAFT)
+        how = (self.how.dtype, self.how.folder) if Coded.suits(plan) else (None, None)
+        return Stream(plan, leaves=how[0], folder=how[1], undo=DRAFT)
 
     @property
     def length(self) -> int:
@@ -100,7 +97,7 @@ class HeadStreams:
         """Streams of the same plans that hold what a file gave; `ValueError` for those of other plans."""
         found = copy.copy(self)
         found.streams = [
-            self._stream(own.plan) if part is None else Stream.of(*part, device, self._how(own.plan).folder, DRAFT)
+            self._stream(own.plan) if part is None else Stream.of(*part, device, own.folder, DRAFT)
             for own, part in zip(self.streams, held, strict=True)
         ]
         if [(own.plan, own.leaves) for own in found.streams] != [(own.plan, own.leaves) for own in self.streams]:

@@ -1,8 +1,16 @@
-"""Memory of every token, with codes of the keys that each query scans: all is held, little is read."""
+"""Memory of every token, with codes of the keys that each query scans: all is held, little is read.
+
+    open      the first tokens, as long as exact attention is faster: keys and values as they come
+    closed    all tokens: keys and values as they are to be held, and codes and sums of every finished block of 32 keys
+
+Tokens before `exact_length` are answered exactly, whatever comes later, and all others by the plan: so a token's answer
+does not depend on the pieces that tokens come in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +21,46 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.records import build
-from fewkeys.core.tensor_files import Form, check
+from fewkeys.core.validation import FLOATS
+from fewkeys.cost.decoding import exact_length
+from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockMeans
 from fewkeys.rest.block_means import block_sums
-from fewkeys.select.key_scan import Scanned
-from fewkeys.sketch.codes import BLOCK, Codes, encode, rounded
-from fewkeys.streaming.restored import NoFacts, check_rows
+from fewkeys.select.key_scan import Scanned, codes_of
+from fewkeys.sketch.codes import BLOCK, Codes, Frame, encode
+from fewkeys.streaming.rows import Held, HeldRows
 
 LEAST = 8
 """Blocks that there is room for at first."""
+OPEN = Held()
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the header of a file says: the dtype of the model's keys and values."""
+
+    dtype: str
 
 
 class Coded:
     """What sequences leave under `KeyScan` (`fewkeys.streaming.padded.Memory`).
 
-    Of every finished block of 32 keys: codes, and the sums of keys and values up to its end. A block is coded once;
-    tokens are taken back by forgetting the last ones.
+    A block is coded once, from keys as they are held; tokens are taken back by forgetting the last ones.
     """
 
-    _key: Buffer
-    _value: Buffer
-    _blocks: tuple[Buffer, Buffer, Buffer]
+    _rows: HeldRows
+    _closed: HeldRows | None
+    """Where rows go once exact attention is slower; None: they are there."""
+    _blocks: dict[str, Buffer]
     """By block: codes, sigma, and sums over all keys and values up to the block's end, after a row of zeros."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, how: Held) -> None:
         held = [part.remembered for part in plan.parts]
         if len(held) != 1 or held[0] is None or not held[0].scan:
             raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
-        self.plan, self.count = plan, held[0].scan
+        self.plan, self.how, self.count = plan, how, held[0].scan
 
     @staticmethod
     def suits(plan: object) -> bool:
@@ -51,88 +69,141 @@ class Coded:
         return any(part.remembered is not None and part.remembered.scan for part in parts)
 
     def begin(self, key: Tensor, value: Tensor) -> Coded:
-        found, first = Coded(self.plan), working(key[:, :, :0])
-        found._key, found._value = (Buffer.of(rows[:, :, :0]) for rows in (key, value))
-        codes = encode(first, first.new_zeros((*first.shape[:2], 1, first.shape[3])))
-        zero = first.new_zeros((*first.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
-        rows = (codes.packed.flatten(3), codes.sigma.unflatten(2, (-1, BLOCK)), zero)
-        found._blocks = tuple(Buffer(part, part.shape[2], LEAST) for part in rows)  # type: ignore[assignment]
-        return found
+        closed = HeldRows.empty(self.how, key, value)
+        if self.plan.exact_if_faster and self.how != OPEN:
+            return self._of(HeldRows.empty(OPEN, key, value), closed, _no_blocks(key, value))
+        return self._of(closed, None, _no_blocks(key, value))
 
-    def make_room(self, count: int) -> None:
-        """There always is."""
+    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
+        total = self._rows.count + key.shape[2]
+        if self._closed is None:
+            self._rows.make_room(total)
+        elif query is not None and total > exact_length(self.plan, query, key, value, _one_token):
+            self._closed.make_room(total)
 
-    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Problem]:
-        self._key.append(key)
-        self._value.append(value)
-        self._finish_blocks()
-        if query is not None:
-            yield self._problem(query, scale)
+    def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor | Problem]:
+        if query is None:
+            self._rows.append(key, value)
+            return
+        count = key.shape[2]
+        first = min(count, max(0, exact_length(self.plan, query, key, value, _one_token) - self._rows.count))
+        for part in (slice(0, first), slice(first, count)):
+            if part.start < part.stop:
+                by_plan = part.start == first
+                if by_plan:
+                    self._close()
+                self._rows.append(key[:, :, part], value[:, :, part])
+                yield (self._problem if by_plan else self._exact)(query[:, :, part], scale)
 
     def select(self, index: Tensor) -> Coded:
-        found = Coded(self.plan)
-        found._key, found._value = self._key.select(index), self._value.select(index)
-        found._blocks = tuple(part.select(index) for part in self._blocks)  # type: ignore[assignment]
-        return found
+        closed = None if self._closed is None else self._closed.select(index)
+        blocks = {name: part.select(index) for name, part in self._blocks.items()}
+        return self._of(self._rows.select(index), closed, blocks)
 
     def refusal(self, count: int) -> str | None:
         return None
 
     def crop(self, count: int) -> None:
-        self._key.count = self._value.count = count
-        codes, sigma, sums = self._blocks
-        codes.count = sigma.count = count // BLOCK
-        sums.count = count // BLOCK + 1
+        for part in self._rows:
+            part.count = count
+        for name, part in self._blocks.items():
+            part.count = min(part.count, count // BLOCK + (name == "sums"))
 
     def merge(self, other: Coded) -> None:
-        for _ in self.take(None, other._key.rows, other._value.rows, 1.0):
-            pass
+        if other._closed is None and self._closed is not None:
+            self._close()
+        self._rows.join(other._rows)
 
     def like(self) -> tuple[Tensor, Tensor]:
-        return self._key.held, self._value.held
+        return self._rows.like
 
     def bytes(self) -> int:
-        return sum(part.held.numel() * part.held.itemsize for part in (self._key, self._value, *self._blocks))
+        return sum(part.bytes() for part in (*self._rows, *(self._closed or ()), *self._blocks.values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"key": self._key.rows, "value": self._value.rows}
+        return self._rows.tensors()
 
     def facts(self) -> dict[str, Any]:
-        return {}
+        return {"dtype": str(self._rows.dtype)}
 
     def restored(self, count: int, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Coded:
-        build(NoFacts, facts)
-        key, value = check_rows(tensors, "")
-        check(tensors, {name: Form(tuple(rows.shape), key.dtype) for name, rows in (("key", key), ("value", value))})
-        if key.shape[2] != count:
-            raise ValueError(f"expected the keys of {count} tokens, got {key.shape[2]}")
-        found = self.begin(key, value)
-        for _ in found.take(None, key, value, 1.0):
-            pass
+        kind = {str(dtype): dtype for dtype in FLOATS}.get(build(_Facts, facts).dtype)
+        if kind is None:
+            raise ValueError(f"expected a dtype of floating-point numbers, got {facts['dtype']}")
+        if "scale" in tensors and self.how.dtype != "int8":
+            raise ValueError("expected keys as they came, got some in int8")
+        rows = HeldRows.checked(tensors, kind)
+        if rows.count != count:
+            raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
+        found = self.begin(*rows.like)
+        if found._closed is not None and "scale" in tensors:
+            found._rows, found._closed = found._closed, None
+        found._rows.join(rows)
         return found
+
+    def _of(self, rows: HeldRows, closed: HeldRows | None, blocks: dict[str, Buffer]) -> Coded:
+        found = Coded(self.plan, self.how)
+        found._rows, found._closed, found._blocks = rows, closed, blocks
+        return found
+
+    def _close(self) -> None:
+        """Hold what came so far as it is to be held."""
+        if self._closed is not None:
+            self._closed.join(self._rows)
+            self._rows, self._closed = self._closed, None
 
     def _finish_blocks(self) -> None:
         """Codes and sums of the blocks that are finished and have none yet."""
-        codes, sigma, sums = self._blocks
-        start, stop = codes.count * BLOCK, self._key.count // BLOCK * BLOCK
+        codes, sigma, sums = self._blocks.values()
+        start, stop = codes.count * BLOCK, self._rows.count // BLOCK * BLOCK
         if start == stop:
             return
-        key, value = self._key.rows[:, :, start:stop], self._value.rows[:, :, start:stop]
-        found = encode(key, working(self._key.rows[:, :, :BLOCK]).mean(2, keepdim=True))
+        key, value = self._rows.read(start, stop)
+        found = codes_of(key, Frame.of(self._rows.read(0, BLOCK)[0]), "auto")
         codes.append(found.packed.flatten(3))
         sigma.append(found.sigma.unflatten(2, (-1, BLOCK)))
-        new = torch.cat([block_sums(working(key)), block_sums(working(value))], -1)
+        new = torch.cat([block_sums(key), block_sums(value)], -1)
         sums.append(sums.rows[:, :, -1:] + new.cumsum(2))
 
+    def _exact(self, query: Tensor, scale: float) -> Tensor:
+        key, value = (rows.to(query.dtype) for rows in self._rows.read(0, self._rows.count))
+        offset = key.shape[2] - query.shape[2]
+        return exact.attend(Inputs(query, key, value, scale, is_causal=True, offset=offset), self.plan.weights)
+
     def _problem(self, query: Tensor, scale: float) -> Problem:
-        key, value = self._key.rows, self._value.rows
+        self._finish_blocks()
+        key, value = self._rows.key, self._rows.value
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
-        packed, sigma, sums = (part.rows for part in self._blocks)
+        packed, sigma, sums = (part.rows for part in self._blocks.values())
         codes = Codes(packed.unflatten(-1, (-1, 16)), sigma.flatten(2))
-        graph = Graph(inputs, descent=Scanned(inputs, codes, rounded(query, scale), self.count))
-        rest, stand_ins = self.plan.rest, None
-        if isinstance(rest, BlockMeans):
-            totals = sums.split([key.shape[3], value.shape[3]], -1)
-            size = torch.arange(sums.shape[2], dtype=torch.float64, device=key.device) * BLOCK
-            stand_ins = rest.of_totals(inputs, totals[0], totals[1], size.expand(len(key), -1))
-        return Problem(inputs, graph, stand_ins, self.plan.weights)
+        scanned = Scanned(inputs, codes, self.count, self._rows.scale)
+        rest = self.plan.rest
+        stand_ins = rest.of_totals(inputs, sums, None) if isinstance(rest, BlockMeans) else None
+        return Problem(inputs, Graph(inputs, scan=scanned), stand_ins, self.plan.weights)
+
+
+def _no_blocks(key: Tensor, value: Tensor) -> dict[str, Buffer]:
+    first = working(key[:, :, :0])
+    codes = encode(first, Frame.of(first))
+    zero = first.new_zeros((*first.shape[:2], 1, key.shape[3] + value.shape[3]), dtype=torch.float64)
+    rows = {"packed": codes.packed.flatten(3), "sigma": codes.sigma.unflatten(2, (-1, BLOCK)), "sums": zero}
+    return {name: Buffer(part, part.shape[2], LEAST) for name, part in rows.items()}
+
+
+def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What takes one token more, answered exactly and by the plan, after those of the inputs."""
+    x, memories = inputs, []
+    for _ in range(2):
+        memories.append(Coded(plan.never_exact(), OPEN).begin(x.key, x.value))
+        memories[-1]._rows.append(x.key, x.value)
+    key, value = x.key[:, :, -1:], x.value[:, :, -1:]
+
+    def exactly() -> Tensor:
+        memories[0]._rows.append(key, value)
+        return memories[0]._exact(x.query, x.scale)
+
+    def by_plan() -> Tensor:
+        memories[1]._rows.append(key, value)
+        return dispatch.attend(memories[1]._problem(x.query, x.scale))
+
+    return exactly, by_plan

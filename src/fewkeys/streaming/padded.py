@@ -26,8 +26,8 @@ class Memory(Protocol):
     def begin(self, key: Tensor, value: Tensor) -> Self:
         """The same before the first token, in the shape of keys (B, Hkv, any, D) and values (B, Hkv, any, Dv)."""
 
-    def make_room(self, count: int) -> None:
-        """Make room for so many more tokens; `OSError` where there is none, and nothing has changed."""
+    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
+        """Make room for what `take` will be given; `OSError` where there is none, and nothing has changed."""
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor | Problem]:
         """Take tokens in, key (B, Hkv, N, D) and value (B, Hkv, N, Dv), and give, span after span, the outputs
@@ -124,7 +124,7 @@ class Padded:
         first, plain = self.length, bool(real.all())
         if plain and len(self._groups) == 1:
             (group,) = self._groups
-            group.memory.make_room(key.shape[2])
+            group.memory.make_room(query, key, value)
             self.length += key.shape[2]
             (output,) = _together([group.memory.take(query, key, value, scale)])
             return value[:, :, :0] if output is None else output
@@ -132,16 +132,19 @@ class Padded:
             self._groups = [part for group in self._groups for part in group.by_padding(real)]
         every = torch.arange(key.shape[2], device=key.device)
         some = [every if plain else every[real[group.rows[0]]] for group in self._groups]
-        for group, inside in zip(self._groups, some, strict=True):
-            group.memory.make_room(len(inside))
-        self.length += key.shape[2]
-        if not plain:
-            self._groups = [group.padded(real[group.rows[0]], first) for group in self._groups]
-        takes = []
+        given = []
         for group, inside in zip(self._groups, some, strict=True):
             own = [part[group.rows] if plain else part[group.rows][:, :, inside] for part in (key, value)]
             asked = None if query is None else query[group.rows] if plain else query[group.rows][:, :, inside]
-            takes.append(group.memory.take(asked, own[0], own[1], scale) if len(inside) else iter(()))
+            group.memory.make_room(asked, own[0], own[1])
+            given.append((asked, own[0], own[1], scale))
+        self.length += key.shape[2]
+        if not plain:
+            self._groups = [group.padded(real[group.rows[0]], first) for group in self._groups]
+        takes = [
+            group.memory.take(*tokens) if len(inside) else iter(())
+            for group, tokens, inside in zip(self._groups, given, some, strict=True)
+        ]
         heads, tokens = (key.shape[1], 0) if query is None else query.shape[1:3]
         output = value.new_zeros((key.shape[0], heads, tokens, value.shape[3]))
         for group, inside, found in zip(self._groups, some, _together(takes), strict=True):
@@ -247,7 +250,7 @@ def _together(takes: Sequence[Iterator[Tensor | Problem]]) -> list[Tensor | None
         came = [(number, take, next(take, None)) for number, take in left]
         left = [(number, take) for number, take, one in came if one is not None]
         problems = [one for _, _, one in came if isinstance(one, Problem)]
-        answers = iter(dispatch.attend_each(problems) if problems else ())
+        answers = iter([dispatch.attend(one) for one in problems])
         for number, _, one in came:
             if one is not None:
                 found[number].append(next(answers) if isinstance(one, Problem) else one)

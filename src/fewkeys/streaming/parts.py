@@ -53,7 +53,7 @@ def parts_of(plan: Plan) -> Parts:
     heavy: list[Best] = []
     for part in plan.parts:
         held = part.remembered
-        if held is None or held.tree or held.scan or (held.recent is not None and recent is not None):
+        if held is None or held.scan or (held.recent is not None and recent is not None):
             raise ValueError(
                 "plan: a stream keeps one RecentBlocks or a Window, and Sinks, Leverage(count), KeyNorm or RandomKeys "
                 f"beside it, got {part}"

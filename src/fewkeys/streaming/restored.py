@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.precision import working
-from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form, check, check_form
 from fewkeys.core.validation import FLOATS
 from fewkeys.past.state import State, tensors_of
 from fewkeys.streaming.heavy import HeavyKeys
 from fewkeys.streaming.parts import Parts
-from fewkeys.tree.growing import skipped_of
-from fewkeys.tree.leaves import Form as RowForm
-from fewkeys.tree.leaves import Held
-from fewkeys.tree.rule import SINKS, block_of, cover
 
 COUNTS = ("summary.size", "summary.seen.count", "summary.seen.square", "queries.count")
 
@@ -32,9 +25,6 @@ def check_rows(tensors: Mapping[str, Tensor], root: str) -> tuple[Tensor, Tensor
     if not value.shape[3]:
         raise ValueError(f"expected {root}value of at least one dimension, got {tuple(value.shape)}")
     return key, value
-
-
-# --- memory of a fixed size ------------------------------------------------------------------------------------------
 
 
 def check_summarised(
@@ -96,72 +86,3 @@ def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
     """The size of a tensor that may be missing or have fewer dimensions."""
     found = tensors.get(name)
     return 0 if found is None or found.ndim <= axis else found.shape[axis]
-
-
-@dataclass(frozen=True)
-class NoFacts:
-    """What the header says of sequences of which the tensors say all."""
-
-
-# --- memory of every key ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What the header says of sequences that grow together."""
-
-    sealed: int
-    folded: int
-
-
-def check_whole(
-    tensors: Mapping[str, Tensor], length: int, facts: Mapping[str, object], slots: int, how: Held
-) -> Counts:
-    """The counts; `ValueError` where tensors are not such a memory after `length` tokens."""
-    own = build(Counts, facts)
-    _check_growing(tensors, length, own, slots, how)
-    return own
-
-
-def _check_growing(tensors: Mapping[str, Tensor], count: int, own: Counts, slots: int, how: Held) -> None:
-    key, value = check_rows(tensors, "")
-    batch, heads, near, dim = key.shape
-    block, sealed, open_, most = block_of(slots), own.sealed, count - own.folded, max(0, count - SINKS)
-    if not (0 <= sealed <= most and sealed % block == 0 and 0 <= own.folded <= min(count, SINKS + sealed)):
-        raise ValueError(f"expected at most {most} sealed keys and fewer queries that are sums, got {own}")
-    if near != count - skipped_of(slots, own.folded):
-        raise ValueError(f"expected the keys near the last of {count}, got {near}")
-    both, exact, form = batch * heads, torch.float64, RowForm.of(how.dtype, key, value)
-    forms = {
-        "key": Form(tuple(key.shape), key.dtype),
-        "value": Form(tuple(value.shape), key.dtype),
-        "leaves": Form((both, sealed, form.width), torch.uint8),
-        "query": Form((batch, heads, max(1, _size(tensors, "query", 2)), open_, dim), working(key[:0]).dtype),
-        "asked": Form((open_,), torch.bool),
-        "order": Form((both, sealed), torch.int64),
-        "past.count": Form((1, 1), exact, 0),
-        "past.total": Form((both, 1, dim), exact),
-        "past.square": Form((both, dim, dim), exact),
-    }
-    spare = {name: _tree(name, block, most) for name in tensors if name.startswith("spare.")}
-    check(tensors, forms | {name: Form((both, size), torch.int64) for name, (_, size) in spare.items()})
-    trees = {tree: tensors["order"][:, tree[0] : sum(tree)] for tree in cover(sealed, block)}
-    trees |= {tree: tensors[name] for name, tree in spare.items()}
-    _check_squares(tensors["past.square"])
-    if not all(bool(part.isfinite().all()) for part in form.read(tensors["leaves"])):
-        raise ValueError("expected finite numbers in the leaves, got others")
-    for (start, size), order in trees.items():
-        keys = torch.arange(start, start + size, device=order.device) + SINKS
-        if not torch.equal(order.sort(-1).values, keys.expand_as(order)):
-            raise ValueError(f"expected each key of the tree from {start} on once in its order, got others")
-
-
-def _tree(name: str, block: int, most: int) -> tuple[int, int]:
-    """The first sealed key and the size of a tree, from the name of its order."""
-    parts = name.split(".")[1:]
-    if len(parts) != 2 or not all(part.isdecimal() and len(part) < 16 for part in parts):
-        raise ValueError(f"expected names of trees such as spare.0.{block}, got {name}")
-    start, size = map(int, parts)
-    if start + size > most or (start, size) not in cover(start + size, block):
-        raise ValueError(f"expected a tree that stood over some of {most} keys, got {name}")
-    return start, size

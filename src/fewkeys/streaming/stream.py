@@ -2,8 +2,7 @@
 
     Stream    what comes in and goes out: checks, tokens that wait for their queries, files
     Padded    which sequences go together, and where they are padded
-    Memory    what is held between: `Summarised`, of a size that the plan fixes, `Whole`, every key in its tree, or
-              `Coded`, every key with its code
+    Memory    what is held between: `Summarised`, of a size that the plan fixes, or `Coded`, every key with its code
 
 What a query sees is what it sees under `attention(..., plan=plan, is_causal=True)`.
 """
@@ -24,9 +23,8 @@ from fewkeys.streaming import files
 from fewkeys.streaming.checks import check_query, check_tokens
 from fewkeys.streaming.coded import Coded
 from fewkeys.streaming.padded import Padded
+from fewkeys.streaming.rows import Held, LeafType
 from fewkeys.streaming.summarised import Summarised
-from fewkeys.streaming.whole import Whole
-from fewkeys.tree.leaves import Held, LeafType
 
 
 def stream(
@@ -40,16 +38,15 @@ def stream(
     """An empty stream that runs a causal plan, such as `fewkeys.budget(slots, is_causal=True)`.
 
     Args:
-        plan: `KeyTree` alone, with `TreeMeans` or `Drop`, or `KeyScan` alone, with `BlockMeans` or `Drop`: their
-            streams hold every key; or, in memory of a fixed size,
+        plan: `KeyScan` alone, with `BlockMeans` or `Drop`, whose stream holds every key; or, in memory of a fixed size,
             `RecentBlocks` or `Window`, with any of `Sinks`, `Leverage(count)`, `KeyNorm`, `RandomKeys` beside it, and
             `RunningMeans` or `Drop` for the rest.
         scale: factor on the scores; default 1 / sqrt(D).
         generator: source of randomness for `RandomKeys`; default: seed 0.
-        leaves: how a `KeyTree` holds its sealed keys and values: "bfloat16", or "int8" with a scale for each key and
-            each value; default: as they come. Sinks, the newest keys, and all means and spreads stay in full precision.
-        folder: where a `KeyTree` writes them, to a file without a name that goes with the stream, whatever ends it;
-            default: nowhere, they are in memory. A copy, every reordering, and a child after a fork write a file of
+        leaves: how a `KeyScan` holds keys and values: "model", the default, as they come, or "int8" with a scale for
+            each key and each value.
+        folder: where a `KeyScan` writes them, to files without a name that go with the stream, whatever ends it;
+            default: nowhere, they are in memory. A copy, every reordering, and who goes on after a fork write files of
             their own.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
@@ -65,13 +62,12 @@ class Stream:
         output = stream.attend(query)    # (B, Hq, N, D) -> (B, Hq, N, Dv)
 
     Whole, in pieces or token by token, the outputs are those of `fewkeys.attention` on the whole sequence with the same
-    plan, up to rounding (and what nearly equal ranks decide in a tree). Padding is as if it had never come; sequences
+    plan, up to rounding. Padding is as if it had never come; sequences
     that are padded unlike are answered one after the other. Per token O(slots (D + Dv)), whatever the length, and
     besides, by plan:
 
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
-        KeyTree                     memory O(n (D + Dv)); every 16 or 32 tokens a tree is built, O(log^2 n) a token
-        KeyScan                     the same memory; a token codes itself, O(D^2), and scans n D / 4 bytes
+        KeyScan                     memory O(n (D + Dv)); a token codes itself, O(D^2), and scans n D / 4 bytes
 
     `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units. Where a file finds no
     room, `attend` raises `OSError`, and the stream is as before the tokens. Without gradient.
@@ -88,22 +84,19 @@ class Stream:
         undo: int = 0,
     ) -> None:
         self.plan = plan
-        self.leaves = leaves
+        self.leaves, self.folder = leaves, folder
         self.scale = None if scale is None else check_real("scale", scale)
         # Drawn from as keys come, so that a saved stream can go on with the same draws.
         self.generator = torch.Generator("cpu").manual_seed(0) if generator is None else generator
         self.length = 0
         """Tokens seen, padding included."""
-        how = Held(leaves, None if folder is None else os.fspath(folder))
-        if not Whole.suits(plan) and how != Held():
+        how = Held.of(leaves, folder, "model")
+        if not Coded.suits(plan) and how != Held():
             raise ValueError(
-                f"{'folder' if leaves is None else 'leaves'}: expected None for a plan without KeyTree, whose memory "
-                f"does not grow, got {leaves or folder}"
+                f"{'leaves' if folder is None else 'folder'}: expected None for a plan without KeyScan, whose memory "
+                f"does not grow, got {folder or leaves}"
             )
-        if Coded.suits(plan):
-            self._held = Padded(Coded(plan))
-        else:
-            self._held = Padded(Whole(plan, how) if Whole.suits(plan) else Summarised(plan, self.generator, undo))
+        self._held = Padded(Coded(plan, how) if Coded.suits(plan) else Summarised(plan, self.generator, undo))
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None
 
     @torch.no_grad()
@@ -142,8 +135,7 @@ class Stream:
         """Forget the tokens from position `length` on, as if they had never come.
 
         Possible over the last `undo` tokens, and back to the beginning of the current unit of real tokens, whose keys
-        have moved no memory yet; a stream of a `KeyTree` goes back over 8 sealed blocks, at least 128 tokens, one of a
-        `KeyScan` to any token. Raises `ValueError` beyond.
+        have moved no memory yet; a stream of a `KeyScan` goes back to any token. Raises `ValueError` beyond.
         """
         self.check_crop(length)
         if length < self.length:
@@ -164,7 +156,7 @@ class Stream:
 
         `other` saw them without this past: its outputs are its own, and its memory becomes part of this one. Nothing is
         counted twice or lost. Every sequence must stand between two blocks of real tokens, since blocks are absolute.
-        Raises `ValueError` for another plan or other shapes, and for a `KeyTree`, whose trees know the queries before.
+        Raises `ValueError` for another plan or other shapes.
         """
         self._settle()
         other._settle()

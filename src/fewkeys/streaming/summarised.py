@@ -80,7 +80,7 @@ class Summarised:
         found._state = State.empty(parts.means, key, value)
         return found
 
-    def make_room(self, count: int) -> None:
+    def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         """There is no need: memory does not grow."""
 
     def take(self, query: Tensor | None, key: Tensor, value: Tensor, scale: float) -> Iterator[Tensor]:

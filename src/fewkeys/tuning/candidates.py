@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
-from fewkeys.plan import Plan, budget
-from fewkeys.rest import ClusterMeans, RunningMeans
-from fewkeys.select import Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
-from fewkeys.tree.rule import LEAST
+from fewkeys.plan import LEAST_SCANNED, OWN_BLOCK, Plan, budget
+from fewkeys.rest import BlockMeans, ClusterMeans, RunningMeans
+from fewkeys.select import KeyScan, Leverage, Outliers, RecentBlocks, Selector, Sinks, Window, united
 
 LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 """Slots a head may get, in units of the mean."""
@@ -22,6 +21,8 @@ HEAVY, WINDOW = (0.0, 1 / 16, 3 / 16, 5 / 16), (1 / 4, 5 / 8)
 STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
 STEP_SLOTS = 1 / 8
 """How far the neighbours of a split are."""
+SCAN_MEANS = (1 / 32, 1 / 8)
+"""Shares of the slots that are means beside a scan."""
 CAUSAL_BLOCKS = (4, 8, 16, 32, 64, 128)
 CAUSAL_HEAVY = (0.0, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 SINKS = 4
@@ -56,12 +57,12 @@ def splits(
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
-    `biased` says that scores have a bias of the distance: then without cohorts, and causal without trees and running
+    `biased` says that scores have a bias of the distance: then without cohorts, and causal without scans and running
     means, sinks and a window first.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
-    Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: trees,
+    Not causal: outliers, window, rank of the first-order term and cluster means, for cohorts of queries. Causal: scans,
     and sinks with small windows; in constant memory, recent blocks and running means, with and without sinks; and
     sinks, leverage (centred) and window.
     """
@@ -79,9 +80,8 @@ def splits(
             shares = product(HEAVY, WINDOW, RANK) if biased else product(COHORT_HEAVY, COHORT_WINDOW, RANK)
             cohorts = 1 if biased else COHORTS
             found += [split for each in shares if (split := _split(size, *each, cohorts, width)) is not None]
-    # A tree of so many slots keeps every key, too, and a cache of it goes on beyond them.
-    whole = budget(keys, is_causal=True) if searched and keys >= LEAST else Plan()
-    found.append(Candidate(whole, keys))
+    # A scan for so many keys keeps all of these, too, and a cache of it goes on beyond them.
+    found.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
     return list(dict.fromkeys(found))
 
 
@@ -129,11 +129,16 @@ def _split(slots: int, heavy: float, window: float, rank: float, cohorts: int, w
 
 
 def _searched(slots: int, mean: int) -> list[Candidate]:
-    """A tree, and for heads that need less than the mean, sinks and a window."""
-    plans = [budget(slots, is_causal=True)] if slots >= LEAST else []
+    """Scans with few and many means, and for heads that need less than the mean, sinks and a window."""
+    many = [max(1, int(slots * share)) for share in SCAN_MEANS] if slots >= LEAST_SCANNED else []
+    plans = [_scan(slots - OWN_BLOCK - means, means) for means in many if slots > OWN_BLOCK + means]
     if SINKS < slots < mean:
         plans.append(_near(slots))
     return [Candidate(plan, slots) for plan in plans]
+
+
+def _scan(count: int, means: int) -> Plan:
+    return Plan(KeyScan(count), BlockMeans(means), exact_if_faster=True)
 
 
 def _near(slots: int) -> Plan:

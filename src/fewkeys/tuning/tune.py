@@ -50,7 +50,7 @@ def tune(
 
     Every candidate split of the slots into outliers, window, rank of the first-order term and cluster means, from 3/8
     to 4 times the mean slots, is run in every head of the captured text; so are other rules for the heavy keys (centred
-    leverage, key norm) and sinks, around the splits that did best. Causal: trees, up to 6 times the mean, and sinks
+    leverage, key norm) and sinks, around the splits that did best. Causal: scans, up to 6 times the mean, and sinks
     with a window, down to 1/8; `memory="constant"`: recent blocks and running means, sinks, leverage and windows; where
     scores have a bias of the distance (T5): sinks, leverage and windows, whose queries keep keys and nothing else. The
     choice minimises, over all heads h,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fewkeys.core.weights import Softmax
-from fewkeys.execute.native import backward, by_scan, descent, forward
+from fewkeys.execute.native import backward, by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
-from fewkeys.select.key_scan import Scanned
 
-__all__ = ["attend", "attend_each", "unsupported"]
+__all__ = ["attend", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -24,18 +21,18 @@ def unsupported(problem: Problem) -> str | None:
         return "expected no distance_bias, got one"
     if (reason := _form(problem)) is not None:
         return reason
-    if any(rows.dtype not in DTYPES for rows in (x.query, x.key, x.value)):
+    rounded = by_scan.is_rounded(problem)
+    if any(rows.dtype not in DTYPES for rows in ((x.query,) if rounded else (x.query, x.key, x.value))):
         return f"expected float32 or bfloat16, got {x.query.dtype}"
-    if not x.query.dtype == x.key.dtype == x.value.dtype:
+    if not rounded and not x.query.dtype == x.key.dtype == x.value.dtype:
         return f"expected query, key and value of one dtype, got {x.query.dtype}, {x.key.dtype} and {x.value.dtype}"
     if x.query.device.type != "cpu":
         return f"expected tensors on the CPU, got {x.query.device.type}"
     if (reason := missing()) is not None:
         return f"expected compiled kernels, got none ({reason})"
     s = problem.stand_ins
-    scanned = isinstance(problem.graph.descent, Scanned)
-    if problem.graph.descent is not None:
-        plain = placed(*(by_scan if scanned else descent).read(problem))
+    if problem.graph.scan is not None:
+        plain = placed(*by_scan.read(problem))
     elif isinstance(s, BlockStandIns):
         steps = None if s.scan is None else s.scan.steps()
         plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
@@ -43,8 +40,6 @@ def unsupported(problem: Problem) -> str | None:
         plain = readable(x.query, x.key, x.value, *forward.read(s))
     if not plain:
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
-    if problem.graph.descent is not None and not scanned and descent.apart(problem) and _wants_gradient(problem):
-        return "expected no gradient where leaves are held apart from the keys, as streams hold them, got one asked for"
     # Plans take these for constants, and so do the kernels.
     if isinstance(s, StandIns | CohortStandIns) and wants_gradient(s.bias, s.factor, s.right):
         return "expected constants beside the stand-ins' means, got a bias, factor or basis that requires gradients"
@@ -58,20 +53,13 @@ def attend(problem: Problem) -> Tensor:
     return backward.attend(problem)
 
 
-def attend_each(problems: Sequence[Problem]) -> list[Tensor]:
-    """The outputs of problems that are all descents, together."""
-    return descent.attend_each(problems)
-
-
 def _form(problem: Problem) -> str | None:
     """Why there is no kernel of this form, None where there is."""
     graph, s = problem.graph, problem.stand_ins
     if not isinstance(problem.weights, Softmax):
         return f"expected Softmax() weights, got {problem.weights}"
-    if isinstance(graph.descent, Scanned):
+    if graph.scan is not None:
         return by_scan.form(problem)
-    if graph.descent is not None:
-        return descent.form(problem)
     if graph.rows is not None or graph.full:
         return "expected a band and lists that blocks of queries share, got a list of keys for every query"
     if graph.extra is not None:
@@ -91,10 +79,8 @@ def _form(problem: Problem) -> str | None:
 
 def _wants_gradient(problem: Problem) -> bool:
     x, s = problem.inputs, problem.stand_ins
-    if isinstance(problem.graph.descent, Scanned):
+    if problem.graph.scan is not None:
         return wants_gradient(*by_scan.read(problem))
-    if problem.graph.descent is not None:
-        return wants_gradient(*descent.read(problem))
     if not isinstance(s, BlockStandIns):
         return wants_gradient(x.query, x.key, x.value, *forward.read(s))
     # Means that have yet to be made depend on the keys and values, and on what they were before.

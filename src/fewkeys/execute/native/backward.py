@@ -1,7 +1,6 @@
 """Softmax attention where somebody asks for gradients: compiled kernels in both directions.
 
-`native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks;
-`native/descend_back.h`: what every query finds in a tree.
+`native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from fewkeys.core.derivatives import gradients_of
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import torch as by_torch
-from fewkeys.execute.native import by_scan, descent, forward
+from fewkeys.execute.native import by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, pointers, round_up, struct
 from fewkeys.past.scan import States
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, NodeStandIns, RangeStandIns, StandIns
-from fewkeys.select.key_scan import Scanned
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, StandIns
 
 
 def attend(problem: Problem) -> Tensor:
@@ -41,10 +39,8 @@ def attend(problem: Problem) -> Tensor:
 def _parts(problem: Problem) -> tuple[Tensor, ...]:
     """What carries gradients."""
     stand_ins = problem.stand_ins
-    if isinstance(problem.graph.descent, Scanned):
+    if problem.graph.scan is not None:
         return by_scan.parts(problem)
-    if problem.graph.descent is not None:
-        return descent.parts(problem)
     if isinstance(stand_ins, BlockStandIns):
         return (stand_ins.states.rows,)
     if not isinstance(stand_ins, StandIns | CohortStandIns):
@@ -56,10 +52,8 @@ def _parts(problem: Problem) -> tuple[Tensor, ...]:
 def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Tensor) -> Problem:
     """The same problem of these tensors."""
     x, s = replace(problem.inputs, query=query, key=key, value=value), problem.stand_ins
-    if isinstance(s, NodeStandIns):
-        s = descent.of(s, parts)
-    elif isinstance(s, RangeStandIns):
-        s = replace(s, key=parts[0], value=parts[1])
+    if isinstance(s, RangeStandIns):
+        s = replace(s, totals=parts[0])
     elif isinstance(s, BlockStandIns):
         s = BlockStandIns(replace(s.states, rows=parts[0]), s.head_dim)
     elif isinstance(s, StandIns | CohortStandIns):
@@ -81,7 +75,7 @@ class _Attended(torch.autograd.Function):
         problem = _of(ctx.problem, *given)
         if torch.is_grad_enabled():
             return None, *gradients_of(given, [(by_torch.attend(problem), gradient)])
-        if problem.by_cohort or isinstance(problem.graph.descent, Scanned):
+        if problem.by_cohort or problem.graph.scan is not None:
             # No kernel has these gradients: the choice is known, and torch attends to it once more.
             with torch.enable_grad():
                 rows = [part.detach().requires_grad_() for part in given]
@@ -92,9 +86,7 @@ class _Attended(torch.autograd.Function):
         gradient = dense(gradient.to(x.query.dtype))
         graph, s = problem.graph, problem.stand_ins
         found: Sequence[Tensor]
-        if graph.descent is not None:
-            found = descent.gradients(replace(problem, inputs=x), gradient)
-        elif problem.by_block:
+        if problem.by_block:
             means = s.states if isinstance(s, BlockStandIns) else None
             found = _blocks_back(x, cast(Columns, graph.columns), means, gradient)
         else:

@@ -1,4 +1,4 @@
-"""Softmax over what every query finds by the codes of all keys, by the compiled kernel (`native/scan_attend.h`)."""
+"""Softmax over the keys that every query chooses by their codes, by the compiled kernel (`native/scan_attend.h`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fewkeys.native.codes import LARGEST_CODED, scan
 from fewkeys.native.tensors import Rows, dense, pointers, struct
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned
-from fewkeys.sketch.codes import BLOCK
 
 
 def form(problem: Problem) -> str | None:
@@ -27,16 +26,21 @@ def form(problem: Problem) -> str | None:
     return None
 
 
+def is_rounded(problem: Problem) -> bool:
+    """Whether keys and values are held in int8, with scales."""
+    return isinstance(problem.graph.scan, Scanned) and problem.graph.scan.scale is not None
+
+
 def read(problem: Problem) -> list[Tensor]:
-    """What the kernel reads that may depend on the inputs."""
+    """What the kernel reads that may want gradients; sums want them where keys or values do."""
     x = problem.inputs
-    return [x.query, x.key, x.value, *parts(problem)]
+    return [x.query, x.key, x.value]
 
 
 def parts(problem: Problem) -> tuple[Tensor, ...]:
     """What carries gradients, beside queries, keys and values."""
     s = problem.stand_ins
-    return (s.key, s.value) if isinstance(s, RangeStandIns) else ()
+    return (s.totals,) if isinstance(s, RangeStandIns) else ()
 
 
 def attend(problem: Problem) -> Tensor:
@@ -44,29 +48,32 @@ def attend(problem: Problem) -> Tensor:
 
     Every query chooses as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)) beside the scan.
     """
-    x, found, s = problem.inputs, problem.graph.descent, problem.stand_ins
-    if not isinstance(found, Scanned):
-        raise ValueError("graph: expected what a scan found, got another")
+    x, scanned, s = problem.inputs, problem.graph.scan, problem.stand_ins
+    if not isinstance(scanned, Scanned):
+        raise ValueError("graph: expected the keys of a scan, got others")
     query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
-    output = value.new_empty((*query.shape[:3], x.value_dim))
-    of, _alive = scan(found.codes.packed, found.codes.sigma, found.query, found.seen, x.valid, found.most)
+    output = query.new_empty((*query.shape[:3], x.value_dim))
+    codes = scanned.codes
+    of, _alive = scan(codes.packed, codes.sigma, query, scanned.sign, scanned.seen, x.valid, scanned.most)
     of.keys = x.keys
-    held: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {"steps": 1, "means": 0}
+    held: dict[str, Tensor | None] = {}
+    means: dict[str, Any] = {"steps": 1}
     if isinstance(s, RangeStandIns):
-        held = {"mean_key": s.key.float(), "mean_value": s.value.float(), "size": s.size.float(), "edges": s.edges}
-        held = {name: part.contiguous() for name, part in held.items()}
-        numbers = {"steps": s.key.shape[2], "means": s.count}
-    rows = {"query": query, "key": key, "value": value, "out": output}
+        reals = None if s.reals is None else s.reals.contiguous()
+        held = {"size": reals, "edges": s.edges.contiguous()}
+        total = Rows.of(dense(s.totals))
+        means = {"total": total, "steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
+    rows = {"key": key, "value": value, "out": output}
+    if scanned.scale is not None:
+        rows["scales"] = scanned.scale
     told = struct("ScanAttend")(
         of=of,
         **{name: Rows.of(tensor) for name, tensor in rows.items()},
         **pointers(held),
-        **numbers,
+        **means,
         value_dim=x.value_dim,
         offset=x.offset,
         causal=x.is_causal,
-        block=BLOCK,
         scale=x.scale,
     )
     call("fewkeys_scan_attend", told, x.query.dtype)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.execute.native import by_scan, descent
+from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import address, call
 from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
 from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
-from fewkeys.select.key_scan import Scanned
 
 _ROWS = ("query", "key", "value", "out")
 _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
@@ -41,10 +40,8 @@ def attend(problem: Problem) -> Tensor:
     O(n (slots + tile) (D + Dv)); nothing but the output is stored.
     """
     inputs, graph, stand_ins = problem.inputs, problem.graph, problem.stand_ins
-    if isinstance(graph.descent, Scanned):
+    if graph.scan is not None:
         return by_scan.attend(problem)
-    if graph.descent is not None:
-        return descent.attend(problem)
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
     # Queries of no cohort are nobody's to write.

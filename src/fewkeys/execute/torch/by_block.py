@@ -22,7 +22,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
-from fewkeys.execute.torch import by_cohort, by_descent, by_scan
+from fewkeys.execute.torch import by_cohort, by_scan
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, KeySource, Lists, Means, PastMeans, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
@@ -40,11 +40,9 @@ def attend(problem: Problem) -> Tensor:
     x, graph, weights = problem.inputs, problem.graph, problem.weights
     if by_scan.knows(problem):
         return by_scan.attend(problem)
-    if by_descent.knows(problem):
-        return by_descent.attend(problem)
     if problem.by_cohort:
         return by_cohort.attend(problem)
-    if graph.rows is not None or graph.full or graph.descent is not None:
+    if graph.rows is not None or graph.full or graph.scan is not None:
         return reference.attend_in_pieces(problem)
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0

@@ -5,6 +5,8 @@ Memory O(n (D + Dv)) beside the lists: what is gathered has a fixed size, but wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,18 +26,18 @@ def knows(problem: Problem) -> bool:
     """Whether the graph is what a scan found and nothing else."""
     graph = problem.graph
     others = (graph.band, graph.columns, graph.rows, graph.extra)
-    return isinstance(graph.descent, Scanned) and not graph.full and all(other is None for other in others)
+    return isinstance(graph.scan, Scanned) and not graph.full and all(other is None for other in others)
 
 
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
-    x, scanned = problem.inputs, problem.graph.descent
+    x, scanned = problem.inputs, problem.graph.scan
     if not isinstance(scanned, Scanned):
         raise ValueError("graph: expected what a scan found, got another")
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
     heads = max(1, PIECE // (each * min(BLOCK, x.queries)))
     rows, seen = _Rows(problem, scanned), scanned.seen
-    output = x.value.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
+    output = x.query.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
     parts: list[Tensor] = []
     start = 0
     while start < x.queries:
@@ -65,18 +67,19 @@ class _Rows:
         self.stand_ins = s if isinstance(s, RangeStandIns) else None
         self.query = x.grouped_query().flatten(0, 1)
         self.key, self.value = x.key.flatten(0, 1), x.value.flatten(0, 1)
+        self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working(x.query[:0]).dtype)
         self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
     def attend(self, heads: slice, start: int, stop: int, own: int) -> Tensor:
         """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at `own`."""
         x = self.x
         query = working(self.query[heads, :, start:stop]).flatten(1, 2) * x.scale
-        key, value = self.key[heads], self.value[heads]
         last = min(x.keys, stop + x.offset) if x.is_causal else own
         near, far = slice(own, last), self.index[heads, :, start:stop].flatten(1, 2).long()
         hidden = far < 0
         chosen = far.clamp_min(0).unsqueeze(1)
-        keys, values = (working(take(rows.unsqueeze(1), chosen)).squeeze(1) for rows in (key, value))
+        keys, values = self._read(lambda rows: take(rows[heads].unsqueeze(1), chosen).squeeze(1))
+        near_keys, near_values = self._read(lambda rows: rows[heads, near])
         late = (
             torch.arange(own, last, device=far.device)
             > torch.arange(start, stop, device=far.device)[:, None] + x.offset
@@ -86,7 +89,7 @@ class _Rows:
             real = x.valid.repeat_interleave(x.kv_heads, 0)[heads, near]
             late = late | ~real.unsqueeze(1)
         scores = [
-            (query @ working(key[:, near]).mT).masked_fill(late, -torch.inf),
+            (query @ near_keys.mT).masked_fill(late, -torch.inf),
             (keys @ query.unsqueeze(-1)).squeeze(-1).masked_fill(hidden, -torch.inf),
         ]
         s, left, means = self.stand_ins, None, None
@@ -102,10 +105,18 @@ class _Rows:
             scores.append((query @ mean.mT).masked_fill(left <= 0, -torch.inf))
         (joined,) = self.weights.kernel([torch.cat(scores, -1)])  # one part: each of them may be empty
         weight = joined.split([part.shape[-1] for part in scores], -1)
-        mixed = weight[0] @ working(value[:, near]) + (weight[1].unsqueeze(-2) @ values).squeeze(-2)
+        mixed = weight[0] @ near_values + (weight[1].unsqueeze(-2) @ values).squeeze(-2)
         total = weight[0].sum(-1, keepdim=True) + weight[1].sum(-1, keepdim=True)
         if left is not None and means is not None:
             rest = weight[2] * left
             mixed, total = mixed + rest @ means, total + rest.sum(-1, keepdim=True)
         by_head: Tensor = (mixed / positive(total)).unflatten(1, (x.gqa_ratio, -1))
         return by_head
+
+    def _read(self, part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Some keys and values, as `part` takes them from all."""
+        key, value = working(part(self.key)), working(part(self.value))
+        if self.scale is None:
+            return key, value
+        scale = part(self.scale)
+        return key * scale[..., :1], value * scale[..., 1:]

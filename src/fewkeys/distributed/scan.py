@@ -1,0 +1,201 @@
+"""A scan over token shards: each rank scans its own keys for the queries of all, and attends to those that it holds.
+
+    queries   of all ranks, gathered
+    keys      each rank's best, of which scores and places are gathered: all ranks cut them to the budget alike
+    means     of sums over all ranks; a query's own rank attends to them
+    outputs   joined by largest score, sum of weights, and values under their weights
+
+Codes are relative to the first block of all tokens, and of equal scores the first keys are kept, as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.rows import take
+from fewkeys.core.weights import Softmax, positive
+from fewkeys.distributed.communicator import Communicator
+from fewkeys.distributed.gather import gather
+from fewkeys.distributed.keys import OverRanks
+from fewkeys.plan import Plan
+from fewkeys.rest import BlockMeans, Drop
+from fewkeys.rest.base import RangeStandIns
+from fewkeys.select.key_scan import before_block
+from fewkeys.sketch.codes import BLOCK, NONE, Frame, encode, largest, rounded, scores
+
+
+def scanned(plan: Plan) -> int | None:
+    """How many keys each query chooses under `KeyScan` alone; None without one, `ValueError` for what does not work
+    over ranks beside it.
+    """
+    counts = [held.scan for part in plan.parts if (held := part.remembered) is not None and held.scan]
+    if not counts:
+        return None
+    if len(plan.parts) > 1 or not isinstance(plan.rest, BlockMeans | Drop) or not isinstance(plan.weights, Softmax):
+        raise ValueError(
+            "keep: expected KeyScan alone, with BlockMeans or Drop() and Softmax(), which works over ranks, got "
+            f"{plan}; fewkeys.budget(slots, is_causal=True) is such a plan"
+        )
+    return counts[0]
+
+
+def attend(
+    inputs: Inputs, plan: Plan, count: int, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool
+) -> Tensor:
+    """The output (B, Hq, Nq, Dv) of this rank's queries.
+
+    `tokens`, `asked`: all ranks' numbers of keys and queries. `wanted`: some rank wants gradients, so that all ranks
+    pass them on. A rank of R sends its queries, `B Hq Nq D` numbers, and for each query of all ranks 8 bytes a key
+    that it chooses and `2 Dv` numbers. Cost O(sum Nq (N_local W + count (D + Dv))).
+    """
+    x = inputs
+    query, key, value = (_wanting(rows, wanted) for rows in (x.query, x.key, x.value))
+    every = _of_all(query, asked, comm)
+    nothing = key.detach()[:1, :1, :0].sum()
+    whole = Inputs(
+        every.detach(),
+        nothing.expand(x.batch, x.kv_heads, sum(tokens), x.head_dim),
+        nothing.expand(x.batch, x.kv_heads, sum(tokens), x.value_dim),
+        x.scale,
+        x.is_causal,
+    )
+    shard = _Shard(whole, working(key), working(value), sum(tokens[: comm.rank]), before_block(whole))
+    with torch.no_grad():
+        chosen, places = _choose(shard, count, comm)
+    means = None
+    if isinstance(plan.rest, BlockMeans):
+        means = plan.rest.of_totals(whole, shard.totals(comm), None)
+    first = sum(asked[: comm.rank])
+    own = slice(first, first + asked[comm.rank])
+    parts = [shard.scored(every, chosen, places, means, own, start) for start in range(0, whole.queries, BLOCK)]
+    # A rank without keys may have no scores.
+    tops = [pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True) for score, _ in parts]
+    top = comm.all_reduce(torch.cat(tops, 2), "max").split(BLOCK, 2)
+    mixed = []
+    for (score, values), highest in zip(parts, top, strict=True):
+        weight = (score - highest).exp()
+        mixed.append(torch.cat([shard.mix(weight, values), weight.sum(-1, keepdim=True)], -1))
+    joined = OverRanks(comm).sum(torch.cat(mixed, 2))[:, :, own]
+    return (joined[..., :-1] / positive(joined[..., -1:])).to(x.query.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """This rank's keys and values, the first of which stands at place `first` of the whole sequence; `seen` (N,): among
+    how many keys each query of it chooses.
+    """
+
+    whole: Inputs
+    key: Tensor
+    value: Tensor
+    first: int
+    seen: Tensor
+
+    @property
+    def keys(self) -> int:
+        return self.key.shape[2]
+
+    def totals(self, comm: Communicator) -> Tensor:
+        """(B, Hkv, G + 1, D + Dv), float64: sums of all ranks' keys and values before each block, and the end."""
+        rows = torch.cat([self.key, self.value], -1).double()
+        block = (torch.arange(self.keys, device=rows.device) + self.first) // BLOCK
+        zeros = rows.new_zeros((*rows.shape[:2], -(-self.whole.keys // BLOCK), rows.shape[3]))
+        return pad(OverRanks(comm).sum(zeros.index_add(2, block, rows)).cumsum(2), (0, 0, 1, 0))
+
+    def scored(
+        self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, own: slice, start: int
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The scores (B, Hq, M, keys) of the queries of a block from `start` on with what this rank attends to for
+        them, -inf where it does not, and the values: of the own block, chosen keys and means. `own`: its own queries.
+        """
+        x = self.whole
+        stop = min(start + BLOCK, x.queries)
+        rows = (query[:, :, start:stop] * x.scale).unflatten(1, (x.kv_heads, -1))
+        near = slice(*(min(max(0, place - self.first), self.keys) for place in self._own_block(start, stop)))
+        place, asking = (torch.arange(n, device=rows.device) for n in (self.keys, stop))
+        late = place[near] + self.first > asking[start:, None]
+        far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1)).flatten(2, 3)
+        keys, values = (take(part, far.clamp_min(0)) for part in (self._filled(self.key), self._filled(self.value)))
+        keys, values = (part.unflatten(2, (-1, stop - start)) for part in (keys, values))
+        found = [
+            (rows @ self.key[:, :, None, near].mT).masked_fill(late, -torch.inf),
+            (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far.view(keys.shape[:-1]) < 0, -torch.inf),
+        ]
+        held: tuple[Tensor, ...] = (self.value[:, :, None, near], values)
+        if means is not None:
+            step = int(means.step(x, start, start + 1))
+            kept = places[:, :, start:stop].unflatten(1, (x.kv_heads, -1))
+            at = (torch.searchsorted(means.edges[step], kept.clamp_min(0), right=True) - 1).clamp_max(means.count - 1)
+            size = means.size[:, None, None, None, step].expand(*kept.shape[:-1], -1)
+            left = size - torch.zeros_like(size).scatter_add_(-1, at, (kept >= 0).to(size.dtype))
+            elsewhere = (asking[start:] < own.start) | (asking[start:] >= own.stop)
+            score = rows @ means.key[:, :, None, step].mT + left.clamp_min(1).log()
+            found.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))
+            held = (*held, means.value[:, :, None, step])
+        return torch.cat(found, -1).flatten(1, 2), held
+
+    def mix(self, weight: Tensor, values: tuple[Tensor, ...]) -> Tensor:
+        """Values (B, Hq, M, Dv) under weights of what `scored` gave."""
+        weight = weight.unflatten(1, (self.whole.kv_heads, -1))
+        near, far, *rest = weight.split([part.shape[-2] for part in values], -1)
+        mixed = near @ values[0] + (far.unsqueeze(-2) @ values[1]).squeeze(-2)
+        for part, means in zip(rest, values[2:], strict=True):
+            mixed = mixed + part @ means
+        by_head: Tensor = mixed.flatten(1, 2)
+        return by_head
+
+    def _own_block(self, start: int, stop: int) -> tuple[int, int]:
+        """The places of the keys that queries start .. stop - 1 see without choosing."""
+        return (start, min(stop, self.whole.keys)) if self.whole.is_causal else (0, 0)
+
+    def _filled(self, rows: Tensor) -> Tensor:
+        """Rows of this rank, at least one."""
+        return rows if self.keys else pad(rows, (0, 0, 0, 1))
+
+
+def _wanting(rows: Tensor, wanted: bool) -> Tensor:
+    return rows.detach().requires_grad_() if wanted and not rows.requires_grad else rows
+
+
+def _of_all(rows: Tensor, counts: list[int], comm: Communicator) -> Tensor:
+    """The rows (B, H, n_r, F) of all ranks, (B, H, sum of n_r, F), in working precision."""
+    each = torch.tensor(counts, device=rows.device).view(-1, 1, 1).expand(-1, *rows.shape[:2])
+    gathered = gather(rows, each, comm).unflatten(2, (comm.size, -1))
+    return torch.cat([gathered[:, :, rank, :count] for rank, count in enumerate(counts)], 2)
+
+
+def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The keys that queries choose of this rank's, (B, Hq, N, K), and of all ranks', as places in the whole sequence;
+    -1 for none.
+    """
+    head = shard.key[:, :, : max(0, BLOCK - shard.first)].movedim(2, 0)
+    codes = encode(shard.key, Frame.of(torch.cat(comm.all_gather_rows(head)).movedim(0, 2)))
+    level, sigma = codes.levels()[:, :, : shard.keys], codes.sigma[:, :, : shard.keys]
+    index, score = (torch.cat(part, 2) for part in zip(*_best(shard, level, sigma, count), strict=True))
+    offered = comm.all_gather_rows(torch.stack([score, index + shard.first], -1).int().movedim(3, 0))
+    of_all = torch.cat(offered).movedim(0, 3)
+    # Stable, and candidates stand by their places: of equal scores the first.
+    best = of_all[..., 0].argsort(dim=-1, descending=True, stable=True)[..., :count]
+    kept = torch.zeros_like(of_all[..., 0], dtype=torch.bool).scatter_(-1, best, True) & (of_all[..., 0] > NONE)
+    before = sum(len(part) for part in offered[: comm.rank])
+    mine = kept[..., before : before + index.shape[-1]]
+    return index.masked_fill(~mine, -1).long(), of_all[..., 1].masked_fill(~kept, -1).long()
+
+
+def _best(shard: _Shard, level: Tensor, sigma: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The places among this rank's keys and the scores of the best, for some queries after the others."""
+    query, x = rounded(shard.whole.query, shard.whole.scale), shard.whole
+    place = torch.arange(shard.keys, device=query.device)
+    for start in range(0, x.queries, BLOCK):
+        part = slice(start, start + BLOCK)
+        hidden = place + shard.first >= shard.seen[part, None]
+        score = scores(query[:, :, part], level, sigma).masked_fill(hidden, NONE)
+        index = largest(score, min(count, shard.keys))
+        yield index, score.gather(-1, index.clamp_min(0).long()).masked_fill(index < 0, NONE).to(index.dtype)
