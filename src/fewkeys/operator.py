@@ -76,9 +76,15 @@ def name_of(plan: Plan | Sequence[Plan]) -> str:
 
 
 def _line(plan: Plan) -> str:
-    keep = "null" if plan.keep is None else _text(plan.parts)
-    rest, weights, exact = _text(plan.rest), _text(plan.weights), _text(plan.exact_if_faster)
-    return f'{{"format": {FORMAT}, "keep": {keep}, "rest": {rest}, "weights": {weights}, "exact_if_faster": {exact}}}'
+    values = {
+        "format": str(FORMAT),
+        "keep": "null" if plan.keep is None else _text(plan.parts),
+        "rest": _text(plan.rest),
+        "weights": _text(plan.weights),
+        "exact_if_faster": _text(plan.exact_if_faster),
+        "is_causal": _text(plan.is_causal),
+    }
+    return "{" + ", ".join([f'"{name}": {text}' for name, text in values.items()]) + "}"
 
 
 def _text(value: Any) -> str:

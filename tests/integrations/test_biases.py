@@ -213,6 +213,7 @@ def test_a_plan_is_tuned_with_the_bias(monkeypatch):
     assert digest(other, 0) != digest(taken, 0)
 
 
+@pytest.mark.long
 def test_a_decoder_is_tuned_with_the_bias():
     """T5's: some heads look back, so that lists beat a window; the plan is refused nowhere, and runs in the decoder."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}

@@ -267,6 +267,7 @@ def test_queries_without_edges_give_zeros_and_no_gradient():
             assert torch.equal(grads[0][empty], torch.zeros_like(grads[0][empty]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
 def test_gradients_of_the_joined_rows(alpha):
     case = Case(1, 1, 2, 4, 5, 3, 2, 2, 0.2, 0, False, False, 3)

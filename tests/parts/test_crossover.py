@@ -107,6 +107,7 @@ def as_another_process(inputs, plan=PLAN):
     return expected(replace(inputs, _memory={}), plan)
 
 
+@pytest.mark.long
 def test_every_setting_is_measured_once(monkeypatch, folder):
     x = check_inputs(*problem(3000))
     first = expected(x, PLAN)
@@ -119,6 +120,7 @@ def test_every_setting_is_measured_once(monkeypatch, folder):
         expected(check_inputs(*problem(3000, dim=8)), PLAN)
 
 
+@pytest.mark.long
 def test_grouped_heads_are_measured_as_they_run(monkeypatch, folder):
     seen = []
     monkeypatch.setattr(exact, "attend", lambda x, weights: seen.append((x.query_heads, x.kv_heads)))

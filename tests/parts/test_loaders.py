@@ -310,6 +310,7 @@ def test_a_crafted_stream_is_refused(make, change, tmp_path):
         Stream.load(path)
 
 
+@pytest.mark.long
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_tensor_of_any_other_shape_or_dtype_is_refused(data):
