@@ -1,8 +1,8 @@
-"""Batches of many short sequences, exactly and by `impl="auto"` and the plan's kernels: `python benchmarks/short.py`.
+"""Short inputs through a whole model, with and without `fk.apply`: `python benchmarks/short.py`.
 
-`budget(64)`, 12 heads of 32 in float32 as MiniLM has them, sequences all of one length or of random ones from a quarter
-of it on (`lengths`; exact attention gets the mask). The three take turns; figures are medians of the turns, ratios
-medians of the ratios turn by turn. Writes benchmarks/results/short.json.
+A MiniLM-size encoder of random weights under `fk.apply(model, fk.budget(64))`, which gives way to the model's own
+attention where that is faster, against the model without it, in turns: medians of the turns, and of the ratios turn by
+turn. Writes benchmarks/results/short.json.
 """
 
 import json
@@ -11,46 +11,45 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.clock import clock
 from fewkeys.core.files import write_whole
+from fewkeys.integrations.whole import random_model
 
 RESULTS = Path(__file__).parent / "results" / "short.json"
-SHAPES = [(sequences, length) for length in (64, 128, 256) for sequences in (32, 128)]
-HEADS, DIM, SLOTS, TURNS = 12, 32, 64, 9
+SHAPES = [(batch, length) for batch in (1, 32, 128) for length in (64, 256, 512, 1024) if batch * length <= 2**15]
+SLOTS, TURNS, KINDS = 64, 9, 1000
 
 
 @torch.no_grad()
-def measure(sequences: int, length: int, padded: bool) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(sequences, HEADS, length, DIM, generator=g) for _ in range(3)]
-    lengths = torch.randint(length // 4, length + 1, (sequences,), generator=g) if padded else None
-    mask = (torch.arange(length) < lengths[:, None])[:, None, None] if lengths is not None else None
-    plan = fk.budget(SLOTS)
-    calls = {
-        "exact": lambda: scaled_dot_product_attention(*tensors, attn_mask=mask),
-        "auto": lambda: fk.attention(*tensors, plan=plan, lengths=lengths),
-        "kernels": lambda: fk.attention(*tensors, plan=plan.never_exact(), lengths=lengths, impl="native"),
-    }
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def measure(batch: int, length: int) -> dict[str, Any]:
+    model = random_model("minilm", length, torch.float32)
+    ids = torch.randint(KINDS, (batch, length), generator=torch.Generator().manual_seed(0))
+
+    def applied() -> None:
+        with fk.apply(model, fk.budget(SLOTS)):
+            model(input_ids=ids)
+
+    ways = {"exact": lambda: model(input_ids=ids), "apply": applied}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(TURNS + 1):
-        for name, call in calls.items():
-            took = clock(call, tensors[0].device)
+        for name, run in ways.items():
+            took = clock(run, ids.device)
             if turn:
                 times[name].append(took)
-    over = {name: median(b / a for a, b in zip(times["exact"], own, strict=True)) for name, own in times.items()}
+    over = median(b / a for a, b in zip(times["exact"], times["apply"], strict=True))
     ms = {name: median(own) for name, own in times.items()}
-    return {"sequences": sequences, "length": length, "padded": padded, "ms": ms, "over_exact": over}
+    return {"batch": batch, "length": length, "ms": ms, "over_exact": over}
 
 
 def main() -> None:
-    rows = [measure(*shape, padded) for shape in SHAPES for padded in (False, True)]
-    for row in rows:
-        print(json.dumps(row))
-    result = {"machine": machine(), "versions": versions(), "rows": rows}
+    rows = []
+    for shape in SHAPES:
+        rows.append(measure(*shape))
+        print(json.dumps(rows[-1]), flush=True)
+    result = {"machine": machine(), "versions": versions(with_transformers=True), "rows": rows}
     write_whole(RESULTS, json.dumps(result, indent=1) + "\n")
 
 

@@ -32,12 +32,12 @@ def test_a_stale_figure_is_written_anew():
 
 def test_check_names_the_stale_page_and_writes_nothing(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
-    page.write_text("<!-- =tuned.error -->9<!-- / -->", encoding="utf-8")
+    page.write_text("<!-- =demo.budget -->9<!-- / -->", encoding="utf-8")
     monkeypatch.setattr("docs.figures.__main__.PAGES", [page])
     monkeypatch.setattr("docs.figures.__main__.ROOT", tmp_path)
     assert main(["--check"]) == 1
     assert capsys.readouterr().out == "stale: page.md\n"
-    assert page.read_text(encoding="utf-8") == "<!-- =tuned.error -->9<!-- / -->"
+    assert page.read_text(encoding="utf-8") == "<!-- =demo.budget -->9<!-- / -->"
     assert main([]) == 0
-    assert page.read_text(encoding="utf-8") != "<!-- =tuned.error -->9<!-- / -->"
+    assert page.read_text(encoding="utf-8") != "<!-- =demo.budget -->9<!-- / -->"
     assert main(["--check"]) == 0

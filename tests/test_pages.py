@@ -29,7 +29,7 @@ from test_project import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
-ELSEWHERE = {"README.md": 1, "docs/sparsefinder.md": 1}
+ELSEWHERE = {"README.md": 1, "docs/embedding.md": 2, "docs/sparsefinder.md": 1}
 """How many blocks other tests run, those of the real model and of the learned graph."""
 
 
@@ -146,6 +146,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page}, block {number}", "exec"), has)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notebook", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_run_and_hold_no_output(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -253,7 +253,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "codes.beside": _beside,
     "codes.costs": _costs,
     "codes.even": lambda: _answers("fewkeys", 256),
-    "codes.even-4096": lambda: _answers("fewkeys", 256, 4096),
     "codes.window": lambda: _answers("sinks + window", 256),
     "codes.oracle": lambda: _answers("oracle", 256),
     "codes.constant": lambda: f"{_lost('constant memory')[-1]:.0f}",

@@ -16,6 +16,10 @@ def _demo_rows(slots: int) -> list[Row]:
     return [row for row in read(DEMO)["rows"] if row["budget"] in (None, slots)]
 
 
+def _demo_row(name: str) -> Row:
+    return next(row for row in _demo_rows(64) if row["name"] == name)
+
+
 def _demo() -> str:
     rows = []
     for row in _demo_rows(64):
@@ -50,10 +54,6 @@ def _tuned() -> str:
         errors = [f"{row[field]:.3f}" for field in ("error", "error_p90")]
         rows.append([name, f"{row['slots']:.1f}", *errors, f"{row['worst_head_error']:.2f}", f"{row['cosine']:.4f}"])
     return table(["plan", "slots", "error", "p90", "worst head", "cosine"], rows)
-
-
-def _tuned_error(name: str) -> Callable[[], str]:
-    return lambda: f"{_tuned_rows()[name]['error']:.3f}"
 
 
 def _tuned_beside(name: str) -> Callable[[], str]:
@@ -203,18 +203,16 @@ def _modernbert() -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
-    "demo.budget": lambda: next(f"{row['error']:.3f}" for row in _demo_rows(64) if row["name"] == OURS),
+    "demo.budget": lambda: f"{_demo_row(OURS)['error']:.3f}",
+    "demo.cosine": lambda: f"{_demo_row(OURS)['cosine']:.4f}",
+    "demo.oracle": lambda: f"{_demo_row('top-k per query (oracle)')['error']:.3f}",
     "modernbert": _modernbert,
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,
     "tuned": _tuned,
-    "tuned.error": _tuned_error("tuned"),
-    "tuned.budget": _tuned_error(OURS),
-    "tuned.oracle": _tuned_error("top-k per query (oracle)"),
     "tuned.of-budget": _tuned_beside(OURS),
     "tuned.of-the-oracle": _tuned_beside("top-k per query (oracle)"),
     "tuned.layers": _tuned_layers,
-    "tuned.times": lambda: f"{_tuned_rows()['tuned']['ms'] / _tuned_rows()[OURS]['ms']:.0f}",
     "fit": _fit,
     "fit.pairs.sparsity": _fit_one("ClusterPairs(count=11, lift=1.0)", "sparsity"),
     "fit.pairs.recall": _fit_one("ClusterPairs(count=11, lift=1.0)", "recall"),

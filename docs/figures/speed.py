@@ -49,32 +49,19 @@ def _avx2() -> str:
     return table(["tokens", *(f"{length:,}" for length in rows)], found)
 
 
-def _avx2_causal() -> str:
-    rows = _bench("avx2-causal")
-    found = [["exact attention, ms", *(_milliseconds(row["exact"]["ms"]) for row in rows.values())]]
-    for name, told in ((PLAN, "tree"), ("constant:192", "constant memory")):
-        own = [row[name] for row in rows.values()]
-        found.append([f"{told}, ms", *(_milliseconds(one["ms"]) for one in own)])
-        found.append(["exact / plan", *(ratio(one["ratio"]) for one in own)])
-    return table(["tokens", *(f"{length:,}" for length in rows)], found)
-
-
 FORMS = {
     "with gradients": "cpu-backward",
     "bfloat16": "cpu-bfloat16",
-    "causal": "cpu-causal",
-    "causal, with gradients": "cpu-causal-backward",
-    "causal, bfloat16": "cpu-causal-bfloat16",
 }
 
 
 def _forms() -> str:
-    lengths = (1024, 4096, 16384, 65536)
+    lengths = (1024, 4096, 16384)
     rows = []
     for name, form in FORMS.items():
         found = _bench(form)
         cells = [ratio(found[length][PLAN]["ratio"]) if length in found else "" for length in lengths]
-        rows.append([name, *cells, f"[JSON](benchmarks/results/{form}/bench.json)"])
+        rows.append([name, *cells, f"[JSON](../benchmarks/results/{form}/bench.json)"])
     return table(["tokens", *(f"{length:,}" for length in lengths), ""], rows)
 
 
@@ -102,84 +89,46 @@ def _campaign() -> str:
     return table(["part", "promise", "tried", "failed"], rows)
 
 
-def _sets() -> str:
-    rows = []
-    for name, own in read("benchmarks/results/sets.json")["sets"].items():
-        for row in own["rows"]:
-            ms = [_milliseconds(row["ms"][way]) for way in ("exact", "kernels", "steps")]
-            ratios = [ratio(number) for number in (row["exact_over"]["kernels"], row["steps_over_kernels"])]
-            rows.append([f"`{name}`", row["form"], f"{row['length']:,}", *ms, *ratios])
-    return table(
-        [
-            "set",
-            "form",
-            "tokens",
-            "exact, ms",
-            "kernels, ms",
-            "torch's steps, ms",
-            "exact / kernels",
-            "steps / kernels",
-        ],
-        rows,
-    )
-
-
-def _busy() -> str:
-    rows = []
-    for policy, own in read("benchmarks/results/sets.json")["busy"].items():
-        for row in own["rows"]:
-            times = [_milliseconds(row[way][kind]) for way in ("exact", "kernels") for kind in ("median", "worst")]
-            rows.append([policy, f"{row['length']:,}", *times])
-    return table(["threads wait", "tokens", "exact, ms", "its slowest", "plan, ms", "its slowest"], rows)
-
-
-def _models() -> str:
-    rows = []
-    for name, own in read("benchmarks/results/models.json")["models"].items():
-        for row in own["rows"]:
-            times = [_milliseconds(row[way]) for way in ("exact_ms", "ms")]
-            shares = [f"{100 * row[way]:.0f} %" for way in ("exact_share", "share")]
-            rows.append([name, f"{row['length']:,}", *times, ratio(row["ratio"]), *shares])
-    return table(
-        ["model", "tokens", "exact, ms", "plan, ms", "exact / plan", "attention's share", "under the plan"], rows
-    )
-
-
-def _wheel() -> str:
-    rows = []
-    for name, own in read("benchmarks/results/wheel.json").items():
-        times = [_milliseconds(own[way]) for way in ("first_ms", "later_ms", "exact_ms", "ms")]
-        rows.append([name, f"`{own['library']}`", ", ".join(own["compilers"]) or "none", *times, ratio(own["ratio"])])
-    return table(
-        ["", "library", "compilers", "first call, ms", "later, ms", "16,384: exact, ms", "plan, ms", "exact / plan"],
-        rows,
-    )
-
-
 def _short() -> str:
     rows = [
         [
-            f"{row['sequences']} of {row['length']}" + (" at most" if row["padded"] else ""),
-            *(_milliseconds(row["ms"][way]) for way in ("exact", "auto", "kernels")),
-            *(ratio(row["over_exact"][way]) for way in ("auto", "kernels")),
+            f"{row['batch']} x {row['length']}",
+            *(_milliseconds(row["ms"][way]) for way in ("exact", "apply")),
+            f"{row['over_exact']:.2f}",
         ]
         for row in read("benchmarks/results/short.json")["rows"]
     ]
-    return table(["sequences", "exact, ms", "`auto`, ms", "kernels, ms", "`auto` / exact", "kernels / exact"], rows)
+    return table(["batch", "the model, ms", "under `fk.apply`, ms", "apply / the model"], rows)
+
+
+ENGINES = ("torch", "torch.compile", "onnxruntime", "openvino", "fewkeys", "fewkeys.compile")
+SHOWN = tuple((model, length) for model in ("minilm", "base") for length in (1024, 2048, 4096, 8192))
+"""Rows of the README."""
+
+
+def _engines(shapes: tuple[tuple[str, int], ...] = ()) -> str:
+    """All rows, or those of some models and lengths with one sequence."""
+    rows = [
+        [
+            row["model"],
+            f"{row['length']:,}" if row["batch"] == 1 else f"{row['batch']} x {row['length']}",
+            *(_milliseconds(row["ms"][way]) if way in row["ms"] else "-" for way in ENGINES),
+            ratio(row["ratio"]),
+        ]
+        for row in read("benchmarks/results/engines.json")["rows"]
+        if not shapes or (row["batch"] == 1 and (row["model"], row["length"]) in shapes)
+    ]
+    return table(["model", "tokens", *ENGINES, "best engine / fewkeys"], rows)
 
 
 NEWCOMER = "benchmarks/results/newcomer.json"
 FIGURES: dict[str, Callable[[], str]] = {
-    "sets": _sets,
-    "sets.busy": _busy,
-    "models": _models,
-    "wheel": _wheel,
     "short": _short,
+    "engines": _engines,
+    "engines.short": lambda: _engines(SHOWN),
     "bench.lengths": _lengths,
     "bench.forms": _forms,
     "bench.avx2": _avx2,
-    "bench.avx2-causal": _avx2_causal,
-    "bench.short": lambda: ratio(1 / _bench("cpu")[512][PLAN]["ratio"]),
     "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
     "bench.tensors": lambda: f"{_bench('cpu')[16384][PLAN]['tensor_bytes'] / 1e6:.0f}",
     "decode.ms": _decode("milliseconds", 1),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewkeys import flow
 from fewkeys.core.impl import Impl
-from fewkeys.core.validation import Options
+from fewkeys.core.validation import Options, unknown_option
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
@@ -89,7 +89,7 @@ def attention(
     Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
     """
     if unknown:
-        raise TypeError(_unknown(next(iter(unknown))))
+        raise unknown_option(next(iter(unknown)))
     chosen = _plan(plan, keep, rest, weights)
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "generator": generator, "impl": impl, "distance_bias": distance_bias}
@@ -98,11 +98,6 @@ def attention(
 
         return operator.compiled(query, key, value, chosen, max_error, options)
     return flow.attention(query, key, value, plan=chosen, max_error=max_error, **options)
-
-
-def _unknown(name: str) -> str:
-    fix = "use key_mask (bool, True for real keys) for padding and is_causal=True for causal attention"
-    return f"{name}: attention() has no such argument" + (f"; {fix}" if "mask" in name else "")
 
 
 def _plan(

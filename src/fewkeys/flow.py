@@ -25,8 +25,8 @@ from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
-from fewkeys.core.validation import Options, check_inputs
-from fewkeys.cost.crossover import exact_is_faster, kernels_lose
+from fewkeys.core.validation import Options, check_inputs, unknown_option
+from fewkeys.cost.crossover import exact_is_faster, torch_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
@@ -66,6 +66,8 @@ def attention(
 
 def checked(query: Tensor, key: Tensor, value: Tensor, **options: Unpack[Options]) -> Inputs:
     """The problem that a call poses, `ValueError` or `TypeError` where it poses none; padding is as it came."""
+    for name in options.keys() - Options.__annotations__.keys():
+        raise unknown_option(name)
     return check_inputs(query, key, value, largest=native.largest, clear=False, **options)
 
 
@@ -99,7 +101,7 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
         return Choice(inputs, plan, False, 'impl="auto" alone looks for what is faster')
     if exact_is_faster(inputs, plan):
         return Choice(inputs, plan, True, FASTER)
-    return Choice(replace(inputs, impl="torch") if kernels_lose(inputs, plan) else inputs, plan, False, FASTER)
+    return Choice(replace(inputs, impl="torch") if torch_is_faster(inputs, plan) else inputs, plan, False, FASTER)
 
 
 def gives_way(plan: Plan | Sequence[Plan], inputs: Inputs) -> bool:
@@ -141,7 +143,7 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     outputs = []
     for part in parts:
         problem = prepare(part, choice.plan)
-        output = dispatch.attend(problem)[:, :, problem.inputs.filler :]
+        output = dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
         outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
     return restore(outputs)
 
@@ -177,7 +179,7 @@ def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
     Where its stand-ins begin with the first token, block by block, the inputs of the graph do so, too: their first
-    `filler` queries are nobody's.
+    `placeholders` queries belong to earlier tokens.
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")

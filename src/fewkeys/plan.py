@@ -50,12 +50,15 @@ class Plan(hub.OnHub):
         rest: the stand-ins; `Drop()` for none.
         weights: the kernel.
         exact_if_faster: `impl="auto"` may answer with exact attention where that is faster than the plan.
+        is_causal: the plan is for causal attention alone, and refuses other calls. Without, it takes both where its
+            parts do.
     """
 
     keep: Selector | None = None
     rest: Rest = Drop()
     weights: Weights = Softmax()
     exact_if_faster: bool = False
+    is_causal: bool = False
 
     def __post_init__(self) -> None:
         for name, value, kind in (("rest", self.rest, Rest), ("weights", self.weights, Weights)):
@@ -74,6 +77,12 @@ class Plan(hub.OnHub):
 
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` where the plan cannot run on such inputs."""
+        if self.is_causal and not inputs.is_causal:
+            raise ValueError(
+                "is_causal: the plan was made for causal attention, by budget(slots, is_causal=True); expected "
+                "is_causal=True, got False; pass is_causal=True where queries see no future, or use budget(slots) "
+                "where they see every key"
+            )
         if self.rest.needs_causal and not inputs.is_causal and self.keep is not None:
             raise ValueError(
                 f"is_causal: {type(self.rest).__name__} stands for the past of every query; expected is_causal=True, "
@@ -137,6 +146,7 @@ class Plan(hub.OnHub):
             "rest": pack(self.rest),
             "weights": pack(self.weights),
             "exact_if_faster": self.exact_if_faster,
+            "is_causal": self.is_causal,
         }
 
     @classmethod
@@ -159,7 +169,9 @@ class Plan(hub.OnHub):
         try:
             keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
             rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
-            return cls(None if found.keep is None else united(keep), rest, weights, found.exact_if_faster)
+            return cls(
+                None if found.keep is None else united(keep), rest, weights, found.exact_if_faster, found.is_causal
+            )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{damaged} ({error})") from None
 
@@ -194,6 +206,7 @@ class _Description:
     rest: dict[str, Any]
     weights: dict[str, Any]
     exact_if_faster: bool
+    is_causal: bool = False
 
 
 def check_listed(plan: Plan) -> None:
@@ -233,7 +246,8 @@ def budget(
     of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about half of
     the slots are recent blocks of keys, on average over a block, and the others means of everything before them.
 
-    The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it.
+    The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
+    `is_causal`: a causal plan refuses calls without causality.
     """
     check_count("slots", slots)
     if memory not in ("all", "constant"):
@@ -246,13 +260,14 @@ def budget(
         raise ValueError(f"cohorts: expected 1 with is_causal=True, got {cohorts}; cohorts see all queries at once")
     if is_causal and memory == "all" and slots >= LEAST_SCANNED:
         means = max(1, slots // MEANS_OF_SCAN)
-        return Plan(KeyScan(slots - OWN_BLOCK - means), BlockMeans(means), Softmax(), exact_if_faster=True)
+        keep = KeyScan(slots - OWN_BLOCK - means)
+        return Plan(keep, BlockMeans(means), Softmax(), exact_if_faster=True, is_causal=True)
     if is_causal:
         if slots < 8:
-            return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True)
+            return Plan(Window(slots), Drop(), Softmax(), exact_if_faster=True, is_causal=True)
         size = 1 << ((slots // 3).bit_length() - 1)
         recent = size + size // 2 + 1  # the block before, and on average (size + 1) / 2 of the own one
-        return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True)
+        return Plan(RecentBlocks(size), RunningMeans(slots - recent), Softmax(), exact_if_faster=True, is_causal=True)
     if slots == 1:
         return Plan(Window(1), Drop(), Softmax())
     outliers, window, rank = _shared_split(slots) if cohorts == 1 else _cohort_split(slots)

@@ -151,8 +151,9 @@ class Commands:
     def __init__(self):
         from transformers import BertConfig, BertModel
 
+        from encoders import tokenizer
         from integrations.test_cli import SMALL as SIZES
-        from integrations.test_cli import TEXT, save_tokenizer
+        from integrations.test_cli import TEXT
 
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["campaign.models", "fewkeys.cli.fit", "integrations.test_cli", "sklearn"])
@@ -160,7 +161,7 @@ class Commands:
         home = Path(self.held.name)
         torch.manual_seed(0)
         BertModel(BertConfig(**SIZES, vocab_size=15, max_position_embeddings=64)).save_pretrained(home / "model")
-        save_tokenizer(home / "model", around="[CLS] $A [SEP]")
+        tokenizer().save_pretrained(home / "model")
         (home / "words.txt").write_text(TEXT * 2)
         self.seconds = {}
         for name in LOADS:

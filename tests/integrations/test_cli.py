@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import shtab
-import tokenizers
 import torch
 import transformers
 
 import fewkeys as fk
+from encoders import WORDS, tokenizer
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
@@ -29,22 +29,8 @@ from fewkeys.judge.standard import standard_plans
 from fewkeys.model_plan import ModelPlan
 from fewkeys.native import build
 
-WORDS = ["the", "a", "key", "query", "value", "window", "of", "and", "few", "many", "."]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = " ".join(WORDS[i * i % 11] for i in range(400)) + "\n"
-
-
-def save_tokenizer(folder, *, around):
-    """A tokenizer of whole words that puts special tokens around a text as `around` says."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    vocabulary = {word: i for i, word in enumerate(special + WORDS)}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single=around, special_tokens=[(name, vocabulary[name]) for name in special]
-    )
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +39,7 @@ def encoder(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.BertConfig(**SMALL, vocab_size=15, max_position_embeddings=64)
     transformers.BertModel(config).save_pretrained(folder)
-    save_tokenizer(folder, around="[CLS] $A [SEP]")
+    tokenizer("[CLS] $A [SEP]").save_pretrained(folder)
     return folder
 
 
@@ -63,7 +49,7 @@ def decoder(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SMALL, vocab_size=15, num_key_value_heads=1, max_position_embeddings=64)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    save_tokenizer(folder, around="[CLS] $A")
+    tokenizer("[CLS] $A").save_pretrained(folder)
     return folder
 
 
@@ -157,6 +143,7 @@ def test_json_is_all_that_is_on_stdout(run, tmp_path):
     assert json.loads(out) == read_json(tmp_path / "out", "results.json")
 
 
+@pytest.mark.long
 def test_options_reach_the_run_and_the_report(run):
     threads = torch.get_num_threads()
     try:
@@ -420,6 +407,7 @@ def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
     assert left(tmp_path) == ["words.txt"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "more"), [("encoder", []), ("decoder", ["--memory=constant"]), ("decoder", ["--gradients"])]
 )
@@ -441,6 +429,7 @@ def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, more, 
         model(torch.tensor([[2, 5, 6, 7, 3]]))
 
 
+@pytest.mark.long
 def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     out = tmp_path / "out"
     code, shown, err = run("tune", ["--json"], out=out, slots=None, **{"max-error": 0.2})
@@ -459,6 +448,7 @@ def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     assert "Held-out error: tuned 0.000, fewkeys.budget(32) 0.000." in shown
 
 
+@pytest.mark.long
 def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -483,6 +473,7 @@ class TestProcess:
         command = [sys.executable, "-m", "fewkeys", *map(str, arguments)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
+    @pytest.mark.long
     def test_an_unreachable_hub_is_one_line(self, words, tmp_path):
         environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
         process = self.start("compare", "--model=nobody/nothing", f"--text={words}", "--json", env=environment)
@@ -492,6 +483,7 @@ class TestProcess:
         assert "nobody/nothing" in err
         assert "Traceback" not in err
 
+    @pytest.mark.long
     @pytest.mark.skipif(os.name != "posix", reason="signals as in POSIX")
     @pytest.mark.parametrize(
         ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]

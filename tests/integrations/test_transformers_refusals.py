@@ -43,9 +43,9 @@ def test_calls_that_are_refused():
     square = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
     cases = {
         "static or preallocated cache": {"past_key_values": StaticCache(config=model.config, max_cache_len=9)},
-        "packed sequences": packed,
+        "packed causal sequences": packed,
         "not one prepared for each query": {"attention_mask": square},
-        "cu_seq_lens_q: LlamaAttention hands this": {"cu_seq_lens_q": torch.tensor([0, 3, 5])},
+        "cu_seq_lens_q: expected places from 0 to the 5 tokens of one row": {"cu_seq_lens_q": torch.tensor([0, 3, 5])},
         "mystery: LlamaAttention hands this": {"mystery": 1.0},
     }
     for said, more in cases.items():

@@ -33,7 +33,7 @@ def test_levels_are_those_of_the_definition(dim):
     level = found.levels()[:, :, :45].double()
     distance = (key - first).norm(dim=-1)
     spread = distance[:, :, :32].square().mean(2, keepdim=True).sqrt()
-    assert torch.equal(found.sigma[:, :, :45].double(), (2048 * distance / spread).round())
+    assert torch.equal(found.sigma[:, :, :45].double(), (4096 * distance / spread).round())
     assert (found.sigma[:, :, 45:] == 0).all()
     size = turned / distance[..., None]
     expected = torch.where(size.abs() < 1, 1.0, 3.0) * torch.where(size < 0, -1.0, 1.0)

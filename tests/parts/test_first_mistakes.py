@@ -44,8 +44,10 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path):
 
 
 def test_the_mask_of_torch_is_named():
-    with pytest.raises(TypeError, match=r"^attn_mask: attention\(\) has no such argument; use key_mask"):
-        fk.attention(Q, Q, Q, plan=fk.budget(16), attn_mask=torch.ones(40, 40, dtype=torch.bool))
+    plan, mask = fk.budget(16), torch.ones(40, 40, dtype=torch.bool)
+    for call in (fk.attention, fk.explain, fk.spot_check):
+        with pytest.raises(TypeError, match=r"^attn_mask: attention\(\) has no such argument; use key_mask"):
+            call(Q, Q, Q, plan=plan, attn_mask=mask)
     with pytest.raises(TypeError, match=r"^dropout: attention\(\) has no such argument$"):
         fk.attention(Q, Q, Q, dropout=0.1)
 
@@ -54,6 +56,20 @@ def test_the_mask_of_torch_is_named():
 def test_a_plan_that_sees_the_future_names_one_that_does_not(plan):
     with pytest.raises(ValueError, match=r"^is_causal: .*use budget\(slots, is_causal=True\)"):
         fk.attention(Q, Q, Q, plan=plan, is_causal=True)
+
+
+@pytest.mark.parametrize("memory", ["all", "constant"])
+@pytest.mark.parametrize("slots", [4, 12, 64])
+def test_a_causal_plan_is_refused_without_causality(slots, memory, tmp_path):
+    plan = fk.budget(slots, is_causal=True, memory=memory)
+    plan.save_pretrained(tmp_path)
+    for one in (plan, fk.Plan.from_pretrained(tmp_path), plan.never_exact()):
+        with pytest.raises(ValueError, match=r"^is_causal: .* pass is_causal=True .*, or use budget\(slots\) where"):
+            fk.attention(Q, Q, Q, plan=one)
+        assert fk.attention(Q, Q, Q, plan=one, is_causal=True).shape == Q.shape
+    saved = fk.budget(slots).to_dict()
+    del saved["is_causal"]
+    assert fk.Plan.from_dict(saved) == fk.budget(slots)
 
 
 @pytest.mark.parametrize(

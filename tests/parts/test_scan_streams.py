@@ -36,6 +36,7 @@ def test_pieces_give_what_the_whole_gives(plan, sizes, padding, seed):
     same(torch.cat(outputs, 2), whole(plan, tokens))
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(
     steps=st.lists(
@@ -89,14 +90,16 @@ def test_heads_of_their_own_give_what_they_give_together(heads):
     same(torch.cat(found, 2), whole(plan, own))
 
 
-def test_streams_merge():
+@pytest.mark.parametrize("leaves", ["model", "int8"])
+@pytest.mark.parametrize("padding", [0.0, 0.1])
+def test_streams_merge(padding, leaves):
     """A block is coded around the mean of the first one, so the later stream's blocks are coded again."""
-    plan, tokens = PLANS["means"], Tokens.draw(0)
-    one, other = fk.stream(plan), fk.stream(plan)
+    plan, tokens = PLANS["means"], Tokens.draw(0, padding)
+    one, other, want = (fk.stream(plan, leaves=leaves) for _ in range(3))
     tokens[:100].feed(one)
     tokens[100:300].feed(other)
     one.merge(other)
-    same(tokens[300:].feed(one), whole(plan, tokens)[:, :, 300:])
+    same(tokens[300:].feed(one), tokens.feed(want)[:, :, 300:])
 
 
 FIRST = 100

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from fewkeys.cli import bench, capture, compare, doctor, fit, report, tune
+from fewkeys.cli import bench, capture, compare, doctor, embed, fit, report, tune
 from fewkeys.cli.inputs import need
 from fewkeys.core.version import VERSION
 
@@ -101,6 +101,6 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
     whole.add_argument("--completion", action=_Completion, choices=SHELLS, help="print what completes it in a shell")
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (compare, report, tune, fit, bench, capture, doctor):
+    for command in (embed, compare, report, tune, fit, bench, capture, doctor):
         command.add_to(commands)
     return whole

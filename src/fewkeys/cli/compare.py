@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
@@ -50,7 +49,7 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Compare, print, and write what --out asks for."""
     inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
-    own = {folder.name: _plan(folder) for folder in arguments.plan}
+    own = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
     if len(own) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:
@@ -105,15 +104,3 @@ def _rows(captured: Capture, slots: list[int], own: dict[str, Plan | ModelPlan])
     if taken := own.keys() & rows[slots[0]].keys():
         raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
     return rows | ({None: own} if own else {})
-
-
-def _plan(folder: Path) -> Plan | ModelPlan:
-    """The plan, or the plans for every head, that a folder holds."""
-    from fewkeys import model_plan
-    from fewkeys.plan import Plan
-
-    kind = model_plan.ModelPlan if (folder / model_plan.FILE).is_file() else Plan
-    try:
-        return kind.from_pretrained(folder)
-    except ValueError as error:
-        raise ValueError(str(error).replace("directory:", "--plan:", 1)) from None

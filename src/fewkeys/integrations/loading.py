@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,17 @@ from fewkeys.integrations.interface import attention_modules, need_transformers
 from fewkeys.integrations.quiet import quiet
 
 if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.configuration_utils import PreTrainedConfig
 
 HUB_SECONDS = 5.0
 """How long the hub may take to say that it knows a model; transformers itself would retry for half a minute."""
 
+_NO_GGUF = (
+    "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
+    "AutoModelForCausalLM.from_pretrained(folder, gguf_file=name) read GGUF, and save_pretrained writes safetensors"
+)
 _GENERATORS = ("ForCausalLM", "LMHeadModel")
 
 
@@ -36,14 +42,10 @@ def load_model(
     id that is unknown, unreachable or incomplete, for an encoder-decoder, and for a model whose attention does not go
     through transformers' interface.
     """
-    if not isinstance(name_or_dir, str | os.PathLike):
-        raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
     need_transformers()
-    name = os.fspath(name_or_dir)
     place = _device(device)
     with quiet():
-        local = _is_folder(name, name_or_dir)
-        config, offline = _folder_config(name) if local else _hub_config(name)
+        name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
             raise ValueError(
                 f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); "
@@ -57,6 +59,51 @@ def load_model(
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device: cannot move {name} to {str(place)!r}: {_line(error)}") from None
     return model.eval(), tokenizer
+
+
+def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
+    """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode.
+
+    Weights are read from safetensors only and no code of the repository is run. Nothing is printed. A folder without
+    `modules.json` names no pooling: sentence-transformers takes the mean of all tokens.
+
+    Raises `TypeError` and `ValueError`, one line that names the remedy, as `load_model` does; `ModuleNotFoundError`
+    where sentence-transformers is missing.
+    """
+    need_sentence_transformers()
+    with quiet():
+        name, _, offline = _located(name_or_dir)
+        from sentence_transformers import SentenceTransformer
+
+        how = {"use_safetensors": True, "dtype": torch.float32}
+        try:
+            encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=how)
+        except Exception as error:
+            raise ValueError(
+                f"name_or_dir: cannot load the encoder of {name}: {_line(error)}; it needs a folder that "
+                "sentence-transformers reads, with weights in safetensors"
+            ) from None
+        try:
+            attention_modules(encoder)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"name_or_dir: {name} cannot be used; {_line(error)}") from None
+    return encoder.eval()
+
+
+def need_sentence_transformers() -> None:
+    """Raise `ModuleNotFoundError` that names the extra to install, where sentence-transformers is missing."""
+    if find_spec("sentence_transformers") is None:
+        raise ModuleNotFoundError(
+            "sentence_transformers is needed for this and is not installed; pip install 'fewkeys[embed]'"
+        )
+
+
+def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
+    """The name of a folder or a hub id, its configuration, and whether everything is on this machine."""
+    if not isinstance(name_or_dir, str | os.PathLike):
+        raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
+    name = os.fspath(name_or_dir)
+    return name, *(_folder_config(name) if _is_folder(name, name_or_dir) else _hub_config(name))
 
 
 def _device(device: object) -> torch.device:
@@ -75,6 +122,8 @@ def _is_folder(name: str, given: object) -> bool:
 
     if name and Path(name).is_dir():
         return True
+    if name.endswith(".gguf") and Path(name).is_file():
+        raise ValueError(f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}")
     if name and Path(name).exists():
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
     path_like = not isinstance(given, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
@@ -93,6 +142,8 @@ def _folder_config(name: str) -> tuple[PreTrainedConfig, bool]:
     from transformers import AutoConfig
 
     if not (Path(name) / "config.json").is_file():
+        if found := sorted(Path(name).glob("*.gguf")):
+            raise ValueError(f"name_or_dir: {name} holds GGUF ({found[0].name}) and no config.json; {_NO_GGUF}")
         raise ValueError(
             f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
         )

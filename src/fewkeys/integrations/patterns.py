@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from fewkeys.integrations import packed
+
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
@@ -83,8 +85,8 @@ def pattern_of(
         return Pattern(False, None if local_size is None else 2 * local_size - 1)
     raise ValueError(
         "attention_mask: expected causal or bidirectional attention with padding, or a window, got another pattern "
-        "(packed sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
-        "attention_mask"
+        "(packed causal sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
+        "attention_mask (of a SentenceTransformer: encoder[0].unpad_inputs = False)"
     )
 
 
@@ -136,8 +138,9 @@ def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) ->
         raise ValueError(
             f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
         )
+    known = _INERT if kwargs.get("cu_seq_lens_q") is None else _INERT | packed.NAMES
     for name, given in kwargs.items():
-        if name not in _INERT and given is not None and given is not False:
+        if name not in known and given is not None and given is not False:
             raise ValueError(
                 f"{name}: {type(module).__name__} hands this to its attention, and it is not honoured here; "
                 "use a model or a call without it"

@@ -79,7 +79,7 @@ def apply(
     `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
-    honoured: attention dropout, chunks of the model's own, packed sequences, prepared 4-D masks, static caches,
+    honoured: attention dropout, chunks of the model's own, packed causal sequences, prepared 4-D masks, static caches,
     `output_attentions`; and for a plan that refuses causal attention in a causal model. docs/families.md lists model
     families.
 

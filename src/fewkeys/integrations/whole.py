@@ -74,7 +74,7 @@ class Timing:
 @torch.no_grad()
 def time_model(name_or_dir: str, plan: Plan, length: int, *, dtype: torch.dtype = torch.float32) -> Timing:
     """One sequence of `length` tokens without padding through a model of this shape, both ways in turns, on the CPU."""
-    model = _drawn(name_or_dir, length, dtype)
+    model = random_model(name_or_dir, length, dtype)
     ids = torch.randint(min(TOKENS, model.config.vocab_size), (1, length), generator=torch.Generator().manual_seed(0))
     exact: list[tuple[float, float]] = []
     ours: list[tuple[float, float]] = []
@@ -93,7 +93,7 @@ def time_model(name_or_dir: str, plan: Plan, length: int, *, dtype: torch.dtype 
     return Timing(length, len(exact), exact_ms, ms, ratio, exact_share, share)
 
 
-def _drawn(name_or_dir: str, length: int, dtype: torch.dtype) -> PreTrainedModel:
+def random_model(name_or_dir: str, length: int, dtype: torch.dtype) -> PreTrainedModel:
     """A model of a shape, with room for so many tokens."""
     from transformers import AutoConfig, AutoModel
 

@@ -1,7 +1,8 @@
 // The best keys of a query by codes of two bits a number: `fewkeys.sketch.codes` has the equations.
 //
 // Keys come piece by piece, in rising order. A query holds those that may still be among its best; when there are too
-// many, it drops all but the best, and later keys must beat the least of these. So scores are never stored.
+// many, it drops all but the best, and later keys must beat the least of these. So the scores of a piece are all that
+// is stored.
 #pragma once
 #include <memory>
 
@@ -102,7 +103,7 @@ class Largest {
     int32_t low = least, high = INT16_MAX;
     int64_t reach = held;
     while (low < high && reach > count + slack) {
-      // Most scores are of a few hundred: the first steps double.
+      // The first steps double the bound: the largest score is not known.
       const int32_t middle = high == INT16_MAX ? std::clamp(2 * low, 16, high) : low + (high - low + 1) / 2;
       const int64_t there = above(middle - 1);
       if (there >= count)

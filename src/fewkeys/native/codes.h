@@ -9,7 +9,7 @@ namespace fewkeys {
 constexpr int CODED = 32;    // keys of a block
 constexpr int TABLE = 16;    // bytes of a pair of numbers in a block
 constexpr int LEVELS = 10;   // the largest integer of a query
-constexpr int UNIT = 2048;   // the factor of a key as far from the middle as those of the first block are
+constexpr int UNIT = 4096;   // the factor of a key as far from the middle as those of the first block are
 
 template <int step>
 static inline vec butterfly(vec x) {

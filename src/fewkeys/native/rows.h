@@ -80,5 +80,8 @@ static inline void mix_rows(const T *const *row, const float *weight, int count,
 static inline void prefetch(const void *from, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b);
 }
+static inline void prefetch_to_write(void *to, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((char *)to + b, 1);
+}
 
 }  // namespace fewkeys

@@ -56,7 +56,7 @@ class BlockMeans(Rest):
         x = inputs
         if not isinstance(graph.scan, Scanned):
             raise ValueError("rest: BlockMeans needs the graph of KeyScan, got another; use ClusterMeans or Drop()")
-        totals = torch.cat([_sums(part) for part in (x.key, x.value)], -1)
+        totals = _sums(x.key, x.value)
         reals = None if x.valid is None else _sums(x.valid[:, None, :, None].float())[:, 0, :, 0]
         return self.of_totals(x, totals, reals)
 
@@ -79,12 +79,14 @@ class BlockMeans(Rest):
         return [s - age for age in (s, *reversed(ages), 0)]
 
 
-def _sums(rows: Tensor) -> Tensor:
-    """(B, H, G + 1, X), float64: sums over the rows (B, H, N, X) before each of G blocks, and before the end."""
-    return pad(block_sums(pad(rows, (0, 0, 0, -rows.shape[2] % BLOCK))).cumsum(2), (0, 0, 1, 0))
+def _sums(*parts: Tensor) -> Tensor:
+    """(B, H, G + 1, X + ..), float64: sums over rows (B, H, N, X), .. before each of G blocks, and before the end."""
+    fill = -parts[0].shape[2] % BLOCK
+    whole = [pad(rows, (0, 0, 0, fill)) if fill else rows for rows in parts]
+    return pad(torch.cat([*map(block_sums, whole)], -1).cumsum(2), (0, 0, 1, 0))
 
 
 def block_sums(rows: Tensor) -> Tensor:
-    """The sums (..., N / 32, X), float64, of blocks of rows (..., N, X)."""
-    sums: Tensor = rows.unflatten(-2, (-1, BLOCK)).sum(-2, dtype=torch.float64)
-    return sums
+    """The sums (..., N / 32, X), float64, of blocks of rows (..., N, X), each taken in float32 or better."""
+    sums: Tensor = rows.unflatten(-2, (-1, BLOCK)).sum(-2, dtype=torch.promote_types(rows.dtype, torch.float32))
+    return sums.double()

@@ -30,7 +30,7 @@ class KeyScan(Counted):
     0 .. 31 the first. Strictly causal: a code depends on its key and on the mean m of the first block alone. Without
     causality all keys are scored, and there is no own block. Query heads that share keys choose their own.
 
-    Kept: count + 16.5 keys on average over a block of queries. Cost O(n (count (D + Dv) + n D / 8)): the scan reads 16
+    Kept: count + 16.5 keys on average over a block of queries. Cost O(n (count (D + Dv) + n D / 8)): the scan reads 18
     bytes a key of 64 dimensions, where its key and value are 512. Rotated scalar codes after RaBitQ (Gao and Long,
     2024) and TurboQuant (Zandieh et al., 2025); others that scan cheap scores of all keys are Loki, PQCache, MagicPIG
     and HashAttention.

@@ -3,7 +3,7 @@
 With m the mean of a head's first block of keys, rho the root mean square of |k - m| over that block, D rounded up to a
 power of two W (at least 16), H the Hadamard matrix of W rows and S a fixed diagonal of signs,
 
-    k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(2048 sigma / rho), at most 2^15 - 1
+    k' = H S (k - m)      sigma^2 = mean_d k'_d^2      sigma_int = round(4096 sigma / rho), at most 2^15 - 1
     code_d = floor(k'_d / sigma), at least -2, at most 1         level_d = 2 code_d + 1
 
 After the rotation a key's numbers are nearly Gaussian whatever the key was, so four levels, -3, -1, 1 and 3 times
@@ -15,7 +15,7 @@ from -10 to 10. Then
 
 is q . (k_j - m) up to a factor that the query's keys share and to rounding: an integer of 16 bits. Codes take sums in a
 fixed order, products that are exact and operations that round correctly, and scores are integers: so all code that
-scans the same keys chooses the same ones, to the last bit. Keys more than 16 rho from m count as if they were at 16.
+scans the same keys chooses the same ones, to the last bit. Keys more than 8 rho from m count as if they were at 8.
 
 The idea of a random rotation before scalar codes is RaBitQ's (Gao and Long, SIGMOD 2024) and TurboQuant's (Zandieh et
 al., 2025); tables of pairs in registers are those of fast scans (Andre et al., 2017).
@@ -38,7 +38,7 @@ LEVELS = 10
 """Queries are rounded to integers of at most this: two pairs of products still fit into a byte."""
 LEAST_WIDE = 16
 """Numbers are filled up to at least this: two of the widest registers look up as many pairs."""
-UNIT = 2048
+UNIT = 4096
 """`sigma_int` of a key as far from the middle as the first block's are."""
 LARGEST_SIGMA = 2**15 - 1
 NONE = -(2**15)

@@ -53,7 +53,9 @@ class HeldRows:
 
     def __init__(self, buffers: dict[str, Buffer], dtype: torch.dtype) -> None:
         self.buffers, self.dtype = buffers, dtype
-        key, value = (buffers[name].held[:, :, :0].to(dtype) for name in ("key", "value"))
+        key, value = (buffers[name].rows for name in ("key", "value"))
+        # Not views: those would keep memory that buffers have left behind.
+        key, value = (rows.new_empty((*rows.shape[:2], 0, rows.shape[3]), dtype=dtype) for rows in (key, value))
         self.like = key, value
 
     @staticmethod

@@ -1,0 +1,154 @@
+"""A folder of texts to vectors: `python benchmarks/embed.py [--model modernbert] [--texts 100] [--most 8000]`.
+
+`fewkeys embed` against `SentenceTransformer.encode` with exact attention, in batches of 32, which is its default, and
+text by text; and late chunks of 256 tokens under the plan against those of exact attention. Each is a process of its
+own: seconds from its start to its end, processor seconds of all its threads, and its peak of resident memory, also
+beyond that of a process that embeds one short text. Cosines are of each vector with the exact one.
+
+minilm: all-MiniLM-L6-v2 (`fewkeys[demo]`), its positions stretched over 8,192 tokens, so that attention is that of a
+trained model. modernbert: random weights in ModernBERT-base's shape with 6 layers, for time and memory.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+import fewkeys as fk
+from fewkeys.bench.machine import machine, versions
+from fewkeys.core.files import write_whole
+from fewkeys.demo import TEXT, model_folder
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "embed.json"
+LEAST, POSITIONS, CHUNK = 500, 8192, 256
+EXACT = """
+import sys
+from pathlib import Path
+import numpy as np
+from fewkeys.integrations.loading import load_encoder
+encoder = load_encoder(sys.argv[1])
+texts = [path.read_text() for path in sorted(Path(sys.argv[2]).iterdir())]
+np.savez(sys.argv[3], vectors=encoder.encode(texts, batch_size=int(sys.argv[4])))
+"""
+
+
+def save_model(name: str, folder: Path) -> None:
+    """Save a SentenceTransformer with `POSITIONS` positions."""
+    if name == "minilm":
+        from experiments.long_documents.run import minilm
+
+        minilm(POSITIONS).save(str(folder))
+        return
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+    from transformers import AutoTokenizer, ModernBertConfig, ModernBertModel
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(), model_max_length=POSITIONS)
+    ids = dict.fromkeys(("bos_token_id", "cls_token_id"), tokenizer.cls_token_id)
+    ids |= dict.fromkeys(("eos_token_id", "sep_token_id"), tokenizer.sep_token_id) | {"pad_token_id": 0}
+    ModernBertModel(ModernBertConfig(num_hidden_layers=6, vocab_size=len(tokenizer), **ids)).save_pretrained(
+        folder / "0"
+    )
+    tokenizer.save_pretrained(folder / "0")
+    first = Transformer(str(folder / "0"))
+    SentenceTransformer(modules=[first, Pooling(768), Normalize()], device="cpu").save(str(folder))
+
+
+def save_texts(folder: Path, text: str, count: int, most: int) -> list[int]:
+    """Stretches of the text from random places, of `LEAST` to `most` tokens; their tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    text = text * 2
+    starts = [start for start, _ in tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"][1:-1]]
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.linspace(LEAST, min(most, len(starts) // 2), count).long().tolist()
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        first = int(torch.randint(len(starts) - size, (1,), generator=draw))
+        (folder / f"{number:04}.txt").write_text(text[starts[first] : starts[first + size]], encoding="utf-8")
+    return sizes
+
+
+def run(*command: object) -> dict[str, float]:
+    """Seconds, those of the processor, and the peak of resident memory, in MB, of a process."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    start = perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], env={**os.environ, **paths}, stdout=subprocess.DEVNULL
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command[0]} ended with {process.returncode}")
+    busy = round(used.ru_utime + used.ru_stime, 1)
+    return {"seconds": round(perf_counter() - start, 1), "cpu_seconds": busy, "peak_mb": round(used.ru_maxrss / 1024)}
+
+
+def cosines(one: Path, other: Path) -> dict[str, float]:
+    """Mean and least cosine of the rows of two files."""
+    first, second = (torch.from_numpy(np.load(path)["vectors"]) for path in (one, other))
+    found = torch.cosine_similarity(first, second)
+    return {"vectors": len(found), "mean": float(found.mean()), "least": float(found.min())}
+
+
+def measured(folder: Path, model: str, text: str, count: int, most: int, slots: int) -> dict[str, Any]:
+    own, texts, one = folder / "model", folder / "texts", folder / "one"
+    save_model(model, own)
+    tokens = save_texts(texts, text, count, most)
+    one.mkdir()
+    (one / "short.txt").write_text("A query seldom needs every key.")
+    fk.Plan().save_pretrained(folder / "exact")
+    embed = ("-m", "fewkeys", "embed", "--model", own)
+    chunks = (*embed, "--chunk", CHUNK, texts)
+    run(*embed, "--out", folder / "warm.npz", "--slots", slots, texts / f"{count - 1:04}.txt")  # kernels, measurements
+    rows = {"one short text": run("-c", EXACT, own, one, folder / "one.npz", 1)}
+    rows["exact, text by text"] = run("-c", EXACT, own, texts, folder / "exact.npz", 1)
+    rows["exact, batches of 32"] = run("-c", EXACT, own, texts, folder / "batches.npz", 32)
+    rows["fewkeys embed"] = run(*embed, "--out", folder / "few.npz", "--slots", slots, texts)
+    rows["exact late chunks"] = run(*chunks, "--out", folder / "exact chunks.npz", "--plan", folder / "exact")
+    rows["fewkeys embed, late chunks"] = run(*chunks, "--out", folder / "chunks.npz", "--slots", slots)
+    for row in rows.values():
+        row["above_mb"] = row["peak_mb"] - rows["one short text"]["peak_mb"]
+    return {
+        "plan": str(fk.budget(slots)),
+        "texts": count,
+        "tokens": {"least": min(tokens), "most": max(tokens), "sum": sum(tokens)},
+        "rows": rows,
+        "cosine": cosines(folder / "few.npz", folder / "exact.npz"),
+        "cosine_chunks": cosines(folder / "chunks.npz", folder / "exact chunks.npz"),
+        "error": float(np.load(folder / "few.npz")["error"].mean()),
+        "machine": machine(),
+        "versions": versions(with_transformers=True),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("minilm", "modernbert"), default="minilm")
+    parser.add_argument("--texts", type=int, default=100)
+    parser.add_argument("--most", type=int, default=8000, help="tokens of the longest text")
+    parser.add_argument("--slots", type=int, default=192)
+    parser.add_argument("--text", type=Path, default=TEXT, help="where the texts are taken from")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    text = given.text.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(Path(folder), given.model, text, given.texts, given.most, given.slots)
+    result = json.loads(given.out.read_text()) if given.out.is_file() else {}
+    print(json.dumps(found, indent=1))
+    write_whole(given.out, json.dumps(result | {given.model: found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""`fewkeys embed`: vectors of the texts of files and folders."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from fewkeys.cli import inputs
+from fewkeys.cli.documents import Document, read_documents, skipped_in_words
+from fewkeys.cli.files import check_folder
+from fewkeys.cli.options import add_common, named_path, positive
+from fewkeys.cli.progress import Step, progress
+from fewkeys.core.version import VERSION
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+    from fewkeys.cli.vectors import Rows
+    from fewkeys.model_plan import ModelPlan
+    from fewkeys.plan import Plan
+
+SLOTS = 192
+"""Of the default plan. On thousands of tokens they take about the time of 64, whose cohorts take longer to prepare."""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "embed",
+        help="vectors of the texts of files and folders",
+        description="Embed every text of files and folders by a sentence-transformers model whose attention runs under "
+        "a plan: whole texts, or late chunks. Pooling, prompts and normalisation are those of the model's folder. "
+        "Writes a row for each vector: path, start and stop (characters), tokens, error (of the attention's output, "
+        "estimated from a few exact queries; 0 where exact attention is faster and answers), vectors. An interrupted "
+        "run goes on where it stopped.",
+    )
+    parser.add_argument("texts", nargs="+", type=named_path, metavar="FILE_OR_FOLDER", help="UTF-8 texts")
+    parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="sentence-transformers folder or hub id")
+    parser.add_argument(
+        "--out", required=True, type=named_path, metavar="FILE", help="file to write: .npz, or .parquet with pyarrow"
+    )
+    parser.add_argument(
+        "--chunk", type=positive, metavar="N",
+        help="late chunks: one pass over a text, a vector for each N tokens (default: one vector for the text)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--longer", choices=("refuse", "split"), default="refuse",
+        help="texts longer than one pass: refuse them (default), or split them into parts of about equal length, each "
+        "with rows of its own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-tokens", type=positive, metavar="N",
+        help="most tokens of one pass, at most the model's positions (default: max_seq_length of the model's folder)",
+    )  # fmt: skip
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt-name", metavar="NAME", help="prompt of the model's folder to put before every text")
+    prompts.add_argument("--prompt", metavar="TEXT", help="text to put before every text")
+    plans = parser.add_mutually_exclusive_group()
+    plans.add_argument(
+        "--slots", type=positive, metavar="N",
+        help=f"run fewkeys.budget(N) (default: the plan in the model's folder, or else {SLOTS} slots)",
+    )  # fmt: skip
+    plans.add_argument("--plan", type=named_path, metavar="DIR", help="folder with a plan, such as fewkeys tune writes")
+    add_common(parser, None, seed=False)
+    parser.set_defaults(run=run, left="finished texts are kept, the same command goes on from there")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Read, embed, write, and say what was done."""
+    out: Path = arguments.out
+    _check_out(out)
+    inputs.need("transformers", "sentence_transformers")
+    documents, skipped = read_documents(arguments.texts)
+    import torch
+
+    from fewkeys.cli.vectors import Kept, save
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    start = monotonic()
+    with progress() as step:
+        encoder, plan, settings = _opened(arguments, step)
+        texts = {document.key: document for document in documents}
+        passes = dict(_passes(list(texts.values()), encoder, arguments.longer, settings["prompt"], step))
+        kept = Kept(out.parent / f".{out.name}.embedding", settings)
+        resumed = len(texts.keys() & kept.rows.keys())
+        try:
+            for key, rows in _embedded(encoder, plan, texts, passes, kept.rows, settings, step):
+                kept.add(key, rows)
+        finally:
+            kept.write()
+    every = [kept.rows[document.key] for document in documents]
+    save(out, [document.name for document in documents], every, settings)
+    kept.remove()
+    _tell(arguments, documents, every, skipped, settings | {"seconds": monotonic() - start, "resumed": resumed})
+
+
+def _check_out(out: Path) -> None:
+    """Raise where the vectors could not be written."""
+    if out.suffix not in (".npz", ".parquet") or out.is_dir():
+        raise ValueError(f"--out: expected a file that ends in .npz or .parquet, got {out}")
+    if out.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ValueError(
+            "--out: .parquet needs pyarrow, which is not installed; pip install pyarrow, or name a .npz file"
+        )
+    check_folder(out.parent)
+
+
+def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransformer, Plan | ModelPlan, dict[str, Any]]:
+    """The encoder, its plan, and all that the vectors depend on beside the texts."""
+    step(0, 0, "loading the model")
+    from fewkeys.integrations import embed
+    from fewkeys.integrations.interface import attention_modules
+    from fewkeys.integrations.known import weights_of
+    from fewkeys.integrations.loading import load_encoder
+
+    options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
+    with inputs.named_as_options(**options):
+        encoder = load_encoder(arguments.model)
+        most = embed.longest(encoder)
+        if arguments.max_tokens is not None:
+            encoder.max_seq_length = arguments.max_tokens
+            most = embed.longest(encoder)
+            if most is not None and most < arguments.max_tokens:
+                raise ValueError(
+                    f"--max-tokens: expected at most the model's {most} positions, got {arguments.max_tokens}"
+                )
+        prompt = embed.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
+        embed.check_chunks(encoder, arguments.chunk)
+    plan = _plan(arguments, encoder)
+    settings = {
+        "fewkeys": VERSION,
+        "model": arguments.model,
+        "weights": weights_of(attention_modules(encoder)),
+        "plan": plan.to_dict(),
+        "prompt": prompt,
+        "chunk": arguments.chunk,
+        "longer": arguments.longer,
+        "max_tokens": most,
+    }
+    return encoder, plan, settings
+
+
+def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan | ModelPlan:
+    """The plan that is named, that lies beside the model, or a budget."""
+    from fewkeys import model_plan
+    from fewkeys import plan as plans
+    from fewkeys.integrations.interface import attention_modules, is_causal
+
+    beside = Path(arguments.model)
+    if arguments.plan is not None:
+        return inputs.open_plan(arguments.plan)
+    if arguments.slots is None and any((beside / name).is_file() for name in (plans.FILE, model_plan.FILE)):
+        return inputs.open_plan(beside)
+    causal = any(map(is_causal, attention_modules(encoder)))
+    return plans.budget(arguments.slots or SLOTS, is_causal=causal)
+
+
+def _passes(
+    documents: list[Document], encoder: SentenceTransformer, longer: str, prompt: str, step: Step
+) -> Iterator[tuple[str, tuple[list[tuple[int, int]], int]]]:
+    """By the digest of a text, the characters of each pass over it, and its tokens. `ValueError` for texts too long."""
+    from fewkeys.integrations import embed
+
+    most, too_long = embed.longest(encoder), []
+    for done, document in enumerate(documents):
+        step(done, len(documents), f"counting the tokens of {len(documents)} texts")
+        with inputs.named_as_options(text=document.name):
+            tokens = embed.tokens_of(encoder, document.text, prompt)
+        if most is not None and tokens > most and longer == "refuse":
+            too_long.append((tokens, document.name))
+        spans = [(0, len(document.text))]
+        yield document.key, (embed.split(encoder, document.text, prompt=prompt) if longer == "split" else spans, tokens)
+    if too_long:
+        tokens, name = max(too_long)
+        others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
+        raise ValueError(
+            f"{name}: expected at most {most} tokens, which is one pass of this model, got {tokens:,}{others}; use "
+            "--longer split, or raise --max-tokens where the model has more positions"
+        )
+
+
+def _embedded(
+    encoder: SentenceTransformer,
+    plan: Plan | ModelPlan,
+    texts: dict[str, Document],
+    passes: dict[str, tuple[list[tuple[int, int]], int]],
+    finished: dict[str, Rows],
+    settings: dict[str, Any],
+    step: Step,
+) -> Iterator[tuple[str, Rows]]:
+    """The rows of every text that is not finished, by its digest."""
+    import torch
+
+    from fewkeys.cli.vectors import Rows
+    from fewkeys.integrations import embed
+    from fewkeys.integrations.transformers import apply
+
+    left = [key for key in texts if key not in finished]
+    total, done, start = sum(passes[key][1] for key in left), 0, monotonic()
+    with inputs.named_as_options(plan="--plan"), apply(encoder, plan, max_error=embed.WATCH) as applied:
+        for key in left:
+            step(done, total, _what(len(left), done / total, monotonic() - start))
+            parts = []
+            for first, last in passes[key][0]:
+                before = applied.fallbacks
+                found = embed.late_chunks(
+                    encoder, texts[key].text[first:last], settings["chunk"], prompt=settings["prompt"]
+                )
+                error = torch.full(
+                    (len(found.tokens),), embed.estimated(before, applied.fallbacks), dtype=torch.float64
+                )
+                tokens, spans = torch.tensor(found.tokens), torch.tensor(found.spans) + first
+                parts.append(Rows(found.vectors.float().cpu(), spans, tokens, error))
+            done += passes[key][1]
+            yield key, Rows.joined(parts)
+
+
+def _what(texts: int, share: float, seconds: float) -> str:
+    """What is being done; it changes with every tenth."""
+    tenths = int(10 * share)
+    left = f", about {seconds / share - seconds:,.0f} s left" if tenths else ""
+    return f"embedding {texts} texts, {10 * tenths} % done{left}"
+
+
+def _tell(
+    arguments: argparse.Namespace, documents: list[Document], rows: list[Rows], skipped: dict[str, str], facts: Any
+) -> None:
+    """Print what was written."""
+    from fewkeys.cli.vectors import Rows
+
+    every, plan = Rows.joined(rows), facts.pop("plan")
+    facts |= {"out": str(arguments.out), "texts": len(documents), "vectors": list(every.vectors.shape)}
+    facts |= {"tokens": int(every.tokens.sum()), "error": float(every.error.mean()), "skipped": skipped}
+    if arguments.json:
+        columns = (*every.spans.T.tolist(), every.tokens.tolist(), every.error.tolist())
+        files = [document.name for document, own in zip(documents, rows, strict=True) for _ in own.tokens]
+        names = ("path", "start", "stop", "tokens", "error")
+        listed = [dict(zip(names, row, strict=True)) for row in zip(files, *columns, strict=True)]
+        print(json.dumps(facts | {"plan": plan, "rows": listed}, indent=1))
+        return
+    if skipped:
+        print(f"fewkeys: note: {skipped_in_words(skipped)}", file=sys.stderr)
+    count, width = facts["vectors"]
+    again = f", {facts['resumed']} of them from the run before" if facts["resumed"] else ""
+    print(
+        f"{count:,} vectors of {width} dimensions from {len(documents):,} texts ({facts['tokens']:,} tokens){again}, "
+        f"in {facts['seconds']:,.1f} s: {arguments.out}"
+    )
+    if not bool(every.error.any()):
+        print("Exact attention answered every text: it is faster at these lengths.")
+        return
+    worst = max(range(len(rows)), key=lambda i: float(rows[i].error.max()))
+    print(
+        f"Estimated error of attention's output: {facts['error']:.3f} on average, at most "
+        f"{float(rows[worst].error.max()):.3f} ({documents[worst].name})."
+    )

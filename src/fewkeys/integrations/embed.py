@@ -1,0 +1,299 @@
+"""Vectors of texts by a SentenceTransformer: one for a whole text, or late chunks, one for each part of it.
+
+Late chunking (Guenther et al., "Late Chunking", 2024, arXiv 2409.04701) reads the text in one pass and pools its token
+embeddings part by part, so that the vector of a part knows the rest of the text. The modules after the encoder's first
+(pooling, dense layers, normalisation) run on each part as they would on a text, with nothing re-implemented here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.validation import check_count
+from fewkeys.guard.fallback import Fallbacks
+from fewkeys.integrations.interface import unwrapped
+from fewkeys.integrations.loading import need_sentence_transformers
+from fewkeys.integrations.text import positions
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+Span = tuple[int, int]
+
+OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
+"""Poolings that mean the same for a part as for the whole text; the others stand for one token or weigh by place."""
+WATCH = sys.float_info.max
+"""As `max_error` of `fewkeys.apply`: errors are estimated, and nothing is ever answered exactly because of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The vectors (C, d) of C parts of a text, the characters [start, stop) of each, and how many tokens it pools."""
+
+    vectors: Tensor
+    spans: tuple[Span, ...]
+    tokens: tuple[int, ...]
+
+
+def late_chunks(
+    encoder: SentenceTransformer,
+    text: str,
+    chunks: int | Sequence[Span] | None = 256,
+    *,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
+) -> Chunks:
+    """One pass of `encoder` over `text`, and a vector for each chunk.
+
+        with fk.apply(encoder, fk.budget(192)):
+            found = late_chunks(encoder, text, 256)         # found.vectors, found.spans
+
+    `vector_c = post(pool(h_i for tokens i of chunk c))`, `h = transformer(prompt + text)`, where `pool` and `post` are
+    the encoder's own modules.
+
+    Args:
+        encoder: its first module gives token embeddings; it must end in one pooling module and what follows that.
+        text: at most as many tokens as the encoder takes in one pass; `split` cuts longer ones. Nothing is truncated.
+        chunks: tokens in a chunk (the last may be shorter); or the characters (start, stop) of each chunk, such as the
+            sentences that a splitter found, which may overlap or leave gaps; None: one chunk, the whole text. A token
+            belongs to every chunk that has a character of it. The special tokens and the prompt before the text belong
+            to the chunk with the first token, those after it to the chunk with the last: a single chunk is
+            `encoder.encode(text)`.
+        prompt_name, prompt: as in `encoder.encode`; the default is that of the encoder.
+
+    Raises:
+        ValueError: a text that is empty or too long, a chunk without tokens, and an encoder whose pooling means nothing
+            for parts (`cls`, `lasttoken`, `weightedmean`) where there are several.
+
+    Cost: one pass, plus O(tokens d). Memory: that of one pass.
+    """
+    asked = resolved_prompt(encoder, prompt_name, prompt)
+    places = _read(encoder, asked, text)
+    most = longest(encoder)
+    if most is not None and len(places.ids) > most:
+        raise ValueError(
+            f"text: expected at most {most} tokens, which is what the encoder reads in one pass, got "
+            f"{len(places.ids)}; embed the parts that fewkeys.integrations.embed.split gives, or raise "
+            "encoder.max_seq_length where the model has more positions"
+        )
+    spans, ranges = places.chunked(chunks)
+    pooling = check_chunks(encoder, chunks)
+    with torch.inference_mode():
+        tokens, start = _embedded(encoder, asked, text, places, pooling)
+        vectors = [_pooled(encoder, tokens[:, max(first, start) : last]) for first, last in ranges]
+    return Chunks(torch.cat(vectors), spans, tuple(last - max(first, start) for first, last in ranges))
+
+
+def split(
+    encoder: SentenceTransformer, text: str, *, prompt_name: str | None = None, prompt: str | None = None
+) -> list[Span]:
+    """The characters (start, stop) of the fewest parts, about equally long, that the encoder reads in one pass each.
+
+    Parts begin with a word where there is white space. One part, the text, where it fits. Cost: tokens of the text.
+    """
+    most = longest(encoder)
+    asked = resolved_prompt(encoder, prompt_name, prompt)
+    places = _read(encoder, asked, text)
+    count = len(places.ids)
+    if most is None or count <= most:
+        return [(0, len(text))]
+    room = most - (count - (places.stop - places.start))
+    if room < 1:
+        raise ValueError(f"prompt: expected room for text beside {most - room} tokens, got {most}; shorten the prompt")
+    starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]]
+    cuts, first = [0], 0
+    while first < len(starts):
+        left = len(starts) - first
+        take = -(-left // -(-left // room))
+        place = _before_word(text, starts, first, first + take)
+        # The tokens of a part may be others than those of the same characters in the text: fewer, until they fit.
+        while take > 1 and len(_read(encoder, asked, text[cuts[-1] : _character(text, starts, place)]).ids) > most:
+            take -= max(1, take // 16)
+            place = _before_word(text, starts, first, first + take)
+        cuts.append(_character(text, starts, place))
+        first = place
+    return list(pairwise(cuts))
+
+
+def longest(encoder: SentenceTransformer) -> int | None:
+    """The most tokens of one pass: what the encoder is set to, at most the model's positions; None: no limit known."""
+    known = [encoder.max_seq_length, positions(unwrapped(encoder))]
+    found = [most for most in known if most is not None]
+    return min(found) if found else None
+
+
+def tokens_of(encoder: SentenceTransformer, text: str, prompt: str) -> int:
+    """How many tokens one pass over prompt and text has, special ones included. `ValueError` where it has none."""
+    return len(_read(encoder, prompt, text).ids)
+
+
+def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
+    """The plan's error between two looks at `Applied.fallbacks`, under `max_error=WATCH`: the mean over layers.
+
+    Layers that exact attention answered have none; those within a window of their own do not count.
+    """
+    layers = [(one, two) for one, two in zip(before, after, strict=True) if two.calls > one.calls]
+    return sum(_between(one, two) for one, two in layers) / max(1, len(layers))
+
+
+def _between(before: Fallbacks, after: Fallbacks) -> float:
+    """The mean estimate of the heads checked since."""
+    checked = after.checked - before.checked
+    total = (after.error or 0.0) * after.checked - (before.error or 0.0) * before.checked
+    return total / checked if checked else 0.0
+
+
+# --- tokens and characters ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The tokens of prompt and text: ids, characters of the text (negative in the prompt), and which are the text's."""
+
+    ids: list[int]
+    offsets: list[Span]
+    start: int
+    stop: int
+
+    def chunked(self, chunks: int | Sequence[Span] | None) -> tuple[tuple[Span, ...], list[Span]]:
+        """The characters of each chunk and the range of its tokens."""
+        if chunks is None or isinstance(chunks, int):
+            size = self.stop - self.start if chunks is None else check_count("chunks", chunks)
+            ranges = [(first, min(first + size, self.stop)) for first in range(self.start, self.stop, size)]
+            spans = [(max(0, self.offsets[first][0]), self.offsets[last - 1][1]) for first, last in ranges]
+        else:
+            spans = [(int(start), int(stop)) for start, stop in chunks]
+            if not spans:
+                raise ValueError("chunks: expected at least one span of characters, got none; None is the whole text")
+            ranges = [self._within(span) for span in spans]
+        return tuple(spans), [self._with_ends(one) for one in ranges]
+
+    def _within(self, span: Span) -> Span:
+        start, stop = span
+        tokens = range(self.start, self.stop)
+        own = [i for i in tokens if max(start, self.offsets[i][0]) < min(stop, self.offsets[i][1])]
+        if not own:
+            raise ValueError(f"chunks: expected spans (start, stop) that hold a token each, got {span} without one")
+        return own[0], own[-1] + 1
+
+    def _with_ends(self, tokens: Span) -> Span:
+        first, last = tokens
+        return 0 if first == self.start else first, len(self.ids) if last == self.stop else last
+
+
+def _read(encoder: SentenceTransformer, prompt: str, text: str) -> _Places:
+    """The tokens of prompt and text as the encoder's tokenizer makes them, none cut off."""
+    if not isinstance(text, str):
+        raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
+    tokenizer: Any = encoder.tokenizer
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
+            f"{type(tokenizer).__name__}"
+        )
+    wanted = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+    made = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **wanted)
+    offsets = [(start - len(prompt), stop - len(prompt)) for start, stop in made["offset_mapping"]]
+    marked = zip(offsets, made["special_tokens_mask"], strict=True)
+    own = [i for i, ((_, stop), special) in enumerate(marked) if not special and stop > 0]
+    if not own:
+        raise ValueError("text: expected some text, got none that makes a token")
+    return _Places(made["input_ids"], offsets, own[0], own[-1] + 1)
+
+
+def _character(text: str, starts: Sequence[int], place: int) -> int:
+    """Where the token at `place` begins; the end of the text after the last."""
+    return starts[place] if place < len(starts) else len(text)
+
+
+def _before_word(text: str, starts: Sequence[int], first: int, place: int) -> int:
+    """The last place in the second half of first .. place where a word begins; `place`, where none does."""
+    if place >= len(starts):
+        return len(starts)
+    for found in range(place, first + (place - first) // 2, -1):
+        if any(map(str.isspace, text[max(0, starts[found] - 1) : starts[found] + 1])):
+            return found
+    return max(place, first + 1)
+
+
+# --- the encoder's own modules ------------------------------------------------------------------------------------
+
+
+def check_encoder(encoder: object) -> None:
+    """`ModuleNotFoundError` without sentence-transformers, `TypeError` for what is no SentenceTransformer."""
+    need_sentence_transformers()
+    from sentence_transformers import SentenceTransformer
+
+    if not isinstance(encoder, SentenceTransformer):
+        raise TypeError(f"encoder: expected a SentenceTransformer, got {type(encoder).__name__}")
+
+
+def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str | None) -> str:
+    """What stands before the text, as `encoder.encode` decides it."""
+    check_encoder(encoder)
+    if name is not None and prompt is not None:
+        raise ValueError("prompt, prompt_name: expected at most one of the two, got both")
+    if prompt is not None:
+        return prompt
+    name = encoder.default_prompt_name if name is None else name
+    if name is not None and name not in encoder.prompts:
+        known = ", ".join(map(repr, sorted(encoder.prompts)))
+        raise ValueError(f"prompt_name: expected one of {known}, got {name!r}; or give the text itself as prompt")
+    return "" if name is None else encoder.prompts[name] or ""
+
+
+def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
+    """The encoder's pooling module. `ValueError` where there is not one, or where it means nothing for parts of texts
+    and `chunks` asks for such.
+    """
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    found = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
+    if len(found) != 1:
+        raise ValueError(
+            f"encoder: expected one pooling module after the transformer, got {len(found)} in "
+            f"{', '.join(type(module).__name__ for module in encoder)}"
+        )
+    mode = found[0].pooling_mode
+    modes = {mode} if isinstance(mode, str) else set(mode)
+    if chunks is not None and not modes <= set(OVER_TOKENS):
+        raise ValueError(
+            f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}, "
+            "which means nothing for a part of a text; embed whole texts, or each part as a text of its own"
+        )
+    return found[0]
+
+
+def _embedded(
+    encoder: SentenceTransformer, prompt: str, text: str, places: _Places, pooling: Any
+) -> tuple[Tensor, int]:
+    """The token embeddings (1, N, d) of prompt and text, and the first token that pooling counts."""
+    from sentence_transformers.util import batch_to_device
+
+    encoder.eval()
+    features: Any = encoder.preprocess([text], prompt=prompt or None)
+    if features["input_ids"].flatten().tolist() != places.ids:
+        raise ValueError(
+            "encoder: expected one that reads its prompt and the text as they are, got one that puts them into a "
+            "template or cuts them; use encoder.encode for whole texts"
+        )
+    skipped = 0 if pooling.include_prompt else int(features.get("prompt_length", 0))
+    tokens: Tensor = encoder[0](batch_to_device(features, encoder.device))["token_embeddings"]
+    return tokens, skipped
+
+
+def _pooled(encoder: SentenceTransformer, tokens: Tensor) -> Tensor:
+    """The vector (1, d) of a text whose token embeddings are (1, N, d)."""
+    mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    features: Any = {"token_embeddings": tokens, "attention_mask": mask}
+    for module in list(encoder)[1:]:
+        features = module(features)
+    found: Tensor = features["sentence_embedding"]
+    return found if encoder.truncate_dim is None else found[..., : encoder.truncate_dim]

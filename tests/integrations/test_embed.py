@@ -1,0 +1,305 @@
+"""`fewkeys embed`: from files and folders to rows of vectors, whatever is in them, and however often it is killed."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import encoders
+import fewkeys as fk
+from encoders import words
+from fewkeys import cli
+from fewkeys.cli import embed, vectors
+from fewkeys.integrations import embed as late
+from fewkeys.integrations.loading import load_encoder
+from fewkeys.plan import MODEL_FILE
+
+modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    return encoders.save_encoder(folder, encoders.bert(), modules.Normalize(), prompts={"query": "query of : "})
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    return encoders.save_encoder(tmp_path_factory.mktemp("modernbert"), encoders.modernbert(), modules.Normalize())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Six texts, one of them twice, and files that are none."""
+    root = tmp_path / "texts"
+    (root / "sub").mkdir(parents=True)
+    for seed in range(4):
+        (root / f"{seed}.txt").write_text(words(400 + 300 * seed, seed))
+    (root / "sub" / "again.md").write_text(words(400, 0))
+    (root / "sub" / "marked.txt").write_bytes(b"\xef\xbb\xbf" + words(30).encode())
+    (root / ".hidden").write_text(words(5))
+    (root / "empty.txt").touch()
+    (root / "sub" / "blank.txt").write_text(" \n\t")
+    (root / "latin.txt").write_bytes(b"caf\xe9")
+    (root / "sub" / "picture.png").write_bytes(b"\x89PNG\0\0words")
+    (root / "dead").symlink_to(root / "nothing")
+    (root / "sub" / "round").symlink_to(root)
+    return root
+
+
+def run(model, *words):
+    """The exit code of `fewkeys embed`."""
+    return cli.main(["embed", "--model", str(model), *map(str, words)])
+
+
+def columns(path):
+    with np.load(path) as data:
+        return {name: data[name] for name in data}
+
+
+def same(one, other):
+    """Whether two files hold the same rows."""
+    one, other = columns(one), columns(other)
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+TEXTS = ["0.txt", "1.txt", "2.txt", "3.txt", "sub/again.md", "sub/marked.txt"]
+
+
+def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
+    out = tmp_path / "new" / "vectors.npz"
+    assert run(long, "--out", out, "--json", folder) == 0
+    told, found = json.loads(capsys.readouterr().out), columns(out)
+    assert [Path(name).relative_to(folder).as_posix() for name in found["path"]] == TEXTS
+    assert told["vectors"] == [6, 16] == list(found["vectors"].shape)
+    assert {Path(name).name: reason for name, reason in told["skipped"].items()} == {
+        "empty.txt": "is empty or blank",
+        "blank.txt": "is empty or blank",
+        "latin.txt": "is not UTF-8",
+        "picture.png": "is binary",
+    }
+    encoder, plan = load_encoder(long), fk.budget(192)
+    texts = [Path(name).read_text(encoding="utf-8-sig") for name in found["path"]]
+    with fk.apply(encoder, plan):
+        expected = torch.stack([encoder.encode(text, convert_to_tensor=True) for text in texts])
+    torch.testing.assert_close(torch.from_numpy(found["vectors"]), expected, atol=1e-5, rtol=1e-4)
+    assert found["stop"].tolist() == [len(text) for text in texts]
+    assert found["tokens"].tolist() == [402, 702, 1002, 1302, 402, 32]
+    assert fk.Plan.from_dict(json.loads(str(found["settings"]))["plan"]) == plan
+    assert [row["tokens"] for row in told["rows"]] == found["tokens"].tolist()
+    assert sorted(path.name for path in out.parent.iterdir()) == ["vectors.npz"]
+
+
+def test_late_chunks_by_a_plan_beside_the_model(long, folder, tmp_path, capsys):
+    """Its error is told, text by text; a text that the window covers has none."""
+    plan = fk.Plan(fk.Window(99))
+    beside = tmp_path / "model"
+    beside.mkdir()
+    for path in long.iterdir():
+        (beside / path.name).symlink_to(path)
+    plan.save_pretrained(beside)
+    out, files = tmp_path / "chunks.npz", [folder / "2.txt", folder / "sub" / "marked.txt"]
+    assert run(beside, "--out", out, "--chunk", 256, *files) == 0
+    found, encoder = columns(out), load_encoder(long)
+    with fk.apply(encoder, plan):
+        chunks = [late.late_chunks(encoder, path.read_text("utf-8-sig"), 256) for path in files]
+    assert np.array_equal(found["vectors"], torch.cat([own.vectors for own in chunks]).numpy())
+    spans = [span for own in chunks for span in own.spans]
+    assert list(zip(found["start"].tolist(), found["stop"].tolist(), strict=True)) == spans
+    assert len(set(found["error"][:4].tolist())) == 1
+    assert (found["error"] > 0).tolist() == [True] * 4 + [False]
+    assert "at most" in capsys.readouterr().out
+    assert run(beside, "--out", out, "--slots", 8, *files) == 0
+    assert fk.Plan.from_dict(json.loads(str(columns(out)["settings"]))["plan"]) == fk.budget(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"), [(["--prompt-name", "query"], "query of : "), (["--prompt", "a few "], "a few ")], ids=str
+)
+def test_prompts_are_those_of_the_model(options, prompt, short, tmp_path):
+    (tmp_path / "text.txt").write_text(words(30))
+    assert run(short, "--out", tmp_path / "v.npz", *options, tmp_path / "text.txt") == 0
+    expected = load_encoder(short).encode([prompt + words(30)])
+    np.testing.assert_allclose(columns(tmp_path / "v.npz")["vectors"], expected, atol=1e-5)
+
+
+def test_a_killed_run_goes_on_where_it_stopped(long, folder, tmp_path, capsys, monkeypatch):
+    assert run(long, "--out", tmp_path / "whole.npz", "--chunk", 100, folder) == 0
+    passes, chunks = [], late.late_chunks
+
+    def counted(encoder, text, *args, **options):
+        passes.append(text)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return chunks(encoder, text, *args, **options)
+
+    monkeypatch.setattr(late, "late_chunks", counted)
+    out = tmp_path / "out.npz"
+    capsys.readouterr()
+    assert run(long, "--out", out, "--chunk", 100, folder) == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+    assert not out.exists()
+    assert run(long, "--out", out, "--chunk", 100, folder) == 0
+    assert same(out, tmp_path / "whole.npz")
+    assert len(passes) == 3 + 3  # five texts are different, two were finished
+    assert "2 of them from the run before" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_path, monkeypatch):
+    out, work, chunks, passes = tmp_path / "out.npz", tmp_path / ".out.npz.embedding", late.late_chunks, []
+
+    def counted(encoder, text, *args, **options):
+        passes.append(text)
+        return chunks(encoder, text, *args, **options)
+
+    monkeypatch.setattr(late, "late_chunks", counted)
+    monkeypatch.setattr(vectors, "SECONDS", -1.0)  # a file for every text
+    remove = vectors.Kept.remove
+    monkeypatch.setattr(vectors.Kept, "remove", lambda kept: None)
+    assert run(long, "--out", out, folder) == 0
+    files = sorted(work.glob("*.safetensors"))
+    assert len(files) == len(passes) == 5
+    files[0].write_bytes(files[0].read_bytes()[:-9])
+    before = columns(out)
+    assert run(long, "--out", out, folder) == 0
+    assert len(passes) == 5 + 1
+    assert np.array_equal(columns(out)["vectors"], before["vectors"])
+    (folder / "0.txt").write_text(words(77, 9))
+    assert run(long, "--out", out, folder) == 0
+    assert len(passes) == 6 + 1
+    monkeypatch.setattr(vectors.Kept, "remove", remove)
+    assert run(long, "--out", out, "--prompt", "a ", folder) == 0
+    assert len(passes) == 7 + 6
+    assert not work.exists()
+
+
+def test_thousands_of_files(short, tmp_path, capsys):
+    """Equal texts are embedded once."""
+    for number in range(3000):
+        place = tmp_path / "many" / str(number % 20)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.txt").write_text(words(10 + number % 7, number % 7))
+    assert run(short, "--out", tmp_path / "v.npz", tmp_path / "many") == 0
+    found = columns(tmp_path / "v.npz")
+    assert found["vectors"].shape == (3000, 16)
+    assert len(np.unique(found["vectors"], axis=0)) == 7
+    assert found["path"].tolist() == sorted(found["path"].tolist(), key=lambda name: Path(name).parts)
+    assert "Exact attention answered every text" in capsys.readouterr().out
+
+
+def test_longer_texts_are_refused_or_split(short, tmp_path, capsys):
+    for name, count in (("a", 20), ("b", 300), ("c", 90)):
+        (tmp_path / name).write_text(words(count, 1))
+    out, files = tmp_path / "v.npz", [tmp_path / name for name in "abc"]
+    assert run(short, "--out", out, *files) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path / 'b'}: expected at most 64 tokens" in error
+    assert "got 302, and 1 more texts are too long; use --longer split" in error
+    assert not out.exists()
+    assert run(short, "--out", out, "--longer", "split", *files) == 0
+    found = columns(out)
+    assert [Path(name).name for name in found["path"]] == ["a", *"bbbbb", "c", "c"]
+    encoder = load_encoder(short)
+    parts = [Path(n).read_text()[a:b] for n, a, b in zip(found["path"], found["start"], found["stop"], strict=True)]
+    np.testing.assert_allclose(found["vectors"], encoder.encode(parts), atol=1e-5)
+    assert [sum(len(part.split()) for part in parts[i:j]) for i, j in ((0, 1), (1, 6), (6, 8))] == [20, 300, 90]
+    assert run(short, "--out", out, "--max-tokens", 30, "--longer", "split", files[0], files[2]) == 0
+    assert columns(out)["tokens"].max() <= 30
+
+
+def test_parquet(short, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.txt").write_text(words(20))
+    monkeypatch.setattr(embed, "find_spec", lambda name: None)
+    assert run(short, "--out", tmp_path / "v.parquet", tmp_path / "a.txt") == 2
+    assert "--out: .parquet needs pyarrow, which is not installed" in capsys.readouterr().err
+    monkeypatch.undo()
+    table = pytest.importorskip("pyarrow.parquet")
+    assert run(short, "--out", tmp_path / "v.parquet", tmp_path / "a.txt") == 0
+    assert run(short, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
+    found, rows = columns(tmp_path / "v.npz"), table.read_table(tmp_path / "v.parquet")
+    assert np.array_equal(np.stack(rows["vectors"].to_numpy()), found["vectors"])
+    assert rows.schema.metadata[b"fewkeys"].decode() == str(found["settings"])
+    for name in ("path", "start", "stop", "tokens", "error"):
+        assert rows[name].to_pylist() == found[name].tolist()
+
+
+def test_other_layouts_of_a_folder(tmp_path):
+    """A model's folder without pooling: the mean of all tokens. With dense layers: they run on every chunk."""
+    plain = tmp_path / "plain"
+    encoders.bert().save_pretrained(plain)
+    encoders.tokenizer().save_pretrained(plain)
+    (tmp_path / "a.txt").write_text(words(20))
+    assert run(plain, "--out", tmp_path / "v.npz", "--chunk", 7, tmp_path / "a.txt") == 0
+    rows = load_encoder(plain).encode([words(20)], output_value="token_embeddings")[0]
+    mean = torch.stack([rows[a:b].mean(0) for a, b in ((0, 8), (8, 15), (15, 22))])
+    np.testing.assert_allclose(columns(tmp_path / "v.npz")["vectors"], mean, atol=1e-5)
+    dense = encoders.save_encoder(tmp_path / "dense", encoders.bert(), modules.Dense(16, 3), modules.Normalize())
+    assert run(dense, "--out", tmp_path / "v.npz", "--chunk", 7, tmp_path / "a.txt") == 0
+    found = load_encoder(dense)[2]({"sentence_embedding": mean})["sentence_embedding"]
+    np.testing.assert_allclose(columns(tmp_path / "v.npz")["vectors"], normalize(found, dim=1).detach(), atol=1e-5)
+
+
+BAD = {
+    "a file that is no text": ([], "latin.txt", "expected a file of UTF-8 text, got one that is not UTF-8"),
+    "no such file": ([], "absent", "FILE_OR_FOLDER: expected a file or a folder, got no such thing"),
+    "no text in the folder": ([], "sub/odd", "got none in .*odd: 1 that is empty or blank, such as .*nothing.txt"),
+    "another ending": (["--out", "v.csv"], "0.txt", "--out: expected a file that ends in .npz or .parquet, got v.csv"),
+    "too many positions": (["--max-tokens", "99"], "0.txt", "--max-tokens: expected at most the model's 64 positions"),
+    "no such prompt": (["--prompt-name", "x"], "0.txt", "--prompt-name: expected one of .*'query'.*, got 'x'"),
+    "two prompts": (["--prompt-name", "x", "--prompt", "y"], "0.txt", "not allowed with argument"),
+    "two plans": (["--slots", "8", "--plan", "x"], "0.txt", "not allowed with argument"),
+    "no such plan": (
+        ["--plan", "nowhere"],
+        "sub/marked.txt",
+        "--plan: expected a folder with plan.json, got 'nowhere'",
+    ),
+    "no chunk": (["--chunk", "0"], "0.txt", "expected a whole number from 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name, short, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (folder / "sub" / "odd").mkdir()
+    (folder / "sub" / "odd" / "nothing.txt").touch()
+    options, text, message = BAD[name]
+    assert run(short, *(options if "--out" in options else ["--out", "v.npz", *options]), folder / text) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = (line for line in said.err.splitlines() if "error" in line)
+    assert re.search(message, line)
+    assert not list(tmp_path.glob("*.npz")) + list(tmp_path.glob(".v.npz*"))
+
+
+def test_bad_models_are_one_line(folder, short, tmp_path, capsys):
+    wrong = tmp_path / "wrong"
+    fk.ModelPlan(((fk.budget(8),),) * 3).save_pretrained(wrong)
+    assert (wrong / MODEL_FILE).is_file()
+    by_one = encoders.save_encoder(tmp_path / "cls", encoders.bert(), pooling="cls")
+    file = folder / "sub" / "marked.txt"
+    for model, options, message in (
+        (tmp_path / "absent", [], "--model: expected a model folder or a hub id"),
+        (wrong, [], "is not a model folder (it has no config.json)"),
+        (short, ["--plan", wrong], "--plan: expected one plan for each of 2 attention layers, got 3"),
+        (by_one, ["--chunk", 5], "--chunk: expected an encoder that pools by mean"),
+    ):
+        assert run(model, "--out", tmp_path / "v.npz", *options, file) == 2
+        assert message in capsys.readouterr().err
+        assert not list(tmp_path.glob("*v.npz*"))
+
+
+def test_without_the_library(short, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fewkeys.cli.inputs.find_spec", lambda name: None)
+    assert run(short, "--out", tmp_path / "v.npz", folder) == 2
+    assert "not installed; pip install 'fewkeys[embed]'" in capsys.readouterr().err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["embed", "--help"])
+    assert "late chunks" in capsys.readouterr().out
