@@ -21,11 +21,11 @@ SCAN = fk.budget(64, is_causal=True).never_exact()
 SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(5))
 WINDOW = fk.Plan(fk.Window(9) | fk.Sinks(2))
 CACHED = {
-    "scan": (SCAN, None),
+    "scan": (SCAN, "model"),
     "small": (SMALL, None),
     "window": (WINDOW, None),
-    "by layer": ([SMALL, SCAN, WINDOW], None),
-    "by head": ([(SCAN, SMALL), (SMALL, SMALL), (WINDOW, SCAN)], None),
+    "by layer": ([SMALL, SCAN, WINDOW], "model"),
+    "by head": ([(SCAN, SMALL), (SMALL, SMALL), (WINDOW, SCAN)], "model"),
     "int8": ([SCAN, SMALL, SCAN], "int8"),
 }
 """Plans, and how scans hold their keys."""
@@ -95,7 +95,7 @@ class Caches:
     def wanted(self, ids, real, count):
         """From the whole sequence: leaves that are rounded in one piece, others by the applied plan."""
         plan, leaves = CACHED[self.name]
-        if leaves:
+        if leaves == "int8":
             return self.logits(ids, real, ids.shape[1], fk.cache(self.model, plan, leaves=leaves))[:, -count:]
         plans = [plan] * 3 if isinstance(plan, fk.Plan) else plan
         always = tuple(

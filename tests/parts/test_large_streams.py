@@ -127,3 +127,13 @@ def test_files_of_huge_numbers(tmp_path, by):
         files.write(tmp_path / "stream", facts, tensors | {f"0.{name}": (tensors[f"0.{name}"] * by).clamp(max=3e38)})
         found = feed(Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
         assert found.isfinite().all(), name
+
+
+def test_later_keys_that_are_hidden_cost_no_number():
+    """Scores of hidden keys have no float here, and a mask would make them none."""
+    query, key, value = (torch.randn(1, 2, 31, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3))
+    query, key[:, :, 20:] = 1e27 * query, 1e20 * key[:, :, 20:]
+    whole = fk.attention(query, key, value, is_causal=True)
+    later = fk.attention(query[:, :, 1:], key, value, is_causal=True, query_offset=1)
+    assert whole[:, :, 1:20].isfinite().all()
+    torch.testing.assert_close(later[:, :, :19], whole[:, :, 1:20])

@@ -174,7 +174,9 @@ class Coded:
         sums.append(sums.rows[:, :, -1:] + new.cumsum(2))
 
     def _exact(self, query: Tensor, scale: float) -> Tensor:
-        return exact.attend(self._inputs(query, scale), self.plan.weights)
+        inputs = self._inputs(query, scale)
+        weights = self.plan.weights
+        return attend(inputs, Plan(weights=weights)) if self._large else exact.attend(inputs, weights)
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
         key, value = (rows.to(query.dtype) for rows in self._rows.read(0, self._rows.count))
