@@ -139,7 +139,7 @@ class ScanAttention {
   }
 
   // Adds the values that query i chooses under their weights; means have been weighed. What the next query chooses is
-  // sent for meanwhile.
+  // sent for meanwhile, not into the nearest cache: it would not fit there.
   void mix_chosen(Tile &tile, int i, const Chosen &of, const Chosen &next) {
     const int64_t count = of.count, room = (count + LANES + FOUR) / LANES * LANES + LANES;
     if ((int64_t)logit.size() < room) logit.resize(room), row.resize(room);
@@ -152,8 +152,8 @@ class ScanAttention {
         four_dots(&row[c], &asked[i * dim], dim, &logit[c]);
         for (int64_t r = c; SCALED && r < std::min(c + FOUR, count); r++) logit[r] *= of.scale[of.place[r] * p.scales.row];
         for (int64_t r = c; r < std::min(c + FOUR, next.count); r++) {
-          prefetch(next.key + next.place[r] * p.key.row, dim * sizeof(R));
-          prefetch(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
+          prefetch<2>(next.key + next.place[r] * p.key.row, dim * sizeof(R));
+          prefetch<2>(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
         }
       }
       const int64_t whole = (count + LANES - 1) / LANES * LANES;
@@ -177,15 +177,42 @@ class ScanAttention {
   }
 };
 
+// For so many key heads from `first` on.
 template <class T, class R>
-static void scan_attend_rows(const ScanAttend &p, int threads) {
+static void scan_attend_heads(const ScanAttend &p, int threads, int64_t first, int64_t count) {
   const std::vector<Asking> all = asking(p.of);
   const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, each = all.size();
   in_parallel(
-      threads, p.of.batch * kv_heads * each, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
+      threads, count * each, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
       [&](std::unique_ptr<ScanAttention<T, R>> &worker, int64_t t) {
-        worker->attend(t / each / kv_heads, t / each % kv_heads, all[t % each]);
+        const int64_t head = first + t / each;
+        worker->attend(head / kv_heads, head % kv_heads, all[t % each]);
       });
+}
+
+// Rows that no cache near a core holds, and of which each is chosen often, are copied, a key beside its value, one key
+// head at a time: a query then finds both at one address.
+template <class T, class R>
+static void scan_attend_rows(const ScanAttend &p, int threads) {
+  constexpr int OFTEN = 16, MANY_BYTES = 4 << 20, SOME = 512;
+  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, heads = p.of.batch * kv_heads, keys = p.of.keys;
+  const int64_t both = p.of.dim + p.value_dim, row = round_up(both * sizeof(R), 64) / sizeof(R);
+  const int64_t chosen = p.of.queries * p.of.gqa_ratio * p.of.count;
+  if (chosen < OFTEN * keys || keys * row * (int64_t)sizeof(R) < MANY_BYTES)
+    return scan_attend_heads<T, R>(p, threads, 0, heads);
+  HugePages<R> rows(keys * row);
+  ScanAttend copied = p;
+  copied.key = {rows.data(), 0, 0, row}, copied.value = {rows.data() + p.of.dim, 0, 0, row};
+  for (int64_t head = 0; head < heads; head++) {
+    in_parallel(threads, (keys + SOME - 1) / SOME, [&](int64_t some) {
+      for (int64_t j = some * SOME; j < std::min(keys, (some + 1) * SOME); j++) {
+        R *to = rows.data() + j * row;
+        std::copy_n(p.key.at<R>(head / kv_heads, head % kv_heads, j), p.of.dim, to);
+        std::copy_n(p.value.at<R>(head / kv_heads, head % kv_heads, j), p.value_dim, to + p.of.dim);
+      }
+    });
+    scan_attend_heads<T, R>(copied, threads, head, 1);
+  }
 }
 
 template <class T>
