@@ -138,8 +138,16 @@ class ScanAttention {
     }
   }
 
+  // Sends for rows that a query chooses, not into the nearest cache: all of them would not fit there.
+  void send_for(const Chosen &next, int64_t first, int64_t count) const {
+    for (int64_t r = first; r < std::min(first + count, next.count); r++) {
+      prefetch<2>(next.key + next.place[r] * p.key.row, dim * sizeof(R));
+      prefetch<2>(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
+    }
+  }
+
   // Adds the values that query i chooses under their weights; means have been weighed. What the next query chooses is
-  // sent for meanwhile, not into the nearest cache: it would not fit there.
+  // sent for meanwhile.
   void mix_chosen(Tile &tile, int i, const Chosen &of, const Chosen &next) {
     const int64_t count = of.count, room = (count + LANES + FOUR) / LANES * LANES + LANES;
     if ((int64_t)logit.size() < room) logit.resize(room), row.resize(room);
@@ -151,10 +159,7 @@ class ScanAttention {
       for (int64_t c = 0; c < count; c += FOUR) {
         four_dots(&row[c], &asked[i * dim], dim, &logit[c]);
         for (int64_t r = c; SCALED && r < std::min(c + FOUR, count); r++) logit[r] *= of.scale[of.place[r] * p.scales.row];
-        for (int64_t r = c; r < std::min(c + FOUR, next.count); r++) {
-          prefetch<2>(next.key + next.place[r] * p.key.row, dim * sizeof(R));
-          prefetch<2>(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
-        }
+        send_for(next, c / 2, FOUR / 2);
       }
       const int64_t whole = (count + LANES - 1) / LANES * LANES;
       std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
@@ -171,7 +176,10 @@ class ScanAttention {
       tile.sum[i / LANES][i % LANES] = sum_of_lanes(sum);
       for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[of.place[c] * p.scales.row + 1];
       for (int64_t c = 0; c < count; c++) row[c] = of.value + of.place[c] * p.value.row;
-      mix_rows(row.data(), logit.data(), count, p.value_dim, &mixed[i * wide]);
+      for (int64_t c = 0; c < count; c += 2 * FOUR) {
+        mix_rows(&row[c], &logit[c], std::min<int64_t>(2 * FOUR, count - c), p.value_dim, &mixed[i * wide]);
+        send_for(next, (count + c) / 2, FOUR);
+      }
     }
     tile.top[i / LANES][i % LANES] = top;
   }
