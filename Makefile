@@ -1,5 +1,6 @@
 # make demo   the main job on a real model and text: a table, and a page to open, out/demo/report.html
 # make test   the whole suite
+# make quick  a part of every test, in a minute: for while one works
 # make docs   the site, strictly: out/site
 # make wheels dist/: wheels for Linux with the compiled kernels of every instruction set
 # make campaign   a hostile test of everything, for an hour: out/campaign
@@ -15,7 +16,7 @@ SLOTS ?= 16,32,64,128
 OUT   ?= out/demo
 
 .NOTPARALLEL:
-.PHONY: help demo test browser docs families figures sets wheels qemu audit broken campaign lint types clean
+.PHONY: help demo test quick browser docs families figures sets wheels qemu audit broken campaign lint types clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -36,6 +37,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto
+
+quick: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n auto --quick
 
 # Debian: apt-get install chromium. CHROMIUM=/path/to/another names another one.
 browser: $(VENV)/.installed-browser

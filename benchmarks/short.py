@@ -1,8 +1,8 @@
 """Short inputs through a whole model, with and without `fk.apply`: `python benchmarks/short.py`.
 
 A MiniLM-size encoder of random weights under `fk.apply(model, fk.budget(64))`, which gives way to the model's own
-attention where that is faster, against the model without it, in turns; medians of the turns, ratios medians of the ratios
-turn by turn. Writes benchmarks/results/short.json.
+attention where that is faster, against the model without it, in turns: medians of the turns, and of the ratios turn by
+turn. Writes benchmarks/results/short.json.
 """
 
 import json

@@ -13,6 +13,26 @@ settings.register_profile(
 settings.load_profile("fewkeys")
 
 
+QUICK = 2
+"""Cases of a test that `--quick` runs: the first and one from the middle of its table."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help=f"run {QUICK} cases of every test, no long tests: a minute")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--quick"):
+        return
+    cases = {}
+    for item in items:
+        cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    kept = {id(own[i * len(own) // QUICK]) for own in cases.values() for i in range(min(QUICK, len(own)))}
+    dropped = [item for item in items if id(item) not in kept or item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if item not in set(dropped)]
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """For tests of many tiny operations, where threads would only wait for each other."""

@@ -146,6 +146,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page}, block {number}", "exec"), has)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notebook", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_run_and_hold_no_output(notebook, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -115,6 +115,7 @@ SELECTOR = ("a new selector", "select", "KEEP_CASES", "third", "EveryNth", "fk.s
 REST = ("a new rest", "rest", "REST_CASES", "single", "OneMean", "fk.select.KeyNorm(9)", "fk.rest.OneMean()")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("title", "room", "table", "word", "name", "keep", "rest"), [SELECTOR, REST])
 def test_a_new_part_is_one_file_and_one_line(title, room, table, word, name, keep, rest, copied):
     path, (code, line, case) = recipe(title)
@@ -127,6 +128,7 @@ def test_a_new_part_is_one_file_and_one_line(title, room, table, word, name, kee
     assert int(re.search(r"(\d+) passed", told)[1]) > 10
 
 
+@pytest.mark.long
 def test_a_new_way_to_run_is_one_file_and_one_line(copied):
     path, (code, name, table) = recipe("a new way to run")
     (copied / path).write_text(code)
@@ -147,6 +149,7 @@ PIECE = r"^   (?:In )?`([^`\n]+)`(?:, above `([^`\n]+)`)?:\n\n   ```\w+\n(.*?)^ 
 """A new file and what is in it; or a file that is there, a line of it, and what to put above that line."""
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_new_kernel_is_a_header_and_its_declarations(copied):
     pieces = re.findall(PIECE, recipe_text("a new kernel in C++"), re.M | re.S)

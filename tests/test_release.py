@@ -3,6 +3,7 @@
 import re
 import tomllib
 
+import pytest
 import yaml
 
 import fewkeys
@@ -34,6 +35,7 @@ def test_citation_and_changelog_know_the_version():
     assert fewkeys.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_workflows_and_templates_are_yaml_that_says_what_it_runs():
     for path in sorted((ROOT / ".github").rglob("*.yml")):
         assert yaml.safe_load(path.read_text(encoding="utf-8")), path

@@ -22,16 +22,15 @@ NAMES = {"reference": "the dense reference", "torch": "torch", "native": "compil
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which way a call goes.
+    """What runs for a call, and why.
 
     Attributes:
         runs: exact attention or the plan.
         reason: why.
-        exact_ms, plan_ms: what both are expected to take, None where that is not asked.
-        executor: which code runs the plan, by the name that `impl` has for it; None for exact attention,
-            and where all is padding.
-        uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None where it has them.
-        kernels: the instruction set of these kernels; None where they do not run.
+        exact_ms, plan_ms: the expected times of both; None if they do not decide.
+        executor: which code runs the plan, by its name in `impl`; None for exact attention, and if all is padding.
+        uncompiled: why `impl="auto"` runs the plan without the compiled kernels for the CPU; None if they run.
+        kernels: the instruction set of these kernels; None if they do not run.
     """
 
     runs: Literal["exact", "plan"]
@@ -55,16 +54,15 @@ class Explanation:
 def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options: Unpack[Options]) -> Explanation:
     """What `fewkeys.attention` does with such a call on this machine, and why.
 
-    Arguments and errors are those of `attention`. Attends to nothing, but chooses keys and summarises the others, which
-    tells the executor. For a plan that may give way to exact attention it measures the machine, where that was never
-    done: some tenths of a second.
+    Arguments and errors are those of `attention`. It chooses keys and makes stand-ins, on which the executor depends,
+    but does not attend. For a plan with `exact_if_faster` the first call measures the machine: some tenths of a second.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
     explanation = _of_choice(choice)
     if choice.plan is not plan:
-        reason = f"{explanation.reason}; without cohorts, which a bias of the distance does not know"
+        reason = f"{explanation.reason}; without cohorts, which do not support a distance bias"
         explanation = replace(explanation, reason=reason)
     if choice.is_exact:
         return explanation
@@ -88,6 +86,6 @@ def _of_choice(choice: flow.Choice) -> Explanation:
     if times is None:
         reason = f"{operations[0]:.0f} operations per query against {operations[1]:.0f} of exact attention"
         return Explanation(runs, reason)
-    ms = times.steps if times.kernels_lose and times.steps is not None else times.plan
+    ms = times.plan_by_torch if times.torch_is_faster and times.plan_by_torch is not None else times.plan
     reason = f"about {in_words(ms)} for the plan, {in_words(times.exact)} for exact attention, by what this machine "
     return Explanation(runs, reason + "was measured to do", times.exact, ms)

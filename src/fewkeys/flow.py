@@ -26,7 +26,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs, unknown_option
-from fewkeys.cost.crossover import exact_is_faster, kernels_lose
+from fewkeys.cost.crossover import exact_is_faster, torch_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
@@ -101,7 +101,7 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
         return Choice(inputs, plan, False, 'impl="auto" alone looks for what is faster')
     if exact_is_faster(inputs, plan):
         return Choice(inputs, plan, True, FASTER)
-    return Choice(replace(inputs, impl="torch") if kernels_lose(inputs, plan) else inputs, plan, False, FASTER)
+    return Choice(replace(inputs, impl="torch") if torch_is_faster(inputs, plan) else inputs, plan, False, FASTER)
 
 
 def gives_way(plan: Plan | Sequence[Plan], inputs: Inputs) -> bool:
@@ -143,7 +143,7 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     outputs = []
     for part in parts:
         problem = prepare(part, choice.plan)
-        output = dispatch.attend(problem)[:, :, problem.inputs.filler :]
+        output = dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
         outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
     return restore(outputs)
 
@@ -179,7 +179,7 @@ def select(inputs: Inputs, plan: Plan) -> Graph:
     """The keys that the plan keeps.
 
     Where its stand-ins begin with the first token, block by block, the inputs of the graph do so, too: their first
-    `filler` queries are nobody's.
+    `placeholders` queries belong to earlier tokens.
     """
     if plan.keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")

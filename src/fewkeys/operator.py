@@ -1,8 +1,8 @@
-"""Attention with few keys as one operator of torch, so that compiled and exported graphs hold it whole.
+"""Attention with few keys as one operator of torch, so that compiled and exported graphs hold one node.
 
 Inside `torch.compile` a call of `fewkeys.attention` becomes `torch.ops.fewkeys.attention`: no graph break, whatever the
-plan and the data decide, and no recompilation beyond that of its shapes. Plans travel by their description, as
-`Plan.to_dict` writes it; plans with learned tensors are known by it to the process that compiled them.
+plan and the data decide, and recompilation for new shapes only. The operator takes a plan as text, the JSON of
+`Plan.to_dict`; learned tensors in it are found in the process that compiled the graph.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 PLANS, LEARNED = 64, 64
 _ARGUMENTS = """Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? key_mask,
     str plan, bool is_causal, float? scale, SymInt query_offset, str impl"""
-_known: WeakValueDictionary[str, Learned] = WeakValueDictionary()
-"""By fingerprint, the learned values of the plans that were compiled here, for as long as somebody holds them."""
+_by_fingerprint: WeakValueDictionary[str, Learned] = WeakValueDictionary()
+"""The learned values of compiled plans by fingerprint, while references to them exist."""
 _latest: deque[Learned] = deque(maxlen=LEARNED)
-"""The last of them, which compiled code may outlive its plan with."""
+"""References to the last of them, so that compiled code may outlive its plan."""
 
 
 def compiled(
@@ -45,9 +45,9 @@ def compiled(
     max_error: float | Guard | None,
     options: Options,
 ) -> Tensor:
-    """What `fewkeys.attention` does where it is compiled: the operator, or else a break of the graph."""
+    """`fewkeys.attention` inside `torch.compile`: the operator, or a graph break if it cannot hold the plan."""
     output: Tensor
-    if all(own is None for own in (options["generator"], options["distance_bias"], max_error)) and holds(plan):
+    if all(option is None for option in (options["generator"], options["distance_bias"], max_error)) and holds(plan):
         o, name = options, name_of(plan)
         rest = (o["is_causal"], o["scale"], o["query_offset"], o["impl"])
         output = attend(query, key, value, o["lengths"], o["key_mask"], name, *rest)
@@ -60,25 +60,31 @@ _outside = torch.compiler.disable(attention)
 
 
 def holds(plan: Plan | Sequence[Plan]) -> bool:
-    """Whether the operator can hold such a plan: all selectors are of the catalogue."""
+    """Whether the operator can hold such a plan: all its selectors are in the catalogue."""
     plans = (plan,) if isinstance(plan, Plan) else plan
-    return all(type(part) in SELECTORS for own in plans for part in own.parts)
+    return all(type(part) in SELECTORS for head_plan in plans for part in head_plan.parts)
 
 
 def name_of(plan: Plan | Sequence[Plan]) -> str:
-    """What the operator finds a plan by: its `to_dict` as JSON; of one for each key head, those of all, line by line.
+    """The text from which the operator makes a plan: its `to_dict` as JSON, or one line for the plan of each key head.
 
-    Written so that `torch.compile` follows it, also for plans that the compiled code makes itself.
+    `torch.compile` can trace this code, also for plans that the compiled code makes itself.
     """
     if isinstance(plan, Plan):
         return _line(plan)
-    return "".join([_line(own) + "\n" for own in plan])
+    return "".join([_line(head_plan) + "\n" for head_plan in plan])
 
 
 def _line(plan: Plan) -> str:
-    keep = "null" if plan.keep is None else _text(plan.parts)
-    rest, weights, exact = _text(plan.rest), _text(plan.weights), _text(plan.exact_if_faster)
-    return f'{{"format": {FORMAT}, "keep": {keep}, "rest": {rest}, "weights": {weights}, "exact_if_faster": {exact}}}'
+    values = {
+        "format": str(FORMAT),
+        "keep": "null" if plan.keep is None else _text(plan.parts),
+        "rest": _text(plan.rest),
+        "weights": _text(plan.weights),
+        "exact_if_faster": _text(plan.exact_if_faster),
+        "is_causal": _text(plan.is_causal),
+    }
+    return "{" + ", ".join([f'"{name}": {text}' for name, text in values.items()]) + "}"
 
 
 def _text(value: Any) -> str:
@@ -89,17 +95,17 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, int):
-        return f"{int(value)}"  # of a number that is different from call to call, `torch.compile` compiles each
+        return f"{int(value)}"  # `int` makes `torch.compile` specialise on the number
     if isinstance(value, float):
         return f"{value}"
     if isinstance(value, tuple):
         return "[" + ", ".join([_text(part) for part in value]) + "]"
-    own = [f', "{name}": {_text(getattr(value, name))}' for name in type(value).__match_args__]
-    return f'{{"type": "{type(value).__name__}"' + "".join(own) + "}"
+    entries = [f', "{name}": {_text(getattr(value, name))}' for name in type(value).__match_args__]
+    return f'{{"type": "{type(value).__name__}"' + "".join(entries) + "}"
 
 
 def _remembered(value: Learned) -> str:
-    _known[value.fingerprint] = value
+    _by_fingerprint[value.fingerprint] = value
     _latest.append(value)
     return json.dumps(pack(value))
 
@@ -109,9 +115,9 @@ _learned = cast("Callable[[Learned], str]", torch.compiler.assume_constant_resul
 
 @lru_cache(PLANS)
 def plan_of(name: str) -> Plan | tuple[Plan, ...]:
-    """The plan of such a name, `ValueError` where it has learned tensors that this process has not seen."""
-    found = tuple(Plan.from_dict(json.loads(line), _known) for line in name.splitlines())
-    return found if name.endswith("\n") else found[0]
+    """The plan of such a name. `ValueError` if it has learned tensors that this process has not seen."""
+    plans = tuple(Plan.from_dict(json.loads(line), _by_fingerprint) for line in name.splitlines())
+    return plans if name.endswith("\n") else plans[0]
 
 
 def _attention(
@@ -130,7 +136,7 @@ def _attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     output = _attention(*rest)(query, key, value)
-    return output.clone(memory_format=torch.contiguous_format)  # an operator's output must be no view of its inputs
+    return output.clone(memory_format=torch.contiguous_format)  # an operator's output must not be a view of its inputs
 
 
 attend = torch.library.custom_op("fewkeys::attention", _attend, mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor")
@@ -145,11 +151,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
 def _attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = [rows.detach().requires_grad_() for rows in (query, key, value)]
+    leaves = [rows.detach().requires_grad_() for rows in (query, key, value)]
     with _autograd():
-        output = _attention(*rest)(*given)
-        found = torch.autograd.grad(output, given, grad, materialize_grads=True)
-    query, key, value = (part.clone(memory_format=torch.contiguous_format) for part in found)
+        output = _attention(*rest)(*leaves)
+        gradients = torch.autograd.grad(output, leaves, grad, materialize_grads=True)
+    query, key, value = (part.clone(memory_format=torch.contiguous_format) for part in gradients)
     return query, key, value
 
 
@@ -159,12 +165,12 @@ attend_backward = torch.library.custom_op(
     mutates_args=(),
     schema=f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
-"""The gradients of query, key and value. Computes the output again: it keeps nothing but the inputs."""
+"""The gradients of query, key and value. Recomputes the output: only the inputs are kept."""
 
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd inside an operator, where it is switched off."""
+    """Enable autograd inside an operator, where torch disables it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in ("AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView"):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
@@ -184,8 +190,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _pull(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    found = attend_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return (*found, *[None] * 7)
+    gradients = attend_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, *[None] * 7)
 
 
 attend.register_autograd(_pull, setup_context=_keep)

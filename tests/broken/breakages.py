@@ -140,6 +140,13 @@ BREAKAGES = (
         (COHORTS,),
     ),
     Breakage(
+        "cohorts: a bound of the first scores that too few keys pass",
+        "native/cohorts.h",
+        "const ivec enough = above >= int32_t(p.count);",
+        "const ivec enough = above >= int32_t(p.count) / 2;",
+        (COHORTS,),
+    ),
+    Breakage(
         "neighbours: keys of the cohort's list count twice",
         NEIGHBOURS,
         "if (place[c] < p.keys) hidden[h * p.keys + place[c]] = 1;",
@@ -149,7 +156,7 @@ BREAKAGES = (
     Breakage(
         "neighbours: stand-ins speak for keys that the window keeps",
         NEIGHBOURS,
-        "count[(hidden[j] ? p.means : label[j]) * TILE + i] -= 1.0f;",
+        "mass[c * TILE + i] -= part[c];",
         ";",
         (AROUND,),
     ),
@@ -161,17 +168,17 @@ BREAKAGES = (
         (AROUND,),
     ),
     Breakage(
-        "neighbours: the largest score around a query is not looked at",
+        "neighbours: what the cohort attends to is not weighed again",
         NEIGHBOURS,
-        "store(top + v, weight);",
-        "store(top + v, broadcast(1.0f));",
+        "before[i] = exponential(broadcast(top - least))[0];",
+        "before[i] = 1.0f;",
         (AROUND,),
     ),
     Breakage(
         "neighbours: the window ends one key too early",
         NEIGHBOURS,
-        "ahead - p.right, 0, TILE)",
-        "ahead - p.right + 1, 0, TILE)",
+        "std::clamp<int64_t>(position + p.right + 1, first, p.keys) - first;",
+        "std::clamp<int64_t>(position + p.right, first, p.keys) - first;",
         (AROUND,),
     ),
     Breakage(
@@ -492,7 +499,7 @@ BREAKAGES = (
     Breakage(
         "shards: of equal scores none goes left",
         "sketch/halves_apart.py",
-        "return (number < middle) | few | by_set",
+        "return (number < middle) | first_of_equal | by_set",
         "return (number < middle) | by_set",
         (APART,),
     ),

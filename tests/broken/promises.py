@@ -27,8 +27,8 @@ PROMISES = (
     Breakage(
         "statistics are float32: counts are made on the default device",
         "sketch/clusters.py",
-        'torch.tensor([some, real], dtype=torch.float32, device="cpu")',
-        "torch.tensor([some, real], dtype=torch.float32)",
+        'torch.tensor([query_counts, real], dtype=torch.float32, device="cpu")',
+        "torch.tensor([query_counts, real], dtype=torch.float32)",
         (Law("parts/test_defaults", "default_device and auto"),),
     ),
     Breakage(
@@ -104,8 +104,8 @@ PROMISES = (
     Breakage(
         "every file is checked: the checksum leaves out the facts",
         "core/tensor_files.py",
-        "found = hashlib.sha256(kind.encode())",
-        "found = hashlib.sha256(kind[:6].encode())",
+        "digest = hashlib.sha256(kind.encode())",
+        "digest = hashlib.sha256(kind[:6].encode())",
         (Law("parts/test_loaders", "under_its_checksum"),),
     ),
     Breakage(
@@ -141,7 +141,7 @@ PROMISES = (
         "flow.py",
         "    if not plan.exact_if_faster:\n"
         '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
-        "    if not plan.exact_if_faster and not kernels_lose(inputs, plan):\n"
+        "    if not plan.exact_if_faster and not torch_is_faster(inputs, plan):\n"
         '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
         (Law("parts/test_crossover", "kernels_that_lose"),),
     ),

@@ -58,6 +58,7 @@ def test_plans_pay_the_slots_they_are_given(name, slots):
     assert isinstance(plan, fk.Plan)
 
 
+@pytest.mark.long
 def test_the_command_runs_and_goes_on(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"A line of words, the number is {i} and the next {i + 1}." for i in range(900)))

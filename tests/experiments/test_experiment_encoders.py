@@ -74,6 +74,7 @@ def test_the_one_left_out_has_no_say():
         choose.conclusions(found({"a": many}))
 
 
+@pytest.mark.long
 def test_the_command_goes_on_chooses_and_draws(tmp_path, monkeypatch, capsys):
     bias = torch.linspace(-1, 1, 9).expand(4, 9)
     made = {name: captured(1, 1, 2, 4, 4, 64, seed=seed) for seed, name in enumerate(("minilm", "albert"))}

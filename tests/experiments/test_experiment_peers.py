@@ -251,6 +251,7 @@ def test_fronts_and_who_lies_below():
     assert rivals_below([*ours, *rival, *useless], 10.0) == {"WildCat": [rival[0], rival[2]]}
 
 
+@pytest.mark.long
 def test_the_command_goes_on_measures_and_draws(tmp_path, monkeypatch, capsys):
     tiny = settings.Problem(*problem(128, 128), SCALE)
     monkeypatch.setitem(settings.SETTINGS, "tiny", lambda text: tiny)

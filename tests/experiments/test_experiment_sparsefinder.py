@@ -93,6 +93,7 @@ def test_unusable_folders_are_named(folder, tmp_path, spoil, message, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_points_are_what_the_library_measures(model, tokenizer, pairs):
     inputs = [batch.inputs for batch in mt_data.even_batches(tokenizer, pairs.first(12), "decoder")]
     capture = fk.capture(model, inputs, weights=fk.weights.Entmax(1.5), part="decoder")
@@ -158,6 +159,7 @@ def test_occupancy_counts_every_token_once(rows):
         assert one.tags == pytest.approx({tag: own.count(tag) / len(own) for tag in set(own)})
 
 
+@pytest.mark.long
 def test_the_command_runs_resumes_and_is_looked_into(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(methods, "COUNTS", (2, 4))
     monkeypatch.setattr(methods, "DISTANCES", (1.0,))

@@ -237,6 +237,7 @@ def small(monkeypatch):
     monkeypatch.setattr(run, "QUICK", replace(run.QUICK, sizes=(1, 2), gap_sizes=(2,), length=12))
 
 
+@pytest.mark.long
 def test_the_command_runs_resumes_and_refuses(text, encoder, tmp_path, small, monkeypatch, capsys):
     out, work = tmp_path / "out", tmp_path / "work"
     given = ["--text", str(text), "--out", str(out), "--work", str(work), "--model", str(encoder), "--quick"]

@@ -213,6 +213,7 @@ def test_a_plan_is_tuned_with_the_bias(monkeypatch):
     assert digest(other, 0) != digest(taken, 0)
 
 
+@pytest.mark.long
 def test_a_decoder_is_tuned_with_the_bias():
     """T5's: some heads look back, so that lists beat a window; the plan is refused nowhere, and runs in the decoder."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
@@ -237,9 +238,9 @@ def test_a_decoder_is_tuned_with_the_bias():
 def test_where_a_bias_is_refused():
     bias = torch.randn(4, 9)
     taken = captured(layers=1, batches=1, size=1, bias=bias)
-    with pytest.raises(ValueError, match=r"^capture: .* which no predicted graph knows; use fewkeys\.tune"):
+    with pytest.raises(ValueError, match=r"^capture: .* which predicted graphs do not support; use fewkeys\.tune"):
         sparsefinder.Sparsefinder.fit(taken)
-    with pytest.raises(ValueError, match=r"^capture: .* which no longer text than its own is known to have"):
+    with pytest.raises(ValueError, match=r"^capture: .* which is unknown for texts longer than its own"):
         captured_inputs(taken, dtype=torch.float32, device=torch.device("cpu"))
     powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0))
     report = fk.compare(taken, {"powers": powers, "few": fk.budget(16)})

@@ -104,6 +104,7 @@ def drafter():
     return other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["assistant", "lookup"])
 @pytest.mark.parametrize("plan", [SMALL_SCAN, fk.Plan(fk.Window(5)), HEAVY], ids=["scan", "window", "heavy"])
 def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):

@@ -179,6 +179,7 @@ def test_tensors_are_mapped_from_the_file(tmp_path):
     assert call.query.isfinite().all()
 
 
+@pytest.mark.long
 def test_a_temporary_capture_goes_with_its_object():
     taken = capture(bert(), [tokens()])
     folder = taken.directory

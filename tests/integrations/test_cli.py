@@ -143,6 +143,7 @@ def test_json_is_all_that_is_on_stdout(run, tmp_path):
     assert json.loads(out) == read_json(tmp_path / "out", "results.json")
 
 
+@pytest.mark.long
 def test_options_reach_the_run_and_the_report(run):
     threads = torch.get_num_threads()
     try:
@@ -406,6 +407,7 @@ def test_an_interrupt_is_one_line_and_130(run, tmp_path, monkeypatch):
     assert left(tmp_path) == ["words.txt"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "more"), [("encoder", []), ("decoder", ["--memory=constant"]), ("decoder", ["--gradients"])]
 )
@@ -427,6 +429,7 @@ def test_tune_leaves_a_plan_that_applies_to_the_model(run, request, kind, more, 
         model(torch.tensor([[2, 5, 6, 7, 3]]))
 
 
+@pytest.mark.long
 def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     out = tmp_path / "out"
     code, shown, err = run("tune", ["--json"], out=out, slots=None, **{"max-error": 0.2})
@@ -445,6 +448,7 @@ def test_tune_for_an_error_and_its_refusals(run, tmp_path):
     assert "Held-out error: tuned 0.000, fewkeys.budget(32) 0.000." in shown
 
 
+@pytest.mark.long
 def test_an_interrupted_tune_goes_on(run, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -469,6 +473,7 @@ class TestProcess:
         command = [sys.executable, "-m", "fewkeys", *map(str, arguments)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
 
+    @pytest.mark.long
     def test_an_unreachable_hub_is_one_line(self, words, tmp_path):
         environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "cache")}
         process = self.start("compare", "--model=nobody/nothing", f"--text={words}", "--json", env=environment)
@@ -478,6 +483,7 @@ class TestProcess:
         assert "nobody/nothing" in err
         assert "Traceback" not in err
 
+    @pytest.mark.long
     @pytest.mark.skipif(os.name != "posix", reason="signals as in POSIX")
     @pytest.mark.parametrize(
         ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]

@@ -191,6 +191,7 @@ def test_a_folder_asks_no_network(llama, monkeypatch):
         socket.create_connection(("localhost", 1))
 
 
+@pytest.mark.long
 def test_what_the_cache_holds_needs_no_hub(tmp_path, llama):
     repository = tmp_path / "home" / "hub" / "models--nobody-here--a-model"
     (repository / "refs").mkdir(parents=True)

@@ -61,6 +61,7 @@ def test_every_shape_compiles_whole(name):
         same(a, b)
 
 
+@pytest.mark.long
 def test_a_plan_for_each_head_and_learned_plans_compile():
     tensors = inputs(SHAPE)
     learned = fk.Plan(
@@ -90,6 +91,7 @@ class Mine(Selector):
         return Work(float(self.count))
 
 
+@pytest.mark.long
 def test_selectors_of_others_run_outside_the_graph():
     q, k, v = inputs(SHAPE, requires_grad=False)
     torch._dynamo.reset()
@@ -109,6 +111,7 @@ def test_generators_and_guards_run_outside_the_graph():
     assert guard.fallbacks.calls == 1
 
 
+@pytest.mark.long
 def test_the_operator_obeys_torch():
     q, k, v = inputs(SHAPE)
     names = [operator.name_of(plan) for plan in (fk.budget(16), MIXED[: SHAPE.kv_heads], fk.Plan(fk.TopK(4)))]
@@ -127,13 +130,14 @@ def test_plans_are_found_by_their_names():
         ]
     name = operator.name_of(fk.Plan(predicted(sparsefinder.Clusters(3), 2, 4)))
     assert isinstance(operator.plan_of(name).keep, sparsefinder.Predicted)
-    operator._known.clear()  # as in another process
+    operator._by_fingerprint.clear()  # as in another process
     operator._latest.clear()
     operator.plan_of.cache_clear()
     with pytest.raises(ValueError, match="learned"):
         operator.plan_of(name)
 
 
+@pytest.mark.long
 def test_plans_are_not_kept_for_ever():
     """The last ones are, since compiled code may outlive its plan; those before are freed."""
     first = fk.Plan(predicted(sparsefinder.Clusters(3), 2, 4), weights=fk.weights.Entmax(1.5))
@@ -149,7 +153,7 @@ def test_plans_are_not_kept_for_ever():
         operator.plan_of(operator.name_of(other))
     gc.collect()
     assert all(part() is None for part in learned)
-    assert len(operator._known) <= operator.LEARNED + 2 * operator.PLANS  # a projection and centroids each
+    assert len(operator._by_fingerprint) <= operator.LEARNED + 2 * operator.PLANS  # a projection and centroids each
     assert operator.plan_of.cache_info().currsize <= operator.PLANS
 
 
@@ -169,6 +173,7 @@ def test_bad_input_is_refused_as_without_compiling():
         compiled(plan=fk.budget(16), impl="fast")(q, k, v)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_model_with_a_plan_compiles():
     model, ids = llama(), tokens(2, 24)
@@ -181,6 +186,7 @@ def test_a_model_with_a_plan_compiles():
     assert not torch.allclose(want, model(ids).logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_numbers_in_a_plan_that_change_from_call_to_call(dynamic):
     """Each is compiled once, and none breaks the graph; also where torch traces numbers as symbols from the first."""

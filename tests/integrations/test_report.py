@@ -278,6 +278,7 @@ def test_labels_keep_their_order_and_their_distance():
     assert max(spread([1.0, 1.0], 0.2, 0.0, 1.0)) <= 1.0
 
 
+@pytest.mark.long
 def test_importing_the_report_loads_neither_rich_nor_matplotlib():
     code = "import sys, fewkeys.report; print([m for m in ('rich', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -339,6 +340,7 @@ BYTES = [
 ]
 
 
+@pytest.mark.long
 @limits(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given_any(data=malformed() | st.sampled_from(BYTES), page=st.booleans())
 def test_a_malformed_results_file_is_one_line(data, page, tmp_path, capsys, monkeypatch):

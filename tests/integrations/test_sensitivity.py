@@ -64,6 +64,7 @@ def test_gradients_are_what_finite_differences_say(name, labelled):
         assert (up - down) / (2 * SMALL) == pytest.approx(expected, rel=0.02, abs=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_on_average_an_error_is_felt_by_what_it_does_to_what_the_model_says(name):
     """E (g . e)^2 is twice the divergence of predictions, or the squared change of hidden states by their length."""

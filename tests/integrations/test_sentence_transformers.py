@@ -22,6 +22,7 @@ def encoder():
     return minilm(768)
 
 
+@pytest.mark.long
 def test_encode(encoder):
     """Long and short texts in one batch, as alone."""
     texts = [*documents_of(TEXT.read_text(), 2, 700), "A short one."]
@@ -36,6 +37,7 @@ def test_encode(encoder):
     assert far(few, exact)
 
 
+@pytest.mark.long
 def test_the_recipe(encoder):
     rows = run(encoder, documents_of(TEXT.read_text(), 3, 200), [32])
     assert [row["plan"] for row in rows] == ["exact", "budget(32, cohorts=1)"]

@@ -60,6 +60,7 @@ def test_fit_reads_a_capture_and_prints_json(run, tmp_path):
     assert all(finder.tensors[name].equal(expected.tensors[name]) for name in expected.tensors)
 
 
+@pytest.mark.long
 def test_an_interrupted_fit_goes_on(run, tmp_path, monkeypatch):
     from fewkeys.papers.sparsefinder import train
 

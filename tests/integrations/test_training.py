@@ -65,6 +65,7 @@ def test_gradient_checkpointing(name, reentrant):
         close(one, other)
 
 
+@pytest.mark.long
 def test_compiled_twice():
     """Compiled code asks anew which plan is in force."""
     model, ids = bert(), tokens(3, 40)

@@ -115,7 +115,7 @@ def test_a_call_that_exact_attention_answers_faster_is_the_models_own(name, side
         few = run(model, **inputs)
     assert far(few, before)
     monkeypatch.setattr(flow, "exact_is_faster", lambda *_: False)
-    monkeypatch.setattr(flow, "kernels_lose", lambda *_: False)
+    monkeypatch.setattr(flow, "torch_is_faster", lambda *_: False)
     flow._gives_way.cache_clear()
     try:
         with apply(model, plan):
@@ -288,6 +288,7 @@ def test_models_that_share_a_configuration():
     assert torch.equal(run(one, input_ids=tokens()), before)
 
 
+@pytest.mark.long
 def test_nothing_keeps_a_model_alive():
     gc.collect()  # models of earlier tests, dead but in cycles, would leave the counts halfway
     before = len(switch.held)
@@ -309,6 +310,7 @@ def test_a_dropped_handle_changes_nothing():
     assert far(run(model, input_ids=tokens()), before)
 
 
+@pytest.mark.long
 def test_importing_does_not_import_transformers():
     code = "import fewkeys.integrations.transformers, sys; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

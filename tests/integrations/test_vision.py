@@ -285,6 +285,7 @@ def checkpoint(tmp_path):
     return tmp_path / "model", folder
 
 
+@pytest.mark.long
 def test_a_folder_of_images_and_a_checkpoint(command, checkpoint, tmp_path, capsys):
     model, folder = checkpoint
     arguments = ("--data", "imagefolder", "--folder", folder, "--model", model, "--out", tmp_path / "out")

@@ -47,6 +47,7 @@ def test_peak_memory_sees_an_n_by_n_tensor_and_none_in_a_plan():
     assert linear.peak < 2048**2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_rows_are_what_they_say(is_causal, backward):
@@ -81,11 +82,13 @@ def test_rows_are_what_they_say(is_causal, backward):
     assert steps[-1][0] == steps[-1][1]
 
 
+@pytest.mark.long
 def test_random_inputs_have_no_error():
     rows, _ = bench(random_inputs(8, **CPU), PLANS, [48], heads=1, real=False)
     assert {row.error for row in rows} == {None}
 
 
+@pytest.mark.long
 def test_very_long_inputs_take_fewer_heads():
     asked = []
 
@@ -129,6 +132,7 @@ def test_captured_inputs_are_the_sequences_end_to_end(lengths):
             captured_inputs(taken, **CPU)(*given)
 
 
+@pytest.mark.long
 def test_the_command_writes_json_and_pictures(tmp_path, capsys):
     from fewkeys import cli
 

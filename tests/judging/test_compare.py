@@ -207,9 +207,9 @@ def test_a_row_does_not_depend_on_its_neighbours(capture):
 def test_output_and_edges_come_from_the_same_random_keys(monkeypatch):
     capture = captured(layers=1, batches=1)
     outputs, edges = [], []
-    run, held = module.run, module.held
+    run, kept_mass = module.run, module.kept_mass
     monkeypatch.setattr(module, "run", lambda *given: outputs.append(run(*given)) or outputs[-1])
-    monkeypatch.setattr(module, "held", lambda weights, mask: edges.append(mask) or held(weights, mask))
+    monkeypatch.setattr(module, "kept_mass", lambda weights, mask: edges.append(mask) or kept_mass(weights, mask))
     compare(capture, {"random": fk.Plan(fk.RandomKeys(8))}, seed=1)
     (call,) = capture.calls(0)
     weights = dense(call)[0] * edges[0]

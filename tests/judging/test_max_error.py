@@ -224,6 +224,7 @@ def test_gradients_are_those_of_whoever_answers(form):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.long
 def test_gradcheck_where_some_heads_fall_back():
     tensors = [tensor.requires_grad_() for tensor in Shape(1, 2, 2, 36, 36, 3, 3).draw(3)]
     loose = Guard(1e9)

@@ -22,6 +22,7 @@ def encoder():
     return model, list(batches(TEXTS, tokenizer, sequences=SEQUENCES, length=512))
 
 
+@pytest.mark.long
 def test_budget_beats_the_oracle(encoder, tmp_path):
     """At 64 slots, at most 0.55 of the top-64 oracle's error, with the slots counted from the graph itself."""
     model, tokens = encoder
@@ -39,6 +40,7 @@ def test_budget_beats_the_oracle(encoder, tmp_path):
     assert max(slots) <= 64
 
 
+@pytest.mark.long
 def test_sentence_embeddings_survive(encoder):
     """Replaced in every layer, the mean-pooled embedding keeps a cosine of at least 0.97 on average."""
     model, tokens = encoder

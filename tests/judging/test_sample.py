@@ -30,6 +30,7 @@ def bits(found, row, length):
     return (packed[..., torch.arange(length) // 8] >> (torch.arange(length) % 8).to(torch.uint8)) & 1 == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_queries_get_what_compare_measures(causal):
     capture = captured(batches=1, size=1, causal=causal, length=128 if causal else 40)

@@ -23,6 +23,7 @@ def seed(number):
     return torch.Generator().manual_seed(number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize(
     "plan",

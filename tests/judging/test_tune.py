@@ -154,6 +154,7 @@ def test_candidates_pay_what_they_say(slots, is_causal):
         assert candidate.plan.slots(float(kept), 32, 32) <= candidate.slots + 1e-9, candidate
 
 
+@pytest.mark.long
 def test_tuning_beats_the_budget_at_no_more_slots():
     model = MODELS["bert"]()
     taken = capture(model, [tokens(3, 40), tokens(3, 40, seed=9)])
@@ -176,6 +177,7 @@ def test_errors_of_both_kinds_count_by_those_of_the_budget(monkeypatch):
     assert float(costs[0][:, 0].mean()) == pytest.approx(2)
 
 
+@pytest.mark.long
 def test_slots_go_where_the_projection_looks(monkeypatch):
     """Of two key heads with inputs alike, the one whose output the layer enlarges gets more slots."""
     taken = captured(length=60)
@@ -205,6 +207,7 @@ def test_causal_models_get_causal_plans():
         model(tokens(1, 20))
 
 
+@pytest.mark.long
 def test_an_error_is_met_with_fewer_slots_the_larger_it_is():
     taken = captured(length=60)
     strict, loose = (fk.tune(taken, max_error=error) for error in (0.02, 0.3))
@@ -213,6 +216,7 @@ def test_an_error_is_met_with_fewer_slots_the_larger_it_is():
     assert loose.record["slots"] < strict.record["slots"]
 
 
+@pytest.mark.long
 def test_tuning_is_deterministic_and_reports_progress():
     taken = captured()
     seen = []
@@ -225,6 +229,7 @@ def test_tuning_is_deterministic_and_reports_progress():
     assert {step[2] for step in seen} == {"layer 1 of 2", "layer 2 of 2"}
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     taken = captured()
     whole = fk.tune(taken, 8)

@@ -380,6 +380,7 @@ def test_threads_change_no_bit(plan, tokens):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("slots", "cohorts", "sizes", "dtype", "seed"),
     [

@@ -56,6 +56,7 @@ def fresh(monkeypatch, tmp_path, compiler):
     build._load.cache_clear()
 
 
+@pytest.mark.long
 def test_a_processor_is_told_by_what_the_system_says_of_it(monkeypatch):
     monkeypatch.setattr(sets, "_cpuinfo", lambda *names: [])
     monkeypatch.setattr("platform.processor", lambda: "its name")
@@ -319,6 +320,7 @@ def test_a_lock_that_is_held_is_waited_for_with_a_limit(kept, monkeypatch):
         assert native.missing() is None
 
 
+@pytest.mark.long
 def test_no_home(tmp_path):
     """A user whom the system does not know, as in many containers."""
     code = "from pathlib import Path\n"

@@ -101,6 +101,7 @@ else:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plan", "causal", "tokens"),
     [("fk.Plan(fk.Window(257))", False, 200_000), ("fk.budget(64, is_causal=True)", True, 200_000)],
@@ -132,6 +133,7 @@ def test_too_many_threads_are_an_error_not_a_crash(capsys):
     assert "--threads: expected a whole number from 1 to" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_kernels_never_ask_for_more_threads_than_a_process_may_have():
     code = """
 import torch, fewkeys as fk

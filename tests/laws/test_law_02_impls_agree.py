@@ -5,7 +5,7 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_PLANS, CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES, SOME_PLANS, Shape
-from executors import UNITS
+from executors import UNITS, in_turns
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.execute.torch import by_block
@@ -28,17 +28,15 @@ def both(plan, shape, dtype=torch.float64, grad=False):
     return zip(*results, strict=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_forward(plan, shape):
-    for fast, slow in both(plan, shape):
+@pytest.mark.parametrize(("name", "form"), in_turns(PLANS, SHAPES))
+def test_forward(name, form):
+    for fast, slow in both(PLANS[name], SHAPES[form]):
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("shape", CAUSAL_SHAPES.values(), ids=CAUSAL_SHAPES)
-@pytest.mark.parametrize("plan", CAUSAL_PLANS.values(), ids=CAUSAL_PLANS)
-def test_causal(plan, shape):
-    for fast, slow in both(plan, shape):
+@pytest.mark.parametrize(("name", "form"), in_turns(CAUSAL_PLANS, CAUSAL_SHAPES))
+def test_causal(name, form):
+    for fast, slow in both(CAUSAL_PLANS[name], CAUSAL_SHAPES[form]):
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-10)
 
 
@@ -103,11 +101,15 @@ FORMS = {"grouped": PLANS, "cross padded": PLANS} | dict.fromkeys(
 )
 ODD = [*((plan, False) for plan in SOME_PLANS.values()), *((plan, True) for plan in RUNNING_PLANS.values())]
 PAST = RUNNING_PLANS | {"block means": PLANS["key scan, block means"]}
-CASES = [pytest.param(plan, form, id=f"{name}-{form}") for form, plans in FORMS.items() for name, plan in plans.items()]
+CASES = [
+    pytest.param(plan, form, DTYPES[turn % 2], id=f"{name}-{form}-{DTYPES[turn % 2]}")
+    for place, (form, plans) in enumerate(FORMS.items())
+    for turn, (name, plan) in enumerate(plans.items(), place)
+]
+"""Plans and forms, each in one of the dtypes: the next plan, and the next form, takes the other."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("plan", "form"), CASES)
+@pytest.mark.parametrize(("plan", "form", "dtype"), CASES)
 def test_executors_agree_on_the_same_problem(plan, form, dtype):
     found = answers(plan, (SHAPES | CAUSAL_SHAPES)[form], dtype, grad=False)
     assert_alike(found, dtype)

@@ -77,6 +77,7 @@ for length in (low, high):
 """
 
 
+@pytest.mark.long
 def test_auto_is_the_same_in_every_process(tmp_path):
     """On both sides of where it changes from exact attention to the plan, by the times that the first one measured."""
     if native.missing() is None:

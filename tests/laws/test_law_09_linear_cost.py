@@ -162,6 +162,7 @@ EVERY_KEY = {
 """Every tile of queries reads all keys, not those that its band reaches; the answer is the same."""
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_quadratic_kernel_is_seen(counting, tmp_path):
     """The same kernels but for `EVERY_KEY`, in a copy that is compiled without optimisation, to be quick."""
@@ -199,6 +200,7 @@ def test_nothing_counted_is_no_proof():
         assert_linear(none, none, ["touched"])
 
 
+@pytest.mark.long
 def test_long_sequence_fits_in_a_gigabyte():
     """n = 65,536, budget 192, one head of 64: the peak above the inputs, in a process of its own."""
     code = """

@@ -243,7 +243,7 @@ def test_every_dtype(weights, dtype):
 
 @pytest.mark.parametrize("size", [1, 40])
 def test_cutting_into_pieces_does_not_matter(size, monkeypatch):
-    for name in ("CHUNK", "TILE", "BATCH"):
+    for name in ("CHUNK_SCORES", "TILE", "BATCH"):
         monkeypatch.setattr(grouped, name, size)
     case = replace(TANGLED, batch=1, kv_heads=1, per_key_head=2, queries=17, keys=17, query_groups=2)
     assert_agree(case, fk.Window(3), fk.Drop(), fk.weights.Entmax(1.5))
@@ -267,6 +267,7 @@ def test_queries_without_edges_give_zeros_and_no_gradient():
             assert torch.equal(grads[0][empty], torch.zeros_like(grads[0][empty]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
 def test_gradients_of_the_joined_rows(alpha):
     case = Case(1, 1, 2, 4, 5, 3, 2, 2, 0.2, 0, False, False, 3)

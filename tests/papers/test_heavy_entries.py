@@ -185,12 +185,12 @@ def test_equals_brute_force_on_many_keys(n):
 def test_several_blocks_of_keys_and_queries(monkeypatch):
     for module, name, size in (
         (gram, "BLOCK", 64),
-        (gram, "CHUNK", 2048),
-        (search, "CHUNK", 2048),
+        (gram, "BLOCK_FEATURES", 2048),
+        (search, "SCORES", 2048),
         (direct, "BLOCK", 64),
     ):
         monkeypatch.setattr(module, name, size)
-    monkeypatch.setattr(direct, "CHUNK", 2048)
+    monkeypatch.setattr(direct, "SCORES", 2048)
     g = torch.Generator().manual_seed(0)
     k = torch.randn(1, 2, 333, 5, generator=g, dtype=torch.float64).cumsum(2)
     q = torch.randn(1, 4, 150, 5, generator=g, dtype=torch.float64)

@@ -137,6 +137,7 @@ def test_estimated_scores_alone_change_nothing(kind, seed, monkeypatch):
     assert all(look.shape[-1] < 24 for look in looks)
 
 
+@pytest.mark.long
 @PROJECTION
 def test_no_key_is_lost_for_any_query(projection):
     """Keys whose score is eps or more hold every entry >= eps of any query, also of one that knows the sketch: where
@@ -258,6 +259,7 @@ def test_entries_from_estimated_numerators():
     assert (found[sure] > 0).double().mean() >= 0.8
 
 
+@pytest.mark.long
 def test_everything_together_and_in_half_the_precision():
     k = normal(2, 2, 30_000, 6).float()
     k[:, :, 5] *= 120
@@ -303,7 +305,7 @@ def test_blocks_do_not_matter(monkeypatch):
     whole = heavy_entries(q, k, 2e-3, sketch=sketch)
     for module in (gram, direct):
         monkeypatch.setattr(module, "BLOCK", 70)
-    monkeypatch.setattr(search, "CHUNK", 500)
+    monkeypatch.setattr(search, "SCORES", 500)
     parts = heavy_entries(q, k, 2e-3, sketch=sketch)
     assert torch.equal(whole.indices, parts.indices)
     torch.testing.assert_close(whole.values, parts.values)

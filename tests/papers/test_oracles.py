@@ -155,6 +155,7 @@ def test_never_worse_than_oblivious_with_many_keys(seed, r, method):
     assert (error(found, weights, values) <= error(oblivious, weights, values) + 1e-12).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keys", [11, 80])
 @settings(max_examples=3)
 @given(seed=seeds)
@@ -173,6 +174,7 @@ def rows_of(weights, values):
     return supports.Mixtures(values, weights, weights @ values, torch.ones_like(weights, dtype=torch.bool))
 
 
+@pytest.mark.long
 def test_against_brute_force():
     """ "auto" is optimal where it can try all supports; the solvers behind it stay within 5 % on average."""
     gaps = {"search": [], "top r": [], **{method: [] for method in SOLVERS}}
@@ -251,6 +253,7 @@ def test_identity_of_the_error_of_dropping(seed):
     torch.testing.assert_close(found, dropped[:, 0] * distance.norm(dim=-1))
 
 
+@pytest.mark.long
 @settings(max_examples=10)
 @given(seed=seeds, r=st.integers(1, 7))
 def test_orthogonal_values_of_equal_norm_make_sight_useless(seed, r):

@@ -148,6 +148,7 @@ def test_an_interrupted_fit_goes_on_bit_for_bit(tmp_path, after, shared):
     assert resumed.record == whole.record
 
 
+@pytest.mark.long
 def test_more_epochs_go_on_and_finished_ones_are_not_done_again(tmp_path, monkeypatch):
     capture = captured()
     straight = fit(capture, epochs=5, patience=9)

@@ -37,6 +37,7 @@ def naive(selector, q, k, joined):
     return mask
 
 
+@pytest.mark.long
 @given(t=st.floats(0.1, 5.0), seed=st.integers(0, 99))
 def test_distance(t, seed):
     q, k, _ = SMALL.draw(seed)
@@ -51,6 +52,7 @@ def test_distance(t, seed):
     assert graph.rows.shape[-1] == graph.to_mask().sum(-1).max()
 
 
+@pytest.mark.long
 @given(beta=st.integers(1, 20), seed=st.integers(0, 99))
 def test_uniform_buckets(beta, seed):
     q, k, _ = SMALL.draw(seed)
@@ -91,6 +93,7 @@ def test_equal_buckets_by_rank(beta, seed, lengths):
     assert sizes.max() <= math.ceil(17 / beta)
 
 
+@pytest.mark.long
 @given(beta=st.integers(1, 9), seed=st.integers(0, 99))
 def test_equal_buckets_by_edges(beta, seed):
     q, k, _ = SMALL.draw(seed)
@@ -104,6 +107,7 @@ def test_equal_buckets_by_edges(beta, seed):
     assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
 
 
+@pytest.mark.long
 @given(count=st.integers(1, 8), data=st.data(), rounds=st.integers(1, 3), seed=st.integers(0, 99))
 def test_clusters(count, data, rounds, seed):
     top = data.draw(st.integers(1, count))
@@ -121,6 +125,7 @@ def test_clusters(count, data, rounds, seed):
     assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
 
 
+@pytest.mark.long
 @given(count=st.integers(1, 8), seed=st.integers(0, 99))
 def test_pairs_of_clusters(count, seed):
     q, k, _ = SMALL.draw(seed)
@@ -146,6 +151,7 @@ def test_the_gold_graph_is_the_support(alpha, seed):
         assert torch.equal(found, fk.weights.Entmax(alpha).kernel([scores])[0] > 0)
 
 
+@pytest.mark.long
 def test_the_gold_graph_of_a_long_sequence_comes_in_blocks():
     from largest import Largest
 

@@ -44,6 +44,7 @@ def test_double_precision_stays():
     assert torch.equal(found, fk.attention(*tensors, plan=fk.budget(24)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [SHAPES["plain"], CAUSAL_SHAPES["causal"]], ids=["plain", "causal"])
 def test_gradients_are_those_of_the_lowered_call(shape):
     plan = fk.budget(24, is_causal=shape.is_causal)

@@ -14,7 +14,7 @@ from fewkeys.core.validation import check_inputs
 from fewkeys.sketch.cohorts import cohorts, own_importance
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, ordered, smallest, split_apart
-from fewkeys.sketch.tilted import Wanted
+from fewkeys.sketch.tilted import TiltArgs
 from native_cases import needs_compiler
 
 
@@ -143,7 +143,7 @@ def test_sums_have_exact_gradients():
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
     def found(k, v):
-        _, _, *sums, _, together = tilted._by_torch(k, v, Wanted(None, facts, 3, True, WHOLE))
+        _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(None, facts, 3, True, WHOLE))
         return (*sums, together)
 
     assert torch.autograd.gradcheck(found, (key, value))
@@ -162,7 +162,7 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     found, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
     for answer in (tilted._ByKernels.apply, tilted._by_torch):
         given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
-        sums = answer(*given, Wanted(x.valid, facts, 6, True, WHOLE))
+        sums = answer(*given, TiltArgs(x.valid, facts, 6, True, WHOLE))
         passed = torch.autograd.grad([sums[2], sums[3], sums[5]], given, coming)
         found.append([*(part.detach() for part in sums), *passed])
     for one, other in zip(*found, strict=True):

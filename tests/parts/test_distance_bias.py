@@ -179,7 +179,7 @@ def test_cohorts_give_way():
     found, wanted = (fk.attention(query, key, value, plan=own, **options) for own in (plan, plan.without_cohorts()))
     assert torch.equal(found, wanted)
     told = fk.explain(query, key, value, plan=plan, **options)
-    assert told.reason.endswith("without cohorts, which a bias of the distance does not know")
+    assert told.reason.endswith("without cohorts, which do not support a distance bias")
     assert "cohorts" not in fk.explain(query, key, value, plan=plan, key_mask=options["key_mask"]).reason
     with pytest.raises(ValueError, match=r"^distance_bias: expected a plan .* got extra edges, cohorts or a scan"):
         prepare(check_inputs(query, key, value, **options), plan)

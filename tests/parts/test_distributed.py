@@ -105,6 +105,7 @@ def test_without_a_process_group():
         fkd.leverage_scores(torch.ones(1, 1, 3, 2))
 
 
+@pytest.mark.long
 def test_the_documented_example_runs_under_torchrun(tmp_path):
     page = (ROOT / "docs" / "distributed.md").read_text()
     script = tmp_path / "script.py"

@@ -310,6 +310,7 @@ def test_a_crafted_stream_is_refused(make, change, tmp_path):
         Stream.load(path)
 
 
+@pytest.mark.long
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_tensor_of_any_other_shape_or_dtype_is_refused(data):
@@ -386,9 +387,9 @@ def test_a_plan_cannot_point_outside_its_folder(tmp_path):
         fk.Plan.from_pretrained(tmp_path / "inner")
 
 
-def test_edges_that_fall_are_refused():
+def test_descending_edges_are_refused():
     edges = torch.tensor([[[0.0, 2.0, 1.0]]])
-    with pytest.raises(ValueError, match="rise"):
+    with pytest.raises(ValueError, match="ascending"):
         Edges(edges, edges)
 
 

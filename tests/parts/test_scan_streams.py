@@ -36,6 +36,7 @@ def test_pieces_give_what_the_whole_gives(plan, sizes, padding, seed):
     same(torch.cat(outputs, 2), whole(plan, tokens))
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(
     steps=st.lists(

@@ -1,1 +1,1 @@
-"""What a plan costs in time and memory, side by side with exact attention."""
+"""The time and memory of plans, side by side with exact attention."""

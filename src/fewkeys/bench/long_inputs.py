@@ -1,4 +1,4 @@
-"""Queries, keys and values of any length: random ones, and a model's own, one text segment after another."""
+"""Queries, keys and values of any length: random ones, and captured ones, one text segment after another."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def random_inputs(dim: int, *, dtype: torch.dtype, device: torch.device, seed: i
 def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.device) -> Draw:
     """The first heads of the middle layer, its sequences joined end to end.
 
-    Keys and values as the model makes them, in a context longer than the model has seen. Asking for more tokens or key
-    heads than the capture holds raises `ValueError`.
+    The context is longer than those of the model. More tokens or key heads than the capture holds raise `ValueError`.
     """
     if capture.biased:
         raise ValueError(
-            "capture: expected scores of queries and keys alone, got a model that adds a bias of distances, which no "
-            "longer text than its own is known to have; use another model, or random inputs"
+            "capture: expected scores of queries and keys alone, got a model with a distance bias, which is "
+            "unknown for texts longer than its own; use another model, or random inputs"
         )
     layer = capture.layers // 2
     gqa_ratio = capture.query_heads // capture.kv_heads

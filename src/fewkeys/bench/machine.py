@@ -1,4 +1,4 @@
-"""Where a measurement ran: enough to judge its timings, nothing that names the user or the date."""
+"""The machine of a measurement: enough to judge timings, without the user's name and the date."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def versions(*, with_transformers: bool = False) -> dict[str, str]:
     """Versions of fewkeys, python, torch and, on request, transformers."""
-    found = {"fewkeys": VERSION, "python": platform.python_version(), "torch": torch.__version__}
-    return {**found, "transformers": _version("transformers")} if with_transformers else found
+    numbers = {"fewkeys": VERSION, "python": platform.python_version(), "torch": torch.__version__}
+    return {**numbers, "transformers": _version("transformers")} if with_transformers else numbers
 
 
 def _version(package: str) -> str:

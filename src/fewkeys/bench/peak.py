@@ -1,4 +1,4 @@
-"""The most memory that tensors held at once while something ran: the same on every machine, and on every device."""
+"""The peak memory of the tensors that live while code runs: the same on every machine and device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make inside this context, while they live.
+    """Counts the bytes of the live storages that operations inside this context have made.
 
-    `peak` is the most at once, in bytes, beyond what existed before. Memory that a kernel uses and frees within one
-    operation is not seen. Slows down what runs inside: for measuring memory, not time.
+    `peak` is the largest count so far. Memory that a kernel uses and frees within one operation is not counted. The
+    context slows code down: measure memory with it, not time.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._now = 0
-        self._known: set[int] = set()
+        self._live: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
@@ -33,14 +33,14 @@ class PeakMemory(TorchDispatchMode):
     def _watch(self, tensor: Tensor, before: set[int]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known or key in before:
+        if key in self._live or key in before:
             return
         size = storage.nbytes()
-        self._known.add(key)
+        self._live.add(key)
         self._now += size
         self.peak = max(self.peak, self._now)
         weakref.finalize(storage, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._live.discard(key)
         self._now -= size

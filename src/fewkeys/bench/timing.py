@@ -1,8 +1,8 @@
 """Time, memory and error of plans against exact attention, side by side, length by length.
 
-At every length exact attention and the plans take turns; figures are medians over the turns, and a ratio is the median
-of the ratios turn by turn, so that a machine that slows down slows both. The plans always run; `auto` says what
-`impl="auto"` would have done.
+At every length exact attention and the plans take turns. Figures are medians over the turns, and a ratio is the median
+of the ratios turn by turn, so that a machine that slows down slows both. The plans always run; `auto` says whether
+`impl="auto"` would have run them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fewkeys.plan import Plan
 from fewkeys.rest.base import BlockStandIns
 
 TURNS, FEWEST_TURNS, ENOUGH_SECONDS = 15, 3, 10.0
-"""Turns at a length: `TURNS`, or fewer once they have taken this long, but never fewer than the fewest."""
+"""A length takes `TURNS` turns, or at least `FEWEST_TURNS` if they take longer than `ENOUGH_SECONDS`."""
 EXACT_PAIRS = 2**32
-"""Pairs of a query and a key that exact attention may have: longer inputs take fewer heads."""
+"""The most pairs of a query and a key that exact attention runs: longer inputs take fewer heads."""
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor, Tensor, float]]
 """Query, key, value (1, H, N, D) and the scale, for N tokens and H heads."""
@@ -51,11 +51,10 @@ class Timing:
         length, heads: tokens, and heads that ran together.
         ms, ms_low, ms_high: median and quartiles of a call; with `backward`, of a call and its gradients.
         ratio, ratio_low, ratio_high: exact attention's time over this one's, turn by turn: median and quartiles.
-        select_ms, prepare_ms, attend_ms: choosing keys, making stand-ins, attending, apart (forward only).
-        peak_bytes: the most that tensors held at once beyond the inputs; None for exact attention.
+        select_ms, prepare_ms, attend_ms: choosing keys, making stand-ins and attending alone (forward only).
+        peak_bytes: peak memory of the tensors beyond the inputs; None for exact attention.
         tensor_bytes: of query, key, value and output together.
-        floor_ms: what the arithmetic and the bytes of the plan take at the machine's measured rates; for exact
-            attention, of its own.
+        floor_ms: the time of the plan's (or exact attention's) arithmetic and bytes at the machine's measured rates.
         error: mean relative output error; None where the inputs are random.
         auto: "plan" or "exact", what `impl="auto"` runs.
     """
@@ -81,7 +80,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine can do: `bytes_per_ms` copied, `operations_per_ms` in matrix products (2 per multiply-add)."""
+    """The speed of the machine: `bytes_per_ms` copied, `operations_per_ms` in matrix products (2 per multiply-add)."""
 
     bytes_per_ms: float
     operations_per_ms: float
@@ -99,14 +98,14 @@ def bench(
     impl: Impl = "auto",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[list[Timing], Rates]:
-    """Time every plan at every length, by the executor `impl`. `real`: a model's inputs, so that errors mean something.
+    """Time every plan at every length, by the executor `impl`. `real`: whether to measure errors (captured inputs).
 
-    Inputs so long that exact attention would take minutes get fewer heads (`EXACT_PAIRS`); `Timing.heads` says so.
+    Long inputs, on which exact attention would take minutes, get fewer heads (`EXACT_PAIRS`), see `Timing.heads`.
     """
     sizes = [max(1, min(heads, EXACT_PAIRS // length**2)) for length in lengths]
     query, key, value, _ = draw(min(lengths), heads)
     rates = measure_rates(query.device, query.dtype)
-    found = []
+    timings = []
     for number, (length, count) in enumerate(zip(lengths, sizes, strict=True)):
         query, key, value, scale = draw(length, count)
         tensors = [x.requires_grad_(backward) for x in (query, key, value)]
@@ -125,22 +124,23 @@ def bench(
         times = _turns(call, plans, tensors, backward, say)
         truth = call(None).detach() if real else None
         for name, plan in {"exact": None, **plans}.items():
-            found.append(_timing(name, plan, inputs, times, truth, call, rates, backward))
+            timings.append(_timing(name, plan, inputs, times, truth, call, rates, backward))
     if progress is not None:
         progress(len(lengths) * TURNS, len(lengths) * TURNS, "done")
-    return found, rates
+    return timings, rates
 
 
 def growth(rows: Sequence[Timing], name: str, start: int = 4096) -> float | None:
-    """The exponent with which a plan's time per head grows, from `start` tokens (where no two
-    lengths are that long: the first) to the last.
+    """The exponent with which a plan's time per head grows from `start` tokens to the last length.
+
+    If fewer than two lengths are that long, it starts at the first.
     """
-    own = sorted((row for row in rows if row.name == name), key=lambda row: row.length)
-    late = [row for row in own if row.length >= start]
-    own = late if len(late) > 1 else own
-    if len(own) < 2:
+    timings = sorted((row for row in rows if row.name == name), key=lambda row: row.length)
+    late = [row for row in timings if row.length >= start]
+    timings = late if len(late) > 1 else timings
+    if len(timings) < 2:
         return None
-    first, last = own[0], own[-1]
+    first, last = timings[0], timings[-1]
     return math.log(last.ms / last.heads * first.heads / first.ms) / math.log(last.length / first.length)
 
 
@@ -204,7 +204,7 @@ def _timing(
     low, middle, high = _quartiles(times[name])
     ratios = _quartiles([a / b for a, b in zip(times["exact"], times[name], strict=True)])
     size = x.query.element_size()
-    held = size * x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
+    tensor_bytes = size * x.batch * (x.query_heads * x.queries + x.kv_heads * x.keys) * (x.head_dim + x.value_dim)
     pairs = x.batch * x.query_heads * x.queries
     work = 2.0 * visible_keys(x) * (x.head_dim + x.value_dim)
     parts: tuple[float, ...] = ()
@@ -219,7 +219,7 @@ def _timing(
         error = None if truth is None else output_error(output, truth)
     select, prepare, attend = parts or (None, None, None)
     passes = 3.5 if backward else 1.0  # the gradient of a matrix product is two products, and scores are formed again
-    floor = max(held / rates.bytes_per_ms, passes * work * pairs / rates.operations_per_ms)
+    floor = max(tensor_bytes / rates.bytes_per_ms, passes * work * pairs / rates.operations_per_ms)
     return Timing(
         name,
         x.keys,
@@ -234,7 +234,7 @@ def _timing(
         prepare,
         attend,
         peak,
-        held,
+        tensor_bytes,
         floor,
         error if plan is not None else None if truth is None else 0.0,
         "exact" if plan is None or exact_is_faster(x, plan) else "plan",
@@ -252,7 +252,7 @@ def _parts(inputs: Inputs, plan: Plan) -> tuple[float, float, float]:
         marks.append(now(device))
         stand_ins = plan.rest.prepare(x, graph, plan.weights)
         if isinstance(stand_ins, BlockStandIns):
-            _ = stand_ins.states  # which would be made while attending
+            _ = stand_ins.states  # computed lazily: otherwise while attending
         marks.append(now(device))
         dispatch.attend(Problem(x, graph, stand_ins, plan.weights))
         marks.append(now(device))

@@ -1,8 +1,8 @@
-"""What the attention layers of a model were given, kept on disk: tensors and files only, no model.
+"""The inputs of a model's attention layers, kept on disk: tensors and files only, no model.
 
-A capture is a folder with one safetensors file per layer and batch, one with the output projections, and one
-`capture.json` that describes them; where gradients are kept, one file more per layer and batch.
-`fewkeys.captures.writer` writes it. `Capture` maps the files back into memory when they are asked for.
+A capture is a folder with one safetensors file per layer and batch, one with the output projections, and a
+`capture.json` that describes them. With gradients there is one more file per layer and batch.
+`fewkeys.captures.writer` writes it. `Capture` maps the files into memory on demand.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ PROJECTIONS = "projections.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """One attention call of one layer on one batch: what `fewkeys.attention` needs to answer it.
+    """The inputs of one attention call: one layer on one batch.
 
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); `key_mask` bool (B, Nk) with True
-    for the real keys, None when all are; `query_mask` bool (B, Nq) likewise where the queries are other tokens than
-    the keys. `query_offset` is the position of query 0 among the keys (causal calls).
+    for the real keys, None when all are; `query_mask` bool (B, Nq) likewise if the queries are other tokens than the
+    keys. `query_offset` is the position of query 0 among the keys (causal calls).
 
-    `distance_bias` (Hq, 2 R + 1), where the model adds one to its scores: as `fewkeys.attention` has it.
-    `gradient` (B, Hq, Nq, Dv), where a capture keeps it: by the output (`fewkeys.integrations.sensitivity`).
+    `distance_bias` (Hq, 2 R + 1): as in `fewkeys.attention`, None if the model has none.
+    `gradient` (B, Hq, Nq, Dv): with respect to the output, if a capture keeps it (`fewkeys.integrations.sensitivity`).
 
-    What the model asks beyond that, if anything, and no capture holds: `window`: a query sees no more than what
-    `Window(window)` keeps; `softcap`: scores become weights by `Softcap(softcap)`; `sink` (Hq,): one more score for
-    every query of a head, whose value is zero.
+    Three more features of models, which captures do not hold. `window`: a query sees only the keys that
+    `Window(window)` keeps. `softcap`: scores become weights by `Softcap(softcap)`. `sink` (Hq,): one more score for
+    every query of a head, with a value of zero.
     """
 
     query: Tensor
@@ -60,19 +60,21 @@ class AttentionInputs:
     gradient: Tensor | None = None
 
     def options(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Options:
-        """What `fewkeys.attention` is told of the call beside its tensors."""
-        found: Options = {"is_causal": self.is_causal, "scale": self.scale, "key_mask": self.key_mask}
-        more: Options = {"query_offset": self.query_offset, "generator": generator, "impl": impl}
-        return found | more | {"distance_bias": self.distance_bias}
+        """The options of `fewkeys.attention` for the call."""
+        options: Options = {"is_causal": self.is_causal, "scale": self.scale, "key_mask": self.key_mask}
+        options |= {"query_offset": self.query_offset, "generator": generator, "impl": impl}
+        return options | {"distance_bias": self.distance_bias}
 
     def checked(self, generator: torch.Generator | None = None, impl: Impl = "auto") -> Inputs:
-        """The problem that the call poses."""
+        """The call as validated `Inputs`."""
         return check_inputs(self.query, self.key, self.value, **self.options(generator, impl))
 
-    def rows(self, own: slice) -> AttentionInputs:
-        """The sequences `own` alone: views."""
-        given = {name: getattr(self, name) for name in ("query", "key", "value", "key_mask", "query_mask", "gradient")}
-        return replace(self, **{name: item[own] for name, item in given.items() if item is not None})
+    def rows(self, index: slice) -> AttentionInputs:
+        """The sequences at `index`: views."""
+        tensors = {
+            name: getattr(self, name) for name in ("query", "key", "value", "key_mask", "query_mask", "gradient")
+        }
+        return replace(self, **{name: item[index] for name, item in tensors.items() if item is not None})
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,7 @@ class Capture:
     """Queries, keys and values of every attention layer of a model on some batches, memory-mapped from `directory`.
 
     `sequences` counts over all `batches`; `scales` has one softmax scale per layer. Made by
-    `CaptureWriter.finish` or `Capture.load`. A capture in a temporary directory removes it when the object goes.
+    `CaptureWriter.finish` or `Capture.load`. A temporary directory is removed with the object.
     """
 
     directory: Path
@@ -97,11 +99,11 @@ class Capture:
     tokens: int
     dtype: str
     weights: tuple[float, ...] = field(default=(), repr=False)
-    """A number for every layer's weights in the model, by which it is known again; none where nobody told them."""
+    """A number for every layer's weights, which identifies the model; empty if unknown."""
     gradients: bool = False
     """Whether every call holds its gradient."""
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The fingerprint of each file of tensors by its name, checked when it is first read."""
+    """The fingerprint of each file of tensors by its name, checked at the first read."""
     _guard: object = field(default=None, repr=False)
     _part: tuple[tuple[int, slice], ...] | None = field(default=None, repr=False)
     _sound: set[str] = field(default_factory=set, repr=False)
@@ -116,19 +118,19 @@ class Capture:
         return self._calls(layer)
 
     def _calls(self, layer: int) -> Iterator[AttentionInputs]:
-        every = [(batch, slice(None)) for batch in range(self.batches)]
-        for batch, own in every if self._part is None else self._part:
+        all_batches = [(batch, slice(None)) for batch in range(self.batches)]
+        for batch, rows in all_batches if self._part is None else self._part:
             name = file_name(layer, batch)
             tensors = self._read(name)
             if name not in self._sound:
                 self._check(name, tensors)
             query, key, value = (tensors[name] for name in ("query", "key", "value"))
             offset = key.shape[2] - query.shape[2] if self.is_causal else 0
-            more: dict[str, Any] = {name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias")}
-            more["gradient"] = self._gradient(layer, batch, query) if self.gradients else None
-            given = query, key, value, self.scales[layer], self.is_causal
-            call = AttentionInputs(*given, query_offset=offset, **more)
-            yield call if self._part is None else call.rows(own)
+            optional: dict[str, Any] = {name: tensors.get(name) for name in ("key_mask", "query_mask", "distance_bias")}
+            optional["gradient"] = self._gradient(layer, batch, query) if self.gradients else None
+            scale = self.scales[layer]
+            call = AttentionInputs(query, key, value, scale, self.is_causal, query_offset=offset, **optional)
+            yield call if self._part is None else call.rows(rows)
 
     def _gradient(self, layer: int, batch: int, query: Tensor) -> Tensor:
         name = gradient_name(layer, batch)
@@ -139,7 +141,7 @@ class Capture:
         return tensors["gradient"]
 
     def _read(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file, mapped; those of the fingerprint in the index, which is checked once."""
+        """The tensors of one file, mapped. The first read checks their fingerprint."""
         try:
             tensors = mapped(self.directory / name)
             if name not in self._sound and self.files.get(name) != fingerprint(name, tensors):
@@ -149,7 +151,7 @@ class Capture:
         return tensors
 
     def _check(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse tensors that are not those of a call of this model; what is sound is remembered."""
+        """Refuse tensors that do not fit a call of this model, and remember the name of a sound file."""
         size = {axis: tensors[axis].shape for axis in ("query", "key") if axis in tensors and tensors[axis].ndim == 4}
         (batch, _, queries, _), (_, _, keys, _) = (size.get(axis, (1, 1, 1, 1)) for axis in ("query", "key"))
         forms = {
@@ -168,7 +170,7 @@ class Capture:
         self._fits(name, tensors, {name: form for name, form in forms.items() if name not in optional})
 
     def _fits(self, name: str, tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-        """Refuse a file of other tensors; one that is sound is remembered."""
+        """Refuse a file of other tensors, and remember the name of a sound one."""
         try:
             check(tensors, forms)
         except ValueError as error:
@@ -177,16 +179,16 @@ class Capture:
 
     @property
     def biased(self) -> bool:
-        """Whether the model adds a bias of distances to its scores. Reads one call."""
+        """Whether the model adds a distance bias to its scores. Reads one call."""
         return next(self.calls(0)).distance_bias is not None
 
     def part(self, start: int, stop: int) -> Capture:
-        """The capture of sequences start .. stop - 1 alone, in the same files: to hold some out."""
+        """The capture of sequences start .. stop - 1, in the same files: for held-out sequences."""
         if not 0 <= start < stop <= self.sequences:
             raise ValueError(
                 f"start, stop: expected a range of the {self.sequences} captured sequences, got {start} .. {stop}"
             )
-        own: list[tuple[int, slice]] = []
+        kept: list[tuple[int, slice]] = []
         first = tokens = 0
         ranges = self._part or tuple((batch, slice(None)) for batch in range(self.batches))
         for (batch, rows), call in zip(ranges, self.calls(0), strict=True):
@@ -194,16 +196,16 @@ class Capture:
             here = range(count)[max(0, start - first) : max(0, stop - first)]
             if here:
                 shift = rows.start or 0
-                own.append((batch, slice(shift + here.start, shift + here.stop)))
+                kept.append((batch, slice(shift + here.start, shift + here.stop)))
                 mask = None if call.key_mask is None else call.key_mask[here.start : here.stop]
                 tokens += len(here) * call.query.shape[2] if mask is None else int(mask.sum())
             first += count
-        return replace(self, batches=len(own), sequences=stop - start, tokens=tokens, _part=tuple(own))
+        return replace(self, batches=len(kept), sequences=stop - start, tokens=tokens, _part=tuple(kept))
 
     def projection(self, layer: int) -> Tensor | None:
-        """The weights (out, Hq, Dv) of the linear map that reads the layer's attention output, None if unknown.
+        """The weights (out, Hq, Dv) of the layer's output projection, None if unknown.
 
-        `sum_h weights[:, h] @ output[h]` is the layer's output, up to its bias.
+        `sum_h weights[:, h] @ output[h]` is the layer's output without its bias.
         """
         path = self.directory / PROJECTIONS
         weight = self._read(PROJECTIONS).get(str(layer)) if PROJECTIONS in self.files else None
@@ -216,7 +218,7 @@ class Capture:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Capture:
-        """Open a finished capture. Raises `ValueError` when `directory` is not one, or only half of one."""
+        """Open a finished capture. Raises `ValueError` if `directory` holds none, or an unfinished one."""
         folder = Path(directory)
         index = folder / INDEX
         if not index.is_file():
@@ -239,7 +241,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Record:
-    """What `capture.json` holds; `files`: the fingerprint of each file of tensors by its name."""
+    """The content of `capture.json`; `files`: the fingerprint of each file of tensors by its name."""
 
     format_version: int
     model_name: str
@@ -274,25 +276,25 @@ class Record:
 
     def capture(self, directory: Path) -> Capture:
         """The capture in this folder."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "format_version"}
-        return Capture(directory=directory, **own)
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "format_version"}
+        return Capture(directory=directory, **values)
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 def file_name(layer: int, batch: int) -> str:
-    """Of the tensors of a call."""
+    """The name of the file with the tensors of a call."""
     return f"layer{layer:03d}-batch{batch:05d}.safetensors"
 
 
 def gradient_name(layer: int, batch: int) -> str:
-    """Of its gradient."""
+    """The name of the file with the gradient of a call."""
     return f"gradient{layer:03d}-batch{batch:05d}.safetensors"
 
 
 def what_is_in(folder: Path) -> str:
-    """What stands in the way at `folder`, and what to do about it."""
+    """Why `folder` is not as expected, and how to mend it: the end of an error message."""
     if not folder.is_dir():
         return f"{folder} is not a folder; make the capture first"
     if (folder / INDEX).exists():

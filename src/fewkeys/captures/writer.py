@@ -1,6 +1,6 @@
-"""Writes a capture: one attention call at a time, `capture.json` last, by rename.
+"""Writes a capture: one attention call at a time, and `capture.json` last, by rename.
 
-So a folder without it is not a capture, however many files of tensors it has.
+A folder without `capture.json` is not a capture, even if it has files of tensors.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CaptureWriter:
         bias = None if inputs.distance_bias is None else working(inputs.distance_bias)
         more = {"key_mask": inputs.key_mask, "query_mask": inputs.query_mask, "distance_bias": bias}
         tensors = {"query": query, "key": key, "value": value}
-        tensors |= {name: one for name, one in more.items() if one is not None}
+        tensors |= {name: tensor for name, tensor in more.items() if tensor is not None}
         path = self.directory / file_name(self._layer, self._batches)
         self._written.append(path)
         self._save(path, tensors)
@@ -112,18 +112,18 @@ class CaptureWriter:
         self._batches += 1
 
     def write_projections(self, weights: Mapping[int, Tensor]) -> None:
-        """Write the output projections (out, Hq Dv) of the layers where they are known."""
+        """Write the known output projections (out, Hq Dv) by layer."""
         path = self.directory / PROJECTIONS
         self._written.append(path)
         self._save(path, {str(layer): weight for layer, weight in weights.items()})
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        held = plain(tensors)
-        self._files[path.name] = fingerprint(path.name, held)
-        save_file(held, path)
+        copies = plain(tensors)
+        self._files[path.name] = fingerprint(path.name, copies)
+        save_file(copies, path)
 
     def finish(self, weights: Sequence[float] = ()) -> Capture:
-        """Write `capture.json` and return the capture. `weights`: of the capture."""
+        """Write `capture.json` and return the capture. `weights`: as in `Capture`."""
         if self._batches == 0 or self._layer:
             raise ValueError("batches: expected at least one whole batch, got none")
         record = Record(
@@ -149,12 +149,12 @@ class CaptureWriter:
         for path in self._written:
             path.unlink(missing_ok=True)
         if self._created:
-            with suppress(OSError):  # somebody put something else there: leave it
+            with suppress(OSError):  # the folder holds other files: leave it
                 self.directory.rmdir()
 
 
 class _Removal:
-    """Removes a folder when this object goes, at the latest at exit."""
+    """Removes a folder when this object is collected, at the latest at exit."""
 
     def __init__(self, directory: Path) -> None:
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)

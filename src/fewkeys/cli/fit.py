@@ -18,7 +18,7 @@ from fewkeys.core.files import write_whole
 
 if TYPE_CHECKING:
     from fewkeys.captures.capture import Capture
-    from fewkeys.papers.sparsefinder.fit_report import Found
+    from fewkeys.papers.sparsefinder.fit_report import FitRow
 
 WORK = ".fitting"
 """Folder inside --out for the state of the fit, gone at the end."""
@@ -149,7 +149,7 @@ def _groupings(capture: Capture, margin: float) -> list[Any]:
     ]
 
 
-def _print_table(rows: Sequence[Found], seen: Capture, unseen: Capture) -> None:
+def _print_table(rows: Sequence[FitRow], seen: Capture, unseen: Capture) -> None:
     from fewkeys.report.console import Column, console, print_columns
 
     screen = console()

@@ -1,1 +1,1 @@
-"""The words that all other rooms use: problems, graphs, groups, weights, totals, metrics, validation."""
+"""The types that all other packages use: inputs, graphs, weights, totals; metrics and validation."""

@@ -1,4 +1,4 @@
-"""Rows that grow at their end, in memory or in a file without a name, with an eighth of room to spare."""
+"""Growing arrays of rows, in memory or in an unnamed file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 LEAST = 256
-"""Rows that there is room for at first."""
+"""The first capacity in rows."""
 SPARE = 8
-"""When rows are moved, there is room for a share of 1 / SPARE more of them."""
+"""A larger capacity is the old one plus 1 / SPARE of it."""
 ZEROS = bytes(2**20)
 
 _forks = 0
@@ -32,10 +32,10 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(eq=False)
 class Buffer:
-    """`rows` (..., count, X) of `held` (..., capacity, X). Appending a row moves SPARE others, on average.
+    """`rows` (..., count, X) in `held` (..., capacity, X). Appending a row moves SPARE others, on average.
 
-    `least`: rows that there is room for at first. `folder`: where `held` is a file, which goes with the buffer; None:
-    it is in memory. After a fork, parent and child move to a file of their own before they write.
+    `least`: the first capacity. `folder`: for a file with `held`, removed with the buffer; None: in memory. After a
+    fork, parent and child move to separate files before they write.
     """
 
     held: Tensor
@@ -56,10 +56,10 @@ class Buffer:
         return self.held[..., : self.count, :]
 
     def make_room(self, count: int) -> None:
-        """Make room for so many rows in all, to be written now; `OSError` where there is none, and nothing changed."""
+        """Make room for `count` rows in all, before writing them. `OSError`, without a change, on a full disk."""
         room = self.held.shape[-2]
         if count > room:
-            # Many rows at once get just their room: a prompt may be all that comes.
+            # Many rows at once get no spare room: the prompt may be the whole stream.
             self._move(max(self.least, count, room + room // SPARE))
         elif self.folder is not None and self._forks != _forks:
             self._move(room)
@@ -72,33 +72,33 @@ class Buffer:
         self.count = total
 
     def select(self, index: Tensor) -> Buffer:
-        """The sequences `index` of the first dimension, in memory or a file of their own."""
+        """The sequences `index` of the first dimension, in new memory or a new file."""
         shape = (len(index), *self.held.shape[1:])
-        held = allocated(shape, self.held, self.folder)
-        held[..., : self.count, :] = self.rows[index]
-        return Buffer(held, self.count, self.least, self.folder)
+        storage = allocated(shape, self.held, self.folder)
+        storage[..., : self.count, :] = self.rows[index]
+        return Buffer(storage, self.count, self.least, self.folder)
 
     def bytes(self) -> int:
-        """Memory held; files are not counted."""
+        """Bytes in memory; files do not count."""
         return 0 if self.folder is not None else self.held.numel() * self.held.itemsize
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         return self.select(torch.arange(len(self.held), device=self.held.device))
 
     def _move(self, room: int) -> None:
-        held = allocated((*self.held.shape[:-2], room, self.held.shape[-1]), self.held, self.folder)
-        held[..., : self.count, :] = self.rows
-        self.held, self._forks = held, _forks
+        storage = allocated((*self.held.shape[:-2], room, self.held.shape[-1]), self.held, self.folder)
+        storage[..., : self.count, :] = self.rows
+        self.held, self._forks = storage, _forks
 
 
-def allocated(shape: tuple[int, ...], like: Tensor, folder: str | None) -> Tensor:
-    """A tensor of undefined numbers, in memory or in a file of `folder` that goes with it.
+def allocated(shape: tuple[int, ...], template: Tensor, folder: str | None) -> Tensor:
+    """A tensor of undefined numbers, in memory or in a file of `folder` that is removed with it.
 
-    All of the file is written, so that a full disk is an `OSError` here and no fault later.
+    The whole file is written, so that a full disk raises `OSError` here and does not crash the process later.
     """
-    size = math.prod(shape) * like.itemsize
+    size = math.prod(shape) * template.itemsize
     if folder is None or not size:
-        return like.new_empty(shape)
+        return template.new_empty(shape)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             for at in range(0, size, len(ZEROS)):
@@ -111,4 +111,4 @@ def allocated(shape: tuple[int, ...], like: Tensor, folder: str | None) -> Tenso
             f"folder: expected room for {size} more bytes in {folder}, got {error.strerror}; free some, or name "
             "another folder",
         ) from None
-    return torch.frombuffer(mapped, dtype=like.dtype).view(shape)
+    return torch.frombuffer(mapped, dtype=template.dtype).view(shape)

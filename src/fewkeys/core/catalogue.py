@@ -1,8 +1,8 @@
 """The catalogues: which classes are public and may be loaded by name, filled as the classes are defined.
 
-A concrete class of this package enters by deriving from a `Listed` base, and so becomes loadable. Names that begin with
-an underscore do not, nor do classes defined elsewhere: a name in a file never leads to code that was not meant to be
-loaded. `class Mine(Selector, listed=True)` enters one of those, `listed=False` leaves one out.
+A concrete class of this package is listed if it derives from a `Listed` base, and files can then name it. Classes whose
+names begin with an underscore are not listed, nor are classes defined elsewhere: a name in a file cannot load
+unexpected code. `class Mine(Selector, listed=True)` lists such a class, `listed=False` leaves one out.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any, ClassVar, Generic, TypeVar
 PACKAGE = __name__.partition(".")[0]
 
 LATE = f"{PACKAGE}.papers"
-"""A room that no other imports: it is loaded when a name is asked for that no loaded class has."""
+"""A package that no other one imports: it is loaded on the first name that no loaded class has."""
 
 T = TypeVar("T")
 
 
 class Listed:
-    """Base of all that stands in a catalogue."""
+    """Base of all classes in catalogues."""
 
-    _known: ClassVar[dict[str, type[Any]]] = {}
+    _by_name: ClassVar[dict[str, type[Any]]] = {}
 
     def __init_subclass__(cls, *, listed: bool | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
         ours = cls.__module__.partition(".")[0] == PACKAGE and not cls.__name__.startswith("_")
         if not (ours if listed is None else listed):
             return
-        if cls.__name__ in Listed._known or (cls.__module__.partition(".")[0] != PACKAGE and _kind(cls.__name__)):
+        if cls.__name__ in Listed._by_name or (cls.__module__.partition(".")[0] != PACKAGE and _kind(cls.__name__)):
             raise ValueError(
                 f"{cls.__name__}: expected a name that is not in a catalogue yet, got that of "
-                f"{Listed._known[cls.__name__].__module__}; rename it, or leave it out by listed=False"
+                f"{Listed._by_name[cls.__name__].__module__}; rename it, or leave it out by listed=False"
             )
-        Listed._known[cls.__name__] = cls
+        Listed._by_name[cls.__name__] = cls
 
 
 class Catalogue(Collection[type[T]], Generic[T]):
@@ -45,21 +45,21 @@ class Catalogue(Collection[type[T]], Generic[T]):
         self.bases = bases
 
     def __iter__(self) -> Iterator[type[T]]:
-        # Whether a class is abstract is known only after it has entered; `issubclass` of abstract bases is slow.
+        # A class becomes abstract only after `__init_subclass__`; `issubclass` of abstract bases is slow.
         return (
             kind
-            for kind in Listed._known.values()
+            for kind in Listed._by_name.values()
             if any(base in kind.__mro__ for base in self.bases) and not inspect.isabstract(kind)
         )
 
     def __contains__(self, kind: object) -> bool:
-        return any(kind is known for known in self)
+        return any(kind is listed for listed in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def get(self, name: str) -> type[T] | None:
-        """The class of this name; None where the catalogue has none."""
+        """The class of this name; None if the catalogue has none."""
         kind = _kind(name)
         return kind if kind in self else None
 
@@ -70,7 +70,7 @@ class Catalogue(Collection[type[T]], Generic[T]):
 
 def is_listed(kind: type[Any]) -> bool:
     """Whether the name of a class leads to it."""
-    return Listed._known.get(kind.__name__) is kind
+    return Listed._by_name.get(kind.__name__) is kind
 
 
 def is_taken(kind: type[Any]) -> bool:
@@ -80,6 +80,6 @@ def is_taken(kind: type[Any]) -> bool:
 
 def _kind(name: str) -> type[Any] | None:
     """The class that a name leads to."""
-    if name not in Listed._known:
+    if name not in Listed._by_name:
         import_module(LATE)
-    return Listed._known.get(name)
+    return Listed._by_name.get(name)

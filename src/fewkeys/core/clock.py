@@ -1,4 +1,4 @@
-"""Time, as far as work on a GPU is done."""
+"""Timing that waits for work on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def now(device: torch.device) -> float:
-    """Milliseconds, once a GPU has finished."""
+    """The time in milliseconds, after a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return 1e3 * perf_counter()
@@ -23,5 +23,5 @@ def clock(work: Callable[[], object], device: torch.device) -> float:
 
 
 def in_words(milliseconds: float) -> str:
-    """Two figures, plainly: "0.012 ms", "1.5 ms", "100 ms", "12,000 ms"."""
+    """The time with two significant figures: "0.012 ms", "1.5 ms", "100 ms", "12,000 ms"."""
     return f"{float(f'{milliseconds:.2g}'):,.12g} ms"

@@ -1,4 +1,4 @@
-"""What carries derivatives, and what does not; derivatives of gradients, which kernels leave to torch's operations."""
+"""Constants for all kinds of derivatives; and second derivatives of kernels by torch's operations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class constants(ContextDecorator):  # noqa: N801 (used as `torch.no_grad` is)
-    """What is computed inside is constant to every derivative; also as a decorator.
+    """Results computed inside are constant for all derivatives; also a decorator.
 
-    `torch.no_grad` alone hides it from gradients, but not from derivatives in forward mode (`torch.func.jvp`).
+    `torch.no_grad` alone stops gradients, but not derivatives in forward mode (`torch.func.jvp`).
     """
 
     def __enter__(self) -> None:
@@ -29,13 +29,14 @@ class constants(ContextDecorator):  # noqa: N801 (used as `torch.no_grad` is)
 
 
 def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
-    """The gradients of those `inputs` that want one, None of the others, from pairs of an output of torch's operations
-    and its gradient; with a graph of their own.
+    """The gradients of those `inputs` that require one, None for the others, with a graph for second derivatives.
+
+    outputs: pairs of an output of torch's operations and its gradient.
     """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     pairs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
     if not wanted or not pairs:
         return [None] * len(inputs)
     results, gradients = ([pair[i] for pair in pairs] for i in (0, 1))
-    found = iter(torch.autograd.grad(results, wanted, gradients, create_graph=True, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+    parts = iter(torch.autograd.grad(results, wanted, gradients, create_graph=True, allow_unused=True))
+    return [next(parts) if tensor.requires_grad else None for tensor in inputs]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 BISECTIONS = 60
 NEWTON_STEPS = 100
-"""A bound that is never reached: about log(row length) + 6 steps are."""
+"""A bound that is not reached: about log(row length) + 6 steps suffice."""
 
 Lines = Sequence[Tensor]
 """Tensors (lines, columns): every line is a piece of a row."""
@@ -46,7 +46,7 @@ def entmax_of_split_rows(parts: Lines, rows: Sequence[Tensor], count: int, alpha
 
 
 def largest(parts: Lines, rows: Sequence[Tensor], count: int) -> Tensor:
-    """The largest entry of every row (count,), 0 where it has none but -inf; no gradient."""
+    """The largest entry of every row (count,), 0 if all are -inf; no gradient."""
     top = parts[0].new_full((count,), -math.inf)
     for part, row in zip(parts, rows, strict=True):
         if part.shape[-1]:
@@ -71,7 +71,7 @@ def _newton(z: Lines, rows: Sequence[Tensor], count: int, power: float) -> Tenso
                 raised = above.pow(power - 1)
                 total.index_add_(0, row, (raised * above).sum(-1))
                 slope.index_add_(0, row, raised.sum(-1), alpha=power)
-        # The slope is at least 1 near the root; a row without entries has none, and stays where it is.
+        # The slope is at least 1 near the root; it is zero for rows without entries, which do not move.
         step = ((total - 1) / slope.clamp_min(tiny)).masked_fill_(slope == 0, 0.0)
         tau += step
         if float(step.abs().max()) <= close:
@@ -104,7 +104,7 @@ class _Entmax(torch.autograd.Function):
             if power != 1:
                 part.pow_(power)
             total.index_add_(0, row, part.sum(-1))
-        # What rounding left of the sum; rows without entries stay zero.
+        # Correct the rounding of the sum; rows without entries stay zero.
         total = total.clamp_min_(torch.finfo(total.dtype).tiny).reciprocal_()
         return tuple(part.mul_(total[row].unsqueeze(-1)) for part, row in zip(z, rows, strict=True))
 
@@ -115,9 +115,9 @@ class _Entmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # dp/ds = diag(u) - u u^T / sum(u) with u = p^(2 - alpha) on the support. Derivatives of this follow operations
-        # that write nothing over.
-        found, again = [], torch.is_grad_enabled()
+        # dp/ds = diag(u) - u u^T / sum(u) with u = p^(2 - alpha) on the support. Second derivatives need operations
+        # that are not in place.
+        slopes, differentiable = [], torch.is_grad_enabled()
         mass, along = grads[0].new_zeros(ctx.count), grads[0].new_zeros(ctx.count)
         for weight, row, grad in zip(ctx.saved_tensors, ctx.rows, grads, strict=True):
             u = weight.sign()
@@ -125,8 +125,8 @@ class _Entmax(torch.autograd.Function):
                 u = u * weight.masked_fill(weight == 0, 1.0).pow(2 - ctx.alpha)
             mass.index_add_(0, row, u.sum(-1))
             along.index_add_(0, row, (u * grad).sum(-1))
-            found.append(u)
+            slopes.append(u)
         mean = along / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         centred = (g - mean[row].unsqueeze(-1) for row, g in zip(ctx.rows, grads, strict=True))
-        scores = [u * g if again else u.mul_(g) for u, g in zip(found, centred, strict=True)]
+        scores = [u * g if differentiable else u.mul_(g) for u, g in zip(slopes, centred, strict=True)]
         return None, None, None, *scores

@@ -1,8 +1,8 @@
-"""Numbers so large that their squares are none any more: the same problem in other units.
+"""Rescaling of inputs whose squares would overflow.
 
 Attention does not change when keys become k / b and queries q b, and its output is linear in the values, so every head
-may have units of its own; powers of two change no bit. Nor does it matter how strong the strongest score is, once the
-next smaller float beside it is 64 further away: then one key has all the weight. So scores are brought down to that.
+can be rescaled; powers of two scale without rounding. Scores beyond the size at which neighbouring floats are 64 apart
+are scaled down to it: one key has all the weight in either case.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 
 LARGEST = 40
-"""log2 of the largest query, key or value of which sums of squares are safe in float32 for 2^47 of them."""
+"""log2 of the largest query, key or value: sums of 2^47 squares of them are safe in float32."""
 STRONGEST = {torch.float32: 30, torch.float64: 59}
-"""log2 of the strongest score that says anything: its neighbours among the floats are 64 away, or more."""
+"""log2 of the score at which neighbouring floats are 64 or more apart."""
 
 
 def needs_rescaling(largest: Sequence[float], scale: float, dim: int, dtype: torch.dtype) -> bool:
-    """Whether the largest query, key and value ask for other units. `dtype`: the working one."""
+    """Whether the largest query, key and value require rescaling. `dtype`: the working precision."""
     query, key, value = largest
-    scaled = query * max(1.0, abs(scale))  # Python's floats reach further
+    scaled = query * max(1.0, abs(scale))  # Python's floats are float64
     return max(scaled, key, value) > 2.0**LARGEST or scaled * min(1.0, abs(scale)) * key * dim > 2.0 ** STRONGEST[dtype]
 
 
 def rescaled(inputs: Inputs) -> tuple[Inputs, Tensor | None]:
-    """The problem in units that suit every head, and the unit (B, Hq, 1, 1) of the output; as it is, and None, where
-    all entries are small enough.
+    """The rescaled problem, and the factor (B, Hq, 1, 1) of its output; the same problem and None without need.
 
-    The power of two in the scale goes to the queries: squares of scaled queries need a float, too.
+    The power of two in the scale moves to the queries, since squares of scaled queries must not overflow either.
     """
     x = inputs
     if not x.needs_rescaling:
@@ -66,11 +65,11 @@ def _exponent(rows: Tensor) -> Tensor:
     return largest.clamp_min(2.0**-100).log2().ceil().long()
 
 
-def _power(exponent: Tensor, like: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones_like(exponent, dtype=like.dtype), exponent)[:, :, None, None]
+def _power(exponent: Tensor, template: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=template.dtype), exponent)[:, :, None, None]
 
 
 def _scaled(rows: Tensor, exponent: Tensor) -> Tensor:
-    """In two steps: one power may be beyond what a float holds."""
+    """Rows times 2^exponent, in two steps, since one power could overflow."""
     half = exponent // 2
     return rows * _power(half, rows) * _power(exponent - half, rows)

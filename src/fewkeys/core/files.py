@@ -17,30 +17,30 @@ CACHE = "FEWKEYS_CACHE"
 
 
 def cache_folder() -> Path:
-    """Where the package keeps what this machine has compiled and measured. It need not exist, nor be writable."""
+    """The folder for compiled kernels and measurements of this machine. It may not exist or not be writable."""
     named = os.environ.get(CACHE)
     if named:
         return Path(named)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fewkeys"
-    except RuntimeError:  # nobody's home is known
+    except RuntimeError:  # no home folder
         return spare_folder()
 
 
 def spare_folder() -> Path:
-    """What takes the place of a cache folder that cannot be written: the user's own below the system's temporary one.
+    """The replacement for a cache folder that cannot be written: a folder of this user in the temporary folder.
 
-    Another user may have made it first: `trust.is_trusted` looks.
+    Another user may have made it first: check it by `trust.is_trusted`.
     """
     return Path(tempfile.gettempdir()) / f"fewkeys-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
-    """Write text (UTF-8) or bytes to `path` by rename: a reader finds the old file or the new one, never half.
+    """Write text (UTF-8) or bytes to `path` by rename: a reader sees the whole old file or the whole new one.
 
-    The draft beside it is this call's alone, whatever threads, processes or hosts write at the same time, and is never
-    an existing file or link. It is on the disk before it takes the name, so that a crash leaves one of the two. `mode`:
-    that of the file, less the umask.
+    The draft beside it has a unique name, so that threads, processes and hosts may write at the same time, and it is
+    never an existing file or link. It is on the disk before the rename, so that a crash leaves a whole file. `mode`: of
+    the file, less the umask.
     """
     target = Path(path)
     draft = target.parent / f".{target.name}.{secrets.token_hex(8)}"
@@ -58,10 +58,10 @@ def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o6
 
 
 def _sync(folder: Path) -> None:
-    """Put a folder's names on the disk, where its file system can."""
+    """Write a folder's entries to the disk, if its file system can."""
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
+    except OSError:  # Windows cannot open folders
         return
     try:
         with suppress(OSError):
@@ -80,11 +80,11 @@ def write_json(directory: str | os.PathLike[str], name: str, data: object) -> No
 
 
 def read_json(directory: str | os.PathLike[str], name: str, other: str = "", reader: str = "") -> Any:
-    """What `write_json` wrote. Raises `ValueError` naming `directory` where there is no such file, or a damaged one.
+    """The data that `write_json` wrote. Raises `ValueError` that names `directory` if the file is missing or damaged.
 
-    other: a file that the folder may hold instead, which `reader` reads.
+    other: a file that the folder may have instead, which `reader` reads.
 
-    An object that carries no checksum, written by hand, is taken as it is.
+    An object without a checksum, written by hand, is not checked.
     """
     path = Path(directory) / name
     try:

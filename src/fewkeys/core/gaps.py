@@ -1,7 +1,7 @@
-"""Positions counted over real keys: under causality padding, wherever it stands, is as if it had been deleted.
+"""Removal of padding between real keys, so that causal positions count real keys only.
 
-Rules that look at positions (blocks, windows, lists that are renewed) are written for keys that stand from position 0
-on, with padding after them at most. Here any other padding is brought into that form, and outputs back to their places.
+Rules on positions (blocks, windows, lists that are renewed) require real keys from position 0 on, with padding only
+after them. This module moves any other padding behind the keys, and outputs back to their places.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def has_gaps(inputs: Inputs) -> bool:
 
 
 def has_interior_padding(valid: Tensor) -> bool:
-    """Whether a sequence (B, Nk) has padding between real keys: without it, distances are others."""
+    """Whether a sequence (B, Nk) has padding between real keys; removing it would change distances."""
     return bool(((valid[:, 1:] & ~valid[:, :-1]).sum(-1) + valid[:, 0] > 1).any())
 
 
@@ -32,19 +32,19 @@ Restore = Callable[[Sequence[Tensor]], Tensor]
 
 
 def without_gaps(inputs: Inputs, valid: Tensor) -> tuple[list[Inputs], Restore]:
-    """The same problem without its padding, in parts, and what makes its output (B, Hq, Nq, Dv) of theirs; zero for
-    queries of padding.
+    """The same problem without padding before real keys, in parts; and a function that restores the whole output.
 
-    `valid` (B, Nk): that of the inputs. Sequences from the first position on are moved together; queries that come
-    later stand at other positions in each of them, so those padded alike are a part.
+    The output (B, Hq, Nq, Dv) is zero for queries of padding. `valid` (B, Nk): that of the inputs. Without an offset
+    there is one part. With one, queries have other positions in each sequence, so sequences with the same padding are
+    a part.
     """
-    asked = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
-    asked = asked[:, inputs.offset : inputs.offset + inputs.queries]
-    return (_each if inputs.offset else _all)(inputs, valid, asked)
+    valid_queries = pad(valid, (0, max(0, inputs.queries + inputs.offset - inputs.keys)), value=True)
+    valid_queries = valid_queries[:, inputs.offset : inputs.offset + inputs.queries]
+    return (_each if inputs.offset else _all)(inputs, valid, valid_queries)
 
 
-def _all(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore]:
-    keys, queries = _first(valid), _first(asked)
+def _all(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
+    keys, queries = _first(valid), _first(valid_queries)
     moved = replace(
         x,
         query=_moved(x.query, queries),
@@ -55,25 +55,25 @@ def _all(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore
     )
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
-        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~asked[:, None, :, None], 0.0)
+        return _moved(outputs[0], queries.argsort(-1)).masked_fill(~valid_queries[:, None, :, None], 0.0)
 
     return [moved], restore
 
 
-def _each(x: Inputs, valid: Tensor, asked: Tensor) -> tuple[list[Inputs], Restore]:
+def _each(x: Inputs, valid: Tensor, valid_queries: Tensor) -> tuple[list[Inputs], Restore]:
     kinds, kind = valid.unique(dim=0, return_inverse=True)
     parts: list[Inputs] = []
     places: list[tuple[Tensor, Tensor]] = []
     for number, real in enumerate(kinds):
         rows = (kind == number).nonzero().squeeze(-1)
-        those_asked = asked[rows[0]]
-        if not bool(those_asked.any() & real.any()):
+        real_queries = valid_queries[rows[0]]
+        if not bool(real_queries.any() & real.any()):
             continue
-        query = x.query[rows][:, :, those_asked]
+        query = x.query[rows][:, :, real_queries]
         key, value = (part[rows][:, :, real] for part in (x.key, x.value))
         before = int(real[: x.offset].sum()) + max(0, x.offset - x.keys)
         parts.append(replace(x, query=query, key=key, value=value, offset=before, valid=None, _memory={}))
-        places.append((rows[:, None], those_asked.nonzero().squeeze(-1)))
+        places.append((rows[:, None], real_queries.nonzero().squeeze(-1)))
 
     def restore(outputs: Sequence[Tensor]) -> Tensor:
         whole = x.value.new_zeros((x.batch, x.query_heads, x.queries, x.value_dim))

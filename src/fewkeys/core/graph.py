@@ -1,4 +1,4 @@
-"""Which keys each query attends to exactly.
+"""The keys that each query attends to exactly.
 
 A `Graph` is a union of these kinds of edges, each stored in the space its pattern needs, never as n x n:
 
@@ -27,7 +27,7 @@ from fewkeys.core.inputs import Inputs
 class Columns:
     """Key lists shared by blocks of queries.
 
-    `index` (B, Hkv, blocks, S) holds key positions and `used` (same shape, bool) tells real entries from filling;
+    `index` (B, Hkv, blocks, S) has key positions, and `used` (same shape, bool) marks the entries that are not padding;
     no used entry appears twice in a list. A single block serves all queries; several are blocks of absolute positions:
     block b serves the queries at positions (b + f) size .. (b + f + 1) size - 1, f = offset // size. With
     `place` (B, Hkv, blocks, M), int64, blocks serve cohorts of queries wherever they stand: block b the queries at
@@ -66,7 +66,7 @@ class ExtraEdges(Protocol):
     """Edges of another kind, with their own executor. A frozen value of tensors; `mask` alone defines the edges."""
 
     def check(self, inputs: Inputs) -> None:
-        """Raise `ValueError` where these cannot be edges of such a problem."""
+        """Raise `ValueError` if these cannot be edges of such a problem."""
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
@@ -75,13 +75,13 @@ class ExtraEdges(Protocol):
         """The edges of either."""
 
     def delayed(self, count: int) -> Self:
-        """The same edges where `count` queries without any stand in front."""
+        """The same edges with `count` queries without edges before the others."""
 
     def attend(self, problem: Any) -> Tensor:
         """The output (B, Hq, Nq, Dv) of a `fewkeys.execute.problem.Problem` whose graph has these edges.
 
         `fewkeys.execute.torch.by_block.by_chunks` runs it piece by piece. The graph may have a band and columns
-        besides, and stand-ins may speak for what no query keeps. Equal to the reference up to rounding.
+        besides, and there may be stand-ins for dropped keys. Equal to the reference up to rounding.
         """
 
 
@@ -118,8 +118,8 @@ class Graph:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """(B, Hkv, Nk), uint8, ones for keys that no band reaches and no stand-in speaks for: padding, and those of a
-        list that all queries share. None: there are none.
+        """(B, Hkv, Nk), uint8, ones for keys that are in no band and no stand-in: padding, and the keys of a list that
+        all queries share. None if there are none.
         """
         x, shared = self.inputs, self.columns
         if shared is not None and (shared.blocks > 1 or shared.place is not None):
@@ -130,7 +130,7 @@ class Graph:
         if x.valid is not None:
             hidden += (~x.valid).unsqueeze(1)
         if shared is not None:
-            # Fillings may repeat a used key: it stays hidden whatever the order.
+            # Unused entries may repeat a used key, which is hidden in any order.
             hidden.scatter_reduce_(-1, shared.index.squeeze(2), shared.used.squeeze(2).to(torch.uint8), "amax")
         return hidden
 
@@ -146,7 +146,7 @@ class Graph:
             seen |= (key >= position - left) & (key <= position + right)
         if self.columns is not None:
             columns = self.columns
-            # Fillings may repeat a used key: count hits instead of writing flags, so that order does not matter.
+            # Unused entries may repeat a used key: count hits instead of writing flags, so that order does not matter.
             hits = torch.zeros((x.batch, x.kv_heads, columns.blocks, x.keys), dtype=torch.int32, device=device)
             lists = hits.scatter_add_(-1, columns.index, columns.used.to(torch.int32)) > 0
             if columns.place is None:
@@ -197,7 +197,7 @@ class Graph:
         return torch.cat(kept), torch.cat(total)
 
     def _real(self, numbers: Tensor, start: int = 0) -> Tensor:
-        """Those numbers (B, Hq, M) of queries from `start` on that are of real ones, flat."""
+        """The entries of `numbers` (B, Hq, M), for queries from `start` on, that belong to real queries; flat."""
         x, stop = self.inputs, start + numbers.shape[-1]
         real = torch.ones((x.batch, stop - start), dtype=torch.bool, device=numbers.device)
         if x.valid_queries is not None:
@@ -206,7 +206,7 @@ class Graph:
 
 
 def visible(inputs: Inputs, start: int, stop: int) -> Tensor:
-    """Which keys queries start .. stop - 1 may see at all, broadcastable to (B, Hq, stop - start, Nk)."""
+    """The keys that queries start .. stop - 1 may see, broadcastable to (B, Hq, stop - start, Nk)."""
     device = inputs.query.device
     seen = torch.ones((1, 1, stop - start, inputs.keys), dtype=torch.bool, device=device)
     if inputs.is_causal:
@@ -228,9 +228,9 @@ def cohort_of_queries(inputs: Inputs, place: Tensor) -> Tensor:
 
 
 def band_block(reach: int) -> int:
-    """Queries that share the rows of a band which reaches over so many keys beside the query's own.
+    """Queries in a block that shares the keys of a band; `reach`: the keys of the band beside the query's own.
 
-    A block of m queries scores m + reach keys: small blocks waste less, large ones run nearer the machine's peak.
+    A block of m queries scores m + reach keys: small blocks waste less, large ones run faster per score.
     """
     return 16 if reach <= 64 else 32 if reach <= 128 else 64 if reach <= 256 else 128
 
@@ -250,7 +250,7 @@ def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Colum
         b = _refine(b, a, inputs.offset)
     keys = inputs.keys
     index, used = torch.cat([a.index, b.index], -1), torch.cat([a.used, b.used], -1)
-    index = index.masked_fill(~used, keys)  # fillings sort last
+    index = index.masked_fill(~used, keys)  # unused entries sort last
     index, order = index.sort(-1)
     used = used.gather(-1, order)
     used[..., 1:] &= index[..., 1:] != index[..., :-1]

@@ -1,4 +1,4 @@
-"""Plans on the Hugging Face hub, by the conventions of huggingface_hub, which is imported when it is asked for."""
+"""Plans on the Hugging Face hub, by the conventions of huggingface_hub, which is imported on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fewkeys.core.files import write_whole
 
 
 class Download(TypedDict, total=False):
-    """What `from_pretrained` may say of a hub, as `huggingface_hub.snapshot_download` documents it."""
+    """Options of `from_pretrained` for downloads, as in `huggingface_hub.snapshot_download`."""
 
     revision: str | None
     token: str | bool | None
@@ -21,11 +21,11 @@ class Download(TypedDict, total=False):
     local_files_only: bool
 
 
-def folder(name_or_dir: str | os.PathLike[str], files: list[str], how: Download) -> str:
-    """The folder itself, or that of a file that is there; or, where there is none and the name is that of a repository,
-    "owner/name", its files of the hub: kept in the hub's cache, which is used alone where the hub cannot be reached.
+def folder(name_or_dir: str | os.PathLike[str], files: list[str], options: Download) -> str:
+    """The folder, or the folder of a file. If there is none and the name is that of a repository, "owner/name", the
+    folder with its files in the hub's cache, which serves alone if the hub cannot be reached.
 
-    `ValueError`, one line, for a repository that cannot be had.
+    `ValueError`, one line, for a repository that cannot be downloaded.
     """
     name = os.fspath(name_or_dir)
     if Path(name).is_file():
@@ -36,23 +36,23 @@ def folder(name_or_dir: str | os.PathLike[str], files: list[str], how: Download)
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=files, **how)
+        return snapshot_download(name, allow_patterns=files, **options)
     except Exception as error:  # huggingface_hub raises almost anything here
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"directory: there is no folder {name!r}, and the hub has no such repository or cannot be reached ({said})"
+            f"directory: there is no folder {name!r}, and the hub has no such repository or cannot be reached ({cause})"
         ) from None
 
 
 class OnHub:
-    """What is saved by `save_pretrained`, and so in a repository, too."""
+    """Base of what `save_pretrained` saves to a folder, and `push_to_hub` to a repository."""
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         raise NotImplementedError
 
     @property
     def base_model(self) -> object:
-        """The name of the model that it was made for, if any."""
+        """The name of the model that the plan was made for, if any."""
         return None
 
     def push_to_hub(
@@ -65,10 +65,9 @@ class OnHub:
         commit_message: str = "Push a plan by fewkeys",
         create_pr: bool = False,
     ) -> str:
-        """Save to a repository of the hub, "owner/name", made if missing; the address of the commit.
+        """Save to a repository of the hub, "owner/name", made if missing. Returns the address of the commit.
 
-        Arguments as those of `huggingface_hub.ModelHubMixin.push_to_hub`. The repository gets a model card where it has
-        none.
+        Arguments as in `huggingface_hub.ModelHubMixin.push_to_hub`. A repository without a model card gets one.
         """
         need()
         from huggingface_hub import HfApi
@@ -81,22 +80,22 @@ class OnHub:
             self.save_pretrained(directory)
             if not api.file_exists(repo_id, "README.md", revision=branch):
                 write_whole(Path(directory, "README.md"), _card(self))
-            found = api.upload_folder(
+            commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=directory,
                 revision=branch,
                 commit_message=commit_message,
                 create_pr=create_pr,
             )
-        return str(found.commit_url)
+        return str(commit.commit_url)
 
 
-def _card(own: OnHub) -> str:
-    model = own.base_model
+def _card(plan: OnHub) -> str:
+    model = plan.base_model
     base = f"base_model: {model}\n" if isinstance(model, str) and _is_repository(model) else ""
     return (
-        f"---\nlibrary_name: fewkeys\ntags:\n- attention\n{base}---\n\n# {own}\n\n"
-        f'A plan of attention with few keys: `fewkeys.{type(own).__name__}.from_pretrained("owner/name")`, run by '
+        f"---\nlibrary_name: fewkeys\ntags:\n- attention\n{base}---\n\n# {plan}\n\n"
+        f'A plan of attention with few keys: `fewkeys.{type(plan).__name__}.from_pretrained("owner/name")`, run by '
         "`fewkeys.apply(model, plan)`.\n"
     )
 
@@ -106,6 +105,6 @@ def _is_repository(name: str) -> bool:
 
 
 def need() -> None:
-    """Raise `ModuleNotFoundError` that names the extra to install, where huggingface_hub is missing."""
+    """Raise `ModuleNotFoundError` that names the extra to install if huggingface_hub is missing."""
     if find_spec("huggingface_hub") is None:
         raise ModuleNotFoundError("huggingface_hub is needed for this and is not installed; pip install 'fewkeys[hf]'")

@@ -1,8 +1,8 @@
 """The validated attention problem that every other module receives.
 
 `Inputs` is made once, at the public edge, by `fewkeys.core.validation.check_inputs`. Selectors, rests and executors
-trust it. Statistics that several of them need (query moments, clusters of the keys) are remembered in it, so that
-they are computed once per call however many ask.
+trust it. It remembers statistics that several of them need (query moments, clusters of the keys), so that they are
+computed once per call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Where a part of a longer sequence stands in it, and how totals over the whole are had."""
+    """The place of a part of a longer sequence in it, and totals over the whole sequence."""
 
     totals: Totals
     first_key: int
@@ -40,11 +40,11 @@ class Inputs:
     Shapes: `query` (B, Hq, Nq, D), `key` (B, Hkv, Nk, D), `value` (B, Hkv, Nk, Dv); query head h reads key head
     `h // gqa_ratio`. `valid` (B, Nk) marks the real keys (None: all are real); keys and values of the others are zero.
     Query i stands at position `i + offset` among the keys; causal attention lets it see keys 0 .. i + offset. The first
-    `filler` queries are nobody's: they fill the places of earlier tokens, whose queries are not known any more. `impl`
-    says which code may read all this: kernels of statistics and executors ask here. `needs_rescaling`: entries or
-    scores are so large that statistics need other units first (`fewkeys.core.extent`). `bias`: what distances add to
-    the scores. Until `cleared`, keys and values of padding are as they came: finite and no larger than others, which is
-    enough under a mask.
+    `placeholders` queries are zeros in the places of earlier tokens, whose queries are not in memory any more. `impl`:
+    the code that may read this, for statistics and executors. `needs_rescaling`: entries or scores are so large that
+    statistics require rescaling first (`fewkeys.core.extent`). `bias`: added to the scores by distance. Until
+    `cleared`, keys and values of padding are as they came: finite and no larger than others, which suffices under a
+    mask.
     """
 
     query: Tensor
@@ -55,7 +55,7 @@ class Inputs:
     offset: int = 0
     valid: Tensor | None = None
     generator: torch.Generator | None = None
-    filler: int = 0
+    placeholders: int = 0
     shard: Shard | None = None
     impl: Impl = "auto"
     needs_rescaling: bool = False
@@ -65,7 +65,7 @@ class Inputs:
 
     @property
     def whole(self) -> Shard:
-        """The sequence that the statistics are of: the keys and queries here, or those of all shards."""
+        """The sequence of the statistics: these keys and queries, or those of all shards."""
         return Shard(WHOLE, 0, self.keys, 0, self.queries) if self.shard is None else self.shard
 
     @property
@@ -123,31 +123,30 @@ class Inputs:
         return replace(self, query=query, key=self.key[:, index], value=self.value[:, index], bias=bias, _memory={})
 
     def from_start(self, reach: int) -> Inputs:
-        """The same problem with the places of all earlier tokens filled, so that the first query is at position 0.
+        """The same problem with placeholder queries for all earlier tokens, so that the first query is at position 0.
 
-        `reach`: positions before its own, in blocks of a power of two, to which a query looks. Queries that start
-        further behind the last key are moved towards it by whole blocks, which changes no answer: so the cost is that
-        of the keys, whatever the offset.
+        `reach`: how many positions back a query looks, in blocks of a power of two. Queries far behind the last key are
+        moved towards it by whole blocks, which does not change the output: the cost does not grow with the offset.
         """
         unit = 1 << (self.keys + reach).bit_length()
-        filler = self.offset if self.offset < 2 * unit else unit + self.offset % unit
-        return replace(self, query=pad(self.query, (0, 0, filler, 0)), offset=0, filler=filler, _memory={})
+        count = self.offset if self.offset < 2 * unit else unit + self.offset % unit
+        return replace(self, query=pad(self.query, (0, 0, count, 0)), offset=0, placeholders=count, _memory={})
 
     def clear(self) -> Inputs:
         """The same problem with keys and values of padding zero."""
         if self.cleared or self.valid is None:
             return self
-        # A product is several times as fast as to fill what is hidden.
+        # A product is several times as fast as masked_fill.
         key, value = (rows * self.valid[:, None, :, None].to(rows.dtype) for rows in (self.key, self.value))
         return replace(self, key=key, value=value, cleared=True)
 
     def branch(self) -> Inputs:
-        """The same problem, remembering what this one does; what it learns from now on goes with it."""
+        """The same problem with a copy of the remembered statistics; the copy remembers further ones for itself."""
         return replace(self, _memory=dict(self._memory))
 
     def remember(self, name: object, compute: Callable[[], T]) -> T:
         """The statistic called `name`, computed at the first call and kept for the later ones."""
         if name not in self._memory:
             self._memory[name] = compute()
-        found: T = self._memory[name]
-        return found
+        statistic: T = self._memory[name]
+        return statistic

@@ -1,7 +1,7 @@
-"""Values made of tensors that were learned: compared by content, named by a fingerprint, saved in files of their own.
+"""Learned tensors in plans: compared by content, named by a fingerprint, saved in separate files.
 
-A plan that holds such values is described in JSON by their fingerprints; the tensors lie beside it in safetensors
-files named after them. So a file can be checked against its name, and an older plan in the folder stays whole while a
+The JSON of a plan names learned values by their fingerprints; the tensors are beside it in safetensors files named
+after the fingerprints. So a file can be checked against its name, and an older plan in the folder stays whole while a
 new one is written.
 """
 
@@ -34,7 +34,7 @@ class Learned(Listed, listed=False):
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that tell the class and every bit of the tensors, on whichever device."""
+        """32 hexadecimal digits from the class and every bit of the tensors, the same on all devices."""
         return fingerprint(type(self).__name__, self.tensors)
 
     def __eq__(self, other: object) -> bool:
@@ -49,16 +49,16 @@ class Learned(Listed, listed=False):
 
 
 class Nested(Listed, listed=False):
-    """Base of configurations that are no part of a plan themselves and that a part may hold."""
+    """Base of configurations inside the parts of a plan."""
 
 
 NESTED: Catalogue[Listed] = Catalogue(Nested, Learned)
-"""The catalogue: what a part of a plan may hold, saved and loaded with it."""
+"""The catalogue of values that a part of a plan may hold, saved and loaded with it."""
 
 LEARNED: Catalogue[Learned] = Catalogue(Learned)
 
 LEARNED_FILES = "learned-*.safetensors"
-"""All that `file_name` gives."""
+"""The pattern of the names from `file_name`."""
 
 
 def file_name(mark: str) -> str:
@@ -75,7 +75,7 @@ def write_tensors(directory: str | os.PathLike[str], kind: str, tensors: Mapping
 
 
 def read_tensors(directory: str | os.PathLike[str], kind: str, mark: object) -> dict[str, Tensor]:
-    """The tensors of this fingerprint; `ValueError` where the file is missing or holds anything else."""
+    """The tensors of this fingerprint; `ValueError` if the file is missing or holds anything else."""
     path = Path(directory) / file_name(_checked(mark))
     try:
         tensors = loaded(path.read_bytes())
@@ -98,9 +98,6 @@ def _checked(mark: object) -> str:
     return mark
 
 
-# --- configurations that hold learned values, as JSON --------------------------------------------------------------
-
-
 def pack(part: Any) -> dict[str, Any]:
     """A configuration dataclass as JSON-able values: its type and fields, learned values by their fingerprint."""
     if isinstance(part, Learned):
@@ -112,11 +109,8 @@ def pack(part: Any) -> dict[str, Any]:
             f"plan: expected a name of its own, got {type(part).__name__}, as fewkeys has; rename the class"
         )
     values = {field.name: getattr(part, field.name) for field in fields(part)}
-    return {"type": type(part).__name__, **{name: _packed(value) for name, value in values.items()}}
-
-
-def _packed(value: object) -> object:
-    return pack(value) if is_dataclass(value) else value
+    values = {name: pack(value) if is_dataclass(value) else value for name, value in values.items()}
+    return {"type": type(part).__name__, **values}
 
 
 def unpack(
@@ -124,7 +118,7 @@ def unpack(
 ) -> Any:
     """The inverse of `pack`: one of `catalogue`, which may hold `NESTED` values.
 
-    `learned` holds the learned values by fingerprint, as `load_learned` finds them.
+    `learned`: the learned values by fingerprint, from `load_learned`.
     """
     kind = catalogue.get(data["type"])
     if kind is None:
@@ -136,11 +130,11 @@ def unpack(
                 "hold them; load it by from_pretrained from the folder it was saved in"
             )
         return learned[data["tensors"]]
-    given = {key: value for key, value in data.items() if key != "type"}
+    entries = {key: value for key, value in data.items() if key != "type"}
     return kind(
         **{
             key: unpack(key, value, NESTED, learned) if isinstance(value, Mapping) else value
-            for key, value in given.items()
+            for key, value in entries.items()
         }
     )
 
@@ -164,24 +158,24 @@ def save_learned(directory: str | os.PathLike[str], configuration: object) -> No
 
 
 def load_learned(directory: str | os.PathLike[str], data: object) -> dict[str, Learned]:
-    """By fingerprint, the learned values that a description points to, read from beside it."""
-    found: dict[str, Learned] = {}
+    """The learned values of a description by fingerprint, read from the files beside it."""
+    learned: dict[str, Learned] = {}
 
-    def look(value: object) -> None:
+    def collect(value: object) -> None:
         if isinstance(value, list):
             for item in value:
-                look(item)
+                collect(item)
         elif isinstance(value, Mapping):
             mark, name = value.get("tensors"), value.get("type")
-            if isinstance(mark, str) and isinstance(name, str) and mark not in found:
+            if isinstance(mark, str) and isinstance(name, str) and mark not in learned:
                 kind = LEARNED.get(name)
                 if kind is not None:
-                    found[mark] = _made(directory, kind, mark)
+                    learned[mark] = _made(directory, kind, mark)
             for item in value.values():
-                look(item)
+                collect(item)
 
-    look(data)
-    return found
+    collect(data)
+    return learned
 
 
 def _made(directory: str | os.PathLike[str], kind: type[Learned], mark: str) -> Learned:

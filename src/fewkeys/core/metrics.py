@@ -1,6 +1,7 @@
-"""How good a set of edges, or an output, is.
+"""Measures of the quality of edges and outputs.
 
-Masks are bool (..., Nq, Nk), True for an edge (query, key). `gold` is what should be found, `predicted` what was.
+Masks are bool (..., Nq, Nk), True for an edge (query, key). `gold` has the correct edges, `predicted` those of a
+method.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from fewkeys.core.precision import working
 
 
 def recall(predicted: Tensor, gold: Tensor) -> Tensor:
-    """`|gold and predicted| / |gold|` per head (...): the share of gold edges that were found; 1 if none is gold."""
+    """`|gold and predicted| / |gold|` per head (...): the share of gold edges that are kept; 1 without gold edges."""
     _check_masks(predicted, gold)
     total = gold.sum((-2, -1))
-    found = (gold & predicted).sum((-2, -1))
-    return torch.where(total > 0, found.float() / total.clamp_min(1), torch.ones_like(total, dtype=torch.float32))
+    kept_gold = (gold & predicted).sum((-2, -1))
+    return torch.where(total > 0, kept_gold.float() / total.clamp_min(1), torch.ones_like(total, dtype=torch.float32))
 
 
 def sparsity(mask: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def sparsity(mask: Tensor) -> Tensor:
 
 
 def exact_fraction(predicted: Tensor, gold: Tensor) -> Tensor:
-    """The share of queries all of whose gold edges were found, per head (...). Sparse attention is exact for these."""
+    """The share of queries all of whose gold edges are kept, per head (...). Sparse attention is exact for these."""
     _check_masks(predicted, gold)
     return (predicted | ~gold).all(-1).float().mean(-1)
 
@@ -47,7 +48,7 @@ def relative_error(approx: Tensor, exact: Tensor) -> Tensor:
         raise ValueError(f"approx: expected a tensor shaped like exact, {_shape(exact)}, got {_shape(approx)}")
     approx, exact = working(approx), working(exact)
     difference, size = (approx - exact).norm(dim=-1), exact.norm(dim=-1)
-    # Not `difference > 0`: a NaN output must give a NaN error, not none.
+    # Not `difference > 0`: a NaN output must give a NaN error, not zero.
     return torch.where(difference == 0, torch.zeros_like(size), difference / size)
 
 

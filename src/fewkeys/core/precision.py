@@ -1,4 +1,4 @@
-"""The precision that statistics are computed in, whatever the inputs come in and whatever autocast says."""
+"""The precision of statistics, independent of the inputs' dtype and of autocast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def working(tensor: Tensor) -> Tensor:
 
 
 def lowered(tensor: Tensor) -> Tensor:
-    """`tensor` as torch's own attention reads it: in the dtype of autocast where that is on; float64 stays."""
+    """`tensor` in the dtype of autocast if that is on, as torch's attention does; float64 stays."""
     kind = tensor.device.type
     if kind not in KINDS or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor
@@ -27,7 +27,7 @@ def lowered(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """No operation inside is lowered by autocast; as a decorator, none of a function's."""
+    """Autocast is off inside; also a decorator."""
     with ExitStack() as stack:
         for kind in KINDS:
             if torch.is_autocast_enabled(kind):
@@ -37,7 +37,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def plain_defaults() -> Iterator[None]:
-    """Tensors made inside are of float32 and on the CPU where nothing else is said; a decorator, too."""
+    """The default dtype is float32 and the default device the CPU inside; also a decorator."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,4 +1,4 @@
-"""JSON that came from a file, checked: what is malformed, or not of the declared type, is a `ValueError`."""
+"""Checked reading of JSON: malformed text, or values that are not of the declared type, raise `ValueError`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 T = TypeVar("T")
 
 CHECKSUM = "checksum"
-"""The key under which a sealed object carries the checksum of all its others."""
+"""The key of the checksum in a sealed object, over all other entries."""
 DEEPEST = 64
-"""Levels of lists and objects in a file; Python's own limit ends in `RecursionError`."""
+"""The most levels of lists and objects in a file; beyond Python's limit there is only `RecursionError`."""
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text of UTF-8, without NaN or infinity, at most `DEEPEST` levels deep."""
+    """The value of a JSON text in UTF-8, without NaN or infinity, at most `DEEPEST` levels deep."""
     try:
-        found = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} levels of lists and objects") from None
-    level = [found]
+    level = [value]
     for _ in range(DEEPEST):
-        level = [item for value in level for item in _inside(value)]
+        level = [item for parent in level for item in _inside(parent)]
         if not level:
-            json.dumps(found, ensure_ascii=False).encode()  # refuses halves of surrogate pairs, which nothing can print
-            return found
+            json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates, which cannot be printed
+            return value
     raise ValueError(f"more than {DEEPEST} levels of lists and objects")
 
 
@@ -44,7 +44,7 @@ def _finite(number: str) -> float:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def seal(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,15 +53,15 @@ def seal(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(data: Any) -> Any:
-    """What was sealed; `ValueError` where it is not what it was. Objects without a checksum pass as they are."""
+    """The object that was sealed; `ValueError` if it has changed. Objects without a checksum pass as they are."""
     if not isinstance(data, dict) or CHECKSUM not in data:
         return data
-    found = {name: value for name, value in data.items() if name != CHECKSUM}
-    if data[CHECKSUM] != _digest(found):
+    content = {name: value for name, value in data.items() if name != CHECKSUM}
+    if data[CHECKSUM] != _digest(content):
         raise ValueError(
             f"the content does not fit its {CHECKSUM}; save again, or leave out {CHECKSUM!r} after editing"
         )
-    return found
+    return content
 
 
 def _digest(data: Mapping[str, Any]) -> str:
@@ -76,27 +76,27 @@ def build(kind: type[T], data: Any) -> T:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # every caller passes a dataclass
-    needed = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
-    if odd := {*(data.keys() - known.keys()), *(needed - data.keys())}:
+    declared = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # every caller passes a dataclass
+    needed = {name for name, field in declared.items() if field.default is MISSING and field.default_factory is MISSING}
+    if odd := {*(data.keys() - declared.keys()), *(needed - data.keys())}:
         raise ValueError(f"expected exactly the fields of {kind.__name__}, got a difference in {sorted(map(str, odd))}")
     hints = get_type_hints(kind)
-    found = {name: _as(hints[name], value, name) for name, value in data.items()}
+    values = {name: _as(hints[name], value, name) for name, value in data.items()}
     try:
-        return kind(**found)
+        return kind(**values)
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
 def _as(hint: Any, value: Any, name: str) -> Any:
-    """`value` as `hint` declares it."""
+    """`value` as the type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
     if origin in (Union, types.UnionType):
-        for one in inner:
+        for option in inner:
             try:
-                return _as(one, value, name)
+                return _as(option, value, name)
             except ValueError:
                 continue
     elif origin is list and isinstance(value, list):
@@ -111,5 +111,5 @@ def _as(hint: Any, value: Any, name: str) -> Any:
         return float(value)
     elif hint in (bool, int, str, type(None)) and type(value) is hint:
         return value
-    told = getattr(hint, "__name__", None) if origin is None else str(hint)
-    raise ValueError(f"{name}: expected {told or hint}, got {type(value).__name__} {str(value)[:60]!r}")
+    expected = getattr(hint, "__name__", None) if origin is None else str(hint)
+    raise ValueError(f"{name}: expected {expected or hint}, got {type(value).__name__} {str(value)[:60]!r}")

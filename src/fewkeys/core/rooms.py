@@ -1,4 +1,4 @@
-"""What `dir` shows of a room: the names that its `__init__` imports for others, not the files in the folder."""
+"""The names that `dir` shows of a package: those that its `__init__` exports, not its modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def public_names(namespace: Mapping[str, object]) -> list[str]:
-    """The public classes and functions in the `globals()` of a room."""
+    """The public classes and functions in the `globals()` of a package."""
     return sorted(
         name
         for name, value in namespace.items()

@@ -1,7 +1,7 @@
-"""Files of tensors: facts and a checksum in the header, and nothing taken from them that was not checked.
+"""Files of tensors with facts and a checksum in the header, which are checked on reading.
 
-A kernel trusts the shapes that it is told. So whoever reads a file says with `Form` what each tensor must look like,
-and `check` refuses everything else; flipped bits are found by the checksum, and every fault is a `ValueError`.
+Kernels trust the shapes in their arguments. So the reader of a file states the expected `Form` of each tensor, and
+`check` refuses all others. The checksum detects flipped bits, and every fault is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fewkeys.core.records import CHECKSUM, parse
 
 FACTS = "fewkeys"
 FAULTS = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
-"""What reading a damaged file may raise."""
+"""The exceptions that reading a damaged file may raise."""
 
 
 class Form(NamedTuple):
-    """What a tensor must look like: its shape (None: any size there), its dtype, and the range of its numbers.
+    """The expected shape of a tensor (None: any size), its dtype, and the range of its numbers.
 
-    Numbers are finite where `infinite` does not allow otherwise; NaN is never allowed.
+    `infinite`: whether infinity is allowed; NaN never is.
     """
 
     shape: tuple[int | None, ...]
@@ -41,7 +41,7 @@ class Form(NamedTuple):
 
 
 def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
-    """`ValueError` where these are not exactly the tensors of these names and forms. Reads each once."""
+    """Raise `ValueError` unless these are exactly the tensors of these names and forms. Reads each once."""
     if odd := sorted(tensors.keys() ^ forms.keys()):
         raise ValueError(f"expected the tensors {', '.join(sorted(forms))}, got a difference in {', '.join(odd)}")
     for name, form in forms.items():
@@ -49,7 +49,7 @@ def check(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
 
 
 def check_form(name: str, tensor: Tensor, form: Form) -> None:
-    """`ValueError` where a tensor has not this form."""
+    """Raise `ValueError` if a tensor does not have this form."""
     fits = tensor.ndim == len(form.shape) and all(
         size in (None, got) for size, got in zip(form.shape, tensor.shape, strict=True)
     )
@@ -69,12 +69,12 @@ def check_form(name: str, tensor: Tensor, form: Form) -> None:
 
 def write(path: str | os.PathLike[str], kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write facts (JSON values) and tensors to one safetensors file, whole or not at all."""
-    text, held = json.dumps(facts, allow_nan=False), plain(tensors)
-    write_whole(path, save(held, {FACTS: text, CHECKSUM: fingerprint(f"{kind} {text}", held)}))
+    text, copies = json.dumps(facts, allow_nan=False), plain(tensors)
+    write_whole(path, save(copies, {FACTS: text, CHECKSUM: fingerprint(f"{kind} {text}", copies)}))
 
 
 def read(path: str | os.PathLike[str], kind: str) -> tuple[Any, dict[str, Tensor]]:
-    """What `write` wrote, on the CPU. `ValueError` for a file that is damaged or of another kind."""
+    """The facts and tensors that `write` wrote, on the CPU. `ValueError` for a damaged file or another kind of file."""
     data = Path(path).read_bytes()
     tensors = loaded(data)
     header = parse(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
@@ -87,14 +87,14 @@ def loaded(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file; every fault is a `ValueError`."""
     try:
         with torch.device("cpu"):
-            found: dict[str, Tensor] = load(data)
+            tensors: dict[str, Tensor] = load(data)
     except FAULTS as error:
         raise ValueError(f"damaged: {error}") from None
-    return found
+    return tensors
 
 
 def mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped, not read: pages come in when they are touched."""
+    """The tensors of a safetensors file, memory-mapped."""
     try:
         with torch.device("cpu"), safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -103,16 +103,16 @@ def mapped(path: Path) -> dict[str, Tensor]:
 
 
 def plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU: in a file, one tensor under two names, or two views of one, may not share memory."""
+    """Copies on the CPU: tensors in a file must not share memory."""
     form = torch.contiguous_format
     return {name: tensor.detach().cpu().clone(memory_format=form) for name, tensor in tensors.items()}
 
 
 def fingerprint(kind: str, tensors: Mapping[str, Tensor]) -> str:
-    """32 hexadecimal digits of named tensors, their dtypes and shapes; `kind` tells apart what means other things."""
-    found = hashlib.sha256(kind.encode())
+    """32 hexadecimal digits from named tensors, their dtypes and shapes, and from `kind`, the kind of the content."""
+    digest = hashlib.sha256(kind.encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    return found.hexdigest()[:32]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return digest.hexdigest()[:32]

@@ -1,14 +1,15 @@
-"""Totals over a sequence of which a process may hold a part."""
+"""Totals over a sequence that may be distributed over processes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 
 class Totals(ABC):
-    """Totals over all keys of a head, of which this process may hold a part: each method takes the part's total."""
+    """Totals over all keys of a head, which may be distributed: each method takes the total of this process's part."""
 
     @abstractmethod
     def sum(self, part: Tensor) -> Tensor:
@@ -20,11 +21,11 @@ class Totals(ABC):
 
     @abstractmethod
     def logsumexp(self, part: Tensor) -> Tensor:
-        """The logarithm of the sum of exponentials, where each part is one."""
+        """The logarithm of the sum of exponentials of all parts."""
 
     @abstractmethod
     def counted(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the parts before this one, and that of all."""
+        """The sum of the parts before this one, and the sum of all parts."""
 
     @abstractmethod
     def rows(self, part: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ class Totals(ABC):
 
 
 class Whole(Totals):
-    """This process holds all keys: its totals are the totals."""
+    """This process has all keys: each total is that of its part."""
 
     def sum(self, part: Tensor) -> Tensor:
         return part
@@ -51,3 +52,10 @@ class Whole(Totals):
 
 
 WHOLE = Whole()
+
+
+def row_maximum(rows: Tensor) -> Tensor:
+    """The largest entry (..., 1) of rows (..., N), this process's part of a `max`; -inf for empty rows."""
+    if not rows.shape[-1]:
+        return rows.new_full((*rows.shape[:-1], 1), -torch.inf)
+    return rows.amax(-1, keepdim=True)

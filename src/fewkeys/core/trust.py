@@ -1,4 +1,4 @@
-"""Files that only this user or root could have written, so that code in them may run."""
+"""Files that only this user or root could have written, so that it is safe to run code from them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 POSIX = hasattr(os, "getuid")
-"""Whether owners and modes of files say who may write them; on Windows they do not."""
+"""Whether files have owners and modes that decide who may write them; not on Windows."""
 
 
 def read_trusted(path: Path) -> bytes | None:
-    """The content of a file that only this user or root could have written; None for other files, and for none.
+    """The content of a file that only this user or root could have written; None for other and missing files.
 
     The file is opened once: the owner, the mode and the content are those of one descriptor. Raises `OSError` where the
     disk fails.
@@ -22,7 +22,7 @@ def read_trusted(path: Path) -> bytes | None:
 def read_own(path: Path) -> bytes | None:
     """The content of a file that belongs to this user or root and that only its owner may write, else None.
 
-    It says nothing of who put the file there: whoever may write its folder can move files into it.
+    Another user may have put the file there: users who may write its folder can move files into it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -37,18 +37,18 @@ def read_own(path: Path) -> bytes | None:
 def is_trusted(folder: Path) -> bool:
     """Whether only this user or root can put files into the folder, or another folder in its place.
 
-    So nobody else may write it, nor a folder on the way to it. Those on the way may be sticky, like /tmp: others can
-    add names there, but cannot move or remove ours.
+    So no other user may write it, nor a parent folder. Parents may be sticky, like /tmp: other users can add files
+    there, but cannot move or remove ours.
     """
     try:
-        folder.resolve(strict=True)  # refuses links in a circle
+        folder.resolve(strict=True)  # refuses circular links
         return _is_trusted(folder.absolute(), may_be_sticky=False)
     except (OSError, RuntimeError):
         return False
 
 
 def _is_trusted(folder: Path, may_be_sticky: bool) -> bool:
-    """From the root downwards: nobody else can change what was looked at already."""
+    """Checks from the root downwards, so that other users cannot change folders after their check."""
     for part in (*reversed(folder.parents), folder):
         status, sticky = part.lstat(), may_be_sticky or part != folder
         if stat.S_ISLNK(status.st_mode):
@@ -61,7 +61,7 @@ def _is_trusted(folder: Path, may_be_sticky: bool) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and those missing above it. Only the owner may write them, whatever the umask."""
-    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+    for missing in reversed([place for place in (folder, *folder.parents) if not place.exists()]):
         missing.mkdir(0o755, exist_ok=True)
 
 

@@ -60,11 +60,11 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         raise ValueError(f"{name}: expected a tensor whose numbers can be read, got {why}")
     if 0 in tensor.shape:
         raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
-    return tensor.resolve_neg()  # a view that only promises to change signs: kernels would read the memory behind it
+    return tensor.resolve_neg()  # kernels would read the memory of a view with lazily negated signs
 
 
 def _untouchable(tensor: Tensor) -> str | None:
-    """Why nobody can look at the numbers of a tensor, None where one can."""
+    """Why the numbers of a tensor cannot be read; None if they can."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return "one without numbers (meta or fake); which keys are kept depends on them; compile by torch.compile"
     inner = tensor
@@ -76,24 +76,24 @@ def _untouchable(tensor: Tensor) -> str | None:
 
 
 Largest = Callable[..., list[float]]
-"""What finds the largest entries of queries, keys and values, as `largest_entries` does."""
+"""A function like `largest_entries` for queries, keys and values."""
 
 
 def largest_entries(*tensors: Tensor) -> list[float]:
-    """The largest magnitude of each; NaN or infinity where an entry is. Costs one read of each."""
-    if torch.compiler.is_compiling():  # nothing is known
+    """The largest magnitude of each; NaN or infinity if an entry is. Costs one read of each."""
+    if torch.compiler.is_compiling():  # the numbers are unknown
         return [0.0] * len(tensors)
     ends = [end for tensor in tensors for end in (tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2))]
-    found: list[float] = torch.stack(ends).abs().tolist()
-    return [max(pair) for pair in zip(found[::2], found[1::2], strict=True)]
+    magnitudes: list[float] = torch.stack(ends).abs().tolist()
+    return [max(pair) for pair in zip(magnitudes[::2], magnitudes[1::2], strict=True)]
 
 
 def check_finite(**tensors: Tensor) -> None:
-    """Refuse NaN and infinity, by argument name.
+    """Raise `ValueError` for NaN and infinity, by argument name.
 
-    A sum tells of them at the price of one operation; that of finite numbers may be beyond what a float holds.
+    A finite sum proves that all numbers are finite, by one operation; the sum of finite numbers may overflow.
     """
-    if torch.compiler.is_compiling():  # nothing is known
+    if torch.compiler.is_compiling():  # the numbers are unknown
         return
     for name, tensor in tensors.items():
         if not math.isfinite(tensor.detach().sum().item()) and (bad := int((~torch.isfinite(tensor)).sum())):
@@ -101,7 +101,7 @@ def check_finite(**tensors: Tensor) -> None:
 
 
 class Options(TypedDict, total=False):
-    """What an attention call may say beside its tensors, as `fewkeys.attention` documents it."""
+    """The options of an attention call, as `fewkeys.attention` documents them."""
 
     is_causal: bool
     scale: float | None
@@ -137,10 +137,10 @@ def check_inputs(
 ) -> Inputs:
     """The canonical `Inputs`, or a `ValueError`/`TypeError` that says what is wrong and how to mend it.
 
-    `largest`: what looks for the largest entries where `impl` lets compiled kernels run. `clear`: whether keys and
-    values of padding have to be zero at once.
+    `largest`: computes the largest entries if `impl` lets compiled kernels run. `clear`: whether to set keys and values
+    of padding to zero now.
     """
-    q, k, v = (lowered(check_tensor(name, given)) for name, given in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (lowered(check_tensor(name, x)) for name, x in (("query", query), ("key", key), ("value", value)))
     for name, tensor in (("key", k), ("value", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
@@ -161,15 +161,15 @@ def check_inputs(
     check_impl(impl)
     factor = q.shape[-1] ** -0.5 if scale is None else check_real("scale", scale)
     valid = _check_valid(lengths, key_mask, k)
-    look, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
-    tops, cleared = look(q, k, v), valid is None
-    if valid is not None and (not all(map(math.isfinite, tops)) or needs_rescaling(tops, *shape)):
-        # It may be padding that is: what stands there must not decide, and times zero need not be zero.
+    measure, shape = largest if impl in COMPILED else largest_entries, (factor, q.shape[-1], working(q[:0]).dtype)
+    sizes, cleared = measure(q, k, v), valid is None
+    if valid is not None and (not all(map(math.isfinite, sizes)) or needs_rescaling(sizes, *shape)):
+        # The large entries may be in padding, which must not decide. Infinity times zero is NaN, hence masked_fill.
         k, v = (rows.masked_fill(~valid[:, None, :, None], 0.0) for rows in (k, v))
-        tops, cleared = look(q, k, v), True
-    if not all(map(math.isfinite, tops)):
+        sizes, cleared = measure(q, k, v), True
+    if not all(map(math.isfinite, sizes)):
         check_finite(query=q, key=k, value=v)
-    large, bias = needs_rescaling(tops, *shape), _check_bias(distance_bias, q)
+    large, bias = needs_rescaling(sizes, *shape), _check_bias(distance_bias, q)
     at = (q, k, v, factor, bool(is_causal), query_offset, valid, generator)
     inputs = Inputs(*at, impl=impl, needs_rescaling=large, bias=bias, cleared=cleared)
     return inputs.clear() if clear else inputs

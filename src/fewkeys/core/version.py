@@ -1,3 +1,3 @@
-"""Which fewkeys this is."""
+"""The version of fewkeys."""
 
 VERSION = "0.1.0"

@@ -1,8 +1,8 @@
-"""How scores become weights.
+"""The rules that turn scores into weights.
 
 `A_ij = f(s_ij) / sum_l f(s_il)` with f = exp (`Softmax`), `exp(c tanh(x / c))` (`Softcap`), `|x|^p` (`Power`),
-`elu(x) + 1` (`Elu`), `max(0, x)^p` (`Relu`). `Entmax` is not of this form: it subtracts a threshold found from the
-whole row, so there is no sum that a stand-in could join.
+`elu(x) + 1` (`Elu`), `max(0, x)^p` (`Relu`). `Entmax` is not of this form: it subtracts a threshold that depends on
+the whole row, so stand-ins cannot enter a sum.
 
 Every class has `kernel(parts)`: the scores of one row, split over several tensors (kept keys, stand-ins), become
 unnormalised weights. Hidden entries carry -inf and get weight zero. The result is defined up to one positive factor
@@ -97,7 +97,7 @@ class _Elementwise(Weights):
 
 @dataclass(frozen=True)
 class Softcap(_Elementwise):
-    """`f(x) = exp(cap tanh(x / cap))`: softmax of scores that are held within +- cap (Gemma 2, arXiv 2408.00118).
+    """`f(x) = exp(cap tanh(x / cap))`: softmax of scores limited to +- cap (Gemma 2, arXiv 2408.00118).
 
     cap < 80, so that sums of f stay finite in float32.
     """
@@ -152,7 +152,7 @@ class Entmax(Weights):
     """`A_i = argmax_p <p, s_i> + H_alpha(p)` over the simplex: sparse weights, alpha = 2 is sparsemax.
 
     `A_ij = max(0, (alpha - 1) s_ij - tau_i)^(1 / (alpha - 1))` (Peters, Niculae, Martins 2019). alpha > 1; for
-    alpha = 1 use `Softmax`. Only `rest=Drop()` is possible: tau depends on every score, so there is no sum to join.
+    alpha = 1 use `Softmax`. Only `rest=Drop()` is possible: tau depends on every score, so there are no stand-ins.
     """
 
     alpha: float = 1.5

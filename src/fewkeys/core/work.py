@@ -1,4 +1,4 @@
-"""What a part of a plan costs, by arithmetic: every selector and every rest states it."""
+"""The arithmetic cost of a part of a plan, which every selector and every rest states."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fewkeys.core.inputs import Inputs
 PER_SCORE = 20
 """Operations that turn one score into a weight, counted like multiplications and additions."""
 PER_SORTED = 20.0
-"""Operations of putting one number in order among all keys."""
+"""Operations per key of sorting the keys."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Before the data is read: a model, not a measurement.
+    """A model of the cost that does not depend on the data.
 
     Attributes:
         scores: the scores that a query's kept keys, or stand-ins, cost; a stand-in that costs more counts as more.

@@ -1,1 +1,1 @@
-"""What exact attention and a plan cost, and which of them runs."""
+"""The cost of exact attention and of plans, and the choice between them."""

@@ -1,15 +1,15 @@
-"""Which of a plan and exact attention is the faster here: straight lines, measured on this machine and kept.
+"""The choice between a plan and exact attention, by linear models of their times on this machine.
 
-Exact attention takes `a + b` times the pairs of queries and keys; a plan takes `c + d` times the keys to prepare and
-`e + f` times the queries to attend, which count for more as scans of all keys grow, by compiled kernels and by
-operations of torch. Each line goes through two short runs on random inputs, made when `impl="auto"` first asks about a
-plan: some tenths of a second, once a month for every plan, device, dtype, head size and number of threads of a machine
-and version (`fewkeys.cost.kept`). All of them take turns, so that what disturbs one disturbs the others, and of each
-the fastest counts; there are more turns as long as they bring faster ones, and where that does not end, or more work
-takes less time, the lines are measured again soon. Which is faster is a function of the numbers that are kept: until
-they expire, the same call goes the same way in every process.
-The plan is taken where its line is clearly below, and torch's operations where they are clearly faster than the
-kernels. Where nothing can be kept, nothing is measured either: operations decide, counted by `fewkeys.cost.operations`.
+Exact attention takes `a + b * pairs` of queries and keys. A plan takes `c + d * keys` to prepare and `e + f * queries`
+to attend, where queries that scan all keys count for more, by compiled kernels and by torch's operations. Each line
+goes through two short runs on random inputs when `impl="auto"` first needs it: some tenths of a second, once a month
+for every plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`).
+
+The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
+times improve. If that does not end, or more work takes less time, the lines are measured again soon. Until the kept
+numbers expire, the same call runs the same way in every process. The plan runs if its line is clearly below, and
+torch's operations if they are clearly faster than the kernels. If numbers cannot be kept, nothing is measured, and
+counts of operations decide (`fewkeys.cost.operations`).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from fewkeys.native.tensors import DTYPES
 from fewkeys.plan import Plan
 
 ADVANTAGE = 0.85
-"""The plan is taken where it is expected to need at most this share of exact attention's time: lines are not exact.
-So are torch's operations, of the kernels' time."""
+"""The plan runs if it is expected to take at most this share of exact attention's time: a margin for the lines' errors.
+Torch's operations run if they are expected to take at most this share of the kernels' time."""
 SHIPPED = 0.3
-"""Where nothing is measured, the plan is taken where it has at most this share of exact attention's operations: a
-cautious one, since plans do theirs in smaller pieces."""
+"""Without measurements, the plan runs if it has at most this share of exact attention's operations: a cautious share,
+since the operations of plans come in smaller pieces."""
 EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS = 2
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
-"""Turns end once so many of them in a row brought no time down by more than `CALM`."""
+"""Turns end once `CALM_TURNS` of them in a row lowered no time by more than `CALM`."""
 CALM = 0.03
 ENOUGH = 2000.0
-"""Milliseconds after which they end in any case, but for the fewest."""
+"""Milliseconds after which turns end in any case, except the first `FEWEST_TURNS`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the lines depend on, beside the plan and the machine."""
+    """The facts that determine the lines, beside the plan and the machine."""
 
     device: str
     dtype: str
@@ -77,47 +77,48 @@ class Setting:
 
 @dataclass(frozen=True)
 class Expected:
-    """Milliseconds that exact attention and the plan are expected to take; the plan by torch alone in `steps`, where
-    there are kernels.
+    """Milliseconds that exact attention and the plan are expected to take.
+
+    `plan_by_torch`: the plan by torch's operations alone, if there are compiled kernels.
     """
 
     exact: float
     plan: float
-    steps: float | None = None
+    plan_by_torch: float | None = None
 
     @property
     def exact_is_faster(self) -> bool:
-        plan = self.plan if self.steps is None else min(self.plan, self.steps)
+        plan = self.plan if self.plan_by_torch is None else min(self.plan, self.plan_by_torch)
         return plan > ADVANTAGE * self.exact
 
     @property
-    def kernels_lose(self) -> bool:
-        return self.steps is not None and self.steps < ADVANTAGE * self.plan
+    def torch_is_faster(self) -> bool:
+        return self.plan_by_torch is not None and self.plan_by_torch < ADVANTAGE * self.plan
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     """Whether exact attention is not clearly slower than the plan. Reads no data."""
-    own, exact_ones = plan_operations(inputs, plan), exact_operations(inputs)
-    # Where the plan has more arithmetic there is nothing to measure.
-    if own >= exact_ones:
+    plan_count, exact_count = plan_operations(inputs, plan), exact_operations(inputs)
+    # A plan with more arithmetic than exact attention needs no measurement.
+    if plan_count >= exact_count:
         return True
-    found = expected(inputs, plan)
-    return own > SHIPPED * exact_ones if found is None else found.exact_is_faster
+    times = expected(inputs, plan)
+    return plan_count > SHIPPED * exact_count if times is None else times.exact_is_faster
 
 
-def kernels_lose(inputs: Inputs, plan: Plan) -> bool:
+def torch_is_faster(inputs: Inputs, plan: Plan) -> bool:
     """Whether torch's operations are clearly faster than the compiled kernels. Reads no data."""
-    found = expected(inputs, plan)
-    return found is not None and found.kernels_lose
+    times = expected(inputs, plan)
+    return times is not None and times.torch_is_faster
 
 
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
-    """The time that each would take on inputs of this size, by this machine's lines; None where none can be kept."""
+    """The expected times on inputs of this size by this machine's lines; None if no lines can be kept."""
     return inputs.remember(("expected", plan), lambda: _expected(inputs, plan))
 
 
 def _expected(x: Inputs, plan: Plan) -> Expected | None:
-    # Learned plans are of all heads of a layer; of others some heads tell as much.
+    # Learned plans need all heads of a layer; for other plans a few heads suffice.
     heads = x.kv_heads if any(learned_parts(plan)) else min(HEADS, x.kv_heads)
     compiled = x.query.device.type == "cpu" and x.query.dtype in DTYPES
     setting = Setting(
@@ -130,7 +131,7 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
     exact_line, *plan_lines = lines
     pairs, keys = x.batch * x.query_heads * x.queries * visible_keys(x), x.batch * x.kv_heads * x.keys
     rows = x.batch * x.query_heads * answered_queries(x, plan) * (1 + scan_share(x, plan))
-    # As many heads as were measured, again and again: all pay what a plan prepares for a head, however short.
+    # Groups of as many heads as were measured run one after the other: each pays the fixed cost of preparing.
     times = x.batch * x.kv_heads / heads
     lines_of_plan = zip(*[iter(plan_lines)] * 2, strict=True)
     plans = [times * (prepare.at(keys / times) + attend.at(rows / times)) for prepare, attend in lines_of_plan]
@@ -139,46 +140,46 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
 
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
-    """Those of exact attention, and of preparing and attending by all ways that a plan can take, as they are kept."""
-    told = asdict(setting) | {"plan": plan.to_dict()}
+    """The kept lines: of exact attention, then of preparing and attending for each executor that a plan can use."""
+    facts = asdict(setting) | {"plan": plan.to_dict()}
     if setting.device.startswith("cuda"):
-        told["device"] = torch.cuda.get_device_name(setting.device)
-    found = kept(told, lambda: _measured(setting, plan))
-    return None if found is None else tuple(Line(*row) for row in found)
+        facts["device"] = torch.cuda.get_device_name(setting.device)
+    numbers = kept(facts, lambda: _measured(setting, plan))
+    return None if numbers is None else tuple(Line(*row) for row in numbers)
 
 
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
-    """The lines, and whether they can be relied on."""
+    """The lines, and whether they are reliable."""
     points = _points(setting, plan)
     times, calm = fastest([call for _, call in points], torch.device(setting.device))
-    told = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
-    pairs = list(zip(told[::2], told[1::2], strict=True))
+    timed = [(units, ms) for (units, _), ms in zip(points, times, strict=True)]
+    pairs = list(zip(timed[::2], timed[1::2], strict=True))
     return tuple(astuple(_through(pair)) for pair in pairs), calm and all(few[1] < many[1] for few, many in pairs)
 
 
 def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], object]]]:
     """Units of work and a call that does them: two points of each line."""
-    found: list[tuple[float, Callable[[], object]]] = []
+    points: list[tuple[float, Callable[[], object]]] = []
     keep = plan.keep
     if keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
     for length in EXACT_LENGTHS:
         x = _inputs(setting, length)
-        found.append((x.query_heads * length * visible_keys(x), partial(exact.attend, x, plan.weights)))
+        points.append((x.query_heads * length * visible_keys(x), partial(exact.attend, x, plan.weights)))
     impls: tuple[Impl, ...] = ("auto",) if setting.kernels == "none" else ("auto", "torch")
     for impl in impls:
         sizes = [replace(_inputs(setting, length), impl=impl) for length in PLAN_LENGTHS]
 
         def ready(x: Inputs) -> Problem:
-            own = x.branch()  # which remembers nothing yet
-            graph = keep.select(own)
-            return Problem(own, graph, plan.rest.prepare(own, graph, plan.weights), plan.weights)
+            x = x.branch()  # it has no statistics yet
+            graph = keep.select(x)
+            return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
 
-        found += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
-        found += [
+        points += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
+        points += [
             (x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, ready(x))) for x in sizes
         ]
-    return found
+    return points
 
 
 def _inputs(setting: Setting, length: int) -> Inputs:
@@ -193,9 +194,9 @@ def _inputs(setting: Setting, length: int) -> Inputs:
 
 
 def _through(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through two points, with nothing negative.
+    """The line through two points, with nonnegative coefficients.
 
-    Work that took no longer though there was more of it was disturbed: then it is taken as proportional.
+    If more work took no longer, the measurement was disturbed, and time is taken as proportional to work.
     """
     (x, first), (y, second) = points
     if second <= first:
@@ -206,7 +207,7 @@ def _through(points: Sequence[tuple[float, float]]) -> Line:
 
 @torch.no_grad()
 def fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[list[float], bool]:
-    """Milliseconds of the fastest of each call's turns, after one that does not count; whether they came to an end."""
+    """The fastest time of each call in ms, after a first run that does not count; and whether the times settled."""
     for call in calls:
         call()
     best, calm, spent = [math.inf] * len(calls), 0, 0.0

@@ -1,8 +1,8 @@
-"""How long a stream lets exact attention answer: as long as a token is answered faster so.
+"""The length up to which a stream runs exact attention, because it is faster for a token.
 
-A token after n others takes exact attention `a + b n` and a scan `c + d n`. Both lines go through two short runs on
-random inputs, made when a stream of such heads first answers a query, and kept as those of `fewkeys.cost.crossover`
-are. Where nothing can be kept, operations decide.
+A token after n others takes `a + b n` by exact attention and `c + d n` by a scan. Both lines go through two short runs
+on random inputs when a stream of such heads first answers a query, and are kept as in `fewkeys.cost.crossover`. If
+numbers cannot be kept, counts of operations decide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEVER = 2**62
 
 @dataclass(frozen=True)
 class Heads:
-    """What the lines depend on, beside the plan and the machine."""
+    """The facts that determine the lines, beside the plan and the machine."""
 
     device: str
     dtype: str
@@ -41,7 +41,7 @@ class Heads:
     kernels: str
 
     def draw(self, length: int) -> Inputs:
-        """One query, the last of so many tokens."""
+        """Random inputs of `length` tokens, with the last token's query."""
         draw, dim = torch.Generator("cpu").manual_seed(0), self.head_dim
         shapes = ((self.query_heads, 1, dim), (self.kv_heads, length, dim), (self.kv_heads, length, self.value_dim))
         kind = (torch.device(self.device), getattr(torch, self.dtype.removeprefix("torch.")))
@@ -53,12 +53,14 @@ class Heads:
 
 Token = Callable[[], object]
 Tokens = Callable[[Plan, Inputs], tuple[Token, Token]]
-"""What takes one token more after those of the inputs: exact attention, and the plan."""
+"""Calls that process one more token after those of the inputs: by exact attention, and by the plan."""
 
 
 def exact_length(plan: Plan, query: Tensor, key: Tensor, value: Tensor, tokens: Tokens) -> int:
-    """How many first tokens of a stream of a `KeyScan` with such heads exact attention answers; 0 where the plan never
-    gives way. It depends on no number of tokens, so that an answer does not depend on the pieces that they come in.
+    """The number of first tokens of a `KeyScan` stream with such heads that exact attention answers.
+
+    0 without `exact_if_faster`. It does not depend on the number of tokens, so that outputs do not depend on the pieces
+    in which tokens come.
     """
     if not plan.exact_if_faster:
         return 0
@@ -83,7 +85,7 @@ def crossing(of_exact: Line, of_plan: Line, share: float) -> int:
 
 
 def through(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through two points, with nothing negative: a token of a scan takes about the same at all lengths."""
+    """The line through two points, with nonnegative coefficients; the slope of a scan is nearly zero."""
     (x, first), (y, second) = points
     slope = max(0.0, (second - first) / (y - x))
     return Line(max(0.0, min(first, second) - slope * x), slope)
@@ -101,7 +103,7 @@ def _by_operations(plan: Plan, heads: Heads) -> tuple[Line, Line]:
 
 
 def _measured(plan: Plan, heads: Heads, tokens: Tokens) -> tuple[Numbers, bool]:
-    """The lines of exact attention and of the plan, and whether they can be relied on."""
+    """The lines of exact attention and of the plan, and whether they are reliable."""
     by_exact, by_plan = zip(*(tokens(plan, heads.draw(length)) for length in LENGTHS), strict=True)
     times, calm = fastest([*by_exact, *by_plan], torch.device(heads.device))
     pairs = [list(zip(map(float, LENGTHS), part, strict=True)) for part in (times[:2], times[2:])]

@@ -1,6 +1,6 @@
-"""Numbers measured on this machine, kept in the cache folder, so that every process and every call reads the same.
+"""Numbers measured on this machine and kept in the cache folder, so that all processes and calls read the same ones.
 
-They are measured again once they are old: machines change, and what was measured while others used one is of no worth.
+They are measured again once they are old: machines change, and other load may have disturbed a measurement.
 """
 
 from __future__ import annotations
@@ -26,54 +26,53 @@ from fewkeys.native.sets import processor
 FOLDER = "measured"
 Numbers = tuple[tuple[float, ...], ...]
 LASTS = {True: 30 * 86400, False: 3600}
-"""Seconds after which numbers are old: those that can be relied on, and others."""
+"""Seconds after which reliable (True) and disturbed (False) numbers are old."""
 
 
 def kept(what: Mapping[str, Any], measure: Callable[[], tuple[Numbers, bool]]) -> Numbers | None:
-    """The numbers kept under `what` (JSON values) for this machine and version; measured where there are none yet.
+    """The numbers kept under `what` (JSON values) for this machine and version; measured if there are none.
 
-    `measure` also tells whether they can be relied on; others are kept for an hour, to be measured again. Where several
-    processes measure at once, the first to write wins and the others read what it wrote. A file that is damaged, old,
-    or of something else, is measured anew. None, and nothing is measured, where nothing can be written.
+    `measure` also returns whether they are reliable; others are kept for an hour. If several processes measure at once,
+    the first to write wins and the others read its numbers. A file that is damaged, old or of something else is
+    replaced. None, without a measurement, if the folder cannot be written.
     """
-    told = json.loads(json.dumps({**_machine(), **what}))
-    name = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24]
+    facts = json.loads(json.dumps({**_machine(), **what}))
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     try:
         path = cache_folder() / FOLDER / f"{name}.json"
-        found = _read(path, told)
-        if found is None:
-            make_folder(path.parent)
-            if not os.access(path.parent, os.W_OK):
-                return None
-            numbers, sound = measure()
-            text = json.dumps({"of": told, "numbers": numbers, "sound": sound, "at": time.time()}, indent=1)
-            _write_first(path, told, text + "\n")
-            found = _read(path, told)
+        if (numbers := _read(path, facts)) is not None:
+            return numbers
+        make_folder(path.parent)
+        if not os.access(path.parent, os.W_OK):
+            return None
+        numbers, sound = measure()
+        text = json.dumps({"of": facts, "numbers": numbers, "sound": sound, "at": time.time()}, indent=1)
+        _write_first(path, facts, text + "\n")
+        return _read(path, facts)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
-    return found
 
 
-def _read(path: Path, told: Mapping[str, Any]) -> Numbers | None:
-    """The numbers of a file that says it is of the same, and is not old; None for all others."""
+def _read(path: Path, facts: Mapping[str, Any]) -> Numbers | None:
+    """The numbers of a file for the same facts that is not old, else None."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["of"] != told or not 0 <= time.time() - data["at"] < LASTS[data["sound"]]:
+        if data["of"] != facts or not 0 <= time.time() - data["at"] < LASTS[data["sound"]]:
             return None
-        found = tuple(tuple(float(number) for number in row) for row in data["numbers"])
+        numbers = tuple(tuple(float(number) for number in row) for row in data["numbers"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if all(math.isfinite(number) and number >= 0 for row in found for number in row) else None
+    return numbers if all(math.isfinite(number) and number >= 0 for row in numbers for number in row) else None
 
 
-def _write_first(path: Path, told: Mapping[str, Any], text: str) -> None:
-    """Write the file, whole, unless there is a good one by now: others may have read it already."""
+def _write_first(path: Path, facts: Mapping[str, Any], text: str) -> None:
+    """Write the whole file, unless another process wrote a good one meanwhile: others may have read that."""
     draft = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     write_whole(draft, text)
     try:
         os.link(draft, path)
-    except OSError:  # there is one, or a file system without links
-        if _read(path, told) is None:
+    except OSError:  # the file exists, or the file system has no links
+        if _read(path, facts) is None:
             draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -23,12 +23,12 @@ def visible_keys(inputs: Inputs) -> float:
 
 
 def answered_queries(inputs: Inputs, plan: Plan) -> int:
-    """Queries that a plan answers, Nq or, where its stand-ins begin with the first token, those before them, too."""
+    """Queries that a plan answers: Nq, and the earlier ones too if its stand-ins begin with the first token."""
     return inputs.queries + (inputs.offset if plan.rest.needs_causal else 0)
 
 
 def scan_share(inputs: Inputs, plan: Plan) -> float:
-    """Operations of a query's scan over those of its kept keys and stand-ins; 0 where nothing is scanned."""
+    """Operations of a query's scan over those of its kept keys and stand-ins; 0 without a scan."""
     x = inputs
     if plan.keep is None:
         return 0.0
@@ -37,11 +37,11 @@ def scan_share(inputs: Inputs, plan: Plan) -> float:
 
 
 def plan_operations(inputs: Inputs, plan: Plan) -> float:
-    """Operations per query of selecting, summarising and attending: what keep and rest state (`fewkeys.core.work`)."""
+    """Operations per query of selecting, summarising and attending, by the `work` of `keep` and `rest`."""
     x = inputs
     if plan.keep is None:
         return exact_operations(x)
     work = plan.keep.work(x) + plan.rest.work(x, plan.keep)
-    # There are so many keys per query of one key head's group.
+    # A key head's keys serve `gqa_ratio` query heads.
     attending = (work.scores * per_score(x) + work.scanned) * answered_queries(x, plan)
     return (attending + work.per_key * x.keys / x.gqa_ratio) / x.queries

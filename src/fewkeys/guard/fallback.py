@@ -19,16 +19,16 @@ QUERIES = 32
 
 @dataclass(frozen=True)
 class Fallbacks:
-    """What a guard has seen so far.
+    """The counts of a guard so far.
 
     Attributes:
         calls: attention calls.
-        checked: heads whose error was estimated, each sequence of a batch counting anew.
-        fallbacks: those of `checked` that were answered exactly, their estimate being above the limit.
-        error: mean of the estimates over `checked`: of the plan, before anything fell back. None before the first.
+        checked: heads whose error was estimated; a head counts once for each sequence of a batch.
+        fallbacks: those of `checked` whose estimate was above the limit, and which were answered exactly.
+        error: mean of the estimates over `checked`: the plan's error before any fallback. None before the first check.
 
-    A call that checks nothing was answered exactly to begin with: it had no more queries than a check computes, or
-    its plan is exact attention on such input.
+    Some calls are answered exactly without a check: they have no more queries than a check computes, or their plan is
+    exact attention on such input.
     """
 
     calls: int = 0
@@ -51,18 +51,18 @@ class Guard:
     Pass it as `fewkeys.attention(..., max_error=Guard(0.05))` and read `fallbacks` afterwards; `fewkeys.apply` makes
     one for each layer.
 
-    The error of a head is estimated from `queries` of its queries, computed exactly: the unbiased estimate of
-    `fewkeys.spot_check`, not the upper end of its interval. A head whose true error is near the limit may therefore
-    fall on either side; but such mistakes cancel over heads and calls, while the upper end would give up plans that
-    keep the limit. Choose a smaller limit where it must never be passed.
+    The error of a head is estimated from `queries` of its queries, computed exactly. It is the unbiased estimate of
+    `fewkeys.spot_check`, not the upper end of its interval: a head whose true error is near the limit may fall on
+    either side. These mistakes cancel over heads and calls, while the upper end would reject plans that keep the
+    limit. Choose a smaller limit if it must never be exceeded.
 
-    Heads are judged one by one, since a few bad heads usually make a plan bad, and sequences too, so that the answer
-    for one does not depend on the others of its batch. In a causal call the whole call is judged at once: later
-    tokens may decide whether earlier outputs are the plan's or the exact ones.
+    Heads are judged one by one, since usually a few bad heads make a plan bad. Sequences are judged one by one, so that
+    the answer for one does not depend on the others of its batch. A causal call is judged as a whole: later tokens may
+    decide whether earlier outputs are the plan's or the exact ones.
 
     Cost of a call: the plan, plus O(queries n (D + Dv)) per head, plus exact attention for heads that fall back. A
-    call with no more than `queries` queries, such as a decoded token, is answered exactly and costs that alone:
-    checking every query is answering it.
+    call with no more than `queries` queries, such as a decoded token, costs exact attention alone, because checking
+    all its queries is answering it.
 
     Raises `ValueError` or `TypeError` for a negative or non-finite `max_error` and for `queries` below 1.
     """
@@ -84,15 +84,15 @@ class Guard:
         self._seen = replace(self._seen, calls=self._seen.calls + 1)
 
     def correct(self, inputs: Inputs, weights: Weights, output: Tensor) -> Tensor:
-        """The plan's `output` (B, Hq, Nq, Dv), with the exact one in place of heads above the limit.
+        """The plan's `output` (B, Hq, Nq, Dv), with exact attention for heads above the limit.
 
-        Gradients flow through whichever answers.
+        Gradients flow through the output that is returned.
         """
-        # All heads of all sequences are asked at the same places: no answer depends on who else is in the batch.
+        # All heads of all sequences draw the same places, so that no answer depends on the rest of the batch.
         sample = draw(inputs, uniform((self.queries,), inputs.generator, output.device))
         error = sample.mean(sampled_errors(inputs, weights, output, sample))
         real = (sample.count > 0).unsqueeze(-1)
-        failed = ~(error <= self.max_error)  # an error that is not a number has failed too
+        failed = ~(error <= self.max_error)  # NaN counts as failed
         checked = int(real.sum()) * inputs.query_heads
         fallbacks = int(failed.sum())
         self._count(checked, fallbacks, float(error.sum()))
@@ -100,18 +100,18 @@ class Guard:
             return output
         if bool((failed | ~real).all()):
             return exact.attend(inputs, weights)
-        if inputs.bias is not None:  # heads of different tables make no problem of one head
+        if inputs.bias is not None:  # heads with different tables cannot become sequences of one head
             return torch.where(failed[..., None, None], exact.attend(inputs, weights), output)
         sequence, head = failed.nonzero(as_tuple=True)
         answer = exact.attend(_single_heads(inputs, sequence, head), weights)
         return output.index_put((sequence, head), answer.squeeze(1))
 
     def _count(self, checked: int, fallbacks: int, total: float) -> None:
-        seen = self._seen
-        known = 0.0 if seen.error is None else seen.error * seen.checked
-        every = seen.checked + checked
-        error = (known + total) / every if every else None
-        self._seen = Fallbacks(seen.calls, every, seen.fallbacks + fallbacks, error)
+        before = self._seen
+        total_before = 0.0 if before.error is None else before.error * before.checked
+        total_checked = before.checked + checked
+        error = (total_before + total) / total_checked if total_checked else None
+        self._seen = Fallbacks(before.calls, total_checked, before.fallbacks + fallbacks, error)
 
 
 def _single_heads(inputs: Inputs, sequence: Tensor, head: Tensor) -> Inputs:

@@ -2,7 +2,7 @@
 
 Relative errors are positive and skewed to the right: most queries have a small one, a few have one many times the
 mean. The normal interval then covers too seldom, because a sample that misses the large errors has both a small mean
-and a small variance. Four things bring it back (measured by `experiments/value_aware/spot_check_coverage.py`):
+and a small variance. Four corrections restore coverage (measured by `experiments/value_aware/spot_check_coverage.py`):
 
 * The variance is estimated over groups of neighbouring stretches, which on average gives at least the true one
   (`fewkeys.guard.sample.Sample.spread`).
@@ -29,14 +29,14 @@ from torch import Tensor
 from fewkeys.guard.sample import Spread
 
 _LARGEST = 700.0
-"""Exponents up to here have a float64."""
+"""exp of larger numbers would overflow float64."""
 
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
-    """What samples say of the mean errors of P populations of queries (the heads of a call, by sequence).
+    """Estimates of the mean errors of P populations of queries (the heads of a call, by sequence).
 
-    `count` (P,) queries in each, `mean` (P,) the estimates, `variance` (P, G) what each group of queries adds to the
+    `count` (P,) queries in each, `mean` (P,) the estimates, `variance` (P, G) the share of each group of queries in the
     variance of `mean`, `third` (P,) its third central moment, `freedom` (G,) the groups' degrees of freedom. All
     float64, on the CPU.
     """
@@ -74,10 +74,10 @@ def pool(parts: Sequence[Estimates], confidence: float) -> tuple[float, float, f
 
 
 def student(confidence: float, freedom: float) -> float:
-    """The t with `P(|T| <= t) = confidence` for Student's T with `freedom` >= 1 degrees, not only whole ones.
+    """The t with `P(|T| <= t) = confidence` for Student's T with real `freedom` >= 1 degrees. Relative error 1e-6.
 
-    `T = sqrt(f) tan(a)` has the density of `cos(a)^(f - 1)` in the angle a, which is summed numerically; from 200
-    degrees on, two terms of Fisher's expansion around the normal quantile are closer than that. Relative error 1e-6.
+    `T = sqrt(f) tan(a)` has the density `cos(a)^(f - 1)` in the angle a, which is integrated numerically. From 200
+    degrees on, two terms of Fisher's expansion around the normal quantile are closer than that.
     """
     if freedom >= 200:
         z = NormalDist().inv_cdf((1 + confidence) / 2)

@@ -1,9 +1,9 @@
-"""A few queries answered exactly: what a plan's error is judged by where judging every query would cost O(n^2).
+"""A plan's error, estimated from a few queries that are answered exactly: all queries would cost O(n^2).
 
-The real queries of a sequence, in order of position, are cut into as many stretches of (almost) equal length as
-queries are wanted, and one is drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). Every
-query is equally likely to be drawn, and errors that change along the text (the first queries of a causal layer, which
-a window covers) add nothing to the variance of the mean.
+The real queries of a sequence, in order of position, are cut into strata of (almost) equal length, and one query is
+drawn from each (Cochran, Sampling Techniques, 3rd ed. 1977, section 5A.12). Every query is equally likely to be drawn,
+and errors that change along the text (the first queries of a causal layer, which a window covers) add nothing to the
+variance of the mean.
 """
 
 from __future__ import annotations
@@ -14,25 +14,23 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.inputs import Inputs
-
-# The one definition of the error. It knows tensors only; the measuring around it stays above.
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights
 
 GROUP = 8
-"""Neighbouring stretches whose queries share one estimate of the variance."""
+"""Neighbouring strata that share one estimate of the variance."""
 
-BLOCK = 2**22
-"""Scores held at a time by `exact_rows` (16 MB in float32)."""
+SCORES = 2**22
+"""Scores that `exact_rows` holds at a time (16 MB in float32)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """Queries drawn for an exact answer.
 
-    `index` (B, Hq, m) holds their positions; `size` (B, m) says for how many queries of its sequence each of them
-    speaks. A sequence of at most m real queries is there as a whole: sizes of one, then fillings of size zero.
+    `index` (B, Hq, m) holds their positions, `size` (B, m) the number of queries in each stratum. A sequence of at most
+    m real queries is drawn as a whole: sizes of one, then padding of size zero.
     """
 
     index: Tensor
@@ -44,25 +42,25 @@ class Sample:
         return self.size.sum(-1)
 
     def mean(self, errors: Tensor) -> Tensor:
-        """`sum_s (N_s / N) e_s` (B, Hq) of the errors (B, Hq, m), float64, of the sample: unbiased for the mean."""
-        return (self._known(errors) * self._weight.unsqueeze(1)).sum(-1)
+        """`sum_s (N_s / N) e_s` (B, Hq) of the sample's errors (B, Hq, m), float64: unbiased for the mean."""
+        return (self._drawn_errors(errors) * self._weight.unsqueeze(1)).sum(-1)
 
     def spread(self, errors: Tensor) -> Spread:
-        """How far `mean` of the errors (B, Hq, m) may lie from the mean over all queries.
+        """The moments of `mean` of the errors (B, Hq, m) around the mean over all queries.
 
-        A stretch of N_s > 1 queries, one of them drawn, adds `(N_s / N)^2 S^2` to the variance, `S^2` being the sample
-        variance of its group of about `GROUP` stretches. On average that is at least the true variance, whatever the
-        errors, where the stretches of a group are of one length (Cochran, section 5A.12: `E S^2` is the mean variance
-        within a stretch plus the variance of their means). To the third moment a stretch adds
-        `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K`, K being the group's third k-statistic: right on average where
-        errors stand in random order. A stretch that is drawn whole adds nothing.
+        A stratum of N_s > 1 queries adds `(N_s / N)^2 S^2` to the variance, where `S^2` is the sample variance of its
+        group of about `GROUP` strata. On average that is at least the true variance for all errors if the strata of a
+        group have one length (Cochran, section 5A.12: `E S^2` is the mean variance within a stratum plus the variance
+        of the strata's means). A stratum adds `(N_s / N)^3 (1 - 1 / N_s) (1 - 2 / N_s) K` to the third moment, where K
+        is the group's third k-statistic: right on average for errors in random order. A stratum that is drawn whole
+        adds nothing.
         """
         strata = self.size.shape[-1]
         groups = max(1, strata // GROUP)
         group = torch.arange(strata, device=self.size.device) * groups // strata
         member = torch.nn.functional.one_hot(group, groups).to(errors.dtype)
         width = member.sum(0)
-        errors = self._known(errors)
+        errors = self._drawn_errors(errors)
         centred = errors - (errors @ member / width)[..., group]
         square = centred**2 @ member / (width - 1)
         cube = centred**3 @ member * width / ((width - 1) * (width - 2)).clamp_min(1)
@@ -73,10 +71,10 @@ class Sample:
 
     @property
     def _weight(self) -> Tensor:
-        """(B, m) the share of its sequence's queries that each drawn one speaks for, in float64."""
+        """(B, m) the share of each stratum in its sequence's queries, in float64."""
         return self.size.double() / self.count.clamp_min(1).unsqueeze(-1)
 
-    def _known(self, errors: Tensor) -> Tensor:
+    def _drawn_errors(self, errors: Tensor) -> Tensor:
         return errors.masked_fill((self.size == 0).unsqueeze(1), 0.0)
 
 
@@ -84,7 +82,7 @@ class Sample:
 class Spread:
     """Central moments of an estimate about the truth.
 
-    `variance` (B, Hq, groups): what each group of stretches adds; `freedom` (groups,) its degrees of freedom. `third`
+    `variance` (B, Hq, groups): the share of each group of strata; `freedom` (groups,): its degrees of freedom. `third`
     (B, Hq): the third moment.
     """
 
@@ -96,8 +94,7 @@ class Spread:
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Uniform numbers for `draw`.
 
-    Without a generator they come from a seed that no plan uses: the queries drawn must not follow the keys that a plan
-    drew.
+    Without a generator the seed is one that no plan uses: the sampled queries must not depend on a plan's random keys.
     """
     if generator is None:
         generator = torch.Generator("cpu").manual_seed(0x5A3B1E)
@@ -105,7 +102,7 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: t
 
 
 def draw(inputs: Inputs, places: Tensor) -> Sample:
-    """One query from each of m stretches, at the place in it that `places`, in [0, 1), says.
+    """One query from each of m strata, at the relative place in it given by `places` in [0, 1).
 
     places: broadcastable to (B, Hq, m). Real queries are those of real tokens that see at least one key.
     """
@@ -143,7 +140,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     query = working(x.query).gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.head_dim)) * x.scale
     query = query.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
     key, value = working(x.key).mT, working(x.value)
-    step = max(1, BLOCK // (x.batch * x.kv_heads * x.keys))
+    step = max(1, SCORES // (x.batch * x.kv_heads * x.keys))
     heads = torch.arange(x.query_heads, device=index.device).view(x.kv_heads, -1).repeat_interleave(rows, 1)
     parts = []
     for place, part, head in zip(by_key_head.split(step, 2), query.split(step, 2), heads.split(step, 1), strict=True):

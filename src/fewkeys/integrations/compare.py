@@ -214,7 +214,7 @@ def _row(entry: Entry, capture: Capture) -> Row:
         worst_head=list(divmod(worst, capture.query_heads)),
         worst_head_error=float(error.flatten()[worst]),
         mass=tally.overall("masses"),
-        recall=float(tally.found.sum()) / heavy if heavy else None,
+        recall=float(tally.heavy_kept.sum()) / heavy if heavy else None,
         cosine=None if effect is None else effect.cosine,
         cosine_min=None if effect is None else effect.cosine_min,
         token_cosine=None if effect is None else effect.token_cosine,
@@ -223,13 +223,13 @@ def _row(entry: Entry, capture: Capture) -> Row:
         per_layer={
             "error": error.mean(1).tolist(),
             "mass": held.mean(1).tolist(),
-            "recall": _listed(tally.found.sum(1) / tally.heavy.sum(1)),
+            "recall": _listed(tally.heavy_kept.sum(1) / tally.heavy.sum(1)),
             "slots": tally.mean("slots").mean(1).tolist(),
         },
         per_head={
             "error": error.tolist(),
             "mass": held.tolist(),
-            "recall": [_listed(row) for row in tally.found / tally.heavy],
+            "recall": [_listed(row) for row in tally.heavy_kept / tally.heavy],
         },
     )
 

@@ -1,1 +1,1 @@
-"""What a plan costs in quality: exact answers of captured attention, and the errors against them."""
+"""The quality of plans: exact attention on captured inputs, and the errors against it."""

@@ -1,4 +1,4 @@
-"""What must hold between the parts of a report that came from a file, so that whoever shows it can trust it."""
+"""Checks of a report that was read from a file, so that the code that shows it can trust it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST = 2**63 - 1
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings that a report is shown with; it may have others."""
+    """The settings that tables and figures use; a report may have others."""
 
     eps: float
     budgets: list[int] | None
@@ -28,7 +28,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What is shown of the machine; it may have more."""
+    """The facts of the machine that tables and figures use; a report may have others."""
 
     cpu: str
     threads: int
@@ -41,9 +41,9 @@ def check_report(
     rows: Sequence[Row],
     skipped: Sequence[Skipped],
 ) -> None:
-    """Raise `ValueError` where a report of these parts cannot be shown: the part, what was expected, what came.
+    """Raise `ValueError` for parts that cannot be shown. The message names the part, what was expected and what came.
 
-    `sizes` are the numbers of the report that are named in `SIZES`.
+    `sizes`: the numbers of the report that are named in `SIZES`.
     """
     for name, size in sizes.items():
         _count(name, size)
@@ -51,11 +51,12 @@ def check_report(
     _expect("settings.timed_shape", "four numbers", shown.timed_shape, len(shown.timed_shape) == 4)
     for number in (*shown.timed_shape, *(shown.budgets or [])):
         _count("settings", number)
-    beside = shown.sample
-    _expect("settings.sample", "the name of a file", beside, beside is None or not set(beside) & {"/", "\\", "\0"})
+    file = shown.sample
+    _expect("settings.sample", "the name of a file", file, file is None or not set(file) & {"/", "\\", "\0"})
     _part(_Machine, machine)
     names = [(row.name, row.budget) for row in rows]
-    _expect("rows", "one row for a name and budget", max(names, key=names.count, default=None), _unique(names))
+    unique = len(set(names)) == len(names)
+    _expect("rows", "one row for a name and budget", max(names, key=names.count, default=None), unique)
     for number, row in enumerate(rows):
         _check_row(f"rows[{number}]", row, sizes["layers"], sizes["query_heads"])
     for item in skipped:
@@ -89,10 +90,6 @@ def _part(kind: type[Any], data: Mapping[str, Any]) -> Any:
 
 def _count(name: str, value: int) -> None:
     _expect(name, f"whole numbers from 1 to {MOST}", value, 1 <= value <= MOST)
-
-
-def _unique(names: Sequence[Any]) -> bool:
-    return len(set(names)) == len(names)
 
 
 def _expect(name: str, wanted: str, value: object, fits: bool) -> None:

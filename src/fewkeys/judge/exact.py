@@ -1,4 +1,4 @@
-"""Exact attention in bounded blocks: the truth that every plan of a comparison is held against.
+"""Exact attention in bounded blocks: the reference for every plan of a comparison.
 
 For `query (B, Hq, N, D)`, `key (B, Hkv, N, D)`, `value (B, Hkv, N, Dv)`: `W = softmax(scale * query key^T)` in float32,
 output `W value`. `W` is n x n, so it exists for one block of sequences and heads at a time, and is shared by all plans.
@@ -22,16 +22,16 @@ BLOCK = 2**25
 
 @dataclass(frozen=True, eq=False)
 class Block(AttentionInputs):
-    """Some sequences and heads of one attention call, without padding: every query and key in it is real.
+    """Some sequences and heads of one attention call, without padding: every query and key is real.
 
-    `heads` are the query heads of the call that it holds.
+    `heads`: which query heads of the call.
     """
 
     heads: slice = field(default_factory=lambda: slice(None))
 
     @property
     def bias(self) -> Tensor | None:
-        """(H, N, Nk) what distances add to the scores, in float32; None where they add nothing."""
+        """The distance bias (H, N, Nk) of the scores, in float32; None if there is none."""
         if self.distance_bias is None:
             return None
         first, (queries, keys) = self.query_offset, (self.query.shape[2], self.key.shape[2])
@@ -40,10 +40,10 @@ class Block(AttentionInputs):
 
 @dataclass(frozen=True)
 class Exact:
-    """What exact attention does in a block.
+    """The weights and the output of exact attention in a block.
 
-    `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N, ) keys that a query sees; `heavy` (M,) are the
-    positions of the weights >= eps in `weights.flatten()`, `heavy_per_head` (H,) their numbers.
+    `weights` (B, H, N, Nk), `output` (B, H, N, Dv), `visible` (N,) counts the keys that a query sees. `heavy` (M,) are
+    the positions of the weights >= eps in `weights.flatten()`, and `heavy_per_head` (H,) counts them.
     """
 
     weights: Tensor
@@ -53,7 +53,7 @@ class Exact:
     heavy_per_head: Tensor
 
     def count(self, kept: Tensor) -> Tensor:
-        """How many heavy entries of each head (H,) are kept, `kept` (M,) being a flag for each of `heavy`."""
+        """The number of kept heavy entries of each head (H,); `kept` (M,) has a flag for each of `heavy`."""
         heads = self.weights.shape[1]
         head = self.heavy // (self.weights.shape[2] * self.weights.shape[3]) % heads
         return torch.bincount(head[kept], minlength=heads)
@@ -62,7 +62,7 @@ class Exact:
 def blocks(call: AttentionInputs) -> Iterator[Block]:
     """Cut one attention call into blocks of at most `BLOCK` entries of W (or one sequence and key head).
 
-    Padding is cut out, which changes nothing for the rest (masked = deleted); it then takes a block per sequence.
+    Padding is cut out, which does not change the other rows (masked = deleted). Padded sequences take a block each.
     Queries at padded positions are padding too.
     """
     query, key, value, mask = call.query, call.key, call.value, call.key_mask
@@ -87,10 +87,10 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
             q = q[:, :, real] if query.shape[2] == key.shape[2] else q
         for h in range(0, key.shape[1], heads):
             part = slice(h, h + heads)
-            some = slice(h * group, min((h + heads) * group, query.shape[1]))
-            given = (q[:, some], k[:, part], v[:, part], call.scale, call.is_causal)
-            bias = None if call.distance_bias is None else call.distance_bias[some]
-            yield Block(*given, query_offset=call.query_offset, distance_bias=bias, heads=some)
+            query_heads = slice(h * group, min((h + heads) * group, query.shape[1]))
+            arguments = (q[:, query_heads], k[:, part], v[:, part], call.scale, call.is_causal)
+            bias = None if call.distance_bias is None else call.distance_bias[query_heads]
+            yield Block(*arguments, query_offset=call.query_offset, distance_bias=bias, heads=query_heads)
 
 
 def exact(block: Block, eps: float) -> Exact:
@@ -113,8 +113,8 @@ def exact(block: Block, eps: float) -> Exact:
     return Exact(weights, weights @ value, visible, heavy, per_head)
 
 
-def held(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight on the kept keys, and their number, for each query (B, H, N); a head at a time, which stays in cache."""
+def kept_mass(weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight on the kept keys and their number, both (B, H, N). One head at a time, so that it stays in cache."""
     mass, slots = [], []
     for weight, edge in zip(weights.flatten(0, 1), edges.flatten(0, 1), strict=True):
         flags = edge.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""One plan under judgement: its output, its edges and its time on one block of attention."""
+"""One plan of a comparison: its output, its edges and its time on one block of attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.impl import Impl
 from fewkeys.core.metrics import relative_error
 from fewkeys.flow import Choice, by_plan, canonicalise, choose, run, select
-from fewkeys.judge.exact import Block, Exact, held
+from fewkeys.judge.exact import Block, Exact, kept_mass
 from fewkeys.judge.row import Effect
 from fewkeys.judge.tally import Tally
 from fewkeys.model_plan import ModelPlan
@@ -25,7 +25,7 @@ from fewkeys.plan import Plan
 
 @dataclass
 class Entry:
-    """One plan under judgement. `reason` is why it was given up, None while it runs."""
+    """One plan of a comparison. `reason`: why it was skipped; None while it runs."""
 
     name: str
     budget: int | None
@@ -44,30 +44,30 @@ class Entry:
         return "exact" if self.plan.keep is None else "oracle" if self.plan.keep.is_oracle else "method"
 
     def plans(self, layer: int, block: Block) -> Sequence[Plan]:
-        """The plan of each key head of a block, which runs even where exact attention is faster."""
+        """The plan of each key head of a block, without the way out to exact attention."""
         if isinstance(self.plan, Plan):
             return [self.plan.never_exact()] * block.key.shape[1]
         group = block.query.shape[1] // block.key.shape[1]
-        own: tuple[Plan, ...] = self.plan[layer][block.heads.start // group : block.heads.stop // group]
-        return tuple(plan.never_exact() for plan in own)
+        head_plans: tuple[Plan, ...] = self.plan[layer][block.heads.start // group : block.heads.stop // group]
+        return tuple(plan.never_exact() for plan in head_plans)
 
     def generator(self, where: str, device: torch.device) -> torch.Generator:
-        """Randomness that depends on the place (which begins with the seed) and the row, not on the other rows."""
+        """A generator seeded by `where` (which begins with the seed) and this row, independent of the other rows."""
         return self.restart(torch.Generator(device), where)
 
     def restart(self, generator: torch.Generator, where: str) -> torch.Generator:
-        """Put a generator where `generator(where, ...)` begins."""
+        """Reset a generator to the state in which `generator(where, ...)` returns it."""
         return generator.manual_seed(zlib.crc32(f"{where}/{self.name}/{self.budget}".encode()))
 
 
 def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str, impl: Impl) -> None:
-    """Add one block to the tally of an entry, answered by the executor `impl`."""
+    """Run the plan of an entry on one block by the executor `impl`, and add its errors to the tally."""
     generator = entry.generator(where, block.query.device)
     inputs = block.checked(generator, impl)
     parts = list(by_plan(inputs, entry.plans(layer, block)))
     if len(parts) == 1 and parts[0][0].keep is None:
         output = run(choose(parts[0][0], inputs))
-        mass, slots, found = truth.weights.new_ones(()), truth.visible, truth.heavy_per_head
+        mass, slots, heavy_kept = truth.weights.new_ones(()), truth.visible, truth.heavy_per_head
     else:
         output = torch.empty_like(truth.output)
         edges = torch.empty(truth.weights.shape, dtype=torch.bool, device=output.device)
@@ -77,21 +77,21 @@ def judge_block(entry: Entry, layer: int, block: Block, truth: Exact, where: str
             entry.restart(generator, where)
             choice = choose(plan, part)
             output[:, heads] = run(choice).float()
-            # The same inputs, and the generator where it began: the edges that the output was made from.
+            # The same inputs and random numbers give the edges that the output was computed from.
             entry.restart(generator, where)
             graph = _graph(choice)
-            first, last = graph.inputs.filler, graph.inputs.queries
+            first, last = graph.inputs.placeholders, graph.inputs.queries
             edges[:, heads] = graph.mask(first, last)
             price[heads] = choice.plan.rest.slots(part.head_dim, part.value_dim)
-        mass, slots = held(truth.weights, edges)
-        found = truth.count(edges.flatten()[truth.heavy])
-        # Where every key is kept, nothing stands in.
+        mass, slots = kept_mass(truth.weights, edges)
+        heavy_kept = truth.count(edges.flatten()[truth.heavy])
+        # A head that keeps every key has no stand-ins to pay for.
         slots += price.unsqueeze(-1) * (slots < truth.visible).any(-1, keepdim=True).any(0)
     if not bool(output.isfinite().all()):
         raise ValueError(f"the output is not finite in layer {layer}; nothing can be measured")
     errors = relative_error(output.float(), truth.output)
     mass, slots = mass.expand_as(errors), slots.expand_as(errors)
-    entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy_per_head, found)
+    entry.tally.add(layer, block.heads, errors, mass, slots, truth.heavy_per_head, heavy_kept)
 
 
 def _graph(choice: Choice) -> Graph:
@@ -108,7 +108,7 @@ def _attend(entry: Entry, layer: int, block: Block, where: str, impl: Impl) -> T
 
 
 def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int, impl: Impl) -> None:
-    """Time the plan and exact attention in turns, so that both meet the same machine. Both have run before."""
+    """Time the plan and exact attention in turns, so that other load affects both. Both have run before."""
     mask = _mask(block)
     for _ in range(repeats):
         entry.exact_ms.append(clock(lambda: _exact_attention(block, mask), block.query.device))
@@ -116,8 +116,8 @@ def time_block(entry: Entry, layer: int, block: Block, where: str, repeats: int,
 
 
 def _mask(block: Block) -> Tensor | None:
-    """What a model makes once for all its layers: biases of distances, and causality where queries come late."""
-    # The fused kernel aligns queries with the first keys only.
+    """The mask that a model makes once for all its layers: distance biases, and causality if queries are offset."""
+    # The fused causal kernel requires that query 0 stands at key 0.
     hidden = block.is_causal and (block.query_offset > 0 or block.distance_bias is not None)
     if not hidden:
         return None if block.bias is None else block.bias.to(block.query.dtype)

@@ -1,4 +1,4 @@
-"""Which rows are worth their slots: the Pareto front of error against slots."""
+"""The Pareto front of error against slots, and the best rows of a budget."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fewkeys.judge.row import Row
 
 
 def front(rows: Iterable[Row]) -> list[Row]:
-    """Rows that no other row beats: none has both fewer (or equal) slots and less error. By slots, ascending.
+    """Rows that no other row beats, by slots, ascending: no other has both less error and no more slots.
 
-    Oracles are left out, being no methods; so is exact attention, which nothing beats. Cost: one sort.
+    Oracles and exact attention are left out. Cost: one sort.
     """
     best = float("inf")
     kept = []
@@ -27,13 +27,13 @@ def methods(rows: Iterable[Row]) -> list[Row]:
 
 
 def best(rows: Iterable[Row], budget: int | None) -> Row | None:
-    """The method with the least error among those that asked for `budget` slots and used no more; None if none did."""
+    """The method with the least error among the rows of `budget` that used no more slots; None if there is none."""
     limit = float("inf") if budget is None else budget + 1e-6
     fair = [row for row in methods(rows) if row.budget == budget and row.slots <= limit]
     return min(fair, key=lambda row: row.error, default=None)
 
 
 def oracle(rows: Iterable[Row], budget: int | None) -> Row | None:
-    """The oracle with the least error at `budget`: what choosing keys perfectly would give. None if there is none."""
+    """The oracle with the least error at `budget`, a bound for methods; None if there is none."""
     bounds = [row for row in rows if row.kind == "oracle" and row.budget == budget]
     return min(bounds, key=lambda row: row.error, default=None)

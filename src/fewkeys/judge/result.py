@@ -1,6 +1,6 @@
-"""What a comparison found: plain numbers that go to JSON and come back unchanged.
+"""The result of a comparison: plain numbers that survive a round trip through JSON unchanged.
 
-A `Report` knows nothing of tensors, models or plots. `compare` fills it, `fewkeys.report` shows it.
+`compare` fills a `Report`, `fewkeys.report` shows it. It holds no tensors, models or plots.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SCHEMA = "fewkeys.report/1"
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of one comparison, with what is needed to repeat it.
+    """All rows of one comparison, and the settings to repeat it.
 
     The JSON form is an object with these keys and `"schema": "fewkeys.report/1"`; `Row` and `Skipped` describe the
-    objects in `rows` and `skipped`. Numbers that do not exist are null, never NaN. Nothing depends on the date, and
-    nothing but `ms`, `exact_ms`, `versions` and `machine` on where it ran (up to rounding).
+    objects in `rows` and `skipped`. Numbers that do not exist are null, never NaN. Nothing depends on the date. Only
+    `ms`, `exact_ms`, `versions` and `machine` depend on the machine (up to rounding).
 
     Attributes:
         model: name or folder of the model.
         layers, query_heads, kv_heads, head_dim, value_dim: the shape of its attention.
         is_causal: whether tokens see only what came before them.
         sequences, length, tokens: sequences judged, the longest one, and all valid tokens together.
-        settings: "eps", "seed", "budgets", "timed_shape" ([batch, query heads, length, head dim]), and what the
-            caller added (the command line adds "text").
+        settings: "eps", "seed", "budgets", "timed_shape" ([batch, query heads, length, head dim]), and the caller's
+            additions (the command line adds "text").
         versions: of fewkeys, python, torch, and transformers where it was used.
         machine: "cpu", "cores", "threads", "platform", "device".
         rows: one per plan and budget, in the order given.
@@ -66,13 +66,13 @@ class Report:
 
     def row(self, name: str, budget: int | None = None) -> Row:
         """The row of that name and budget (budget None: the only row of that name)."""
-        found = [r for r in self.rows if r.name == name and (budget is None or r.budget == budget)]
-        if len(found) != 1:
+        matches = [r for r in self.rows if r.name == name and (budget is None or r.budget == budget)]
+        if len(matches) != 1:
             have = sorted({(r.name, r.budget) for r in self.rows}, key=str)
             raise ValueError(
-                f"name, budget: expected one row, got {len(found)} for {name!r}, {budget}; rows are {have}"
+                f"name, budget: expected one row, got {len(matches)} for {name!r}, {budget}; rows are {have}"
             )
-        return found[0]
+        return matches[0]
 
     def with_settings(self, **more: Any) -> Report:
         """The same report with more settings noted (they must be JSON values)."""
@@ -84,7 +84,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        """The report whose `to_dict()` is `data`. Raises ValueError if `data` is something else."""
+        """The report whose `to_dict()` is `data`. Raises ValueError if `data` is not one."""
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             got = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f'data: expected a report with "schema": "{SCHEMA}", got {got!r}; write it with compare')
@@ -101,7 +101,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON text to `path`: all of it or, if that fails, nothing."""
+        """Write the JSON text to `path`, whole or not at all."""
         write_whole(path, json.dumps(seal(self.to_dict()), indent=1, allow_nan=False) + "\n")
 
     @classmethod
@@ -114,5 +114,5 @@ class Report:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON gives it back (tuples become lists), so that a report equals its copy from a file."""
+    """The value after a round trip through JSON (tuples become lists), so that a report equals its copy from a file."""
     return json.loads(json.dumps(value, allow_nan=False))

@@ -27,9 +27,8 @@ class Row:
 
     Attributes:
         name: what the row is called; together with `budget` it is unique in a report.
-        budget: slots that were asked for; None when the plan was not made for a budget (exact attention).
-        kind: "exact" (every key kept), "oracle" (choosing the keys takes every score, so nothing is saved: a bound, not
-            a method) or "method".
+        budget: the requested slots; None for a plan that was not made for a budget (exact attention).
+        kind: "exact" (keeps every key), "oracle" (computes all scores to choose keys: a bound only) or "method".
         plan: the plan in words; `config` is the same plan as `Plan.to_dict()` gives it.
         slots: mean slots used per query: kept keys plus the price of the stand-ins.
         error: mean relative error over queries, heads and layers; `error_p50` and `error_p90` are quantiles of the

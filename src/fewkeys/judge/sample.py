@@ -1,6 +1,6 @@
-"""A few queries of one sequence, looked at closely: what each row of a comparison keeps, and what stands in.
+"""A few queries of one sequence in detail: which keys each row of a comparison keeps, and its stand-ins' weights.
 
-For people who want to see what a figure is made of (`fewkeys report`); no figure of a `Report` is computed from it.
+`fewkeys report` shows them. No number of a `Report` is computed from them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fewkeys.plan import Plan
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, StandIns
 
 QUERIES = 8
-"""Queries looked at, fewer where the file would be larger than `MOST`."""
+"""Queries in a sample; fewer if the file would be larger than `MOST`."""
 MOST = 16 * 2**20
-"""Bytes of all that is kept, before it is packed."""
+"""Bytes of all tensors, before compression."""
 UNIT = 32767
 """Weights are whole multiples of 1 / UNIT."""
 KIND = "sample"
@@ -43,12 +43,12 @@ class Sample:
     """Q queries of the first sequence, in every layer and query head (L, H), for every row of a report, in its order.
 
     Attributes:
-        tokens: of the sequence, as its tokenizer writes them; empty where they are not known.
+        tokens: of the sequence, as its tokenizer writes them; empty if unknown.
         queries: the positions of the queries.
-        tensors: "exact" (L, H, Q, N), the weights of exact attention; and for row r "r.kept" (L, H, Q, N / 8), a bit
-            for each key, the lowest first; "r.error" (L, H, Q); where the row has stand-ins, "r.weight" (L, H, Q, C),
-            and where each speaks for keys of its own, "r.label" (L, H, N), the stand-in of each key, -1 for none.
-            Weights are int16, in units of 1 / `UNIT`.
+        tensors: "exact" (L, H, Q, N), the weights of exact attention. For row r: "r.kept" (L, H, Q, N / 8), a bit for
+            each key, the lowest first; "r.error" (L, H, Q); if it has stand-ins, "r.weight" (L, H, Q, C); if each
+            key has one stand-in for all queries, "r.label" (L, H, N), its number, -1 for none. Weights are int16, in
+            units of 1 / `UNIT`.
     """
 
     tokens: tuple[str, ...]
@@ -64,39 +64,39 @@ class Sample:
     def load(cls, path: str | os.PathLike[str]) -> Sample:
         """Read what `save` wrote. Raises `ValueError` for a file that is damaged or something else."""
         facts, tensors = tensor_files.read(path, KIND)
-        found = build(_Facts, facts)
-        tensor_files.check(tensors, _forms(tensors, len(found.queries)))
-        return cls(tuple(found.tokens), tuple(found.queries), tensors)
+        header = build(_Facts, facts)
+        tensor_files.check(tensors, _forms(tensors, len(header.queries)))
+        return cls(tuple(header.tokens), tuple(header.queries), tensors)
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the header of a file says."""
+    """The header of a file."""
 
     tokens: list[str]
     queries: list[int]
 
 
 def _forms(tensors: Mapping[str, Tensor], queries: int) -> dict[str, tensor_files.Form]:
-    """What the tensors must look like, all after the exact weights."""
+    """The expected shapes and dtypes, derived from the shape of the exact weights."""
     exact = tensors.get("exact", torch.empty(0))
     layers, heads, _, keys = exact.shape if exact.ndim == 4 else (None,) * 4
-    own = (layers, heads, queries)
+    per_query = (layers, heads, queries)
     kinds = {
-        "kept": tensor_files.Form((*own, None if keys is None else -(-keys // 8)), torch.uint8),
-        "error": tensor_files.Form(own, torch.float32),
-        "weight": tensor_files.Form((*own, None), torch.int16),
+        "kept": tensor_files.Form((*per_query, None if keys is None else -(-keys // 8)), torch.uint8),
+        "error": tensor_files.Form(per_query, torch.float32),
+        "weight": tensor_files.Form((*per_query, None), torch.int16),
         "label": tensor_files.Form((layers, heads, keys), torch.int16),
     }
     rows = {name: kinds[kind] for name in tensors if (kind := name.partition(".")[2]) in kinds}
-    return {"exact": tensor_files.Form((*own, keys), torch.int16), **rows}
+    return {"exact": tensor_files.Form((*per_query, keys), torch.int16), **rows}
 
 
 @plain_defaults()
 def take(
     capture: Capture, plans: Sequence[Plan | ModelPlan], *, tokens: Sequence[str] = (), seed: int = 0
 ) -> Sample | None:
-    """Look at the first sequence of a capture under each of `plans`; None where even one query would be too much.
+    """The sample of the first sequence of a capture for each of `plans`; None if one query exceeds `MOST` bytes.
 
     Cost: one sequence's share of `fewkeys.compare`.
     """
@@ -107,14 +107,14 @@ def take(
     if not count:
         return None
     picks = tuple((2 * i + 1) * length // (2 * count) for i in range(count))
-    found: dict[str, list[Tensor]] = {}
+    parts_by_name: dict[str, list[Tensor]] = {}
     with torch.no_grad():
         for layer in range(capture.layers):
             call = next(capture.calls(layer)).rows(slice(0, 1))
             for name, tensor in _layer(call, plans, layer, torch.tensor(picks), seed).items():
-                found.setdefault(name, []).append(tensor)
+                parts_by_name.setdefault(name, []).append(tensor)
     shown = tuple(tokens) if len(tokens) == length else ()
-    stacked = {name: _join(name, [part.unsqueeze(0) for part in parts]) for name, parts in found.items()}
+    stacked = {name: _join(name, [part.unsqueeze(0) for part in parts]) for name, parts in parts_by_name.items()}
     return Sample(shown, picks, {name: tensor for name, tensor in stacked.items() if tensor.shape[-1]})
 
 
@@ -122,28 +122,28 @@ def _layer(
     call: AttentionInputs, plans: Sequence[Plan | ModelPlan], layer: int, picks: Tensor, seed: int
 ) -> dict[str, Tensor]:
     """The tensors of one layer."""
-    found: dict[str, list[Tensor]] = {}
+    blocks_by_name: dict[str, list[Tensor]] = {}
     for block in blocks(call):
         truth = exact(block, 1.0)
-        found.setdefault("exact", []).append(_units(truth.weights[0][:, picks]))
+        blocks_by_name.setdefault("exact", []).append(_units(truth.weights[0][:, picks]))
         group = block.query.shape[1] // block.key.shape[1]
-        some = slice(block.heads.start // group, block.heads.stop // group)
+        key_heads = slice(block.heads.start // group, block.heads.stop // group)
         for number, plan in enumerate(plans):
-            own = [plan] * block.key.shape[1] if isinstance(plan, Plan) else plan[layer][some]
+            head_plans = [plan] * block.key.shape[1] if isinstance(plan, Plan) else plan[layer][key_heads]
             inputs = block.checked(torch.Generator(block.query.device).manual_seed(seed))
             parts, order = [], []
-            for one, index, part in by_plan(inputs, [each.never_exact() for each in own]):
+            for head_plan, index, part in by_plan(inputs, [plan.never_exact() for plan in head_plans]):
                 order.append((index[:, None] * group + torch.arange(group)).flatten())
-                parts.append(_look(part, one, truth.output[:, order[-1]], picks, seed))
+                parts.append(_rows_of_plan(part, head_plan, truth.output[:, order[-1]], picks, seed))
             back = torch.cat(order).argsort()
             for name in parts[0]:
-                held = _join(name, [part[name] for part in parts])
-                found.setdefault(f"{number}.{name}", []).append(held[back])
-    return {name: _join(name, held) for name, held in found.items()}
+                joined = _join(name, [part[name] for part in parts])
+                blocks_by_name.setdefault(f"{number}.{name}", []).append(joined[back])
+    return {name: _join(name, parts) for name, parts in blocks_by_name.items()}
 
 
-def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dict[str, Tensor]:
-    """What the query heads of `x` do with the queries `picks`, under one plan; `truth` (1, H, N, Dv)."""
+def _rows_of_plan(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dict[str, Tensor]:
+    """Kept keys, errors and stand-ins of the queries `picks` under one plan; `truth` (1, H, N, Dv)."""
     choice = choose(plan, x)
     error = relative_error(run(choice).float(), truth)[0][:, picks]
     nothing = {"weight": error.new_zeros((*error.shape, 0)).short(), "label": error.new_zeros((len(error), 0)).short()}
@@ -153,18 +153,18 @@ def _look(x: Inputs, plan: Plan, truth: Tensor, picks: Tensor, seed: int) -> dic
         x.generator.manual_seed(seed)
     (part,), _ = canonicalise(choice)
     problem = prepare(part, choice.plan)
-    places = [place + problem.inputs.filler for place in picks.tolist()]
+    places = [place + problem.inputs.placeholders for place in picks.tolist()]
     kept = torch.cat([problem.graph.mask(place, place + 1)[0] for place in places], 1)
     return {"kept": _packed(kept), "error": error, **(nothing | _stand_ins(problem, kept, places))}
 
 
 def _stand_ins(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[str, Tensor]:
-    """The weights (H, Q, C) of the stand-ins, and whom each speaks for where that is the same for all queries."""
+    """The weights (H, Q, C) of the stand-ins, and the stand-in of each key (H, N) if all queries share it."""
     x, stand_ins = problem.inputs, problem.stand_ins
     if stand_ins is None:
         return {}
     if isinstance(stand_ins, StandIns):
-        # Their weights are the output where stand-in c has the value e_c, and keys have none.
+        # The output equals the stand-ins' weights if stand-in c has the value e_c and every key the value zero.
         unit = torch.eye(stand_ins.count).expand(*stand_ins.key.shape[:2], -1, -1)
         alone = replace(stand_ins, value=unit, left=None, right=None, factor=None, bounds=None)
         value = unit.new_zeros((*x.value.shape[:3], stand_ins.count))
@@ -175,8 +175,9 @@ def _stand_ins(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[st
 
 
 def _stand_ins_together(problem: Problem, kept: Tensor, places: Sequence[int]) -> dict[str, Tensor]:
-    """The weight (H, Q, 1) of all stand-ins: what is left beside the keys that are kept, which alone have a value, e_i
-    where query i keeps them.
+    """The total weight (H, Q, 1) of the stand-ins: 1 less the weight of the kept keys.
+
+    A key has the value e_i if query i keeps it, and stand-ins have the value zero: the output is the kept weight.
     """
     x, stand_ins = problem.inputs, problem.stand_ins
     left = []
@@ -220,6 +221,6 @@ def _packed(flags: Tensor) -> Tensor:
 
 
 def _join(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Heads after heads, the last dimension filled up: with stand-ins of no weight, or labels of nobody."""
-    widest, filler = max(part.shape[-1] for part in parts), -1 if name.endswith("label") else 0
-    return torch.cat([pad(part, (0, widest - part.shape[-1]), value=filler) for part in parts])
+    """The parts joined along the heads. The last dimension is padded: weights by 0, labels by -1 (no stand-in)."""
+    widest, value = max(part.shape[-1] for part in parts), -1 if name.endswith("label") else 0
+    return torch.cat([pad(part, (0, widest - part.shape[-1]), value=value) for part in parts])

@@ -11,11 +11,11 @@ from fewkeys.judge.row import Row, Skipped
 
 HEAD = ("plan", "asked", "slots", "error", "p90", "cosine", "time", "speed")
 ALL = 16
-"""A report of at most so many rows shows each of them."""
+"""A report with at most this many rows shows all of them."""
 
 
 def as_text(rows: Sequence[Row], skipped: Sequence[Skipped]) -> str:
-    """The rows that matter as aligned text, one line each."""
+    """The chosen rows as aligned text, one line each."""
     table = [HEAD, *map(_cells, _chosen(rows))]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
@@ -36,7 +36,7 @@ def as_html(rows: Sequence[Row], skipped: Sequence[Skipped]) -> str:
 
 
 def _chosen(rows: Sequence[Row]) -> Sequence[Row]:
-    """All rows, or of many: exact attention, the oracles, and what no method beats."""
+    """All rows if there are at most `ALL`; else exact attention, the oracles, and the methods that no other beats."""
     if len(rows) <= ALL:
         return rows
     best = front(rows)
@@ -58,5 +58,5 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _rest(rows: Sequence[Row], skipped: Sequence[Skipped]) -> list[str]:
     left = len(rows) - len(_chosen(rows))
-    told = [f"and {left} rows that another one beats: fewkeys.report.print_table(report)"] if left else []
-    return told + [f"left out: {item.name}: {item.reason}" for item in skipped]
+    notes = [f"and {left} rows that another one beats: fewkeys.report.print_table(report)"] if left else []
+    return notes + [f"left out: {item.name}: {item.reason}" for item in skipped]

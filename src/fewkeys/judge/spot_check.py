@@ -26,12 +26,12 @@ class SpotCheck:
     Attributes:
         error: the estimate, unbiased.
         low, high: the ends of its interval.
-        confidence: with which the interval holds the mean over all queries.
+        confidence: the probability that the interval contains the mean over all queries.
         queries: how many queries (each head of each sequence has its own) were computed exactly; none for heads whose
             plan is exact attention on such input.
-        of: how many there are. Where `queries` equals `of`, error, low and high are the same: the error itself.
+        of: how many there are. If `queries` equals `of`, error, low and high are the same: the error itself.
         per_head: the estimate of each query head. Empty in the result for a whole model.
-        per_layer: the result of each layer, where a whole model was checked.
+        per_layer: the result of each layer of a whole model.
     """
 
     error: float
@@ -53,7 +53,7 @@ class SpotCheck:
 
 @dataclass(frozen=True, eq=False)
 class CallCheck:
-    """What one attention call contributes: its estimates by head, and how many queries were computed and are there.
+    """The estimates of one attention call, and how many queries were computed exactly (`queries`) out of all (`of`).
 
     `heads` (P,) is the query head of each population of `estimates`.
     """
@@ -82,7 +82,7 @@ def check_tensors(
 
 
 def check_options(queries: int, confidence: float) -> None:
-    """Raise for a number of queries that gives no variance, and for what is no probability."""
+    """Raise for fewer than two queries, which give no variance, and for a confidence outside (0, 1)."""
     check_count("queries", queries, least=2)
     check_real("confidence", confidence, above=0.0, below=1.0)
 
@@ -91,12 +91,12 @@ def check_call(
     inputs: Inputs, plan: Plan | Sequence[Plan], queries: int, generator: torch.Generator | None
 ) -> list[CallCheck]:
     """The estimates of one attention call, one entry for each distinct plan of its heads."""
-    # Errors are relative, and squares of large outputs have no float.
+    # Errors are relative, and squares of large outputs would overflow.
     inputs, _ = rescaled(inputs.clear())
     inner = torch.arange(inputs.gqa_ratio, device="cpu")
     return [
-        _check_part(part, own, (heads.cpu().unsqueeze(-1) * inputs.gqa_ratio + inner).flatten(), queries, generator)
-        for own, heads, part in by_plan(inputs, plan)
+        _check_part(part, plan, (heads.cpu().unsqueeze(-1) * inputs.gqa_ratio + inner).flatten(), queries, generator)
+        for plan, heads, part in by_plan(inputs, plan)
     ]
 
 
@@ -111,13 +111,13 @@ def _check_part(
         if choice.is_exact:
             count = real_queries(inputs).sum(-1)
             zero = torch.zeros(shape, dtype=torch.float64, device="cpu")
-            known = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, zero.new_ones(1)))
-            return CallCheck(known, where, 0, int(count.sum()) * inputs.query_heads)
+            result = estimates(count.cpu(), zero, Spread(zero.unsqueeze(-1), zero, zero.new_ones(1)))
+            return CallCheck(result, where, 0, int(count.sum()) * inputs.query_heads)
         sample = draw(inputs, uniform((*shape, queries), generator, inputs.query.device))
         errors = sampled_errors(inputs, plan.weights, output, sample)
-        known = estimates(sample.count, sample.mean(errors), sample.spread(errors))
+        result = estimates(sample.count, sample.mean(errors), sample.spread(errors))
         used = int((sample.size > 0).sum()) * inputs.query_heads
-        return CallCheck(known, where, used, int(sample.count.sum()) * inputs.query_heads)
+        return CallCheck(result, where, used, int(sample.count.sum()) * inputs.query_heads)
 
 
 def summary(checks: Sequence[CallCheck], confidence: float) -> SpotCheck:
@@ -141,7 +141,7 @@ def summary(checks: Sequence[CallCheck], confidence: float) -> SpotCheck:
 
 def overall(checks: Sequence[Sequence[CallCheck]], confidence: float) -> SpotCheck:
     """The result over all layers, given the calls of each."""
-    layers = tuple(summary(own, confidence) for own in checks)
-    error, low, high = pool([check.estimates for own in checks for check in own], confidence)
+    layers = tuple(summary(calls, confidence) for calls in checks)
+    error, low, high = pool([check.estimates for calls in checks for check in calls], confidence)
     queries, of = sum(layer.queries for layer in layers), sum(layer.of for layer in layers)
     return SpotCheck(error, low, high, confidence, queries, of, per_layer=layers)

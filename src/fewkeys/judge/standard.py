@@ -17,13 +17,13 @@ def standard_plans(
 
     - "exact": no approximation.
     - "top-k per query (oracle)": the keys with the largest weights of each query. "best shared columns (oracle)": the
-      keys with the largest total weight, the same for all queries of a head. Both score every pair: bounds, no methods.
+      keys with the largest total weight, the same for all queries of a head. Both compute all scores: bounds only.
     - "random keys" and "key norm": the controls.
     - "window", "sinks + window" (4 sinks), "leverage (LevAttention)" (raw keys, arXiv 2410.05462), "leverage
       (centred)", and "leverage + window" (half each, raw).
-    - "moments": a Gaussian stand-in for all dropped keys. Its price is fixed by `head_dim`; what is left of `slots`
-      goes to a window. A row's `slots` say what it really used.
-    - "fewkeys budget": the plan recommended for `slots`; where `slots` pay for all keys of `length`, exact attention.
+    - "moments": a Gaussian stand-in for all dropped keys. Its price is fixed by `head_dim`; the remaining `slots`
+      go to a window. A row's `slots` state what it used.
+    - "fewkeys budget": the plan recommended for `slots`; exact attention if `slots` pay for all keys of `length`.
 
     Raises ValueError if `slots` is not a positive int.
     """

@@ -1,4 +1,4 @@
-"""Running totals of one plan: means per layer and head, quantiles over everything, in memory that does not grow."""
+"""Running totals of one plan in constant memory: means per layer and head, quantiles over all queries."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Tally:
             return torch.zeros(shape, dtype=torch.float64, device="cpu")
 
         self.queries, self.errors, self.masses = zeros(layers, heads), zeros(layers, heads), zeros(layers, heads)
-        self.heavy, self.found, self.slots = zeros(layers, heads), zeros(layers, heads), zeros(layers, heads)
+        self.heavy, self.heavy_kept, self.slots = zeros(layers, heads), zeros(layers, heads), zeros(layers, heads)
         self.histogram = zeros(_BINS)
 
     def add(
-        self, layer: int, heads: slice, errors: Tensor, mass: Tensor, slots: Tensor, heavy: Tensor, found: Tensor
+        self, layer: int, heads: slice, errors: Tensor, mass: Tensor, slots: Tensor, heavy: Tensor, heavy_kept: Tensor
     ) -> None:
         """Add a block of queries of heads `heads`.
 
-        `errors`, `mass` and `slots` are per query (B, H, N); `heavy` and `found` (H,) count the heavy entries and those
-        of them that are kept.
+        `errors`, `mass` and `slots` are per query (B, H, N); `heavy` and `heavy_kept` (H,) count the heavy entries and
+        the kept ones of them.
         """
         self.queries[layer, heads] += errors.shape[0] * errors.shape[2]
         for total, part in ((self.errors, errors), (self.masses, mass), (self.slots, slots)):
             total[layer, heads] += part.double().sum((0, 2)).cpu()
         self.heavy[layer, heads] += heavy.double().cpu()
-        self.found[layer, heads] += found.double().cpu()
+        self.heavy_kept[layer, heads] += heavy_kept.double().cpu()
         bins = (errors.double().clamp_min(10.0**_LOW).log10() - _LOW) * (_BINS / (_HIGH - _LOW))
         self.histogram += torch.bincount(bins.long().clamp(0, _BINS - 1).flatten().cpu(), minlength=_BINS)
 

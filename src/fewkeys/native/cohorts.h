@@ -186,13 +186,21 @@ template <class T>
 class Choosing {
  public:
   explicit Choosing(const Best &p)
-      : p(p), dim(p.dim), cohorts(dim), copy(CHUNK * round_up(dim)), score(CHUNK * TILE), held(TILE) {}
+      : p(p), dim(p.dim), cohorts(dim), copy(CHUNK * round_up(dim)),
+        score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), held(TILE) {}
 
   void choose(int64_t head, int64_t tile) {
     cohorts.read(p.mean + head * p.cohorts * dim, p.cohorts, tile, dim);
     std::fill_n(least, TILE, -INFINITY);
     for (auto &own : held) own.clear();
-    for (int64_t first = 0; first < p.keys; first += CHUNK) look(head, first);
+    const int64_t some = std::min(p.keys, SOME_KEYS);
+    for (int64_t first = 0; first < some; first += CHUNK) look(head, first, &score[first * TILE]);
+    raise(some);
+    for (int64_t first = 0; first < some; first += CHUNK) take(&score[first * TILE], first);
+    for (int64_t first = some; first < p.keys; first += CHUNK) {
+      look(head, first, score.data());
+      take(score.data(), first);
+    }
     for (int i = 0; i < cohorts.count; i++) {
       shrink(i);
       for (uint64_t &one : held[i]) one = (uint32_t)one;
@@ -210,28 +218,56 @@ class Choosing {
   const int dim;
   CohortLanes cohorts;
   aligned_vector<float> copy, score;
+  static constexpr int64_t SOME_KEYS = 1024;  // the first ones
+  static constexpr int HALVINGS = 10;
   std::vector<std::vector<uint64_t>> held;  // the best of every cohort so far, and some more
   float least[TILE];                        // what a score must pass
 
-  void look(int64_t head, int64_t first) {
+  // The scores of CHUNK keys.
+  void look(int64_t head, int64_t first, float *to) {
     const int64_t b = head / p.heads, h = head % p.heads, rows = std::min<int64_t>(CHUNK, p.keys - first);
     int64_t stride = p.key.row;
     const float *key = floats(p.key.at<T>(b, h, first), stride, rows, dim, round_up(dim), copy.data());
-    dots(key, stride, rows, dim, cohorts.means.data(), score.data(), cohorts.used);
-    float best[TILE];
+    dots(key, stride, rows, dim, cohorts.means.data(), to, cohorts.used);
     count_multiply_adds(rows * cohorts.used);
+    for (int v = 0; v < cohorts.used; v += LANES)
+      for (int j = 0; j < rows; j++)
+        store(to + j * TILE + v, load(to + j * TILE + v) + p.offset[head * p.keys + first + j]);
+  }
+
+  // Halves the range of the first scores until few more than `count` of them pass `least`: most others are never held.
+  void raise(int64_t rows) {
+    if (rows <= p.count) return;
+    for (int v = 0; v < cohorts.used; v += LANES) {
+      vec low = broadcast(INFINITY), high = broadcast(-INFINITY), passed = broadcast(-INFINITY);
+      for (int64_t j = 0; j < rows; j++) {
+        const vec x = load(&score[j * TILE + v]);
+        high = max(high, x), low = -max(-low, x > broadcast(-INFINITY) ? -x : broadcast(-INFINITY));
+      }
+      count_multiply_adds(HALVINGS * rows * LANES);
+      for (int step = 0; step < HALVINGS; step++) {
+        const vec middle = low * 0.5f + high * 0.5f;
+        ivec above = {};
+        for (int64_t j = 0; j < rows; j++) above -= load(&score[j * TILE + v]) > middle;
+        const ivec enough = above >= int32_t(p.count);
+        passed = enough ? middle : passed, low = enough ? middle : low, high = enough ? high : middle;
+      }
+      store(least + v, passed);
+    }
+  }
+
+  // Holds what passes `least`.
+  void take(const float *own, int64_t first) {
+    const int64_t rows = std::min<int64_t>(CHUNK, p.keys - first);
+    float best[TILE];
     for (int v = 0; v < cohorts.used; v += LANES) {
       vec top = broadcast(-INFINITY);
-      for (int j = 0; j < rows; j++) {
-        const vec x = load(&score[j * TILE + v]) + p.offset[head * p.keys + first + j];
-        store(&score[j * TILE + v], x);
-        top = max(top, x);
-      }
+      for (int j = 0; j < rows; j++) top = max(top, load(own + j * TILE + v));
       store(best + v, top);
     }
     for (int i = 0; i < cohorts.count; i++)
       for (int j = 0; best[i] > least[i] && j < rows; j++) {
-        const float x = score[j * TILE + i];
+        const float x = own[j * TILE + i];
         if (!(x > least[i])) continue;
         held[i].push_back(sortable(x, first + j));
         if ((int64_t)held[i].size() >= 2 * p.count) shrink(i);

@@ -137,6 +137,14 @@ static inline float sum_of_lanes(vec x) {
     return sum_of_lanes<step / 2>(x + crossed<step>(x));
 }
 
+template <int step = LANES / 2>
+static inline float max_of_lanes(vec x) {
+  if constexpr (step == 0)
+    return x[0];
+  else
+    return max_of_lanes<step / 2>(max(x, crossed<step>(x)));
+}
+
 // Products of two rows of whole vectors, still to be summed.
 static inline vec products(const float *x, const float *y, int count) {
   count_multiply_adds(count);

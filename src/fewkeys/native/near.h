@@ -40,7 +40,7 @@ class NearWeights {
 
   explicit NearWeights(const Near &p)
       : score(round_up(p.entries + p.means + p.rank, STEP) * TILE), near(round_up(most_reached(p), STEP) * TILE), p(p),
-        count((p.means + 2) * TILE) {}
+        count((p.means + 1) * TILE) {}
 
   Reach reach_of(int64_t first, int rows) const {
     const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
@@ -59,17 +59,14 @@ class NearWeights {
     weigh_means(tile, head);
   }
 
-  // The same for queries of a cohort: `look(count)` takes the keys around them from the counts of their clusters,
-  // `weigh_near()` weighs what they see there, once the largest scores are known.
-  template <class Look, class WeighNear>
-  void weigh_cohort(Tile &tile, int64_t head, Look look, WeighNear weigh_near) {
-    start_counts(p.means ? p.size + head * p.means : nullptr);
+  // The same for queries of a cohort: `look(mass)` takes the keys around them from what stand-ins speak for.
+  template <class Look>
+  void weigh_cohort(Tile &tile, int64_t head, Look look) {
+    start_counts(p.total + head * p.means);
     look(count.data());
-    counts_become_masses(head);
     look_at_list(tile, head, 0);
     look_at_means(tile, head);
     tile.settle();
-    weigh_near();
     tile.weigh(score.data(), p.entries);
     weigh_means(tile, head);
   }
@@ -92,7 +89,7 @@ class NearWeights {
 
  private:
   const Near &p;
-  aligned_vector<float> count;  // what every stand-in speaks for; two rows more, which `Neighbours` writes
+  aligned_vector<float> count;  // what every stand-in speaks for; one row more, which `Neighbours` writes
   const ivec lane = count_up();
 
   static int64_t most_reached(const Near &p) {
@@ -102,17 +99,6 @@ class NearWeights {
   void start_counts(const float *start) {
     for (int c = 0; c < p.means; c++)
       for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], broadcast(start[c]));
-  }
-
-  // Each cohort's mass, in the proportion of the keys that are left to speak for.
-  void counts_become_masses(int64_t head) {
-    count_multiply_adds(p.means * TILE);
-    for (int c = 0; c < p.means; c++) {
-      const vec size = broadcast(std::max(p.size[head * p.means + c], 1.0f));
-      const vec mass = broadcast(p.total[head * p.means + c]);
-      for (int v = 0; v < TILE; v += LANES)
-        store(&count[c * TILE + v], mass * (load(&count[c * TILE + v]) / size));
-    }
   }
 
   // Queries within reach see a key, and no stand-in speaks for it to them.

@@ -42,27 +42,27 @@ class CohortAttention {
   explicit CohortAttention(const Near &p)
       : p(p), query(p.dim), mixed(p.value_dim), weights(p), scattered(p), neighbours(p) {}
 
-  // The queries of cohort h, counted through all key heads of the sequence, from the place `first` on.
-  void attend(const typename Products::Columns &shared, const Surroundings &around, int64_t b, int64_t h, int64_t first) {
+  // The queries of cohort h, counted through all key heads of the sequence, from the place `first` on. Where there is a
+  // band, it writes the output.
+  void attend(const typename Products::Columns &shared, Surroundings &around, int64_t b, int64_t h, int64_t first) {
     const int rows = scattered.gather(b, h, first, std::min<int64_t>(TILE, p.queries - first));
     if (!rows) return;
+    if (has_band(p)) around.expect(scattered.row, rows);
     const int64_t head = b * p.heads + h, wide = round_up(p.value_dim);
     const int columns = p.entries + p.means + p.rank;
     query.set(scattered.query.data(), p.dim, rows);
     shared.dots(query, columns, weights.score.data());
 
     Tile tile(p.scale);
-    const auto look = [&](float *count) {
-      neighbours.look(around, tile, head / p.cohorts, h % p.cohorts, scattered.row, rows, count);
-    };
-    weights.weigh_cohort(tile, head, look, [&] { neighbours.weigh(tile); });
+    weights.weigh_cohort(tile, head, [&](float *mass) {
+      if (has_band(p)) neighbours.look(around, head, scattered.row, rows, mass);
+    });
     weights.weigh_first_order(head);
 
     mixed.clear();
     shared.mix(weights.score.data(), columns, rows, Everywhere(), mixed);
-    float *sums = mixed.rows();
-    neighbours.mix(around, scattered.row, sums, rows);
-    tile.write(sums, wide, scattered.out.data(), p.value_dim, rows, p.value_dim);
+    if (has_band(p)) return around.keep(tile, mixed.rows(), scattered.row, rows);
+    tile.write(mixed.rows(), wide, scattered.out.data(), p.value_dim, rows, p.value_dim);
     scattered.scatter(rows);
   }
 
@@ -82,53 +82,53 @@ struct Unit {
   std::vector<Shared<Products>> shared;
   Surroundings around;
 
-  explicit Unit(const Near &p) : shared(p.cohorts, Shared<Products>(p)) {}
+  explicit Unit(const Near &p) : shared(p.cohorts, Shared<Products>(p)), around(p) {}
 
   void read(const Near &p, int64_t unit) {
     const int64_t first = unit * p.cohorts;
     for (int64_t c = 0; c < p.cohorts; c++) shared[c].read(first / p.heads, first % p.heads + c);
-    if (p.left + p.right >= 0) around.read(p, first);
+    if (has_band(p)) around.read(p, first);
   }
 };
 
 template <class Products>
 static void attend_cohorts(const Near &p, int threads) {
   const int64_t units = p.batch * p.heads / p.cohorts, tiles = (p.queries + TILE - 1) / TILE;
-  const int64_t band_tiles = p.left + p.right >= 0 ? (p.asked + TILE - 1) / TILE * p.asking : 0;
+  const int64_t band_tiles = has_band(p) ? (p.asked + TILE - 1) / TILE * p.asking : 0;
   typedef Unit<Products> Heads;
-  typedef BandAttention<Products> Band;
+  typedef BandAttention<typename Products::Number> Band;
   typedef CohortAttention<Products> Attention;
-  const auto attend_band = [&](Band &band, Heads &of, int64_t unit, int64_t i) {
-    const int64_t first = i / p.asking * TILE, head = i % p.asking, heads = p.heads / p.cohorts;
-    band.attend(of.around, unit / heads, unit % heads * p.asking + head, first, head * p.asked + first);
-  };
   // Tiles of the same number of all cohorts follow one another: they are near one another in the sequence.
   const auto attend_tile = [&](Attention &attention, Heads &of, int64_t unit, int64_t i) {
     const int64_t first = unit * p.cohorts, c = i % p.cohorts;
     attention.attend(of.shared[c].columns, of.around, first / p.heads, first % p.heads + c, i / p.cohorts * TILE);
   };
+  const auto attend_band = [&](Band &band, Heads &of, int64_t unit, int64_t i) {
+    const int64_t first = i / p.asking * TILE, head = i % p.asking, heads = p.heads / p.cohorts;
+    band.attend(of.around, unit / heads, unit % heads * p.asking + head, first, head * p.asked + first);
+  };
   if (units >= 4 * threads) {
     struct Worker {
       Heads heads;
-      Band band;
       Attention attention;
-      explicit Worker(const Near &p) : heads(p), band(p), attention(p) {}
+      Band band;
+      explicit Worker(const Near &p) : heads(p), attention(p), band(p, heads.around.most) {}
     };
     return in_parallel(threads, units, [&] { return Worker(p); }, [&](Worker &worker, int64_t unit) {
       worker.heads.read(p, unit);
-      for (int64_t i = 0; i < band_tiles; i++) attend_band(worker.band, worker.heads, unit, i);
       for (int64_t i = 0; i < tiles * p.cohorts; i++) attend_tile(worker.attention, worker.heads, unit, i);
+      for (int64_t i = 0; i < band_tiles; i++) attend_band(worker.band, worker.heads, unit, i);
     });
   }
   // Else all threads share a unit, and what is known of one makes room for the next.
   Heads heads(p);
   for (int64_t unit = 0; unit < units; unit++) {
     heads.read(p, unit);
-    in_parallel(threads, band_tiles, [&] { return Band(p); }, [&](Band &band, int64_t i) {
-      attend_band(band, heads, unit, i);
-    }, 4);
     in_parallel(threads, tiles * p.cohorts, [&] { return Attention(p); }, [&](Attention &attention, int64_t i) {
       attend_tile(attention, heads, unit, i);
+    }, 4);
+    in_parallel(threads, band_tiles, [&] { return Band(p, heads.around.most); }, [&](Band &band, int64_t i) {
+      attend_band(band, heads, unit, i);
     }, 4);
   }
 }

@@ -1,22 +1,39 @@
-// Keys around queries that belong to cohorts: attended to where the queries stand, to be joined to what the cohorts keep.
+// Keys around queries that belong to cohorts: queries attend to them in their order, once the cohorts have attended to
+// what they keep. Both parts are joined by their largest scores and their sums.
 #pragma once
-#include "matrix.h"
+#include "rows.h"
+#include "tile.h"
 
 namespace fewkeys {
 
-// One key head of a sequence: the cohort of every query, and what each cohort does not see through the band.
+static inline bool has_band(const Near &p) { return p.left + p.right >= 0; }
+
+// How many keys are around a query at `position`, and the first of them.
+static inline int keys_around(const Near &p, int64_t position, int64_t &first) {
+  first = std::clamp<int64_t>(position - p.left, 0, p.keys);
+  return std::clamp<int64_t>(position + p.right + 1, first, p.keys) - first;
+}
+
+// One key head of a sequence: the cohort of every query, what each cohort does not see through the band, and what the
+// queries have attended to with their cohorts.
 struct Surroundings {
+  const int64_t most, wide;     // keys around a query, in whole vectors, and Dv filled up
+  std::vector<int32_t> label;   // of the keys: their stand-ins
   std::vector<int32_t> cohort;  // of the queries of all query heads that read the key head; -1 for none
   std::vector<uint8_t> hidden;  // (cohorts, keys), ones for padding and for keys in the cohort's list
-  // Of every query: the largest score of its keys, the sum of their weights beside that, and the sum of the values under
-  // these weights, filled up to `wide`.
+  // Of every query: the largest score, -inf for none; the sum of the weights beside that, and the sum of the values
+  // under these weights, filled up to `wide`.
   aligned_vector<float> top, sum, mixed;
+
+  explicit Surroundings(const Near &p)
+      : most(round_up(std::clamp<int64_t>(p.left + p.right + 1, 0, p.keys), LANES)), wide(round_up(p.value_dim)) {}
 
   // Of the key head with the cohorts from `first` on, counted through all key heads.
   void read(const Near &p, int64_t first) {
     const int64_t queries = p.asking * p.asked, keys = first / p.cohorts * p.keys;
-    cohort.assign(queries, -1), hidden.assign(p.cohorts * p.keys, 0);
-    top.resize(queries), sum.resize(queries), mixed.resize(queries * round_up(p.value_dim));
+    cohort.assign(queries, -1), hidden.assign(p.cohorts * p.keys + most, 0);
+    top.resize(queries), sum.resize(queries), mixed.resize(queries * wide);
+    if (p.means) label.assign(p.label + keys, p.label + keys + p.keys);
     for (int64_t h = 0; h < p.cohorts; h++) {
       const int64_t *own = p.order + (first + h) * p.queries, *place = p.place + (first + h) * p.entries;
       for (int64_t i = 0; i < p.queries; i++)
@@ -26,126 +43,122 @@ struct Surroundings {
         if (place[c] < p.keys) hidden[h * p.keys + place[c]] = 1;
     }
   }
-};
 
-// How many keys are around a query at `position`, and the first of them.
-static inline int keys_around(const Near &p, int64_t position, int64_t &first) {
-  first = std::clamp<int64_t>(position - p.left, 0, p.keys);
-  return std::clamp<int64_t>(position + p.right + 1, first, p.keys) - first;
-}
-
-// Attends to the keys around tiles of queries that follow one another.
-template <class Products>
-class BandAttention {
- public:
-  typedef typename Products::Number Number;
-
-  explicit BandAttention(const Near &p)
-      : p(p), query(p.dim), mixed(p.value_dim), band(p.dim, p.value_dim),
-        score(round_up(std::clamp<int64_t>(TILE + p.left + p.right, 0, p.keys), STEP) * TILE) {}
-
-  // The queries from `first` on of query head h; `row`: the number of the first one among those of its key head.
-  void attend(Surroundings &around, int64_t b, int64_t h, int64_t first, int64_t row) {
-    const int rows = std::min<int64_t>(TILE, p.asked - first);
-    const int64_t position = first + p.offset, begin = std::clamp<int64_t>(position - p.left, 0, p.keys);
-    const int count = std::clamp<int64_t>(position + rows + p.right, begin, p.keys) - begin;
-    const int64_t key_head = h / p.asking;
-    query.set(p.query.at<Number>(b, h, first), p.query.row, rows);
-    band.read(p.key.at<Number>(b, key_head, begin), p.key.row, p.value.at<Number>(b, key_head, begin), p.value.row, count);
-    band.dots(query, count, score.data());
-    for (int j = 0; j < count; j++) scale(&score[j * TILE], begin + j - position);
-    for (int i = 0; i < rows; i++) hide(around, row + i, position + i, begin, i);
-    Tile tile(p.scale);
-    for (int j = 0; j < count; j++)
-      for (int w = 0; w < WIDE; w++) tile.top[w] = max(tile.top[w], load(&score[j * TILE + w * LANES]));
-    for (int w = 0; w < WIDE; w++) store(largest + w * LANES, tile.top[w]);
-    tile.settle();
-    tile.weigh(score.data(), count);
-    for (int w = 0; w < WIDE; w++) store(total + w * LANES, tile.sum[w]);
-    mixed.clear();
-    const auto reached = [&](int i, int &low, int &high) {
-      low = std::clamp<int64_t>(position - begin + i - p.left, 0, count);
-      high = std::clamp<int64_t>(position - begin + i + SOME + p.right, low, count);
-    };
-    band.mix(score.data(), count, rows, reached, mixed);
-    std::copy_n(largest, rows, &around.top[row]), std::copy_n(total, rows, &around.sum[row]);
-    std::copy_n(mixed.rows(), rows * round_up(p.value_dim), &around.mixed[row * round_up(p.value_dim)]);
+  // What a tile of the queries `row` attends to will soon be kept.
+  void expect(const int64_t *row, int rows) {
+    for (int i = 0; i < rows; i++) prefetch_to_write(&mixed[row[i] * wide], wide * sizeof(float));
   }
-
- private:
-  const Near &p;
-  const typename Products::Session session = {};
-  typename Products::Queries query;
-  typename Products::Mixed mixed;
-  typename Products::Columns band;
-  aligned_vector<float> score;
-  float largest[TILE], total[TILE];
-
-  // Products with the key `ahead` of the first query become scores, -inf for queries that do not reach it.
-  void scale(float *product, int64_t ahead) const {
-    const int low = std::clamp<int64_t>(ahead - p.right, 0, TILE), high = std::clamp<int64_t>(ahead + p.left, -1, TILE);
-    count_multiply_adds(TILE);
-    for (int v = 0; v < TILE; v += LANES)
-      store(product + v, within(count_up() + v, low, high, load(product + v) * p.scale, broadcast(-INFINITY)));
-  }
-
-  // Scores of keys that a query's cohort does not see become -inf.
-  void hide(const Surroundings &around, int64_t row, int64_t position, int64_t begin, int lane) {
-    int64_t first;
-    const int reached = keys_around(p, position, first);
-    const int32_t cohort = around.cohort[row];
-    float *of_lane = &score[(first - begin) * TILE + lane];
-    if (cohort < 0) {
-      for (int w = 0; w < reached; w++) of_lane[w * TILE] = -INFINITY;
-      return;
+  void keep(const Tile &tile, const float *sums, const int64_t *row, int rows) {
+    float tops[TILE], weights[TILE];
+    for (int w = 0; w < WIDE; w++) {
+      store(tops + w * LANES, tile.sum[w] == 0.0f ? broadcast(-INFINITY) : tile.top[w]);
+      store(weights + w * LANES, tile.sum[w]);
     }
-    const uint8_t *hidden = &around.hidden[cohort * p.keys + first], *at = hidden, *end = hidden + reached;
-    for (; (at = (const uint8_t *)memchr(at, 1, end - at)); at++) of_lane[(at - hidden) * TILE] = -INFINITY;
+    for (int i = 0; i < rows; i++) {
+      top[row[i]] = tops[i], sum[row[i]] = weights[i];
+      copy(&mixed[row[i] * wide], sums + i * wide, wide);
+    }
   }
 };
 
-// Joins what a tile of queries of a cohort sees around itself to what the cohort keeps.
+// What stand-ins speak for, less the keys around the queries.
 class Neighbours {
  public:
-  explicit Neighbours(const Near &p) : p(p), is_there(p.left + p.right >= 0), wide(round_up(p.value_dim)) {}
+  explicit Neighbours(const Near &p) : p(p), part(p.means + 1) {}
 
-  // `count` (means + 2, TILE) loses one for each key that a query sees, at its cluster, and behind the clusters for each
-  // other key. `row`: the numbers of the queries.
-  void look(const Surroundings &around, Tile &tile, int64_t unit, int32_t cohort, const int64_t *row, int rows,
-            float *count) {
-    if (!is_there) return;
-    const int64_t *label = p.label + unit * p.keys;
-    const uint8_t *hidden = &around.hidden[cohort * p.keys];
-    std::fill_n(top, TILE, -INFINITY), std::fill_n(sum, TILE, 0.0f);
-    for (int i = 0; i < rows; i++) {
-      top[i] = around.top[row[i]], sum[i] = around.sum[row[i]];
-      if (!p.means) continue;
+  // The masses (means + 1, TILE) of the stand-ins of cohort h, counted through all key heads, lose an equal part for
+  // each key that a query sees. `row`: the numbers of the queries.
+  void look(const Surroundings &around, int64_t h, const int64_t *row, int rows, float *mass) {
+    for (int64_t c = 0; c < p.means; c++) part[c] = p.total[h * p.means + c] / std::max(p.size[h * p.means + c], 1.0f);
+    const uint8_t *hidden = &around.hidden[h % p.cohorts * p.keys];
+    for (int i = 0; p.means && i < rows; i++) {
       int64_t first;
-      const int reached = keys_around(p, row[i] % p.asked + p.offset, first);
-      for (int64_t j = first; j < first + reached; j++) count[(hidden[j] ? p.means : label[j]) * TILE + i] -= 1.0f;
+      const int count = keys_around(p, row[i] % p.asked + p.offset, first);
+      for (int64_t j = first; j < first + count; j++) {
+        const int64_t c = hidden[j] ? p.means : around.label[j];
+        mass[c * TILE + i] -= part[c];
+      }
     }
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) tile.top[w] = max(tile.top[w], load(top + v));
-  }
-
-  // Once the largest scores are known.
-  void weigh(Tile &tile) {
-    for (int w = 0, v = 0; is_there && w < WIDE; w++, v += LANES) {
-      const vec weight = exponential(load(top + v) - tile.top[w]);
-      store(top + v, weight);
-      tile.sum[w] += load(sum + v) * weight;
-    }
-  }
-
-  // Adds the values to the sums (TILE, wide).
-  void mix(const Surroundings &around, const int64_t *row, float *sums, int rows) const {
-    for (int i = 0; is_there && i < rows; i++) add(sums + i * wide, &around.mixed[row[i] * wide], top[i], wide);
   }
 
  private:
   const Near &p;
-  const bool is_there;
-  const int64_t wide;
-  float top[TILE], sum[TILE];  // of the queries; then the weight of `mixed` in place of the largest score
+  std::vector<float> part;  // of a stand-in's mass, for one of its keys; zero for keys of none
+};
+
+// Attends to the keys around tiles of queries that follow one another, and writes the output. Each step is done for all
+// queries of a tile before the next: so what one waits for does not hold up the others.
+template <class T>
+class BandAttention {
+ public:
+  BandAttention(const Near &p, int64_t most)
+      : p(p), most(most), query(p.dim), mixed(round_up(p.value_dim)), score(TILE * most), key(TILE + most + FOUR),
+        value(key.size()) {}
+
+  // The queries from `place` on of query head h; `row`: the number of the first one among those of its key head.
+  void attend(const Surroundings &around, int64_t b, int64_t h, int64_t place, int64_t row) {
+    const int64_t key_head = h / p.asking;
+    const int rows = std::min<int64_t>(TILE, p.asked - place);
+    const int32_t *cohort = &around.cohort[row];
+    int64_t begin, last;
+    keys_around(p, place + p.offset, begin);
+    const int of_last = keys_around(p, place + rows - 1 + p.offset, last), all = last + of_last - begin;
+    for (int64_t j = 0; all && j < all + FOUR; j++) {
+      key[j] = p.key.at<T>(b, key_head, begin + std::min<int64_t>(j, all - 1));
+      value[j] = p.value.at<T>(b, key_head, begin + std::min<int64_t>(j, all - 1));
+    }
+    for (int i = 0; i < rows; i++) {
+      int64_t stride = p.query.row;
+      count[i] = keys_around(p, place + i + p.offset, first[i]);
+      const T *its = p.query.at<T>(b, h, place + i);
+      const float *own = floats(its, stride, 1, p.dim, p.dim, query.data());
+      for (int j = 0; cohort[i] >= 0 && j < count[i]; j += FOUR)
+        four_dots(&key[first[i] - begin + j], own, p.dim, &score[i * most + j]);
+    }
+    for (int i = 0; i < rows; i++)
+      if (cohort[i] >= 0)
+        weigh(&around.hidden[cohort[i] * p.keys + first[i]], i, around.top[row + i], around.sum[row + i]);
+    for (int i = 0; i < rows; i++) {
+      if (cohort[i] < 0) continue;
+      std::fill(mixed.begin(), mixed.end(), 0.0f);
+      add(mixed.data(), &around.mixed[(row + i) * around.wide], before[i], around.wide);
+      mix_rows(&value[first[i] - begin], &score[i * most], count[i], p.value_dim, mixed.data());
+      T *to = (T *)p.out.at<T>(b, h, place + i);
+      for (int d = 0; d < p.value_dim; d++) round_to(mixed[d] * inverse[i], to[d]);
+    }
+  }
+
+ private:
+  const Near &p;
+  const int64_t most;
+  aligned_vector<float> query, mixed, score;  // score: (TILE, most)
+  std::vector<const T *> key, value;
+  int64_t first[TILE];
+  int count[TILE];
+  float before[TILE], inverse[TILE];  // the weight of what a query attended to before, and one over the sum of all
+
+  // Products become weights of what is not hidden, beside what has the largest score `top` and the sum `sum`.
+  void weigh(const uint8_t *hidden, int i, float top, float sum) {
+    float *own = &score[i * most];
+    const ivec lane = count_up();
+    vec all = broadcast(top), total = {};
+    for (int v = 0; v < count[i]; v += LANES) {
+      const ivec is_seen = (lane + v < count[i]) & (load((const int8_t *)hidden + v) == vec{});
+      const vec x = is_seen ? load(own + v) * p.scale : broadcast(-INFINITY);
+      store(own + v, x);
+      all = max(all, x);
+    }
+    const float largest = max_of_lanes(all), least = largest == -INFINITY ? 0.0f : largest;
+    count_multiply_adds(2 * count[i]);
+    for (int v = 0; v < count[i]; v += LANES) {
+      const vec x = exponential(load(own + v) - least);
+      store(own + v, x);
+      total += x;
+    }
+    before[i] = exponential(broadcast(top - least))[0];
+    sum = sum * before[i] + sum_of_lanes(total);
+    inverse[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
+  }
 };
 
 }  // namespace fewkeys

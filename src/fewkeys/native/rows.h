@@ -82,5 +82,8 @@ template <int cache = 3>
 static inline void prefetch(const void *from, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, cache);
 }
+static inline void prefetch_to_write(void *to, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((char *)to + b, 1);
+}
 
 }  // namespace fewkeys

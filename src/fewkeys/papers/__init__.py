@@ -1,8 +1,8 @@
 """Three published lines of work, built on the public parts. Only commands import them.
 
 levattention   universal sets, streams of keys, every large entry of an attention matrix
-sparsefinder   predicting the graph of sparse attention; the patterns it is compared with; groups of tokens
-value_aware    the best that a class of methods could do, given the values
+sparsefinder   predicting the graph of sparse attention; baseline patterns; groups of tokens
+value_aware    oracles: the best approximation in a class of methods, given the values
 """
 
 from fewkeys.papers import levattention as levattention

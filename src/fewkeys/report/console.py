@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDE = 116
-"""Characters in a line where there is no terminal to ask."""
+"""Characters in a line if there is no terminal."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; where there is no room, columns with `drop` above 0 go, the lowest first."""
+    """A column of a table. Without enough room, columns with `drop` above 0 are left out, the lowest first."""
 
     name: str
     cells: Sequence[str]
@@ -29,15 +29,15 @@ class Column:
 
 
 def console() -> Console:
-    """Standard output as wide as `COLUMNS` says, or the terminal, even one that is reached through a pipe."""
+    """Standard output as wide as the environment variable `COLUMNS` or, without it, the terminal, also when piped."""
     from rich.console import Console
 
     return Console(highlight=False, width=_width())
 
 
 def _width() -> int:
-    if (told := os.environ.get("COLUMNS", "")).isdigit() and int(told):
-        return int(told)
+    if (columns := os.environ.get("COLUMNS", "")).isdigit() and int(columns):
+        return int(columns)
     for stream in (1, 2, 0):
         try:
             return os.get_terminal_size(stream).columns or WIDE
@@ -54,8 +54,9 @@ def print_columns(
     sections: Mapping[int, str] | None = None,
     styles: Sequence[str] = (),
 ) -> set[str]:
-    """Print the columns that fit, their cells without markup, and return their names. `sections`: headings above rows,
-    by the row's number; `styles`: one for each row.
+    """Print the columns that fit, without markup in cells, and return their names.
+
+    `sections`: headings by the number of the row below; `styles`: one for each row.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -71,7 +72,7 @@ def print_columns(
         title=Text(title) if title else None, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_style="bold"
     )
     for number, column in enumerate(shown):
-        # The first one gives way: it holds names.
+        # The first column holds names and is cut to the room that is left.
         width = column.width if number else min(column.width, max(8, console.width - others - 2))
         table.add_column(column.name, justify=column.justify, no_wrap=True, width=width)
     for number, cells in enumerate(zip(*(column.cells for column in shown), strict=True)):

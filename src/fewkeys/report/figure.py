@@ -1,4 +1,4 @@
-"""Error against slots for every row of a comparison: which plan to take, at a glance."""
+"""The figure of a comparison: error against slots for every row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, sa
 from fewkeys.report.table import title
 
 NOTHING = 1e-4
-"""Errors below this are exact for every purpose; a logarithmic axis cannot show them, so they are left out."""
+"""Smaller errors count as exact and are left out: a logarithmic axis cannot show zero."""
 
 # Colours of Okabe and Ito, which colour-blind readers tell apart. Black: oracles. Grey: controls.
 LOOKS = {
@@ -39,10 +39,10 @@ def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
     if lines:
         shown = [row for rows in lines.values() for row in rows]
         slots = [row.slots for row in shown]
-        # One budget alone is not stretched over the whole width.
-        wide = [min(*slots, max(slots) / 2), max(slots)]
-        asked = sorted({float(row.budget) for row in shown if row.budget is not None})
-        logarithmic(axes, "x", wide, asked or [min(slots)])
+        # A single budget is not stretched over the whole width.
+        ends = [min(*slots, max(slots) / 2), max(slots)]
+        budgets = sorted({float(row.budget) for row in shown if row.budget is not None})
+        logarithmic(axes, "x", ends, budgets or [min(slots)])
         logarithmic(axes, "y", [row.error for row in shown])
         name_lines(axes, {name: (rows[-1].slots, rows[-1].error) for name, rows in lines.items()}, looks)
     else:
@@ -51,12 +51,12 @@ def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def look_of(name: str, order: int) -> Look:
-    """How the line of that name is drawn, `order` being its place among those shown."""
+    """The style of the line with that name; `order`: its place among the lines shown."""
     return LOOKS.get(name) or Look(OTHERS[order % len(OTHERS)])
 
 
 def _lines(report: Report) -> dict[str, list[Row]]:
-    """The rows of each name that have an error to show, by slots."""
+    """The rows with an error above `NOTHING` by name, sorted by slots."""
     lines: dict[str, list[Row]] = {}
     for row in sorted(report.rows, key=lambda row: row.slots):
         if row.error > NOTHING and row.slots > 0:

@@ -1,4 +1,4 @@
-"""A comparison as one page for the browser: everything is inside, and nothing is asked of a network."""
+"""A comparison as one self-contained HTML page, which loads nothing from a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fewkeys.report.table import advice, notes, skipped, title
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("state.js", "rows.js", "heads.js", "tokens.js")
-"""In this order; `charts.js` follows plotly."""
+"""Scripts in the order in which the page loads them; `charts.js` follows plotly."""
 SYMBOLS = {
     "D": "diamond",
     "d": "diamond-tall",
@@ -34,14 +34,14 @@ SYMBOLS = {
     "h": "hexagon",
     "o": "circle",
 }
-"""Markers of matplotlib by the names that plotly has for them."""
+"""Plotly's symbol for each marker of matplotlib."""
 
 
 def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | None = None) -> None:
-    """Write the page. Needs plotly (`pip install fewkeys[report]`), whose script is put into it once.
+    """Write the page. Needs plotly (`pip install fewkeys[report]`), whose script becomes part of the page.
 
-    `sample`: what `fewkeys.judge.sample.take` found for the rows of this report; without it no tokens are shown.
-    Raises `ValueError` for a sample that is not of this report.
+    `sample`: from `fewkeys.judge.sample.take` for the rows of this report; without it no tokens are shown.
+    Raises `ValueError` for a sample of another report.
     """
     from plotly.offline import get_plotlyjs
 
@@ -59,7 +59,7 @@ def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | Non
         "plotly": get_plotlyjs(),
         "charts": _asset("charts.js"),
     }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
     write_whole(path, page)
 
 
@@ -81,7 +81,7 @@ def _asset(name: str) -> str:
 
 
 def _json(data: Any) -> str:
-    """JSON that cannot end the element it stands in."""
+    """JSON without "<", which could close the script element around it."""
     return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -115,8 +115,8 @@ def _data(report: Report, sample: Sample | None) -> dict[str, Any]:
     return {
         "rows": rows,
         "looks": {
-            name: {"color": own.color, "symbol": SYMBOLS[own.marker], "width": own.width, "dash": own.dash != "-"}
-            for name, own in looks.items()
+            name: {"color": look.color, "symbol": SYMBOLS[look.marker], "width": look.width, "dash": look.dash != "-"}
+            for name, look in looks.items()
         },
         "layers": report.layers,
         "heads": report.query_heads,
@@ -129,7 +129,7 @@ def _short(number: float | None) -> float | None:
 
 
 def _packed(sample: Sample) -> str:
-    """The safetensors file of the sample, zipped, as text."""
+    """The safetensors file of the sample, compressed, in base64."""
     with tempfile.TemporaryDirectory() as folder:
         sample.save(Path(folder) / "sample")
         data = (Path(folder) / "sample").read_bytes()

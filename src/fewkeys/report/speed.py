@@ -13,7 +13,7 @@ from fewkeys.report.console import Column, console, print_columns
 from fewkeys.report.style import OTHERS, Look, draw, halo, logarithmic, name_lines, save, say, sheet, upright
 
 DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
-"""Columns that narrower terminals leave to the JSON, in this order."""
+"""Columns that narrow terminals leave out, in this order; the JSON has them."""
 
 NOTES = {
     "ms": "median.",
@@ -82,22 +82,23 @@ def _cells(row: Timing) -> dict[str, str]:
 
 
 def headline(settings: Mapping[str, Any], heads: int) -> str:
-    """What was timed, by the settings that bench.json holds."""
-    ways = (", causal" if settings["causal"] else "") + (", forward and backward" if settings["backward"] else "")
-    return f"{heads} heads, {settings['dtype']}{ways}"
+    """A line that says what was timed, from the settings in bench.json."""
+    modes = (", causal" if settings["causal"] else "") + (", forward and backward" if settings["backward"] else "")
+    return f"{heads} heads, {settings['dtype']}{modes}"
 
 
 def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
-    """Milliseconds per head against tokens, both logarithmic; dotted: the floors; upright: where a plan overtakes exact
-    attention. PNG, needs matplotlib.
+    """Milliseconds per head against tokens, both logarithmic. PNG, needs matplotlib.
+
+    Dotted lines are the floors; a vertical line marks the length from which a plan is faster than exact attention.
     """
     figure, (axes,) = sheet("Time of attention", f"{title}; dotted: what the machine could do at best", names=1.5)
     lines = {name: _of(rows, name) for name in dict.fromkeys(row.name for row in rows)}
     looks = {name: _look(name, number) for number, name in enumerate(lines)}
-    for name, own in lines.items():
-        lengths = [row.length for row in own]
-        draw(axes, lengths, [row.ms / row.heads for row in own], looks[name])
-        axes.plot(lengths, [row.floor_ms / row.heads for row in own], ":", linewidth=1, color=looks[name].color)
+    for name, timings in lines.items():
+        lengths = [row.length for row in timings]
+        draw(axes, lengths, [row.ms / row.heads for row in timings], looks[name])
+        axes.plot(lengths, [row.floor_ms / row.heads for row in timings], ":", linewidth=1, color=looks[name].color)
         where = crossover(rows, name)
         if where is not None:
             upright(axes, where, f"as fast as exact at {float(f'{where:.2g}'):,.0f} tokens", looks[name].color)
@@ -105,16 +106,19 @@ def save_time(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: st
     lengths = sorted({row.length for row in rows})
     logarithmic(axes, "x", lengths, lengths)
     logarithmic(axes, "y", [time / row.heads for row in rows for time in (row.ms, row.floor_ms) if time > 0])
-    name_lines(axes, {name: (own[-1].length, own[-1].ms / own[-1].heads) for name, own in lines.items()}, looks)
+    name_lines(
+        axes, {name: (timings[-1].length, timings[-1].ms / timings[-1].heads) for name, timings in lines.items()}, looks
+    )
     save(figure, path)
 
 
 def crossover(rows: Sequence[Timing], name: str) -> float | None:
-    """The length from which the plan is faster than exact attention, along straight lines between logarithms; None
-    where it is faster, or slower, at every length.
+    """The length from which the plan is faster than exact attention, interpolated between logarithms.
+
+    None if it is faster, or slower, at every length.
     """
-    own = _of(rows, name)
-    for first, second in pairwise(own):
+    timings = _of(rows, name)
+    for first, second in pairwise(timings):
         if name != "exact" and first.ratio < 1 <= second.ratio:
             share = -math.log(first.ratio) / math.log(second.ratio / first.ratio)
             return float(first.length * (second.length / first.length) ** share)
@@ -137,9 +141,9 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
         if row.name != "exact":
             lines.setdefault(row.name.partition(":")[0], []).append(row)
     looks = {name: _look(name, number) for number, name in enumerate(lines)}
-    for name, own in lines.items():
-        draw(axes, [row.ms for row in own], [row.error or 0.0 for row in own], looks[name])
-        for row in own:
+    for name, timings in lines.items():
+        draw(axes, [row.ms for row in timings], [row.error or 0.0 for row in timings], looks[name])
+        for row in timings:
             axes.annotate(
                 row.name.partition(":")[2], (row.ms, row.error or 0.0), xytext=(6, 4), textcoords="offset points",
                 fontsize=8, color=looks[name].color, zorder=5, path_effects=halo(),
@@ -147,9 +151,9 @@ def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: s
     exact = next(row for row in rows if row.length == length and row.name == "exact")
     upright(axes, exact.ms, "exact attention: error 0", "#000000", strong=True)
     say(axes, "ms", "mean relative output error")
-    logarithmic(axes, "x", [exact.ms, *(row.ms for own in lines.values() for row in own)])
-    logarithmic(axes, "y", [row.error or 1.0 for own in lines.values() for row in own] or [1.0])
-    ends = {name: (own[-1].ms, own[-1].error or 0.0) for name, own in lines.items()}
+    logarithmic(axes, "x", [exact.ms, *(row.ms for timings in lines.values() for row in timings)])
+    logarithmic(axes, "y", [row.error or 1.0 for timings in lines.values() for row in timings] or [1.0])
+    ends = {name: (timings[-1].ms, timings[-1].error or 0.0) for name, timings in lines.items()}
     name_lines(axes, ends, looks)
     save(figure, path)
 
@@ -159,7 +163,7 @@ def _of(rows: Sequence[Timing], name: str) -> list[Timing]:
 
 
 def _look(name: str, number: int) -> Look:
-    """As in `fewkeys.report.figure`: the recommended plan is green and broad, what it is measured against black."""
+    """As in `fewkeys.report.figure`: the recommended plan is green and broad, exact attention is black."""
     method = name.partition(":")[0]
     if method == "exact":
         return Look("#000000", "-", 1.8, "D")

@@ -1,4 +1,4 @@
-"""How all pictures look: panels measured in inches, plain numbers on the axes, names at the ends of lines."""
+"""The common style of all figures: panels measured in inches, plain numbers on the axes, names at the ends of lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEFT, BOTTOM, TOP, LINE = 0.72, 0.63, 0.72, 0.172
-"""Inches beside, below and above a panel; of a line of small text."""
+"""Inches beside, below and above a panel, and of a line of small text."""
 OTHERS = ["#6a3d9a", "#b15928", "#1b7837", "#c51b7d", "#4d4d4d", "#2c7fb8"]
-"""Colours of lines that have none of their own, in turn."""
+"""Colours for lines without an assigned one, in turn."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one line is drawn."""
+    """The style of one line."""
 
     color: str
     dash: Any = "-"
@@ -41,17 +41,17 @@ def sheet(
     names: float = 2.544,
     titled: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a heading and rows x columns panels of `size`, each with `names` inches for names on its right and,
-    if `titled`, room for a title of its own.
+    """A figure with a heading and rows x columns panels of `size` inches.
 
-    The drawing goes through no global state of matplotlib, so it works without a display and beside other plots.
+    Each panel has `names` inches on its right for the names of its lines and, if `titled`, room for a title. No global
+    state of matplotlib is used, so it works without a display and beside other plots.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     top = TOP + (0.3 if titled else 0.0)
     cell, tall = LEFT + size[0] + names, top + size[1] + BOTTOM
-    more = tall - 0.5  # further rows stand below no heading
+    more = tall - 0.5  # only the first row has the heading above it
     width, height = cell * columns, tall + more * (rows - 1)
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
@@ -82,7 +82,7 @@ def frame(axes: Axes) -> None:
 
 
 def say(axes: Axes, x: str, y: str, title: str = "") -> None:
-    """What the axes and the panel show."""
+    """Label the axes and the panel."""
     axes.set_xlabel(x, fontsize=10)
     axes.set_ylabel(y, fontsize=10)
     axes.set_title(title, loc="left", fontsize=10.5, parse_math=False)
@@ -108,7 +108,7 @@ def draw(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look, **more:
 
 
 def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = False, top: float = 0.98) -> None:
-    """A dashed line from bottom to top, with its words on its left, up to `top` of the height."""
+    """A dashed vertical line with a label on its left, which ends at `top` of the height."""
     width, dash = (1.4, (5, 2)) if strong else (0.9, (4, 3))
     axes.axvline(x, color=color, linewidth=width, linestyle=(0, dash), zorder=1)
     axes.annotate(
@@ -118,31 +118,31 @@ def upright(axes: Axes, x: float, words: str, color: str, *, strong: bool = Fals
 
 
 def halo() -> list[Any]:
-    """For words that lines may run behind."""
+    """A white outline for text that is drawn over lines."""
     from matplotlib.patheffects import withStroke
 
     return [withStroke(linewidth=3, foreground="white")]
 
 
-def logarithmic(axes: Axes, which: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
+def logarithmic(axes: Axes, name: str, values: Sequence[float], marks: Sequence[float] | None = None) -> None:
     """A logarithmic axis ("x" or "y") around the values, with plain numbers at `marks`, or at 1, 2, 5, 10, ..."""
     low, high = min(values) / 1.12, max(values) * 1.12
     steps = [m * 10.0**e for e in range(-6, 8) for m in (1, 2, 5)] if marks is None else marks
     shown = [step for step in steps if low <= step <= high]
-    own = axes.xaxis if which == "x" else axes.yaxis
-    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
-    own.set_ticks(shown, [f"{step:,.10g}" for step in shown])
-    own.set_ticks([], minor=True)
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    (axes.set_xscale if name == "x" else axes.set_yscale)("log")
+    (axes.set_xlim if name == "x" else axes.set_ylim)(low, high)
+    axis.set_ticks(shown, [f"{step:,.10g}" for step in shown])
+    axis.set_ticks([], minor=True)
 
 
 def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mapping[str, Look]) -> None:
-    """Write each line's name beside its last point; where names would collide they move apart, with a thin leader."""
+    """Write each line's name beside its last point. Names that would collide move apart, with thin leader lines."""
     import numpy as np
 
     if not ends:
         return
-    axes.autoscale_view()  # limits that follow the data are set late otherwise
+    axes.autoscale_view()  # matplotlib would otherwise set the limits after this
     points = axes.transAxes.inverted().transform(axes.transData.transform(np.array(list(ends.values()))))
     box = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())  # in inches
     gap, inch = LINE / box.height, 1 / box.width
@@ -160,18 +160,18 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write it as PNG and, beside it, as PDF: the same bytes for the same picture, whole or not at all."""
-    for form, date in (("png", "Software"), ("pdf", "CreationDate")):
+    """Write the figure as PNG and as PDF, whole or not at all: the same bytes for the same figure."""
+    for suffix, date in (("png", "Software"), ("pdf", "CreationDate")):
         drawn = io.BytesIO()
-        figure.savefig(drawn, format=form, metadata={date: None})
-        write_whole(Path(path).with_suffix(f".{form}"), drawn.getvalue())
+        figure.savefig(drawn, format=suffix, metadata={date: None})
+        write_whole(Path(path).with_suffix(f".{suffix}"), drawn.getvalue())
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places as near as possible to those `wanted`, in the same order, at least `gap` apart.
+    """The places nearest to `wanted` in least squares that keep the order and are at least `gap` apart.
 
-    The least squares answer: subtracting `gap` times the rank leaves a problem of isotonic regression, solved by
-    pooling neighbours that are out of order. Places stay in [low, high] as far as there is room.
+    Subtracting `gap` times the rank gives isotonic regression, solved by pooling adjacent violators. Places stay in
+    [low, high] as far as there is room.
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     pools: list[tuple[float, int]] = []  # mean and size

@@ -1,4 +1,4 @@
-"""The table of a comparison, and what to conclude from it."""
+"""The table of a comparison, and the best plan for each budget."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DROP = {"recall": 1, "p50": 2, "worst head": 3, "p90": 4, "mass": 5, "ms": 6, "slots": 7}
-"""Columns that narrower terminals leave to the JSON, in this order."""
+"""Columns that narrow terminals leave out, in this order; the JSON has them."""
 
 
 def print_table(report: Report, screen: Console | None = None) -> None:
-    """Print the table, the notes that explain it, the plans left out, and the best plan for each budget.
+    """Print the table, the notes that explain it, the skipped plans, and the best plan for each budget.
 
-    It is as wide as the terminal. Needs rich (`pip install fewkeys[report]`).
+    The table is as wide as the terminal. Needs rich (`pip install fewkeys[report]`).
     """
     screen = console() if screen is None else screen
     stars = {(row.name, row.budget) for row in front(report.rows)}
     names, styles, sections = [], [], {}
-    rows = [row for budget in dict.fromkeys(row.budget for row in report.rows) for row in _at_budget(report, budget)]
+    budgets = list(dict.fromkeys(row.budget for row in report.rows))
+    rows = sorted(report.rows, key=lambda row: budgets.index(row.budget))
     for number, row in enumerate(rows):
         if row.budget is not None and (not number or rows[number - 1].budget != row.budget):
             sections[number] = f"{row.budget} slots"
@@ -45,12 +46,8 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         screen.print(line, markup=False)
 
 
-def _at_budget(report: Report, budget: int | None) -> list[Row]:
-    return [row for row in report.rows if row.budget == budget]
-
-
 def title(report: Report) -> str:
-    """The model and what it read, in one line: no date, no path."""
+    """The model and its text in one line: no date, no path."""
     name = report.model.rstrip("/\\").replace("\\", "/").rpartition("/")[2] or report.model
     sequences = "1 sequence" if report.sequences == 1 else f"{report.sequences} sequences"
     whole = report.tokens == report.sequences * report.length
@@ -59,7 +56,7 @@ def title(report: Report) -> str:
 
 
 def notes(report: Report) -> dict[str, str]:
-    """What the columns mean."""
+    """The meaning of each column."""
     batch, _, length, _ = report.settings["timed_shape"]
     return {
         "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",
@@ -99,8 +96,8 @@ def advice(report: Report) -> list[str]:
 
 
 def _at(numbers: list[str]) -> str:
-    found = [number for number in numbers if number]
-    return f" at {', '.join(found)} slots" if found else ""
+    slots = ", ".join(filter(None, numbers))
+    return f" at {slots} slots" if slots else ""
 
 
 def _cells(row: Row) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The picture of a tuned plan: where the slots went, and what that did to each layer."""
+"""The figure of a tuned plan: the slots of each head, and the error of each layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TUNED = Look("#d55e00", "-", 3.4)
 
 
 def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the picture as PNG. Needs matplotlib (`pip install fewkeys[report]`)."""
+    """Write the figure as PNG. Needs matplotlib (`pip install fewkeys[report]`)."""
     paid = sum(sum(_parts(head)) for heads in plan for head in heads) / sum(len(heads) for heads in plan)
     mean = plan.record.get("slots", paid)
     heading = f"Slots of each head, {mean:.0f} on average, and the error of each layer"
@@ -31,7 +31,7 @@ def save_tuned(plan: ModelPlan, report: Report, path: str | os.PathLike[str]) ->
 
 
 def _draw_slots(axes: Axes, plan: ModelPlan, mean: float) -> None:
-    """One stacked bar per head, layer after layer, with the numbers of the heads below."""
+    """Draw one stacked bar per head, layer after layer, with the numbers of the heads below."""
     ticks, middles, place = [], [], 0.0
     for number, heads in enumerate(plan):
         at = [place + head for head in range(len(heads))]
@@ -63,7 +63,7 @@ def _parts(plan: Plan) -> tuple[float, float, float, float]:
 
 
 def _draw_errors(axes: Axes, report: Report) -> None:
-    """The error of every layer for each row that is not exact."""
+    """Draw the error of every layer for each row that is not exact."""
     rows = [row for row in report.rows if row.kind != "exact"]
     lines = {row.name: [error or 0.0 for error in row.per_layer["error"]] for row in rows}
     looks = {name: TUNED if name == "tuned" else look_of(name, order) for order, name in enumerate(lines)}

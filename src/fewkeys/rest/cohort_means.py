@@ -15,7 +15,7 @@ from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
 from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
-from fewkeys.sketch.tilted import LARGEST_TILT, TILT, tilted_sums
+from fewkeys.sketch.tilted import COHORT_TILT, LARGEST_TILT, tilted_sums
 
 LARGEST_SPREAD = 2.0
 
@@ -38,7 +38,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         tensors |= {"key": sums.key, "value": sums.value}
         tensors |= {"together": together, "mean": cohort.mean, "within": cohort.within}
         tensors |= {"middle": middle, "unit": frame(x).unit}
-        numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
+        numbers = {"tilt": COHORT_TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
         rank = min(rank, x.head_dim, x.value_dim)
         stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
         return CohortStandIns(mass=sums.mass, size=size, label=cluster.label, **stand_ins)
@@ -48,7 +48,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         on_key = offset @ cohort.within.unsqueeze(2)
         square, query = (on_key * offset).sum(-1), cohort.mean.unsqueeze(3)
         seen = (offset * query).sum(-1) + 0.5 * square
-        bias = (TILT * (sums.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
+        bias = (COHORT_TILT * (sums.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
     key = offset + middle.unsqueeze(2)
     if together is None:
         return CohortStandIns(key, value, bias, sums.mass, size, cluster.label)
@@ -57,10 +57,10 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     with constants():
         right = top_subspace(product(product(pooled.mT, cohort.within), pooled), min(rank, *pooled.shape[-2:])).mT
         factor = _factor(sums.energy / mass.squeeze(-1), square, sums.mass)
-        reference = TILT * (query + on_key)
+        reference = COHORT_TILT * (query + on_key)
     left = product(pooled, right.mT)
     with constants():
-        bounds = bounds_around(TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
+        bounds = bounds_around(COHORT_TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
     moved = (reference @ left.unsqueeze(2)).clamp(*bounds.split(1, 3))
     value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))
     left, right = (part.unsqueeze(2).expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))

@@ -103,7 +103,7 @@ def blocks_of(graph: Graph) -> Columns:
 def _real_queries(inputs: Inputs) -> Tensor | None:
     """(B, Nq): queries that count in the statistics; None: all."""
     real = inputs.valid_queries
-    if inputs.filler:
-        later = torch.arange(inputs.queries, device=inputs.query.device) >= inputs.filler
+    if inputs.placeholders:
+        later = torch.arange(inputs.queries, device=inputs.query.device) >= inputs.placeholders
         real = later.expand(inputs.batch, -1) if real is None else real & later
     return real

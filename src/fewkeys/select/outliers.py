@@ -9,12 +9,13 @@ from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, Selector, Sharded, shared_top
 from fewkeys.select.controls import KeyNorm
 from fewkeys.select.leverage import Leverage
-from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics, largest
+from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
 from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
 
@@ -75,7 +76,7 @@ class Outliers(Counted):
         """
         distance = clusters(inputs, self.clusters).distance
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
-        least = (NEAR * inputs.whole.totals.max(largest(real))).clamp_min(torch.finfo(distance.dtype).tiny)
+        least = (NEAR * inputs.whole.totals.max(row_maximum(real))).clamp_min(torch.finfo(distance.dtype).tiny)
         return own_importance(inputs, known) + distance.maximum(least).log()
 
     def work(self, inputs: Inputs) -> Work:

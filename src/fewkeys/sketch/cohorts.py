@@ -1,13 +1,13 @@
-"""Cohorts: the queries of a key head in equal sets of similar ones, each with statistics of its own.
+"""Cohorts: sets of similar queries of a key head, of equal size, each with its own statistics.
 
-Rows are split in the middle, and the halves again, along directions in which they differ most (`halves.split`). Inside
-a cohort h queries are taken as Gaussian with the cohort's own mean m_h and one covariance W, that of a query around the
-mean of its cohort, pooled over cohorts. So the importance of a centred key (`fewkeys.sketch.clusters`) for a cohort,
+`halves.split` halves the queries recursively along the directions in which they differ most. In a cohort h queries are
+modelled as Gaussian with the cohort's mean m_h and one covariance W, that of a query around the mean of its cohort,
+pooled over cohorts. So the importance of a centred key (`fewkeys.sketch.clusters`) for a cohort,
 
     g_hj = log E exp(q . k_j) = m_h . k_j + k_j^T W k_j / 2,
 
-is one product more for every cohort. All of it is per sequence and key head, in float32 (float64 for float64 input),
-without gradient. Padding queries are in no cohort.
+costs one more product for every cohort. Everything is per sequence and key head, in float32 (float64 for float64
+input), without gradient. Padding queries are in no cohort.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
 
 COHORT_QUERIES = 16
-"""A cohort has at least so many queries: what is prepared for each cohort is not worth it for fewer."""
+"""The smallest cohort: the work of preparing a cohort does not pay for fewer queries."""
 METRIC_SAMPLE = 256, 512
-"""At least and at most about how many keys tell how far two queries are from one another."""
+"""At least and at most how many keys, approximately, define the distance of two queries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Cohorts:
 
     `place` (B, Hkv, H, M), int64: the queries, counted through all query heads that read the key head, -1 for none;
     `mean` (B, Hkv, H, D): m, of scaled queries; `within` (B, Hkv, D, D): W; `filled` (B, Hkv), int64: how many cohorts
-    have queries, the first ones.
+    have queries; empty cohorts come last.
     """
 
     place: Tensor
@@ -57,35 +57,33 @@ class Cohorts:
 
 
 def cohorts(inputs: Inputs, count: int) -> Cohorts:
-    """The queries in `count` cohorts, a power of two; in fewer where these would have less than COHORT_QUERIES queries.
+    """The queries in `count` cohorts, a power of two; in fewer if cohorts would have less than COHORT_QUERIES queries.
     Cost O(n D log count).
     """
     with constants():
         return inputs.remember(("cohorts", count), lambda: _cohorts(inputs, count))
 
 
-def own_importance(inputs: Inputs, known: Cohorts) -> Tensor:
+def own_importance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
 
     def compute() -> Tensor:
         key = inputs.key.detach()
-        form, shift = _form(inputs, known.within)
+        form, shift = _form(inputs, cohorts.within)
         if compiled(inputs.impl, key, form):
             return 0.5 * native.statistics(key, form, shift)[0]
         return 0.5 * (working(key) @ form[:, :, :-1].mT - shift[:, :, :-1].mT).square_().sum(-1)
 
-    return inputs.remember(("own importance", known.count), compute)
+    return inputs.remember(("own importance", cohorts.count), compute)
 
 
 def _form(inputs: Inputs, within: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of a root of W, and a row of zeros, (B, Hkv, D + 1, D), where kernels read a mean query; and what these
-    give for the mean key, (B, Hkv, D + 1, 1).
-    """
+    """`Frame.form` and `Frame.shift` with W for `E[q q^T]` and a mean query of zero."""
     middle = frame(inputs).mean
     if inputs.impl in COMPILED and native.suits(within, middle) and within.dtype == torch.float32:
-        found = native.form(within, middle, RIDGE)
-        if found is not None:
-            return found
+        compiled_form = native.form(within, middle, RIDGE)
+        if compiled_form is not None:
+            return compiled_form
     form = pad(triangular_root(within, RIDGE).mT, (0, 0, 0, 1))
     return form, form @ middle.mT
 
@@ -93,90 +91,91 @@ def _form(inputs: Inputs, within: Tensor) -> tuple[Tensor, Tensor]:
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:
     x, real, metric = inputs, inputs.valid_queries, _metric(inputs)
     if x.shard is not None:
-        return _apart(x, metric, count)
+        return _distributed(x, metric, count)
     rows = working(x.grouped_query().detach()).flatten(2, 3)
     if real is None:
-        place, mean, within = _of(rows, metric, count, x.impl)
+        place, mean, within = _split(rows, metric, count, x.impl)
         return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, rows.shape[2]))
-    # Sequences with as many real queries are split together: a cohort depends on nothing else.
+    # Sequences with the same number of real queries are split together.
     flat = real[:, None].expand(-1, x.gqa_ratio, -1).flatten(1)
     sizes = flat.sum(1)
-    found: list[tuple[Tensor, ...]] = []
+    parts: list[tuple[Tensor, ...]] = []
     batch, filled = [], torch.zeros((x.batch, x.kv_heads), dtype=torch.int64, device=x.query.device)
     for size in sizes.unique().tolist():
-        own = (sizes == size).nonzero().squeeze(-1)
-        index = flat[own].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
+        sequences = (sizes == size).nonzero().squeeze(-1)
+        index = flat[sequences].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :size]
         index = index[:, None].expand(-1, x.kv_heads, -1)
-        place, mean, within = _of(take(rows[own], index), metric[own], count, x.impl)
-        filled[own] = _filled(x, place, size)[own]
+        place, mean, within = _split(take(rows[sequences], index), metric[sequences], count, x.impl)
+        filled[sequences] = _filled(x, place, size)[sequences]
         if size:
             place = index.gather(2, place.clamp_min(0).flatten(2)).view_as(place).masked_fill_(place < 0, -1)
-        found.append((place, mean, within))
-        batch.append(own)
-    sets, most = (max(part[0].shape[dim] for part in found) for dim in (2, 3))
-    back = torch.cat(batch).argsort()
-    place = torch.cat([pad(p, (0, most - p.shape[3], 0, sets - p.shape[2]), value=-1) for p, _, _ in found])
-    mean = torch.cat([pad(m, (0, 0, 0, sets - m.shape[2])) for _, m, _ in found])
-    within = torch.cat([within for _, _, within in found])
-    return Cohorts(place[back], mean[back] * x.scale, within[back] * x.scale**2, filled)
+        parts.append((place, mean, within))
+        batch.append(sequences)
+    sets, most = (max(part[0].shape[dim] for part in parts) for dim in (2, 3))
+    order = torch.cat(batch).argsort()
+    place = torch.cat([pad(p, (0, most - p.shape[3], 0, sets - p.shape[2]), value=-1) for p, _, _ in parts])
+    mean = torch.cat([pad(m, (0, 0, 0, sets - m.shape[2])) for _, m, _ in parts])
+    within = torch.cat([within for _, _, within in parts])
+    place, mean, within = place[order], mean[order], within[order]
+    return Cohorts(place, mean * x.scale, within * x.scale**2, filled)
 
 
 def _metric(inputs: Inputs) -> Tensor:
     """G (B, Hkv, D, D): `(q - q')^T G (q - q')` is the sum, over some keys, of squared differences of two scores."""
-    some, totals = sample_keys(inputs, *METRIC_SAMPLE), inputs.whole.totals
-    key = working(some.take(inputs.key.detach()))
+    subset, totals = sample_keys(inputs, *METRIC_SAMPLE), inputs.whole.totals
+    key = working(subset.take(inputs.key.detach()))
     if inputs.shard is None:
-        key = centre(key, some.real)
+        key = centre(key, subset.real)
     else:
         key = key - totals.sum(key.sum(-2, keepdim=True)) / totals.sum(key.new_tensor(float(key.shape[2]))).clamp_min(1)
     return totals.sum(key.mT @ key)
 
 
-def _of(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
-    """Place, mean and W of the rows (B, H, m, D), all real."""
-    batch, heads, many, dim = rows.shape
-    if not many:
+def _split(rows: Tensor, metric: Tensor, count: int, impl: Impl) -> tuple[Tensor, Tensor, Tensor]:
+    """`place`, `mean` and W of the rows (B, H, m, D), all real."""
+    batch, heads, total, dim = rows.shape
+    if not total:
         none = torch.full((batch, heads, 1, 1), -1, device=rows.device)
         return none, rows.new_zeros((batch, heads, 1, dim)), rows.new_zeros((batch, heads, dim, dim))
-    count = _at_most(count, many)
-    flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, many // QUERY_SAMPLE)
+    count = _at_most(count, total)
+    flat, metric, step = rows.flatten(0, 1), metric.flatten(0, 1), max(1, total // QUERY_SAMPLE)
     if impl in COMPILED and native.readable(flat) and flat.dtype == torch.float32:
-        found = native.halve(flat, metric, count, step=step, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
+        parts = native.halve(flat, metric, count, step=step, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
     else:
         place = split(flat, metric, count)
-        found = place, *described(flat, place, step)
-    place, mean, within = (part.unflatten(0, (batch, heads)) for part in found)
+        parts = place, *described(flat, place, step)
+    place, mean, within = (part.unflatten(0, (batch, heads)) for part in parts)
     return place, mean, within
 
 
-def _apart(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
-    """The cohorts of the queries of all processes, and the places of those that are here."""
+def _distributed(inputs: Inputs, metric: Tensor, count: int) -> Cohorts:
+    """The cohorts of the queries of all processes, with the places of this process's queries."""
     x, totals = inputs, inputs.whole.totals
-    many = x.whole.queries * x.gqa_ratio
-    count = _at_most(count, many)
+    total = x.whole.queries * x.gqa_ratio
+    count = _at_most(count, total)
     rows = working(x.grouped_query().detach()).flatten(0, 1)
     label = split_apart(rows, metric.flatten(0, 1), count, totals)
-    mean, within = described_apart(rows, label, count, max(1, many // QUERY_SAMPLE), totals)
+    mean, within = described_apart(rows, label, count, max(1, total // QUERY_SAMPLE), totals)
     label = label.flatten(1)
-    order, own = label.argsort(dim=1, stable=True), label.new_zeros((len(label), count))
-    own.scatter_add_(1, label, torch.ones_like(label))
-    at = torch.arange(max(1, int(own.max())), device=label.device)
-    index = ((own.cumsum(1) - own).unsqueeze(-1) + at).clamp_max(max(0, label.shape[1] - 1))
+    order, sizes = label.argsort(dim=1, stable=True), label.new_zeros((len(label), count))
+    sizes.scatter_add_(1, label, torch.ones_like(label))
+    rank = torch.arange(max(1, int(sizes.max())), device=label.device)
+    index = ((sizes.cumsum(1) - sizes).unsqueeze(-1) + rank).clamp_max(max(0, label.shape[1] - 1))
     place = order.gather(1, index.flatten(1)).view(index.shape) if label.shape[1] else index
-    place = place.masked_fill(at >= own.unsqueeze(-1), -1)
+    place = place.masked_fill(rank >= sizes.unsqueeze(-1), -1)
     place, mean, within = (part.unflatten(0, (x.batch, x.kv_heads)) for part in (place, mean, within))
-    return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, many))
+    return Cohorts(place, mean * x.scale, within * x.scale**2, _filled(x, place, total))
 
 
-def _filled(inputs: Inputs, place: Tensor, many: int) -> Tensor:
-    """How many of the cohorts (B, Hkv) that `many` queries are in have any: as many as their size fills."""
+def _filled(inputs: Inputs, place: Tensor, total: int) -> Tensor:
+    """The number of cohorts (B, Hkv) with queries: `total` queries fill the cohorts one after the other."""
     count = place.shape[2]
-    some = -(-many // -(-many // count)) if many else 0
-    return torch.full((inputs.batch, inputs.kv_heads), some, dtype=torch.int64, device=place.device)
+    filled = -(-total // -(-total // count)) if total else 0
+    return torch.full((inputs.batch, inputs.kv_heads), filled, dtype=torch.int64, device=place.device)
 
 
-def _at_most(count: int, many: int) -> int:
-    """So many cohorts, a power of two, or fewer: of at least COHORT_QUERIES queries each."""
-    while count > 1 and count * COHORT_QUERIES > many:
+def _at_most(count: int, total: int) -> int:
+    """`count` cohorts, a power of two, or fewer, so that each has at least COHORT_QUERIES queries."""
+    while count > 1 and count * COHORT_QUERIES > total:
         count //= 2
     return count

@@ -1,8 +1,8 @@
-"""Gram matrices of rows and what undoes them: the linear algebra under every score of keys.
+"""Gram matrices of rows, and their inverse roots: the linear algebra of all scores of keys.
 
-Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled or mixed by an invertible matrix, so every
-factorisation of rows here first scales the columns by powers of two to norms near one: columns of very different size
-cost no accuracy, and the scaling itself rounds nothing.
+Scores `k^T (K^T K)^+ k` do not change when the columns of K are scaled or mixed by an invertible matrix. So every
+factorisation here first scales the columns to norms near one: columns of very different size cost no accuracy. Powers
+of two scale without rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BLOCK = 4096
 """Rows that are converted to float64 and summed at once."""
 SUBSPACE_STEPS = 3
 LEAST_DIRECTION = 4e-6
-"""What a direction of a subspace must hold, as a part of the strongest: above what float32 rounds, in every dtype."""
+"""Weaker directions of a subspace, relative to the strongest, count as rounding of float32; the same in every dtype."""
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -23,11 +23,11 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` of small matrices, summed in float64: threads share sums in orders of their own, and so its bits
-    do not depend on how many there are.
+    """`left @ right` of small matrices, summed in float64: the bits do not depend on the number of threads, whose order
+    of summation differs.
     """
-    found: Tensor = (left.double() @ right.double()).to(left.dtype)
-    return found
+    result: Tensor = (left.double() @ right.double()).to(left.dtype)
+    return result
 
 
 def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
@@ -55,17 +55,15 @@ def whitener(matrix: Tensor, tolerance: float = 0.0) -> Tensor:
 
 
 def triangular_root(matrix: Tensor, ridge: float) -> Tensor:
-    """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, about, for matrices that would be
-    positive semidefinite but for rounding. Never fails.
+    """Lower triangular L (..., D, D) with `L L^T = matrix + ridge mean(diagonal) I`, approximately. Never fails.
 
-    A matrix that rounding has made indefinite, as that of fewer rows than dimensions may be, gets the eigenvalues that
-    are below the ridge raised to it, in float64; each by itself, whatever else is in the batch.
+    The matrices are positive semidefinite up to rounding. If rounding has made one indefinite (fewer rows than
+    dimensions), its eigenvalues below the ridge are raised to it, in float64. No matrix depends on the others.
     """
     least = ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1) + torch.finfo(matrix.dtype).tiny
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    found = torch.linalg.cholesky_ex(matrix + least[..., None, None] * eye)
-    root: Tensor = found.L
-    info = found.info
+    root: Tensor
+    root, info = torch.linalg.cholesky_ex(matrix + least[..., None, None] * eye)
     if not bool((info > 0).any()):
         return root
     values, vectors = torch.linalg.eigh(matrix.double())
@@ -80,7 +78,7 @@ def score_rows(rows: Tensor, root: Tensor) -> Tensor:
 
 
 def power_of_two(sizes: Tensor) -> Tensor:
-    """The powers of two just above positive `sizes`, one in place of zero: factors that round nothing."""
+    """The powers of two just above positive `sizes`, one in place of zero: factors without rounding."""
     exponent = torch.frexp(sizes).exponent
     return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), torch.ones_like(sizes))
 
@@ -107,9 +105,9 @@ def root64(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 def top_subspace(matrix: Tensor, rank: int) -> Tensor:
     """Orthonormal columns (..., D, rank) near the leading eigenvectors of a positive semidefinite matrix (..., D, D).
 
-    Block power iteration from a fixed start (a cosine basis), far cheaper than an eigendecomposition on small
-    batches; any orthonormal result is a valid choice, the leading one is merely the best. Columns that
-    stand for at most `LEAST_DIRECTION` of the first are zero: rounding would choose them, and gradients follow them.
+    Block power iteration from a fixed start (a cosine basis), far cheaper than an eigendecomposition on small batches.
+    Any orthonormal result is valid, the leading one is the best. Columns whose size is at most `LEAST_DIRECTION` of the
+    first are zero: rounding would determine them, and gradients would follow.
     """
     dtype, matrix = matrix.dtype, matrix.double()  # as `product`
     basis = cosines(matrix, rank).expand(*matrix.shape[:-1], rank)

@@ -1,11 +1,11 @@
-"""The sets of `fewkeys.sketch.halves`, of rows of which this process holds a part.
+"""The sets of `fewkeys.sketch.halves` for rows that are distributed over processes.
 
-Rows stay where they are. All processes get the same sample of every set, and so the same direction, and agree digit by
-digit on the number at which to cut. What is sent does not depend on how many rows there are: for each of `count` sets
-twice about `SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
+Rows are not moved. All processes get the same sample of every set, and so the same direction. They find the median
+score by radix selection. The traffic does not depend on the number of rows: for each of `count` sets about twice
+`SPLIT_SAMPLE` rows, and 256 numbers for every byte of a score.
 
-Rows are (R, G, m, F), G runs: the first runs of all processes come one after the other, then the second ones, as the
-queries of G query heads do. A label (R, G, m) is the set of every row here.
+Rows are (R, G, m, F) with G runs, such as the queries of G query heads: in the order of all rows, the first runs of all
+processes come before the second ones. A label (R, G, m) is the set of every row of this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BYTE = 8
 def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Tensor:
     """The labels of rows in the `count` sets that `halves.split` makes of all rows; `metric` (R, F, F).
 
-    Scores within rounding of the middle one may fall on its other side.
+    Rounding may move scores near the median to its other side.
     """
     rounds, runs, _, dim = rows.shape
     label = torch.zeros(rows.shape[:3], dtype=torch.int64, device=rows.device)
@@ -32,13 +32,13 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
         size = size or -(-int(real.max()) // count) * count
         step = sample_step(size)
         slots = -(-size // step)
-        # Rows that are not of the sample go to a place of their own.
-        to = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
-        some = rows.new_zeros((rounds, sets * slots + 1, dim))
-        some.scatter_(1, to.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
-        some = totals.sum(some[:, :-1]).unflatten(1, (sets, slots)).flatten(0, 1)
-        there = (torch.arange(slots, device=rows.device) * step < real.unsqueeze(-1)).flatten(0, 1)
-        along = direction(some, there, metric.repeat_interleave(sets, 0)).view(rounds, sets, dim)
+        # Rows outside the sample go to an extra last place.
+        slot = torch.where(place % step == 0, label * slots + place // step, sets * slots).flatten(1)
+        sample = rows.new_zeros((rounds, sets * slots + 1, dim))
+        sample.scatter_(1, slot.unsqueeze(-1).expand(-1, -1, dim), rows.flatten(1, 2))
+        sample = totals.sum(sample[:, :-1]).unflatten(1, (sets, slots)).flatten(0, 1)
+        real_rows = (torch.arange(slots, device=rows.device) * step < real.unsqueeze(-1)).flatten(0, 1)
+        along = direction(sample, real_rows, metric.repeat_interleave(sets, 0)).view(rounds, sets, dim)
         score = (rows.flatten(1, 2) * along.gather(1, label.flatten(1).unsqueeze(-1).expand(-1, -1, dim))).sum(-1)
         left = smallest(score.unflatten(1, (runs, -1)), label, real, size // 2, totals)
         label, sets, size = 2 * label + ~left, 2 * sets, size // 2
@@ -46,35 +46,35 @@ def split_apart(rows: Tensor, metric: Tensor, count: int, totals: Totals) -> Ten
 
 
 def described_apart(rows: Tensor, label: Tensor, count: int, step: int, totals: Totals) -> tuple[Tensor, Tensor]:
-    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, both of every `step`-th
-    row of each set.
+    """The mean row (R, count, F) of every set, and the covariance (R, F, F) around the means, from every `step`-th row
+    of a set.
     """
     place, _ = places(label, count, totals)
-    own, label = rows.flatten(1, 2), label.flatten(1)
-    taken = (place.flatten(1) % step == 0).to(rows.dtype)
-    where = label.unsqueeze(-1).expand_as(own)
-    number = totals.sum(taken.new_zeros((len(rows), count)).scatter_add_(1, label, taken))
-    total = own.new_zeros((len(rows), count, own.shape[-1]))
-    mean = totals.sum(total.scatter_add_(1, where, own * taken.unsqueeze(-1))) / number.clamp_min(1).unsqueeze(-1)
-    off = (own - mean.gather(1, where)) * taken.unsqueeze(-1)
+    flat, label = rows.flatten(1, 2), label.flatten(1)
+    sampled = (place.flatten(1) % step == 0).to(rows.dtype)
+    where = label.unsqueeze(-1).expand_as(flat)
+    number = totals.sum(sampled.new_zeros((len(rows), count)).scatter_add_(1, label, sampled))
+    total = flat.new_zeros((len(rows), count, flat.shape[-1]))
+    mean = totals.sum(total.scatter_add_(1, where, flat * sampled.unsqueeze(-1))) / number.clamp_min(1).unsqueeze(-1)
+    off = (flat - mean.gather(1, where)) * sampled.unsqueeze(-1)
     return mean, totals.sum(off.mT @ off) / number.sum(1).clamp_min(1)[:, None, None]
 
 
 def places(label: Tensor, sets: int, totals: Totals) -> tuple[Tensor, Tensor]:
-    """The place (R, G, m) of every row among all of its set, and how many those are (R, sets)."""
-    own = torch.zeros((*label.shape[:2], sets), dtype=torch.int64, device=label.device)
-    own.scatter_add_(2, label, torch.ones_like(label))
-    before, total = totals.counted(own)
+    """The place (R, G, m) of every row in its set over all processes, and the size (R, sets) of every set."""
+    sizes = torch.zeros((*label.shape[:2], sets), dtype=torch.int64, device=label.device)
+    sizes.scatter_add_(2, label, torch.ones_like(label))
+    before, total = totals.counted(sizes)
     order = label.argsort(dim=2, stable=True)
     row = torch.arange(label.shape[2], device=label.device).expand_as(label)
-    here = torch.empty_like(label).scatter_(2, order, row) - (own.cumsum(2) - own).gather(2, label)
+    here = torch.empty_like(label).scatter_(2, order, row) - (sizes.cumsum(2) - sizes).gather(2, label)
     return here + (before + total.cumsum(1) - total).gather(2, label), total.sum(1)
 
 
 def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Totals) -> Tensor:
-    """Which rows have one of the `rank` smallest scores (R, G, m) of their set, of equal ones those that come first.
+    """Which rows (R, G, m) have one of the `rank` smallest scores of their set; among equal scores the first rows.
 
-    `real` (R, sets): how many rows each set has.
+    `real` (R, sets): the number of rows of each set.
     """
     number, sets = ordered(score), real.shape[1]
     left, prefix = torch.full_like(real, rank), torch.zeros_like(real)
@@ -85,23 +85,23 @@ def smallest(score: Tensor, label: Tensor, real: Tensor, rank: int, totals: Tota
             digit, inside = digit + 128, torch.ones_like(number, dtype=torch.bool)
         else:
             inside, digit = digit >> BYTE == by_set(prefix, label), digit & 255
-        to = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
-        many = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, to, torch.ones_like(to))
-        many = totals.sum(many[:, :-1]).unflatten(1, (sets, 256))
-        upto = many.cumsum(-1)
-        its = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
-        left = left - (upto - many).gather(-1, its).squeeze(-1)
-        its = its.squeeze(-1)
-        prefix = its - 128 if first else prefix * 256 + its
+        bins = torch.where(inside, label * 256 + digit, sets * 256).flatten(1)
+        histogram = real.new_zeros((len(real), sets * 256 + 1)).scatter_add_(1, bins, torch.ones_like(bins))
+        histogram = totals.sum(histogram[:, :-1]).unflatten(1, (sets, 256))
+        upto = histogram.cumsum(-1)
+        median_bin = (upto <= left.unsqueeze(-1)).sum(-1, keepdim=True).clamp_max(255)
+        left = left - (upto - histogram).gather(-1, median_bin).squeeze(-1)
+        median_bin = median_bin.squeeze(-1)
+        prefix = median_bin - 128 if first else prefix * 256 + median_bin
     middle = by_set(prefix, label)
     place, _ = places(torch.where(number == middle, label, sets), sets + 1, totals)
-    few = (number == middle) & (place < by_set(left, label))
-    return (number < middle) | few | by_set(real <= rank, label)
+    first_of_equal = (number == middle) & (place < by_set(left, label))
+    return (number < middle) | first_of_equal | by_set(real <= rank, label)
 
 
-def by_set(known: Tensor, label: Tensor) -> Tensor:
-    """What is known of sets (R, sets), for every row (R, G, m)."""
-    return known.gather(1, label.flatten(1)).view(label.shape)
+def by_set(values: Tensor, label: Tensor) -> Tensor:
+    """Values of sets (R, sets), for every row (R, G, m)."""
+    return values.gather(1, label.flatten(1)).view(label.shape)
 
 
 def ordered(score: Tensor) -> Tensor:

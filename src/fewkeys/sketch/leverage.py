@@ -17,7 +17,7 @@ from fewkeys.sketch.gram import gram, score_rows, whitener
 from fewkeys.sketch.lewis import sensitivity_bounds
 
 ROUNDING = 1e-9
-"""Rounding must not drop a key that sits exactly at eps: float64 scores count from `eps * (1 - ROUNDING)` on."""
+"""float64 scores count from `eps * (1 - ROUNDING)` on, so that rounding cannot drop a key at exactly eps."""
 
 
 @full_precision()
@@ -56,10 +56,10 @@ def leverage_scores(key: Tensor, power: float = 2.0, ridge: float = 0.0) -> Tens
         return sensitivity_bounds(rows, power).to(rows.dtype)
     matrix = gram(rows)
     if ridge:
-        # Where the ridge is far below the rounding of the Gram matrix, the pseudoinverse is its limit.
+        # A ridge far below the rounding of the Gram matrix gives the pseudoinverse, its limit.
         matrix = matrix + ridge * torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
     elif not _well_conditioned(matrix):
-        # float32 would take directions of 1/400 of the strongest for absent ones.
+        # float32 would treat directions below 1/400 of the strongest as absent.
         return sensitivity_bounds(rows, power).to(rows.dtype)
     return score_rows(rows, whitener(matrix))
 

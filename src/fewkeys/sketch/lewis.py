@@ -30,8 +30,8 @@ The iterations:
 
 Cost O(n d^2) a step. Directions in which the keys are below their own rounding count as absent (`root64`).
 
-All that these rules take from the other keys are sums and maxima over keys, which go through a `Totals`: where several
-processes hold a part of the keys each, every one of them takes the same steps and finds the bounds of its own keys.
+Keys interact only through sums and maxima over keys, which go through a `Totals`. If keys are distributed, all
+processes take the same steps, and each computes the bounds of its keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fewkeys.core.totals import WHOLE, Totals
+from fewkeys.core.totals import WHOLE, Totals, row_maximum
 from fewkeys.sketch.gram import gram64, root64
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
 
@@ -49,8 +49,8 @@ TOLERANCE = 1e-6
 MAX_STEPS = 1000
 MAX_DOUBT = 1e-2
 """Heads whose weighted Gram matrix has a larger relative error in float64 get the bound 1."""
-CHUNK = 1 << 24
-"""Numbers in one block of tensor features."""
+FEATURES = 1 << 24
+"""The numbers in one block of tensor features."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ def tensor_bounds(rows: Tensor, degree: int, totals: Totals = WHOLE) -> Tensor:
     """
     basis, _ = _whitened(rows, totals)
     columns, heads = width(basis.shape[-1], degree), basis.shape[:-2].numel()
-    parts = basis.split(max(1, CHUNK // (columns * heads)), -2)
+    parts = basis.split(max(1, FEATURES // (columns * heads)), -2)
     total = basis.new_zeros((*basis.shape[:-2], columns, columns))
     for part in parts:
         total += gram64(tensor_features(part, degree))
@@ -122,7 +122,7 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
         log_tau = torch.where(real, tau.clamp_min(torch.finfo(tau.dtype).tiny), 1.0).log()
         bounds = power / 2 * log_tau
         if power < 2:
-            worst = totals.max(_largest(torch.where(real, bounds - log, -torch.inf))).nan_to_num(neginf=0.0)
+            worst = totals.max(row_maximum(torch.where(real, bounds - log, -torch.inf))).nan_to_num(neginf=0.0)
             following, bounds = bounds, bounds + (2 - power) / power * worst
         else:
             total = totals.logsumexp(torch.where(real, log, -torch.inf).logsumexp(-1, keepdim=True))
@@ -132,12 +132,12 @@ def lewis_weights(rows: Tensor, power: float, totals: Totals = WHOLE) -> Lewis:
         excess = torch.where(rank > 0, (reached - target).expm1(), 0.0)
         excess = torch.where(sound, excess, torch.inf)
         steps += 1
-        # One decision for all processes, whatever the last bits of their arithmetic.
+        # All processes must stop together, even if the last bits of their results differ.
         unfinished = totals.max((~(excess <= TOLERANCE * max(1.0, power / 2)) & sound).any().double())
         if steps == MAX_STEPS or not bool(unfinished):
             break
         log = torch.where(sound.unsqueeze(-1), following, log)
-    # Where M cannot be inverted in float64, 1 is the bound.
+    # Heads whose M cannot be inverted in float64 get the bound 1.
     bounds = torch.where(sound.unsqueeze(-1), bounds.clamp_max(0.0), 0.0).exp()
     return Lewis(torch.where(real, log.exp(), 0.0), torch.where(real, bounds, 0.0), excess, steps)
 
@@ -156,20 +156,13 @@ def _whitened(rows: Tensor, totals: Totals) -> tuple[Tensor, Tensor]:
 
 
 def _leverage(basis: Tensor, empty: Tensor, weight: Tensor | None, totals: Totals) -> tuple[Tensor, Tensor]:
-    """`k^T M^-1 k` (B, H, N) for `M = sum_l weight_l k_l k_l^T`, rounded up, and by how much in relation (B, H).
+    """`k^T M^-1 k` (B, H, N) for `M = sum_l weight_l k_l k_l^T`, rounded up, and the relative rounding (B, H).
 
-    The columns `empty` (B, H, D) of zeros have no part in it. No weight: all are one.
+    The columns `empty` (B, H, D) are zero and left out. `weight` None: all weights are one.
     """
     matrix = totals.sum((basis if weight is None else basis * weight.unsqueeze(-1)).mT @ basis)
     root, doubt = _inverse_root(matrix, empty.double())
     return (basis @ root).square().sum(-1) * (1 + doubt.clamp_max(1.0)).unsqueeze(-1), doubt
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """The largest entry (..., 1) of rows (..., N); minus infinity of none."""
-    if not rows.shape[-1]:
-        return rows.new_full((*rows.shape[:-1], 1), -torch.inf)
-    return rows.amax(-1, keepdim=True)
 
 
 def _inverse_root(matrix: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:

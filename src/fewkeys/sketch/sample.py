@@ -1,6 +1,6 @@
-"""Real rows of padded sequences: evenly spread samples of them, their mean, and their offsets from it.
+"""Evenly spaced samples of the real rows of padded sequences, their mean, and centring.
 
-What is taken depends on a sequence's real rows alone, so padding changes nothing.
+The result depends on a sequence's real rows alone, so padding changes nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from torch import Tensor
 from fewkeys.core.inputs import Inputs
 
 PART = 4
-"""One in so many keys is looked at, within bounds."""
+"""Samples have one in so many keys, within bounds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some rows of every sequence: from `start` on every `stride`-th, or those at `index` (B, M); the first are real
-    where `real` (B, M) says, None where all are.
+    """Some rows of every sequence: every `stride`-th from `start` on, or those at `index` (B, M).
+
+    `real` (B, M) marks the real ones of them; None if all are real.
     """
 
     stride: int = 1
@@ -36,33 +37,31 @@ class Subset:
             rows = rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3]))
         if self.real is None:
             return rows
-        # A product is several times as fast as to fill what is not real.
+        # A product is several times as fast as masked_fill.
         return rows[:, :, : self.real.shape[1]] * self.real[:, None, :, None].to(rows.dtype)
 
 
 def sample(real: Tensor, most: int | Tensor) -> tuple[Subset, Tensor]:
-    """Every s-th true entry of each row of `real` (B, N), such that about `most` (or: (B, 1)) remain, and which of them
-    stand for one (B, M).
+    """Every s-th true entry of each row of `real` (B, N), s such that about `most` (an int, or (B, 1)) remain.
+
+    Also the mask (B, M) of the real rows in the sample.
     """
     stride = (real.sum(-1, keepdim=True) // most).clamp_min(1)
-    chosen = real & ((real.cumsum(-1) - 1) % stride == 0)
-    longest = max(1, int(chosen.sum(-1).max()))
+    sampled = real & ((real.cumsum(-1) - 1) % stride == 0)
+    longest = max(1, int(sampled.sum(-1).max()))
     step = int(stride.max())
-    if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # nothing has to be moved
-        chosen = chosen[:, ::step][:, :longest]
-        return Subset(step, real=chosen), chosen
-    index = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
-    chosen = chosen.gather(-1, index)
-    return Subset(index=index, real=chosen), chosen
+    if step == int(stride.min()) and not bool((real[:, 1:] & ~real[:, :-1]).any()):  # a slice suffices
+        sampled = sampled[:, ::step][:, :longest]
+        return Subset(step, real=sampled), sampled
+    index = sampled.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :longest]
+    sampled = sampled.gather(-1, index)
+    return Subset(index=index, real=sampled), sampled
 
 
 def sample_keys(inputs: Inputs, least: int, most: int) -> Subset:
-    """About a quarter of the keys of every sequence, at least `least` and at most `most`, evenly spread over its real
-    ones.
-    """
+    """About a quarter of the real keys of every sequence, from `least` to `most`, evenly spaced."""
     if inputs.valid is not None:
-        some = (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most)
-        return sample(inputs.valid, some)[0]
+        return sample(inputs.valid, (inputs.valid.sum(-1, keepdim=True) // PART).clamp(least, most))[0]
     stride = max(1, inputs.whole.keys // min(most, max(least, inputs.whole.keys // PART)))
     return Subset(stride, -inputs.whole.first_key % stride)
 

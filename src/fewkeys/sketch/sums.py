@@ -22,8 +22,8 @@ def label_sums(
     precision, by the kernels of `impl`.
     """
     if compiled(impl, key, value, share):
-        found = native.label_sums(key, value, label, share, count)
-        return found[..., : key.shape[-1]], found[..., key.shape[-1] :]
+        sums = native.label_sums(key, value, label, share, count)
+        return sums[..., : key.shape[-1]], sums[..., key.shape[-1] :]
     member = members(label, share, count).mT
     return member @ working(key), member @ working(value)
 
@@ -31,19 +31,16 @@ def label_sums(
 def sums_and_products(
     key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor, impl: Impl
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`label_sums`, and beside them `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D).
-
-    `middle` carries no gradient either.
-    """
+    """`label_sums`, and `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D) has no gradient."""
     if impl in COMPILED and native.readable(key, value, share, middle):
-        found, products = _Summed.apply(key, value, label, share, count, middle)  # type: ignore[no-untyped-call]
-        return found[..., : key.shape[-1]], found[..., key.shape[-1] :], products
+        sums, products = _Summed.apply(key, value, label, share, count, middle)  # type: ignore[no-untyped-call]
+        return sums[..., : key.shape[-1]], sums[..., key.shape[-1] :], products
     products = ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
     return *label_sums(key, value, label, share, count, impl), products
 
 
 class _Summed(torch.autograd.Function):
-    """With gradients of keys and values: key j has a part, share_j, in the sums of its label, and in the products."""
+    """The kernel with gradients of keys and values: key j enters the sums of its label and the products by share_j."""
 
     @staticmethod
     def forward(
@@ -64,5 +61,4 @@ class _Summed(torch.autograd.Function):
 
 def members(label: Tensor, share: Tensor, count: int) -> Tensor:
     """(..., N, count): shares (..., N), each in the column of its label."""
-    found = share.new_zeros((*share.shape, count))
-    return found.scatter_(-1, label.unsqueeze(-1), share.unsqueeze(-1))
+    return share.new_zeros((*share.shape, count)).scatter_(-1, label.unsqueeze(-1), share.unsqueeze(-1))

@@ -1,12 +1,12 @@
-"""What cohorts of queries see of the keys: those that each should keep, and sums with weights as each sees them.
+"""For every cohort of queries, the keys that it should keep, and sums over the other keys with the cohort's weights.
 
-With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the members
-of a cluster weigh
+With the importance g_hj of key j for cohort h (`fewkeys.sketch.cohorts`) and its mean g_hc over cluster c, the keys of
+a cluster have the weights
 
     e_hj = exp(t (g_hj - g_hc)),   t = 0.8, exponents clamped to +-2:
 
-the average that a query of the cohort takes, or nearly so. Cohorts are narrow, so t is nearer to one than where one
-average must serve all queries.
+nearly the average that a query of the cohort takes. Cohorts are narrow, so t is nearer to one than for an average that
+serves all queries (`fewkeys.sketch.clusters`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
-from fewkeys.sketch.clusters import Clusters, frame
+from fewkeys.sketch.clusters import KeyClusters, frame
 from fewkeys.sketch.cohorts import Cohorts, own_importance
 
-TILT = 0.8
+COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class Tilted:
-    """Sums over the keys of every cluster that a cohort does not keep, each key weighing e_hj.
+    """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
     `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `key` (B, Hkv, H, C, D): of
     centred keys; `value` (B, Hkv, H, C, Dv); `importance` (B, Hkv, H, C): g_hc, without gradient; `together`
@@ -47,44 +47,45 @@ class Tilted:
     together: Tensor | None
 
 
-def best(inputs: Inputs, known: Cohorts, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best(inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """For every cohort the `count` real keys of largest `m_h . k_j + offset_j`, offset (B, Hkv, Nk): places
     (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
     """
     x, count = inputs, min(count, inputs.keys)
     if x.valid is not None:
         offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
-    if x.impl in COMPILED and native.readable(x.key, offset, known.mean):
-        return native.best(x.key.detach(), known.mean, offset, count)
-    top = (known.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2)).topk(count, -1)
+    if x.impl in COMPILED and native.readable(x.key, offset, cohorts.mean):
+        return native.best(x.key.detach(), cohorts.mean, offset, count)
+    top = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2)).topk(count, -1)
     index, order = top.indices.sort(-1)
     return index, (top.values > -torch.inf).gather(-1, order)
 
 
 def tilted_sums(
-    inputs: Inputs, known: Cohorts, found: Clusters, index: Tensor, used: Tensor, *, together: bool
+    inputs: Inputs, cohorts: Cohorts, clusters: KeyClusters, index: Tensor, used: Tensor, *, together: bool
 ) -> Tilted:
-    """The sums where cohort h keeps the keys `index` (B, Hkv, H, S) that are `used`; products only if they are asked
-    for. Gradients flow through keys and values, not through what they weigh. Cost O(n H (D + Dv) + n D Dv).
+    """The sums without the keys `index` (B, Hkv, H, S) that cohort h keeps where `used`; products only if `together`.
+
+    Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
     """
     x, totals = inputs, inputs.whole.totals
-    facts = {"label": found.label, "own": own_importance(x, known), "middle": frame(x).mean, "mean": known.mean}
-    facts |= {"index": index, "used": used, "filled": known.filled}
-    wanted = Wanted(x.valid, facts, found.importance.shape[-1], together, totals)
-    if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, known.mean):
-        sums = _ByKernels.apply(x.key, x.value, wanted)  # type: ignore[no-untyped-call]
+    facts = {"label": clusters.label, "own": own_importance(x, cohorts), "middle": frame(x).mean, "mean": cohorts.mean}
+    facts |= {"index": index, "used": used, "filled": cohorts.filled}
+    args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
+    if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
+        sums = _ByKernels.apply(x.key, x.value, args)  # type: ignore[no-untyped-call]
     else:
-        sums = _by_torch(x.key, x.value, wanted)
+        sums = _by_torch(x.key, x.value, args)
     mass, energy, key, value = map(totals.sum, sums[:4])
     return Tilted(mass, energy, key, value, sums[4], None if sums[5] is None else totals.sum(sums[5]))
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """What sums are asked for: of real keys (B, Nk), over `count` clusters, with products or without.
+class TiltArgs:
+    """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), its part of the importance that all
-    cohorts share; "middle" and "mean", of keys and of the cohorts' queries; "index", "used", "filled", as above.
+    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), `own_importance`; "middle" and "mean",
+    of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
     """
 
     real: Tensor | None
@@ -95,38 +96,38 @@ class Wanted:
 
 
 Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""What `Tilted` has, in its order."""
+"""The fields of `Tilted`, in order."""
 
 
-def _by_torch(key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
-    facts, label = wanted.facts, wanted.facts["label"]
+def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
+    facts, label = args.facts, args.facts["label"]
     with constants():
-        level = _levels(key.detach(), wanted)
-        e = _weights(key.detach(), wanted.real, facts, level)
+        level = _levels(key.detach(), args)
+        e = _weights(key.detach(), args.real, facts, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
         energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["own"]).unsqueeze(2))
     centred, values = working(key) - facts["middle"], working(value)
 
     def by_cluster(rows: Tensor) -> Tensor:
-        """(B, Hkv, H, C, dim): one cohort after another, so that all keys times all cohorts are never written down."""
-        none, to = rows.new_zeros((*rows.shape[:2], wanted.count, rows.shape[3])), label.unsqueeze(-1).expand_as(rows)
-        return torch.stack([none.scatter_add(2, to, rows * one.unsqueeze(-1)) for one in e.unbind(2)], 2)
+        """(B, Hkv, H, C, dim): one cohort after another, so that no tensor has all keys times all cohorts."""
+        none, index = rows.new_zeros((*rows.shape[:2], args.count, rows.shape[3])), label.unsqueeze(-1).expand_as(rows)
+        return torch.stack([none.scatter_add(2, index, rows * weights.unsqueeze(-1)) for weights in e.unbind(2)], 2)
 
-    products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if wanted.together else None
+    products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
     return mass, energy, by_cluster(centred), by_cluster(values), level, products
 
 
-def _levels(key: Tensor, wanted: Wanted) -> Tensor:
-    """g_hc: that of a cluster's mean key and mean `k^T W k / 2`."""
-    facts, real, totals = wanted.facts, wanted.real, wanted.totals
-    label, own = facts["label"], facts["own"]
-    there = torch.ones_like(own) if real is None else real[:, None].to(own.dtype).expand_as(own)
-    none = own.new_zeros((*own.shape[:2], wanted.count))
-    size, quad = none.scatter_add(-1, label, there), none.scatter_add(-1, label, there * own)
-    centred = (working(key) - facts["middle"]) * there.unsqueeze(-1)
+def _levels(key: Tensor, args: TiltArgs) -> Tensor:
+    """g_hc, from a cluster's mean key and mean `k^T W k / 2`."""
+    facts, real, totals = args.facts, args.real, args.totals
+    label, spread = facts["label"], facts["own"]
+    real_keys = torch.ones_like(spread) if real is None else real[:, None].to(spread.dtype).expand_as(spread)
+    none = spread.new_zeros((*spread.shape[:2], args.count))
+    size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
+    centred = (working(key) - facts["middle"]) * real_keys.unsqueeze(-1)
     where = label.unsqueeze(-1).expand_as(centred)
-    total = own.new_zeros((*size.shape, key.shape[-1])).scatter_add(2, where, centred)
+    total = spread.new_zeros((*size.shape, key.shape[-1])).scatter_add(2, where, centred)
     size, quad, total = (totals.sum(part) for part in (size, quad, total))
     size = size.clamp_min(1)
     return facts["mean"] @ (total / size.unsqueeze(-1)).mT + (quad / size).unsqueeze(2)
@@ -136,7 +137,7 @@ def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: 
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
     exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["own"].unsqueeze(2)
-    e = exponent.sub_(level.gather(-1, label)).mul_(TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
+    e = exponent.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])
     e.mul_((torch.arange(e.shape[2], device=e.device) < facts["filled"].unsqueeze(-1)).unsqueeze(-1))
@@ -147,22 +148,23 @@ class _ByKernels(torch.autograd.Function):
     """The same by compiled kernels; derivatives of the gradients go through torch's operations."""
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, wanted: Wanted) -> Sums:
-        facts = {**wanted.facts, "real": wanted.real}
-        sums = native.tilt(key, value, facts, wanted.count, wanted.together, tilt=TILT, largest=LARGEST_TILT)
+    def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
+        facts = {**args.facts, "real": args.real}
+        sums = native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
         ctx.save_for_backward(key, value, sums[4])
-        ctx.wanted = wanted
+        ctx.args = args
         ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
         return sums
 
     @staticmethod
     def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
-        (key, value, level), wanted = ctx.saved_tensors, ctx.wanted
+        (key, value, level), args = ctx.saved_tensors, ctx.args
         to_key, to_value, _, to_products = gradients
         if torch.is_grad_enabled():
-            sums = _by_torch(key, value, wanted)
+            sums = _by_torch(key, value, args)
             pairs = [(sums[2], to_key), (sums[3], to_value), (sums[5], to_products)]
             return *gradients_of([key, value], [(out, grad) for out, grad in pairs if out is not None]), None
-        facts = {**wanted.facts, "real": wanted.real, "level": level}
-        back = native.tilt_back(key, value, facts, (to_key, to_value, to_products), tilt=TILT, largest=LARGEST_TILT)
-        return *(part.to(rows.dtype) for part, rows in zip(back, (key, value), strict=True)), None
+        facts = {**args.facts, "real": args.real, "level": level}
+        output_gradients = to_key, to_value, to_products
+        results = native.tilt_back(key, value, facts, output_gradients, tilt=COHORT_TILT, largest=LARGEST_TILT)
+        return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None

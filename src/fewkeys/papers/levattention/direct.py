@@ -1,4 +1,4 @@
-"""Entries by definition: every score, in float64, without holding more than a block of them."""
+"""Entries by definition: every score in float64, one block at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fewkeys.papers.levattention.entries import Entries
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
 from fewkeys.sketch.gram import power_of_two
 
-CHUNK = 1 << 19
-"""Scores held at once: few enough for a core's cache."""
+SCORES = 1 << 19
+"""Scores in memory at once: few enough for a core's cache."""
 
 
 def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Iterator[Entries]:
@@ -20,12 +20,12 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
     start = 0
     # A score below the rounding of its own dot product is zero: the query is orthogonal to all keys.
     noise = query.shape[-1] * torch.finfo(torch.float64).eps * (query.abs() @ keys.largest)
-    for part, floor in zip(query.split(CHUNK // BLOCK), noise.split(CHUNK // BLOCK), strict=True):
+    for part, floor in zip(query.split(SCORES // BLOCK), noise.split(SCORES // BLOCK), strict=True):
         top = part.new_zeros(part.shape[0])
         total = part.new_zeros(part.shape[0])
         for block in keys.blocks(BLOCK):
             scores = (part @ block.mT).abs()
-            # Scores are divided by a power of two near the largest so far, lest high powers vanish.
+            # Scores are divided by a power of two near the largest so far, so that high powers do not underflow.
             higher = torch.maximum(top, power_of_two(scores.amax(-1)) * (scores.amax(-1) > 0))
             total = total * torch.where(top > 0, top / higher, 0.0).nan_to_num() ** power
             top = higher
@@ -40,7 +40,7 @@ def directly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
 
 
 def raised(scores: Tensor, power: float) -> Tensor:
-    """`|s|^p`, in place. Squares are far cheaper than powers, and round better."""
+    """`|s|^p`, in place. Squares are far cheaper than powers, and more accurate."""
     if power % 2:
         return scores.abs_().pow_(power)
     return scores.square_() if power == 2 else scores.square_().pow_(power / 2)

@@ -1,4 +1,4 @@
-"""The answer: a sparse attention matrix per batch entry and head."""
+"""The result: a sparse attention matrix per batch entry and head."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class HeavyEntries:
         for name, value, size in (("batch", batch, self.shape[0]), ("head", head, self.shape[1])):
             if value not in range(size):
                 raise ValueError(f"{name}: expected an integer from 0 to {size - 1}, got {value!r}")
-        own = (self.indices[0] == batch) & (self.indices[1] == head)
-        query, key = self.indices[2, own], self.indices[3, own]
+        of_head = (self.indices[0] == batch) & (self.indices[1] == head)
+        query, key = self.indices[2, of_head], self.indices[3, of_head]
         starts = torch.zeros(self.shape[2] + 1, dtype=torch.int64, device=query.device)
         starts[1:] = torch.bincount(query, minlength=self.shape[2]).cumsum(0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            return torch.sparse_csr_tensor(starts, key, self.values[own], self.shape[2:], check_invariants=True)
+            return torch.sparse_csr_tensor(starts, key, self.values[of_head], self.shape[2:], check_invariants=True)

@@ -1,11 +1,11 @@
-"""Normalisers and candidates from a small matrix G in place of the keys, and what rounding can do to them.
+"""Normalisers and candidates from a small matrix G in place of the keys, and bounds on their rounding.
 
 `Z_i = phi(q_i)^T G phi(q_i)`, `G = sum_l phi(k_l) phi(k_l)^T` over the m monomials of degree p/2 (m = D for p = 2).
 
 **Normalisers.** With `g_a = sqrt(G_aa)`, `sum_l |phi_a(k_l) phi_b(k_l)| <= g_a g_b`. So rounding changes Z_i by at most
 `gamma ratio_i Z_i`, where `gamma / u` counts the additions and `ratio_i = (sum_a |phi_a(q_i)| g_a)^2 / Z_i`. A query
-is *trusted* if this is at most `TRUST`, hence `ratio_i <= TRUST / gamma`. The others, which point where there are
-hardly any keys, are answered from their scores.
+is *trusted* if this is at most `TRUST`, hence `ratio_i <= TRUST / gamma`. The others, in directions with hardly any
+keys, are answered from their scores.
 
 **Candidates, p = 2.** Only trusted queries need them. Let `D = diag(g)` and `ridge = SLACK gamma / TRUST`. For a
 trusted query `q^T (G + ridge D^2) q <= Z + ridge (sum_a |q_a| g_a)^2 <= (1 + SLACK) Z`, so by Cauchy-Schwarz
@@ -31,8 +31,8 @@ from fewkeys.sketch.gram import gram
 from fewkeys.sketch.lewis import lewis_weights
 from fewkeys.sketch.tensor_power import tensor_features, width
 
-CHUNK = 1 << 22
-"""Features held at once."""
+BLOCK_FEATURES = 1 << 22
+"""Features in one block."""
 TRUST = 1e-8
 SLACK = 0.04
 MARGIN = 0.9
@@ -40,7 +40,7 @@ MARGIN = 0.9
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class Normaliser:
     """The normalisers `phi(q)^T G phi(q)`, or `|F phi(q)|^2` for a factor F (R, m) of fewer than m rows.
 
     `size` (m,): g. `gamma`: see the header. `exact`: G is that of the keys, and not of a sketch of them.
@@ -63,26 +63,26 @@ class Form:
         return norm, (features.abs() @ self.size).square() / norm
 
 
-def exact_form(keys: ScaledKeys, degree: int) -> Form:
+def exact_form(keys: ScaledKeys, degree: int) -> Normaliser:
     """G itself. Cost O(n m^2), memory O(m^2) and a block."""
     columns = width(keys.dim, degree)
-    block = min(BLOCK, max(1, CHUNK // columns))
+    block = min(BLOCK, max(1, BLOCK_FEATURES // columns))
     total = torch.zeros(columns, columns, dtype=torch.float64, device=keys.key.device)
     for part in keys.blocks(block):
         total += gram(tensor_features(part, degree))
-    return Form(total, total.diagonal().sqrt(), _gamma(len(keys), block, columns), degree)
+    return Normaliser(total, total.diagonal().sqrt(), _gamma(len(keys), block, columns), degree)
 
 
-def sketched_form(sketch: Tensor, total: int, degree: int) -> Form:
-    """The form `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys; as a matrix where that is less."""
+def sketched_form(sketch: Tensor, total: int, degree: int) -> Normaliser:
+    """The normaliser `|F phi(q)|^2` for a sketch F (R, m) of the features of `total` keys; as a matrix if smaller."""
     columns, sketch = sketch.shape[1], sketch.double()
     size, gamma = sketch.square().sum(0).sqrt(), _gamma(total, BLOCK, columns)
     if degree > 1 and sketch.shape[0] < columns:
-        return Form(sketch, size, gamma, degree, exact=False, factored=True)
+        return Normaliser(sketch, size, gamma, degree, exact=False, factored=True)
     matrix = torch.zeros(columns, columns, dtype=torch.float64, device=sketch.device)
     for part in sketch.split(BLOCK):
         matrix += gram(part)
-    return Form(matrix, size, gamma, degree, exact=False)
+    return Normaliser(matrix, size, gamma, degree, exact=False)
 
 
 def _gamma(total: int, block: int, columns: int) -> float:
@@ -99,8 +99,8 @@ class Basis:
     """Relative rounding of `|k W|` in float32."""
 
 
-def basis(form: Form) -> Basis:
-    """W for a form of degree 1."""
+def basis(form: Normaliser) -> Basis:
+    """W for a normaliser of degree 1."""
     size = torch.where(form.size > 0, form.size, 1.0).unsqueeze(-1)
     ridge = SLACK * form.gamma / TRUST
     eye = torch.eye(size.shape[0], dtype=size.dtype, device=size.device)
@@ -111,11 +111,11 @@ def basis(form: Form) -> Basis:
     return Basis(root / size, size * factor, rounding)
 
 
-def candidates(keys: ScaledKeys, form: Form, eps: float, power: float) -> Tensor:
-    """The indices of keys that hold every entry >= eps of trusted queries. Cost O(n D^2); p > 2: a few times that.
+def candidates(keys: ScaledKeys, form: Normaliser, eps: float, power: float) -> Tensor:
+    """The indices of keys that have every entry >= eps of trusted queries. Cost O(n D^2); p > 2: a few times that.
 
-    For p > 2 the bounds are Lewis weights, cheap next to G. They may miss, by rounding, only what
-    directions below 1e-7 of the strongest add to a score, and trusted queries have next to nothing there.
+    For p > 2 the bounds are Lewis weights, cheap next to G. Rounding may make them miss only the part of a score from
+    directions below 1e-7 of the strongest, which is negligible for trusted queries.
     """
     if power == 2:
         change = basis(form)

@@ -1,11 +1,11 @@
-"""The universal set of a stream of keys, in memory that does not grow with the stream.
+"""The universal set of a stream of keys, in constant memory.
 
-The sketch holds the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
-candidates. A key's leverage score against the keys seen so far, its online score, can only fall as keys arrive:
-`sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms below the line. So a key whose online score is below eps is below eps
-for ever and can be forgotten, and the candidates of a prefix that are still at eps or above are exactly the prefix's
-universal set: at most `rank / eps` keys. One pass loses nothing and keeps nothing more than two passes would.
-For the same reason the candidates of two sketches hold the candidates of their union: sketches merge.
+The sketch has the Gram matrix G of all keys seen (of their tensor powers for even p > 2) and the keys that are still
+candidates. A key's leverage score against the keys seen so far, its online score, can only fall as keys arrive: the
+denominator of `sup_y <k, y>^2 / sum_l <k_l, y>^2` gains terms. So a key whose online score falls below eps stays below
+and is dropped. The candidates of a prefix with scores of at least eps are exactly the prefix's universal set: at most
+`rank / eps` keys. One pass gives the same set as two passes. For the same reason the candidates of two sketches include
+the candidates of their union: sketches merge.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FORMAT = 2
 KIND, FILE = "key sketch", "key_sketch.safetensors"
 WORKING = (torch.float32, torch.float64)
 ROUNDING = 1e-6
-"""A key is forgotten only when its online score is clearly below eps: by this much and the error of the score."""
+"""A key is dropped only if its online score is below eps by this relative margin and the error of the score."""
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the header of a file says."""
+    """The header of a file."""
 
     format: int
     eps: float
@@ -66,11 +66,11 @@ class UniversalKeys:
 
 
 class KeySketch:
-    """What is remembered of a stream of keys: enough to score any of them, and its universal set for weights `|s|^p`.
+    """A sketch of a stream of keys that gives their scores and their universal set for weights `|s|^p`.
 
-    `update` takes the stream in pieces of any size; `merge` joins the sketch of the keys that follow. Two passes:
-    after `update` over the whole stream, `scores` gives the exact leverage scores of each piece. One pass:
-    `universal_set(eps)` for any eps not below the sketch's. Rows of zeros (padding) take a position and change nothing.
+    `update` takes the stream in pieces of any size; `merge` adds the sketch of the keys that follow. Two passes: after
+    `update` over the whole stream, `scores` gives the exact leverage scores of each piece. One pass:
+    `universal_set(eps)` for any eps not below the sketch's. Rows of zeros (padding) only take a position.
 
     Args:
         eps: the smallest entry that must not be missed, in (0, 1).
@@ -104,9 +104,9 @@ class KeySketch:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors held."""
-        held = [self._keys, self._positions] + ([] if self._gram is None else [self._gram])
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        """The bytes of all tensors in the sketch."""
+        tensors = [self._keys, self._positions] + ([] if self._gram is None else [self._gram])
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @full_precision()
     def update(self, keys: Tensor) -> None:
@@ -151,9 +151,9 @@ class KeySketch:
         """Scores (B, H, N), float64, of keys of the stream (B, H, N, D) against all keys seen: the second pass.
 
         For power 2 the leverage scores; for larger powers those of the tensor powers, which bound the sensitivities.
-        A Gram matrix knows them up to a relative error of a few `m u kappa^2`, u = 1e-16, kappa the condition number
-        of the keys (of their features) with columns scaled to unit norm; `universal_set` rounds up by as much.
-        Keys that were never given to `update` have no such score. Raises as `update`, and before any key was seen.
+        Their relative error is a few `m u kappa^2`, u = 1e-16, kappa the condition number of the keys (of their
+        features) with columns scaled to unit norm; `universal_set` rounds up by as much. Only keys that `update` has
+        seen have such a score. Raises as `update`, and before the first `update`.
         """
         rows = working(check_tensor("keys", keys)).detach()
         check_finite(keys=rows)
@@ -164,7 +164,7 @@ class KeySketch:
 
     @full_precision()
     def universal_set(self, eps: float | None = None) -> UniversalKeys:
-        """The keys seen so far with a score of at least `eps`: they hold every entry >= eps of any query.
+        """The keys seen so far with a score of at least `eps`: they have every entry >= eps of any query.
 
         eps: not below the sketch's; None for the sketch's. At most `m / eps` keys per head, m as in the class.
         Raises `ValueError` for a smaller eps, and before any key was seen.
@@ -195,7 +195,7 @@ class KeySketch:
     def load(cls, directory: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> KeySketch:
         """The sketch that `save` wrote; it continues bit for bit as the saved one would on the same kind of device.
 
-        Raises `ValueError` where the folder holds no whole sketch.
+        Raises `ValueError` if the folder has no whole sketch.
         """
         folder = Path(directory)
         try:
@@ -205,8 +205,8 @@ class KeySketch:
             sketch._count, sketch._limit = facts.count, facts.limit
             if tensors or facts.count:
                 tensor_files.check(tensors, sketch._forms(tensors.get("keys")))
-                held = (tensors[name].to(device) for name in ("keys", "positions", "gram"))
-                sketch._keys, sketch._positions, sketch._gram = held
+                state = (tensors[name].to(device) for name in ("keys", "positions", "gram"))
+                sketch._keys, sketch._positions, sketch._gram = state
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(
                 f"directory: expected a sketch written by KeySketch.save, got {folder} ({error}); save again"
@@ -214,10 +214,10 @@ class KeySketch:
         return sketch
 
     def _forms(self, keys: Tensor | None) -> dict[str, Form]:
-        """What the tensors of a sketch with these keys look like; `ValueError` where it cannot have such keys."""
+        """The expected shapes and dtypes of a sketch with these keys; `ValueError` if it cannot have such keys."""
         if keys is None or keys.ndim != 4 or 0 in (*keys.shape[:2], keys.shape[3]) or keys.dtype not in WORKING:
-            found = None if keys is None else (tuple(keys.shape), keys.dtype)
-            raise ValueError(f"expected keys (batch, heads, candidates, dim) in float32 or float64, got {found}")
+            got = None if keys is None else (tuple(keys.shape), keys.dtype)
+            raise ValueError(f"expected keys (batch, heads, candidates, dim) in float32 or float64, got {got}")
         size = self._width(keys.shape[3])
         if not 0 < self._count < 2**62 or self._limit <= keys.shape[2]:
             raise ValueError(f"{self._count} keys, of which {keys.shape[2]} of {self._limit} are candidates")
@@ -238,29 +238,29 @@ class KeySketch:
         return size
 
     def _open(self, rows: Tensor) -> Tensor:
-        """The Gram matrix that rows (B, H, N, D) belong to; made at the first call."""
+        """The Gram matrix for rows (B, H, N, D), which must continue the stream; made at the first call."""
         if self._gram is None:
             size = self._width(rows.shape[-1])
             self._gram = rows.new_zeros((*rows.shape[:2], size, size), dtype=torch.float64)
             self._keys = rows[:, :, :0].clone()
             self._positions = torch.zeros(self._keys.shape[:3], dtype=torch.int64, device=rows.device)
-        known = (*self._keys.shape[:2], self._keys.shape[3])
-        if (*rows.shape[:2], rows.shape[3]) != known or rows.dtype != self._keys.dtype:
+        expected = (*self._keys.shape[:2], self._keys.shape[3])
+        if (*rows.shape[:2], rows.shape[3]) != expected or rows.dtype != self._keys.dtype:
             raise ValueError(
-                f"keys: expected (batch, heads, dim) = {known} in {self._keys.dtype} like the stream before, got "
+                f"keys: expected (batch, heads, dim) = {expected} in {self._keys.dtype} like the stream before, got "
                 f"{(*rows.shape[:2], rows.shape[3])} in {rows.dtype}; one sketch holds one stream"
             )
         return self._gram
 
     def _append(self, keys: Tensor, positions: Tensor) -> None:
-        """New candidates, and a pruning once there are twice as many as the last one left."""
+        """Add candidates, and prune once there are twice as many as after the last pruning."""
         self._keys = torch.cat([self._keys, keys], 2)
         self._positions = torch.cat([self._positions, positions], 2)
         if self._keys.shape[2] < self._limit:
             return
         scores = self._score(self._keys)
         kept = (scores * self._round_up(scores) >= self.eps) & (self._positions >= 0)
-        # Kept candidates first, in their order; free places of heads with fewer carry the position -1 and zero keys.
+        # Kept candidates first, in their order; unused places of heads with fewer have the position -1 and zero keys.
         order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(kept.sum(-1).max())]
         kept = kept.gather(-1, order)
         self._positions = self._positions.gather(-1, order).masked_fill(~kept, -1)

@@ -1,4 +1,4 @@
-"""The keys of one head as the search reads them: block by block, in float64, at sizes near one."""
+"""The keys of one head for the search: block by block, in float64, scaled to sizes near one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from fewkeys.sketch.gram import power_of_two
 
 BLOCK = 1024
-"""Keys converted at once: a block and its products stay in a core's cache."""
+"""Keys converted at once: a block and its products fit in a core's cache."""
 MODERATE = 60
-"""Columns whose largest numbers to the power p are within 2^+-60 are left as they are."""
+"""Columns whose largest numbers to the power p are within 2^+-60 are not scaled."""
 
 
 class ScaledKeys:
     """Keys (N, D) of any floating dtype, columns of extreme sizes divided by powers of two near their largest number.
 
-    Nothing is rounded by it, and nothing overflows later. Queries are multiplied by the same powers, so that scores
-    do not change, and each by a power of two of its own, which cancels in attention. `largest` (D,), float64: the
-    largest number of each column after the division.
+    The division is exact and prevents overflow. Queries are multiplied by the same powers, so that scores do not
+    change, and each query by one more power of two, which cancels in attention. `largest` (D,), float64: the largest
+    number of each column after the division.
     """
 
     def __init__(self, key: Tensor, power: float) -> None:
@@ -51,7 +51,7 @@ class ScaledKeys:
         return self._scaled(self.key, torch.float64)
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries (M, D), in float64, that give these keys the attention which `query` gives the given ones."""
+        """Queries (M, D), in float64, whose attention to the scaled keys is that of `query` to the original ones."""
         query = query.double()
         query = query / power_of_two(query.abs().amax(-1, keepdim=True))
         if self.scale is None:

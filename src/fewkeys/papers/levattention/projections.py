@@ -33,7 +33,7 @@ from torch import Tensor
 
 BLOCK = 1024
 RADIX = 64
-"""Order of the Hadamard matrices that are multiplied with; larger transforms take several rounds."""
+"""Order of the Hadamard matrices in one product; larger transforms take several products."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Gaussian(Projection):
         for block in blocks:
             part = normal((rows, block.shape[0]), block, generator) @ block
             result = part if result is None else result + part
-        return _some(result) / math.sqrt(rows)
+        return _not_empty(result) / math.sqrt(rows)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class CountSketch(Projection):
             bucket = torch.randint(rows, (block.shape[0],), generator=generator, device=generator.device)
             sign = signs(block.shape[0], block, generator)
             result.index_add_(0, bucket.to(block.device), block * sign.unsqueeze(-1))
-        return _some(result)
+        return _not_empty(result)
 
 
 PROJECTIONS: dict[str, Projection] = {"gaussian": Gaussian(), "hadamard": Hadamard(), "countsketch": CountSketch()}
@@ -129,14 +129,14 @@ def hadamard(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers from the generator, in the dtype and on the device of `like`."""
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=like.dtype).to(like.device)
+def normal(shape: tuple[int, ...], template: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers from the generator, in the dtype and on the device of `template`."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=template.dtype).to(template.device)
 
 
-def signs(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Random signs from the generator, in the dtype and on the device of `like`."""
-    return torch.randint(2, (count,), generator=generator, device=generator.device).to(like) * 2 - 1
+def signs(count: int, template: Tensor, generator: torch.Generator) -> Tensor:
+    """Random signs from the generator, in the dtype and on the device of `template`."""
+    return torch.randint(2, (count,), generator=generator, device=generator.device).to(template) * 2 - 1
 
 
 def _power(total: int) -> int:
@@ -147,7 +147,7 @@ def _chernoff(error: float) -> float:
     return (1 + error) * math.log1p(error) - error
 
 
-def _some(result: Tensor | None) -> Tensor:
+def _not_empty(result: Tensor | None) -> Tensor:
     if result is None:
         raise ValueError("blocks: expected at least one block of rows, got none")
     return result

@@ -1,12 +1,12 @@
-"""`heavy_entries`: who answers which query, and the answers in one sorted list.
+"""`heavy_entries`: the choice of an algorithm for each query, and the entries in one sorted list.
 
 `A_ij = |<q_i, k_j>|^p / Z_i` with `Z_i = sum_l |<q_i, k_l>|^p`. A common factor of the scores cancels, so there is no
 scale. For even p normalisers come from a small matrix (gram.py), and only keys whose sensitivity bound reaches eps
 are compared.
 
-**Exactness.** The arithmetic is float64. A query whose normaliser rounding may have changed by more than `TRUST`, or
-by enough to decide whether an entry reaches eps (a tie), is answered directly, from its scores with all keys. So every
-answer is the one of the defining formula in float64, and the matrix only saves time.
+**Exactness.** The arithmetic is float64. A query is answered directly, from its scores with all keys, if rounding may
+have changed its normaliser by more than `TRUST`, or by enough to decide whether an entry reaches eps (a tie). So all
+entries are those of the defining formula in float64, and the matrix only saves time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from torch import Tensor
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs, check_real
-from fewkeys.papers.levattention.direct import directly, raised
+from fewkeys.papers.levattention.direct import SCORES, directly, raised
 from fewkeys.papers.levattention.entries import Entries, HeavyEntries
-from fewkeys.papers.levattention.gram import TRUST, Form, candidates, exact_form
+from fewkeys.papers.levattention.gram import TRUST, Normaliser, candidates, exact_form
 from fewkeys.papers.levattention.keys import ScaledKeys
 from fewkeys.papers.levattention.sketched import Numerators, Sketched, sketched_parts
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, width
-
-CHUNK = 1 << 19
-"""Scores, or features, held at once."""
 
 
 @full_precision()
@@ -89,7 +86,7 @@ def _collect(
     inputs: Inputs, eps: float, power: float, sketch: Sketched | None, generator: torch.Generator
 ) -> HeavyEntries:
     grouped = inputs.grouped_query()
-    found, values = [], []
+    places, values = [], []
     heads = inputs.batch * inputs.kv_heads
     for batch in range(inputs.batch):
         real = inputs.keys if inputs.valid is None else int(inputs.valid[batch].sum())
@@ -103,11 +100,11 @@ def _collect(
                 entries = _answer(rows, keys, eps, power, parts)
             for row, column, value in entries:
                 line = (batch * inputs.kv_heads + head) * inputs.gqa_ratio * inputs.queries + row
-                found.append(line * inputs.keys + column)
+                places.append(line * inputs.keys + column)
                 values.append(value)
     shape = (inputs.batch, inputs.query_heads, inputs.queries, inputs.keys)
     dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    flat = torch.cat([inputs.query.new_zeros(0, dtype=torch.int64), *found])
+    flat = torch.cat([inputs.query.new_zeros(0, dtype=torch.int64), *places])
     flat, order = flat.sort()
     value = torch.cat([inputs.query.new_zeros(0, dtype=torch.float64), *values])[order].to(dtype)
     line, column = flat // inputs.keys, flat % inputs.keys
@@ -127,7 +124,7 @@ def _exactly(query: Tensor, keys: ScaledKeys, eps: float, power: float) -> Itera
 
 
 def _answer(
-    query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: tuple[Form, Tensor, Numerators | None]
+    query: Tensor, keys: ScaledKeys, eps: float, power: float, parts: tuple[Normaliser, Tensor, Numerators | None]
 ) -> Iterator[Entries]:
     """The entries of trusted queries from normalisers, candidates and numerators (None: exact), the others directly.
 
@@ -136,7 +133,7 @@ def _answer(
     (form, chosen, numerators), unit, start = parts, torch.finfo(torch.float64).eps, 0
     right = keys.rows(chosen) if numerators is None else numerators.key
     direct = (query != 0).any(-1)
-    for part in query.split(max(1, CHUNK // max(form.size.numel(), chosen.numel()))):
+    for part in query.split(max(1, SCORES // max(form.size.numel(), chosen.numel()))):
         norm, ratio = form(part)
         # The second term is the rounding of the score itself, `D u sum_a |q_a k_ja|`, next to an entry of eps.
         doubt = form.gamma * ratio + 2 * power * keys.dim * unit * (ratio / eps) ** (1 / power)
@@ -149,8 +146,8 @@ def _answer(
         if form.exact and numerators is None:
             sure[row[(value / eps - 1).abs() <= 4 * doubt[row]]] = False
         direct[start : start + part.shape[0]] &= ~sure
-        own = sure[row] & (value >= eps)
-        yield row[own] + start, chosen[column[own]], value[own]
+        kept = sure[row] & (value >= eps)
+        yield row[kept] + start, chosen[column[kept]], value[kept]
         start += part.shape[0]
     rows = direct.nonzero().squeeze(-1)
     if rows.numel():

@@ -1,24 +1,24 @@
-"""`heavy_entries` from random sketches: what is estimated, how well, and with which probability.
+"""`heavy_entries` from random sketches: the estimates, their errors and failure probabilities.
 
 Write `Z` for the exact normalisers of power 2, `Z_i = |K q_i|^2`, and `F = S K` for a projection S (projections.py).
 
 - *Normalisers.* `Z~_i = |F q_i|^2`, within `(1 +- e) Z_i`. Even p > 2: the same of the tensor powers. For p = 2 an
   estimated entry is at most `<q_i, k_j>^2 / |F q_i|^2 <= k_j^T (F^T F)^+ k_j`, for every q and every F. So the keys
-  that these scores find hold all estimated entries >= eps, and `K^T K` is not needed.
+  with such scores >= eps have all estimated entries >= eps, and `K^T K` is not needed.
 - *Scores.* With `R^T R = F^T F` the score above is `|R^-T k_j|^2 = sup_y <k_j, y>^2 / |F y|^2`. If
   `|F y|^2 <= (1 + f) |K y|^2` for all y, it is at least the leverage score over `1 + f`. The lengths of the rows
   `R^-T k_j` are estimated from C random combinations of their D numbers. By the lower tail of chi-squared an estimate
   is below `1 - h` of the truth with probability at most `exp(-C (-h - log(1 - h)) / 2)`, and at most `D / eps` keys
-  have a score >= eps. So keys whose estimate reaches `eps (1 - h) / (1 + f)` hold them all; a second look, with h = 0,
-  discards the lucky others.
+  have a score >= eps. So keys whose estimate reaches `eps (1 - h) / (1 + f)` include all of these; a second pass, with
+  h = 0, discards the others.
 - *Numerators.* `<q_i, k_j> = <R q_i, R^-T k_j>` is estimated from CountSketches of the two rows, m sums each. The
   estimate is unbiased with variance at most `2 |R q_i|^2 |R^-T k_j|^2 / m`, so by Chebyshev's inequality it errs by
   more than `a |R q_i| |R^-T k_j|` with a probability of at most `2 / (m a^2)`. Divided by `|R q_i| = sqrt(Z~_i)`:
   the root of an entry is off by at most a times the root of the key's score. Without the change of basis the error
   would be in units of `|q_i| |k_j|`, which no normaliser bounds.
 
-Queries in directions with hardly any keys, for which rounding could spoil a normaliser, are answered from all scores
-(search.py), so that the statements hold for all queries.
+Queries in directions with hardly any keys, whose normalisers may have large rounding errors, are answered from all
+scores (search.py), so that the statements hold for all queries.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ from torch import Tensor
 
 from fewkeys.core.precision import working
 from fewkeys.core.validation import check_real
-from fewkeys.papers.levattention.gram import CHUNK, MARGIN, Form, at_least, basis, candidates, exact_form, sketched_form
+from fewkeys.papers.levattention.gram import (
+    BLOCK_FEATURES,
+    MARGIN,
+    Normaliser,
+    at_least,
+    basis,
+    candidates,
+    exact_form,
+    sketched_form,
+)
 from fewkeys.papers.levattention.keys import BLOCK, ScaledKeys
 from fewkeys.papers.levattention.projections import PROJECTIONS, CountSketch, normal
 from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features, width
@@ -39,7 +48,7 @@ from fewkeys.sketch.tensor_power import MAX_WIDTH, even_degree, tensor_features,
 
 @dataclass(frozen=True)
 class Sketched:
-    """Which parts of `heavy_entries` are estimated, each with its error; parts left at None are exact.
+    """The estimated parts of `heavy_entries`, each with its error; parts left at None are exact.
 
     Write A~ for the values returned. An entry is returned if its A~ is at least eps and its key is a candidate.
 
@@ -56,10 +65,10 @@ class Sketched:
         failure: delta in (0, 1): of the normalisers and of the scores for the whole call, of the numerators per pair.
         projection: S for the normalisers and the scores: "gaussian", "hadamard" (fast JL) or "countsketch" (sparse).
 
-    The numbers of rows and columns follow from the errors by proved bounds (projections.py). Where a sketch
-    would be no smaller than what it sketches, the exact thing takes its place. Cost per head: `S K` in place of
-    `K^T K`, n C in place of n D products of D numbers for the scores, m in place of D products for a pair of query
-    and candidate. docs/levattention.md says when any of this is faster.
+    The numbers of rows and columns follow from the errors by proved bounds (projections.py). A sketch that would be no
+    smaller than its input is replaced by the exact computation. Cost per head: `S K` in place of `K^T K`, n C in place
+    of n D products of D numbers for the scores, m in place of D products for a pair of query and candidate.
+    docs/levattention.md says when this is faster.
 
     Raises:
         TypeError, ValueError: numbers outside (0, 1), an unknown projection, nothing to estimate.
@@ -86,7 +95,7 @@ class Sketched:
             raise ValueError(f"Sketched projection: expected one of {sorted(PROJECTIONS)}, got {self.projection!r}")
 
     def check(self, power: float, dim: int) -> None:
-        """Refuse a power for which these parts cannot be estimated."""
+        """Raise `ValueError` for a power for which these parts cannot be estimated."""
         degree = even_degree(power)
         if (self.scores or self.numerators) and power != 2:
             raise ValueError(f"sketch: expected power=2 for scores and numerators, got power={power}; leave them None")
@@ -107,7 +116,7 @@ class Numerators:
 
 def sketched_parts(
     sketch: Sketched, queries: int, heads: int, keys: ScaledKeys, eps: float, power: float, generator: torch.Generator
-) -> tuple[Form, Tensor, Numerators | None]:
+) -> tuple[Normaliser, Tensor, Numerators | None]:
     """Normalisers, the indices of the candidates, and numerators (None: exact ones), for one head of `heads`."""
     delta = sketch.failure / heads
     form = _form(sketch, queries, keys, even_degree(power), delta, generator)
@@ -120,7 +129,7 @@ def sketched_parts(
 
 
 def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta: float) -> int:
-    """The rows of S for `total` keys with so many features; `total` where the exact Gram matrix is no larger."""
+    """The rows of S for `total` keys with `columns` features; `total` if the exact Gram matrix is no larger."""
     if sketch.normalizers is None:
         return total
     projection = PROJECTIONS[sketch.projection]
@@ -135,20 +144,20 @@ def sketch_rows(sketch: Sketched, queries: int, total: int, columns: int, delta:
 
 def _form(
     sketch: Sketched, queries: int, keys: ScaledKeys, degree: int, delta: float, generator: torch.Generator
-) -> Form:
+) -> Normaliser:
     total, columns = len(keys), width(keys.dim, degree)
     rows = sketch_rows(sketch, queries, total, columns, delta)
     if rows == total:
         return exact_form(keys, degree)
-    blocks = keys.blocks(min(BLOCK, max(1, CHUNK // columns)), working(keys.key[:0]).dtype)
+    blocks = keys.blocks(min(BLOCK, max(1, BLOCK_FEATURES // columns)), working(keys.key[:0]).dtype)
     features = (tensor_features(part, degree) for part in blocks)
     return sketched_form(PROJECTIONS[sketch.projection].apply(features, total, rows, generator), total, degree)
 
 
 def _candidates(
-    keys: ScaledKeys, form: Form, eps: float, error: float, delta: float, generator: torch.Generator
+    keys: ScaledKeys, form: Normaliser, eps: float, error: float, delta: float, generator: torch.Generator
 ) -> Tensor:
-    """The candidates of the module's header; f is half the error where the form is sketched."""
+    """The candidates of the module's header; f is half the error if the normaliser is sketched."""
     change = basis(form)
     stretch = 1.0 if form.exact else 1 + error / 2
     low = (1 - error) * stretch  # 1 - h
@@ -158,16 +167,16 @@ def _candidates(
     if columns >= keys.dim:
         return at_least(keys, change.key, change.rounding, least)
     mix = normal((keys.dim, columns), change.key, generator) / math.sqrt(columns)
-    # Rounding may be stretched by the norm of the mix, and is compared with estimates that may be low.
+    # The norm of the mix may magnify rounding, which is compared with estimates that may be low.
     rounding = change.rounding * float(torch.linalg.matrix_norm(mix, 2)) / math.sqrt(low)
     chosen = at_least(keys, change.key @ mix, rounding, low * least)
     return chosen[(keys.rows(chosen) @ change.key).square().sum(-1) >= least]
 
 
 def _numerators(
-    keys: ScaledKeys, form: Form, chosen: Tensor, sketch: Sketched, generator: torch.Generator
+    keys: ScaledKeys, form: Normaliser, chosen: Tensor, sketch: Sketched, generator: torch.Generator
 ) -> Numerators | None:
-    """Both sides of all scores after one CountSketch of the coordinates; None where it would have D sums or more."""
+    """Both factors of all scores after one CountSketch of the coordinates; None if it would have D sums or more."""
     columns = math.ceil(2.2 / (sketch.failure * (sketch.numerators or 1.0) ** 2))  # 2.2: the ridge adds up to 4 %
     if columns >= keys.dim:
         return None

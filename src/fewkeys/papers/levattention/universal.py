@@ -1,6 +1,6 @@
-"""Universal sets: the keys that hold every large entry of attention, whatever the query.
+"""Universal sets: the keys that have every large entry of attention, for all queries.
 
-Their guarantee is that of the scores in `fewkeys.sketch.leverage`.
+The guarantee follows from the scores in `fewkeys.sketch.leverage`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fewkeys.sketch.lewis import sensitivity_bounds
 
 @full_precision()
 def universal_set(key: Tensor, eps: float, power: float = 2.0, *, bounded_growth: bool = False) -> Tensor:
-    """The keys that hold every attention entry >= `eps` under weights `|s|^p`, for every possible query.
+    """The keys that have every attention entry >= `eps` under weights `|s|^p`, for every possible query.
 
     Args:
         key: (B, H, N, D), any floating dtype.
@@ -57,8 +57,8 @@ def peeled(rows: Tensor, eps: float, power: float) -> Tensor:
     """
     marked = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
     for _ in range(int(1 / eps * (1 + ROUNDING))):
-        found = sensitivity_bounds(rows.masked_fill(marked.unsqueeze(-1), 0.0), power) >= eps * (1 - ROUNDING)
-        if not bool((found & ~marked).any()):
+        large = sensitivity_bounds(rows.masked_fill(marked.unsqueeze(-1), 0.0), power) >= eps * (1 - ROUNDING)
+        if not bool((large & ~marked).any()):
             break
-        marked = marked | found
+        marked = marked | large
     return marked

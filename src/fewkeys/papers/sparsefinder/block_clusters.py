@@ -1,4 +1,4 @@
-"""Sparsefinder by blocks: whole blocks of tokens find each other through clusters."""
+"""Sparsefinder by blocks: clusters join whole blocks of tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fewkeys.select.recent import RecentBlocks
 
 @dataclass(frozen=True)
 class BlockClusters(Selector):
-    """(i, j) is an edge when a centroid holds the blocks of query i and of key j, or the blocks are neighbours.
+    """(i, j) is an edge when a cluster has the blocks of query i and of key j, or the blocks are neighbours.
 
-    Blocks are of `size` positions, a power of two; a block is described by the mean of its projected real tokens. A
-    centroid holds the `top` query blocks and the `top` key blocks nearest to it, by Euclidean distance: of all blocks
-    (the paper's version 1), or with `inside` of those for which it is the nearest centroid (version 2). Beside them a
-    window of `window` blocks, odd, the own one in the middle, as BigBird has; clusters stand where its random blocks
-    are.
+    Blocks have `size` positions, a power of two, and are represented by the mean of their projected real tokens. A
+    cluster has the `top` query blocks and the `top` key blocks nearest to its centroid, by Euclidean distance: of all
+    blocks (the paper's version 1), or with `inside` of those for which it is the nearest centroid (version 2). A window
+    of `window` blocks, an odd number with the query's block in the middle, is added as in BigBird; the clusters take
+    the place of BigBird's random blocks.
 
     `project` maps tokens to the space in which `centroids` were fitted; None: the space is q and k as they are.
-    Not causal: a block is described by all its tokens, and competes with later ones. No randomness.
+    Not causal: a block's mean has all its tokens, and later blocks compete for the centroid. No randomness.
 
     Cost O(n r (D + centroids / size)) to choose, at most `size window + top size` keys a centroid per query.
 
@@ -89,9 +89,9 @@ class BlockClusters(Selector):
         return self._near.covers(inputs)
 
     def work(self, inputs: Inputs) -> Work:
-        # Every query block is held by top centroids / blocks of them on average.
+        # A query block is in top centroids / blocks clusters on average.
         blocks = max(1.0, inputs.queries / self.size)
-        held = self.centroids.count * min(1.0, self.top / blocks)
+        clusters = self.centroids.count * min(1.0, self.top / blocks)
         rank, prepare = space_work(inputs, self.project)
         choose = 4.0 * rank * self.centroids.count / self.size * inputs.gqa_ratio
-        return Work(self.size * (self.window + held * self.top), prepare + choose)
+        return Work(self.size * (self.window + clusters * self.top), prepare + choose)

@@ -1,4 +1,4 @@
-"""What a predictor was fitted on, and whether captures and files fit it."""
+"""The model that a predictor was fitted on, and checks of captures and files against it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fewkeys.papers.sparsefinder.space import kind_of
 
 @dataclass(frozen=True)
 class Shape:
-    """The model a predictor was fitted on: what its attention must look like. `kind` is that of its queries."""
+    """The model a predictor was fitted on: the shape of its attention. `kind`: as in `space.kind_of`."""
 
     model: str
     kind: str
@@ -37,18 +37,18 @@ def shape_of(capture: Capture) -> Shape:
 
 
 def check_capture(capture: object) -> None:
-    """Raise `TypeError` for what is no capture, `ValueError` for one whose scores no predicted graph knows."""
+    """Raise `TypeError` if it is not a capture, `ValueError` if the model has a distance bias."""
     if not isinstance(capture, Capture):
         raise TypeError(f"capture: expected a Capture, got {type(capture).__name__}; make one with fewkeys.capture")
     if capture.biased:
         raise ValueError(
-            "capture: expected scores of queries and keys alone, got a model that adds a bias of distances, which no "
-            "predicted graph knows; use fewkeys.tune"
+            "capture: expected scores of queries and keys alone, got a model with a distance bias, which predicted "
+            "graphs do not support; use fewkeys.tune"
         )
 
 
 def check_same(capture: Capture, other: Capture) -> None:
-    """Raise `ValueError` where the validation capture is of another model."""
+    """Raise `ValueError` if the validation capture is of another model."""
     names = ("layers", "query_heads", "kv_heads", "head_dim", "is_causal", "scales")
     for name in names:
         if getattr(capture, name) != getattr(other, name):
@@ -67,7 +67,7 @@ def check_shape(shape: Shape) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], shape: Shape, settings: Settings, raw: bool, where: Path) -> None:
-    """Raise `ValueError` where the tensors are not those of such a model and fit."""
+    """Raise `ValueError` if the tensors do not fit such a model and settings."""
     heads, rank = shape.query_heads, shape.head_dim if raw else settings.rank
     forms: dict[str, Form] = {}
     for layer in range(shape.layers):
@@ -76,9 +76,9 @@ def check_tensors(tensors: Mapping[str, Tensor], shape: Shape, settings: Setting
         for side in ("query", "key", "gold-query", "gold-key"):
             forms[f"{side}.{layer}"] = _table(heads, None, rank)
     for name in tensors:
-        asked = re.fullmatch(r"(query-|key-)?centroids\.(\d{1,6})\.(\d{1,9})\.(\d{1,9})", name)
-        if asked is not None and int(asked[2]) < shape.layers:
-            forms[name] = _table(heads, int(asked[3]) * int(asked[4]), rank)
+        match = re.fullmatch(r"(query-|key-)?centroids\.(\d{1,6})\.(\d{1,9})\.(\d{1,9})", name)
+        if match is not None and int(match[2]) < shape.layers:
+            forms[name] = _table(heads, int(match[3]) * int(match[4]), rank)
     try:
         check(tensors, forms)
     except ValueError as error:

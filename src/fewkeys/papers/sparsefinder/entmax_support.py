@@ -19,8 +19,8 @@ from fewkeys.select.top_k import score_blocks
 class EntmaxSupport(Selector):
     """(i, j) is an edge when `entmax_alpha(s_i)_j > 0`, s_i the scores of query i with all keys that it sees.
 
-    Attention by `Entmax(alpha)` over this graph, or any that contains it, is that over all keys. alpha > 1; the larger,
-    the fewer edges. Cost O(n^2 D); a block of queries at a time, so that memory is O(n) and what the lists take.
+    Attention by `Entmax(alpha)` over this graph, or any that contains it, equals that over all keys. alpha > 1; larger
+    alpha, fewer edges. Cost O(n^2 D), memory O(n + edges), since queries are processed in blocks.
 
     Source: the gold graph of Sparsefinder (arXiv 2109.12188), section 3.1.
     """

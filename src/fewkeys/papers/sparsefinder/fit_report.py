@@ -1,4 +1,4 @@
-"""What a fitted predictor finds on sequences it has not seen, beside what its edges would be worth at random."""
+"""The recall of a fitted predictor on unseen sequences, beside a window and random edges of the same number."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fewkeys.select import Selector, Window
 
 
 @dataclass(frozen=True)
-class Found:
-    """Means over layers, heads and sequences of what `fewkeys.papers.sparsefinder.graphs.GraphScores` describes.
+class FitRow:
+    """Means of `fewkeys.papers.sparsefinder.graphs.GraphScores` over layers, heads and sequences.
 
-    `window` and `random` are the recall of a window and of random edges that keep as many keys per query.
+    `window` and `random`: the recall of a window and of random edges that keep as many keys per query.
     """
 
     name: str
@@ -40,8 +40,8 @@ def judge(
     *,
     keep: Selector | None = None,
     done: Callable[[int, int], None] | None = None,
-) -> list[Found]:
-    """Every grouping in the space of every finder, united with `keep`, on all layers of `capture`.
+) -> list[FitRow]:
+    """A row for every grouping in the space of every finder, united with `keep`, on all layers of `capture`.
 
     `done(layers, of)` is called after every layer and pass.
     """
@@ -50,14 +50,14 @@ def judge(
 
     def over_layers(selectors: Callable[[int], dict[str, Selector]]) -> dict[str, dict[str, float | None]]:
         nonlocal step
-        found: dict[str, list[dict[str, float | None]]] = {}
+        rows_by_name: dict[str, list[dict[str, float | None]]] = {}
         for layer in layers:
             for name, scores in score_graphs(capture, layer, selectors(layer), alpha=alpha).items():
-                found.setdefault(name, []).append(scores.means())
+                rows_by_name.setdefault(name, []).append(scores.means())
             step += 1
             if done is not None:
                 done(step, 2 * len(layers))
-        return {name: _mean(rows) for name, rows in found.items()}
+        return {name: _mean(rows) for name, rows in rows_by_name.items()}
 
     def predicted(layer: int) -> dict[str, Selector]:
         rows: dict[str, Selector] = {}
@@ -68,28 +68,27 @@ def judge(
         return rows
 
     def controls(_: int) -> dict[str, Selector]:
-        counts = {max(1, round(float(row["slots"] or 0))) for row in own.values()}
+        counts = {max(1, round(float(row["slots"] or 0))) for row in predictions.values()}
         rows: dict[str, Selector] = {}
         for count in counts:
             rows |= {f"window/{count}": Window(count), f"random/{count}": RandomEdges(count)}
         return rows
 
-    own = over_layers(predicted)
+    predictions = over_layers(predicted)
     chance = over_layers(controls)
     rows = []
     for space in finders:
         for grouping in groupings:
-            scores: dict[str, Any] = own[f"{space}/{grouping}"]
+            scores: dict[str, Any] = predictions[f"{space}/{grouping}"]
             count = max(1, round(scores["slots"]))
-            beside = {kind: chance[f"{kind}/{count}"]["recall"] for kind in ("window", "random")}
-            rows.append(Found(str(grouping), space, **scores, **beside))  # type: ignore[arg-type]
+            recalls = {kind: chance[f"{kind}/{count}"]["recall"] for kind in ("window", "random")}
+            rows.append(FitRow(str(grouping), space, **scores, **recalls))  # type: ignore[arg-type]
     return rows
 
 
 def _mean(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
+    means: dict[str, float | None] = {}
     for name in rows[0]:
-        values = [row[name] for row in rows]
-        known = [value for value in values if value is not None]
-        found[name] = sum(known) / len(known) if known else None
-    return found
+        values = [value for row in rows if (value := row[name]) is not None]
+        means[name] = sum(values) / len(values) if values else None
+    return means

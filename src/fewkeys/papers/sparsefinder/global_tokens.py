@@ -19,8 +19,8 @@ from fewkeys.select.window import Sinks
 class GlobalTokens(Counted):
     """(i, j) is an edge when i or j is among the first `count` real tokens.
 
-    `Sinks` is the half of it in which j is. In cross-attention, and where queries stand behind a cache, a query is
-    one of the first tokens when its position is below `count`. Under causality the first tokens see their past only.
+    `Sinks` has only the edges with such a j. In cross-attention, and for queries after a cache, query i counts as one
+    of the first tokens if its position is below `count`. Under causality the first tokens see their past only.
     Cost O(n count).
 
     Source: Longformer (arXiv 2004.05150), section 3.1; BigBird (arXiv 2007.14062), section 2.

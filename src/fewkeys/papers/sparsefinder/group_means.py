@@ -1,4 +1,4 @@
-"""Group means: the groups by which queries find their keys stand in for the keys they do not find."""
+"""Group means: the mean of each group that a query does not attend to exactly stands in for its keys."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, key_statistics
 
 @dataclass(frozen=True)
 class GroupMeans(Rest):
-    """The keys of other groups by the means of their groups: no clusters but those that selected the keys.
+    """Stand-ins for the groups of a grouping selector: the selector's groups serve as clusters.
 
-    Beside a selector of groups (a query attends to the keys of its own groups exactly). A key belongs to its first
-    group, one of `count`, or to a stand-in for the keys of no group. Keys, values and masses of the stand-ins are those
-    of `ClusterMeans`; a query's own groups are kept, so their stand-ins speak for nobody. Where query heads share their
-    keys, the first of them says which groups the shared keys belong to.
+    A query attends to the keys of its groups exactly, and to the other groups through their stand-ins. A key belongs to
+    its first group, one of `count`; keys without a group share one more stand-in. Keys, values and masses of the
+    stand-ins are those of `ClusterMeans`. If query heads share their keys, the groups are those of the first of them.
 
     Slots: count + 1. Cost O(n (D + Dv) + edges) beyond the attention. Gradients as `ClusterMeans`. Not causal.
     """
@@ -46,7 +45,7 @@ class GroupMeans(Rest):
         if not isinstance(graph.extra, Groups):
             raise ValueError("rest: GroupMeans needs a selector that keeps groups, got none; use ClusterMeans(count)")
         group = graph.extra.key[:, :: inputs.gqa_ratio, :, :1]
-        if not group.shape[3]:  # where no key is real, none belongs anywhere
+        if not group.shape[3]:  # no key has a group
             group = group.new_full((*group.shape[:3], 1), -1)
         group = group.squeeze(3)
         most = int(group.max())
@@ -59,13 +58,13 @@ class GroupMeans(Rest):
 
 def _importance(inputs: Inputs, label: Tensor, count: int) -> Tensor:
     """The mean importance of every group's keys (B, Hkv, C), weighted as in Lloyd's steps."""
-    known = key_statistics(inputs).importance
+    importance = key_statistics(inputs).importance
     if inputs.valid is not None:
-        known = known.masked_fill(~inputs.valid[:, None], -torch.inf)
-    top = known.amax(-1, keepdim=True)
+        importance = importance.masked_fill(~inputs.valid[:, None], -torch.inf)
+    top = importance.amax(-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0.0)
-    weight = (TILT * (known - top)).clamp_min(LOWEST_LOG_WEIGHT).exp().masked_fill(known == -torch.inf, 0.0)
-    mass, along = known.new_zeros((2, *known.shape[:2], count)).unbind()
+    weight = (TILT * (importance - top)).clamp_min(LOWEST_LOG_WEIGHT).exp().masked_fill(importance == -torch.inf, 0.0)
+    mass, along = importance.new_zeros((2, *importance.shape[:2], count)).unbind()
     mass = mass.scatter_add(-1, label, weight)
-    along = along.scatter_add(-1, label, weight * known.masked_fill(known == -torch.inf, 0.0))
+    along = along.scatter_add(-1, label, weight * importance.masked_fill(importance == -torch.inf, 0.0))
     return along / mass.clamp_min(torch.finfo(mass.dtype).tiny)

@@ -1,13 +1,12 @@
 """Attention inside groups, in time that follows the edges.
 
-Keys are sorted by group once, the queries of a chunk likewise; then a group is a tile: some of its queries times all of
-its keys, one small matrix product. Tiles of similar size are padded to one batch. A row's entries lie scattered over
-the tiles of its groups, the band and the lists, so the kernel is applied to split rows: what it needs of a whole row
-(the largest score, sums, entmax's threshold) is added up line by line. No row is ever put together, and nothing is
-larger than the edges of a chunk.
+Keys are sorted by group once, and the queries of each chunk likewise. A tile is some queries of a group times all its
+keys: one small matrix product. Tiles of similar size are padded to one batch. The entries of a row are split over the
+tiles of its groups, the band and the lists. So the kernel runs on split rows, and statistics of whole rows (the largest
+score, sums, entmax's threshold) are accumulated line by line. No tensor is larger than the edges of a chunk.
 
-An edge counts once: with several memberships, it belongs to the first of the query's that the key shares; where the
-band or a list holds it too, it belongs to the group.
+An edge counts once: a pair that shares several groups belongs to the query's first one of them, and a pair that is
+also in the band or a list belongs to the group.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights, positive
 from fewkeys.execute.torch.sources import Chunk, KeySource, Means, PastMeans, Source
 
-CHUNK = 2**23
-"""Scores held at a time: many, since a tile is the larger the more queries of a group the chunk has."""
+CHUNK_SCORES = 2**23
+"""Scores of a chunk: many, since tiles grow with the number of queries in the chunk."""
 TILE = 64
-"""Queries of a group in one tile: enough to run at the machine's speed, few enough to keep giant groups in pieces."""
+"""Queries of a group in one tile: enough for fast products, few enough to split giant groups."""
 BATCH = 2**19
-"""Scores of tiles computed at once, if more than one tile."""
+"""The most scores in a batch of several tiles."""
 SPREAD = 1.2
-"""Tiles are batched with others of up to so many times as many keys."""
+"""The largest ratio between the keys of two tiles in a batch."""
 WASTE, OVERHEAD = 1.25, 2**13
-"""A batch is padded to at most so many times its scores, plus what another batch would cost."""
+"""A batch is padded to at most WASTE times its scores, plus OVERHEAD, the cost of another batch in scores."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """G tiles of one batch. Filling queries have row `rows` (one past the last), filling keys bias -inf."""
+    """G tiles of one batch. Padding queries have row `rows` (one past the last), padding keys have bias -inf."""
 
     row: Tensor  # (G, Tq) rows of the chunk
     key: Tensor  # (G, Tk) rows of the heads' keys
-    bias: Tensor | None  # (G, 1, Tk), None where no key is filling
-    hidden: Tensor | None  # (G, Tq, Tk): entries that are no edges, or belong to another membership
+    bias: Tensor | None  # (G, 1, Tk), None without padding keys
+    hidden: Tensor | None  # (G, Tq, Tk): entries that are not edges, or count in another group
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """(G, Tq, Tk) of chunk queries (rows, D) and keys (N, D)."""
@@ -54,8 +53,8 @@ class Tiles:
         scores = query @ key.mT if self.bias is None else torch.baddbmm(self.bias, query, key.mT)
         return scores if self.hidden is None else scores.masked_fill_(self.hidden, -torch.inf)
 
-    def held(self, member: Tensor) -> Tensor:
-        """What the queries keep of every stand-in: (G, Tq or 1, C) of members (N, C)."""
+    def kept(self, member: Tensor) -> Tensor:
+        """The mass of every stand-in that the queries keep: (G, Tq or 1, C), from members (N, C)."""
         kept = member.new_ones((*self.key.shape[:1], 1, self.key.shape[1])) if self.bias is None else self.bias.exp()
         if self.hidden is not None:
             kept = kept * ~self.hidden
@@ -69,7 +68,7 @@ class GroupedKeys:
         x = inputs
         self.inputs, self.count = x, count
         self.key, self.value = (rows.flatten(0, 1)[heads].flatten(0, 1) for rows in (x.key, x.value))
-        self.query_ids, ids = (_by_key_head(x, own)[heads] for own in (query, key))
+        self.query_ids, ids = (_by_key_head(x, rows)[heads] for rows in (query, key))
         if x.valid is not None:
             hidden = (~x.valid).repeat_interleave(x.kv_heads, 0)[heads]
             ids = ids.masked_fill(hidden[:, None, :, None], -1)
@@ -79,17 +78,17 @@ class GroupedKeys:
         order = member.flatten().argsort(stable=True)[: int(self.size.sum())]
         self.owner = order // self.ids.shape[-1]  # (head, group of query heads, key), flat: the row of `ids`
         self.start = self.size.cumsum(0) - self.size
-        self.overlaps = [[_overlap(own, theirs) for theirs in self.ids.unbind(-1)] for own in self.query_ids.unbind(-1)]
+        self.overlaps = [[_overlap(q, k) for k in self.ids.unbind(-1)] for q in self.query_ids.unbind(-1)]
 
     def tiles(self, chunk: Chunk) -> list[Tiles]:
         """All tiles of a chunk of queries, in batches."""
         ids = self._queries(chunk)
         head = torch.arange(self.heads, device=ids.device).view(*self.ids.shape[:2], 1, 1).unsqueeze(1)
         member = (ids + head * self.count).masked_fill(ids < 0, self.heads * self.count).flatten(0, 3)
-        found: list[Tiles] = []
+        tiles: list[Tiles] = []
         for column in range(ids.shape[-1]):
-            found += self._column(chunk, ids.flatten(0, 3)[:, : column + 1], member[:, column])
-        return found
+            tiles += self._column(chunk, ids.flatten(0, 3)[:, : column + 1], member[:, column])
+        return tiles
 
     def _queries(self, chunk: Chunk) -> Tensor:
         """The groups of a chunk's queries, (H, blocks, gqa_ratio, size, Mq)."""
@@ -117,17 +116,17 @@ class GroupedKeys:
         height = torch.minimum(height, queries[tile] - rank * height)
         width, start = size[group][tile], self.start[group][tile]
         for batch in _batches(height, width):
-            tall, wide = int(height[batch].max()), int(width[batch].max())
-            row = first[batch, None] + torch.arange(tall, device=device)
-            filling = row >= (first + height)[batch, None]
-            row = order[row.clamp_max(order.numel() - 1)].masked_fill(filling, rows)
-            column = torch.arange(wide, device=device).expand(batch.numel(), -1)
-            filling = column >= width[batch, None]
+            highest, widest = int(height[batch].max()), int(width[batch].max())
+            row = first[batch, None] + torch.arange(highest, device=device)
+            padding = row >= (first + height)[batch, None]
+            row = order[row.clamp_max(order.numel() - 1)].masked_fill(padding, rows)
+            column = torch.arange(widest, device=device).expand(batch.numel(), -1)
+            padding = column >= width[batch, None]
             owner = self.owner[(start[batch, None] + column).clamp_max(self.owner.numel() - 1)]
             bias = None
-            if bool(filling.any()):
-                bias = torch.zeros(filling.shape, dtype=working(self.key[:0]).dtype, device=device)
-                bias = bias.masked_fill_(filling, -torch.inf).unsqueeze(1)
+            if bool(padding.any()):
+                bias = torch.zeros(padding.shape, dtype=working(self.key[:0]).dtype, device=device)
+                bias = bias.masked_fill_(padding, -torch.inf).unsqueeze(1)
             yield Tiles(row, self._key(owner), bias, self._hidden(chunk, ids, row, owner))
 
     def _key(self, owner: Tensor) -> Tensor:
@@ -141,10 +140,10 @@ class GroupedKeys:
             place = chunk.positions().repeat(ids.shape[0] // (chunk.blocks * chunk.gqa_ratio * chunk.size))
             hidden = place[row].unsqueeze(-1) < (owner % self.inputs.keys).unsqueeze(-2)
         for column in range(ids.shape[-1] - 1):
-            for other, overlap in enumerate(self.overlaps[column]):
+            for column_of_key, overlap in enumerate(self.overlaps[column]):
                 if overlap:
-                    theirs = self.ids.flatten(0, 2)[owner, other]
-                    shared = _known(ids[:, column])[row].unsqueeze(-1) == theirs.unsqueeze(-2)
+                    key_ids = self.ids.flatten(0, 2)[owner, column_of_key]
+                    shared = _comparable(ids[:, column])[row].unsqueeze(-1) == key_ids.unsqueeze(-2)
                     hidden = shared if hidden is None else hidden | shared
         return hidden
 
@@ -153,16 +152,16 @@ class GroupedKeys:
 
         bool (H, M, width): edges of a band or a list that groups hold as well.
         """
-        query, heads = _known(self._queries(chunk)), self.ids.shape[0]
+        query, heads = _comparable(self._queries(chunk)), self.ids.shape[0]
         place = place.expand(heads, chunk.blocks, -1)
         at = (torch.arange(heads, device=place.device)[:, None, None], slice(None), place)
-        found = torch.zeros((*query.shape[:-1], place.shape[-1]), dtype=torch.bool, device=place.device)
+        shared = torch.zeros((*query.shape[:-1], place.shape[-1]), dtype=torch.bool, device=place.device)
         for column, row in enumerate(self.overlaps):
-            for other, overlap in enumerate(row):
+            for column_of_key, overlap in enumerate(row):
                 if overlap:
-                    theirs = self.ids[..., other][at]  # (H, blocks, width, gqa_ratio)
-                    found |= query[..., column].unsqueeze(-1) == theirs.movedim(-1, 2).unsqueeze(3)
-        return found.flatten(1, 3)
+                    key_ids = self.ids[..., column_of_key][at]  # (H, blocks, width, gqa_ratio)
+                    shared |= query[..., column].unsqueeze(-1) == key_ids.movedim(-1, 2).unsqueeze(3)
+        return shared.flatten(1, 3)
 
 
 def mean_width(inputs: Inputs, query: Tensor, key: Tensor, count: int) -> int:
@@ -188,9 +187,9 @@ def attend_chunk(
         parts.append(scores)
     multiplicity = None
     if means is not None:
-        multiplicity = means.multiplicity(chunk, _held(tiles, keys, chunk, sources, parts, means))
+        multiplicity = means.multiplicity(chunk, _kept(tiles, keys, chunk, sources, parts, means))
         if multiplicity is not None:
-            # A stand-in that speaks for nobody must not decide the row's largest score.
+            # An empty stand-in must not be the row's largest score.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
     rows, count = [torch.arange(flat.shape[0], device=flat.device)] * len(parts), flat.shape[0] + 1
     rows += [batch.row.flatten() for batch in tiles]
@@ -200,11 +199,11 @@ def attend_chunk(
         # No edges at all: zeros, with zero gradients for all inputs.
         zero = 0.0 * (working(keys.key).sum() + working(keys.value).sum())
         return (0.0 * chunk.query[..., :1] + zero).expand(-1, -1, keys.value.shape[-1])
-    found = weights.split_kernel(lines, rows, count)
-    dense = [part.unflatten(0, chunk.query.shape[:2]) for part in found[: len(parts)]]
+    line_weights = weights.split_kernel(lines, rows, count)
+    dense = [part.unflatten(0, chunk.query.shape[:2]) for part in line_weights[: len(parts)]]
     if multiplicity is not None:
         dense[-1] = dense[-1] * multiplicity
-    total, mixed = _collect(found[len(parts) :], rows[len(parts) :], tiles, keys, count)
+    total, mixed = _collect(line_weights[len(parts) :], rows[len(parts) :], tiles, keys, count)
     total, mixed = (part[:-1].unflatten(0, chunk.query.shape[:2]) for part in (total, mixed))
     for source, part in zip(sources, dense, strict=True):
         total = total + part.sum(-1, keepdim=True)
@@ -214,19 +213,19 @@ def attend_chunk(
 
 
 def _collect(
-    found: Sequence[Tensor], rows: Sequence[Tensor], tiles: list[Tiles], keys: GroupedKeys, count: int
+    line_weights: Sequence[Tensor], rows: Sequence[Tensor], tiles: list[Tiles], keys: GroupedKeys, count: int
 ) -> tuple[Tensor, Tensor]:
     """Sums (count, 1) of the tiles' weights and their weighted values (count, Dv), by row."""
     dtype = working(keys.value[:0]).dtype
     total = torch.zeros((count, 1), dtype=dtype, device=keys.value.device)
-    if not found:
+    if not line_weights:
         return total, total.new_zeros((count, keys.value.shape[-1]))
-    total = total.index_add(0, torch.cat(list(rows)), torch.cat([part.sum(-1, keepdim=True) for part in found]))
-    mixed: Tensor = _Mix.apply(keys.value, tiles, count, *found)  # type: ignore[no-untyped-call]
+    total = total.index_add(0, torch.cat(list(rows)), torch.cat([part.sum(-1, keepdim=True) for part in line_weights]))
+    mixed: Tensor = _Mix.apply(keys.value, tiles, count, *line_weights)  # type: ignore[no-untyped-call]
     return total, mixed
 
 
-def _held(
+def _kept(
     tiles: list[Tiles],
     keys: GroupedKeys,
     chunk: Chunk,
@@ -234,25 +233,25 @@ def _held(
     parts: Sequence[Tensor],
     means: Means | PastMeans,
 ) -> Tensor | None:
-    """What each query keeps of every stand-in, (H, M, C)."""
+    """The mass of every stand-in that each query keeps, (H, M, C)."""
     if isinstance(means, PastMeans):
         return None
     shape = chunk.query.shape[:2]
     member = means.member[chunk.heads].flatten(0, 1)
     by_row = member.new_zeros((shape.numel() + 1, member.shape[-1]))
     for batch in tiles:
-        rows = batch.held(member).expand(-1, batch.row.shape[1], -1)
+        rows = batch.kept(member).expand(-1, batch.row.shape[1], -1)
         by_row.index_add_(0, batch.row.flatten(), rows.reshape(-1, rows.shape[-1]))
-    held: Tensor = by_row[:-1].unflatten(0, shape)
+    kept: Tensor = by_row[:-1].unflatten(0, shape)
     for source, scores in zip(sources, parts, strict=True):
-        # No stand-in speaks for the keys of a shared list.
+        # Keys of a list that all queries share are in no stand-in.
         if isinstance(source, KeySource) and source.spoken_for:
-            held = held + source.collect((scores > -torch.inf).to(member.dtype), means.member, chunk)
-    return held
+            kept = kept + source.collect((scores > -torch.inf).to(member.dtype), means.member, chunk)
+    return kept
 
 
 class _Scores(torch.autograd.Function):
-    """The scores of all tiles, (G x Tq, Tk) each; gathers again in the backward pass instead of remembering."""
+    """The scores of all tiles, (G x Tq, Tk) each; the backward pass gathers rows again instead of saving them."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, tiles: list[Tiles]) -> tuple[Tensor, ...]:
@@ -301,9 +300,9 @@ class _Mix(torch.autograd.Function):
         to_value = torch.zeros(value.shape, dtype=grad.dtype, device=value.device)
         to_weights = []
         for batch, flat in zip(ctx.tiles, weights, strict=True):
-            own = _rows(grad, batch.row)
-            to_weights.append((own @ _rows(value, batch.key).mT).flatten(0, 1))
-            add = flat.unflatten(0, batch.row.shape).mT @ own
+            grad_rows = _rows(grad, batch.row)
+            to_weights.append((grad_rows @ _rows(value, batch.key).mT).flatten(0, 1))
+            add = flat.unflatten(0, batch.row.shape).mT @ grad_rows
             to_value.index_add_(0, batch.key.flatten(), add.flatten(0, 1))
         return to_value.to(value.dtype), None, None, *to_weights
 
@@ -320,8 +319,8 @@ def _by_key_head(inputs: Inputs, ids: Tensor) -> Tensor:
     return by_head
 
 
-def _known(ids: Tensor) -> Tensor:
-    """Ids to compare with those of keys: none equals nothing."""
+def _comparable(ids: Tensor) -> Tensor:
+    """Ids with -2 for none, which equals no id of a key."""
     return ids.masked_fill(ids < 0, -2)
 
 
@@ -345,27 +344,27 @@ def _sizes(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.bincount(member.flatten(), minlength=heads * count + 1)[:-1], member
 
 
-def _overlap(own: Tensor, theirs: Tensor) -> bool:
-    """Whether two sets of ids could have one in common: rounds and dimensions number theirs apart."""
-    own, theirs = own[own >= 0], theirs[theirs >= 0]
-    if not own.numel() or not theirs.numel():
+def _overlap(query_ids: Tensor, key_ids: Tensor) -> bool:
+    """Whether two sets of ids may intersect: those of different rounds or dimensions have disjoint ranges."""
+    query_ids, key_ids = query_ids[query_ids >= 0], key_ids[key_ids >= 0]
+    if not query_ids.numel() or not key_ids.numel():
         return False
-    return bool((own.min() <= theirs.max()) & (theirs.min() <= own.max()))
+    return bool((query_ids.min() <= key_ids.max()) & (key_ids.min() <= query_ids.max()))
 
 
 def _batches(height: Tensor, width: Tensor) -> Iterator[Tensor]:
-    """Tiles to be padded to a common size, as indices."""
+    """The indices of the tiles of each batch, which are padded to a common size."""
     kind = (width.double().log() / math.log(SPREAD)).long()
     order = (kind * (TILE + 1) + height).argsort(stable=True)
     kinds, heights, widths = (part[order].tolist() for part in (kind, height, width))
-    begin, area, tall, wide = 0, 0, 0, 0
+    begin, area, highest, widest = 0, 0, 0, 0
     for i in range(len(heights)):
-        grown = max(tall, heights[i]), max(wide, widths[i])
+        grown = max(highest, heights[i]), max(widest, widths[i])
         padded, true = (i - begin + 1) * grown[0] * grown[1], area + heights[i] * widths[i]
         new = kinds[i] != kinds[begin] and padded > OVERHEAD
         if i > begin and (new or padded > max(WASTE * true, OVERHEAD + true) or padded > BATCH):
             yield order[begin:i]
-            begin, area, tall, wide = i, 0, 0, 0
+            begin, area, highest, widest = i, 0, 0, 0
             grown, true = (heights[i], widths[i]), heights[i] * widths[i]
-        area, (tall, wide) = true, grown
+        area, (highest, widest) = true, grown
     yield order[begin:]

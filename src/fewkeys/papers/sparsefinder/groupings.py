@@ -1,7 +1,7 @@
-"""How queries and keys in one space find each other: by distance, by shared buckets, by shared clusters.
+"""Rules that join queries and keys of one space: by distance, by shared buckets, by shared clusters.
 
 Every rule is a frozen value and takes queries (B, Hq, Nq, r) and keys (B, Hq, Nk, r) of the same space; `fitted` is
-what it must have learned of the space before. Source: Sparsefinder (arXiv 2109.12188), section 3.3.
+what was learned of the space before. Source: Sparsefinder (arXiv 2109.12188), section 3.3.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Kind = Literal["equal_size", "uniform"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Edges(Learned):
-    """Where the buckets of every query head and dimension begin: `query` and `key`, both (Hq, r, beta - 1), rising."""
+    """The edges between buckets for every query head and dimension: `query` and `key` (Hq, r, beta - 1), ascending."""
 
     query: Tensor
     key: Tensor
@@ -39,7 +39,7 @@ class Edges(Learned):
         for name, edges in (("query", self.query), ("key", self.key)):
             check_table(f"Edges {name}", edges, "(query heads, r, beta - 1)", empty=True)
             if bool((edges.diff(dim=-1) < 0).any()):
-                raise ValueError(f"Edges {name}: expected edges that rise, got some that fall; sort them")
+                raise ValueError(f"Edges {name}: expected ascending edges, got descending ones; sort them")
         if self.query.shape != self.key.shape:
             raise ValueError(f"Edges key: expected {tuple(self.query.shape)} like query, got {tuple(self.key.shape)}")
 
@@ -80,29 +80,29 @@ class Grouping(Nested, ABC):
 
     @abstractmethod
     def work(self, inputs: Inputs, rank: int, fitted: Fitted) -> tuple[float, float]:
-        """Keys that a query is expected to find, and operations per key and query head of finding them."""
+        """The expected number of keys per query, and operations per key and query head of choosing them."""
 
     @property
     def joins_all(self) -> bool:
-        """Whether every query finds every key whatever the data."""
+        """Whether every query is joined to every key for all data."""
         return False
 
     @property
     def is_oracle(self) -> bool:
-        """Whether it compares every query with every key."""
+        """Whether the rule compares every query with every key."""
         return False
 
     @property
     def learns(self) -> tuple[type, ...]:
-        """The classes that `fitted` may have."""
+        """The allowed classes of `fitted`."""
         return (type(None),)
 
-    def suits(self, fitted: Fitted) -> str | None:
-        """What is expected of `fitted`, which is of such a class, where it was fitted for another size; else None."""
+    def expected_size(self, fitted: Fitted) -> str | None:
+        """The expected size, in words, if `fitted` has another one; else None."""
         return None
 
     def causal(self, fitted: Fitted) -> bool:
-        """Whether a query finds the same keys whatever comes later."""
+        """Whether a query's keys do not depend on later tokens."""
         return True
 
 
@@ -110,8 +110,8 @@ class Grouping(Nested, ABC):
 class Distance(Grouping):
     """(i, j) is an edge when `|q'_i - k'_j| <= t` (l2), or `1 - cos(q'_i, k'_j) <= t` (cosine).
 
-    Compares every pair, in r dimensions instead of D: O(n^2 r), and the graph has a list per query. It shows what the
-    space could give, and saves no time.
+    Compares every pair, in r dimensions instead of D: O(n^2 r), and the graph has a list per query. A bound on the
+    quality of the space; it saves no time.
     """
 
     t: float
@@ -150,9 +150,9 @@ class Buckets(Grouping):
     """(i, j) is an edge when q'_i and k'_j share one of `beta` buckets in *any* of the r dimensions.
 
     kind "equal_size": in every dimension the n queries of a sequence, sorted, fill buckets of `ceil(n / beta)`, and so
-    do the keys; the first bucket of queries meets the first of keys. A place among the others is known only at the end
-    of the sequence: where queries come one after another (causal and cross-attention) the buckets begin at quantiles
-    that were fitted before (`Edges`). kind "uniform": `floor(beta (tanh(x) + 1) / 2)`, which looks at no other token.
+    do the keys; bucket b of queries is joined to bucket b of keys. Ranks depend on the whole sequence, so causal and
+    cross-attention use fitted quantiles instead (`Edges`). kind "uniform": `floor(beta (tanh(x) + 1) / 2)`, which
+    depends on no other token.
 
     Cost O(n r log n) to choose; a share of up to `1 - (1 - 1 / beta)^r` of the pairs are edges.
     """
@@ -185,7 +185,7 @@ class Buckets(Grouping):
     def learns(self) -> tuple[type, ...]:
         return (Edges, type(None)) if self.kind == "equal_size" else (type(None),)
 
-    def suits(self, fitted: Fitted) -> str | None:
+    def expected_size(self, fitted: Fitted) -> str | None:
         wrong = isinstance(fitted, Edges) and fitted.query.shape[2] != self.beta - 1
         return f"edges (query heads, r, {self.beta - 1})" if wrong else None
 
@@ -201,9 +201,9 @@ class Buckets(Grouping):
 class Clusters(Grouping):
     """(i, j) is an edge when one of the `top` centroids nearest to q'_i is one of the `top` nearest to k'_j.
 
-    `count` centroids per head were found before by k-means on queries and keys together; with `rounds` > 1 there are
-    so many such sets, from different seeds, and an edge in any of them is one. Cost O(n count r rounds) to choose; of
-    the pairs a share of about `rounds top^2 / count` are edges: with count = sqrt(n), O(n sqrt n) in all.
+    `count` centroids per head are fitted by k-means on queries and keys together. With `rounds` > 1 there are that
+    many sets, from different seeds, and the edges are the union. Cost O(n count r rounds) to choose; a share of about
+    `rounds top^2 / count` of the pairs are edges: with count = sqrt(n), O(n sqrt n) in all.
     """
 
     count: int
@@ -241,7 +241,7 @@ class Clusters(Grouping):
     def learns(self) -> tuple[type, ...]:
         return (Centroids,)
 
-    def suits(self, fitted: Fitted) -> str | None:
+    def expected_size(self, fitted: Fitted) -> str | None:
         wrong = isinstance(fitted, Centroids) and fitted.count != self.count * self.rounds
         return f"count x rounds centroids for {self}" if wrong else None
 
@@ -254,14 +254,14 @@ class Clusters(Grouping):
 class ClusterPairs(Grouping):
     """(i, j) is an edge when the cluster of q'_i is joined to the cluster of k'_j.
 
-    Queries have `count` clusters of their own, and so have keys. Of the captured text it was counted, head by head,
-    which share of the gold edges runs between clusters a and b, and which share of all pairs of tokens does: joined are
-    the clusters whose first share is at least `lift` times the second (and the densest two, whatever theirs). So gold
-    edges need not be near, as long as they are regular: keys that everybody attends to are joined to all clusters of
-    queries. One lift for all heads gives, of all choices of clusters to join, the largest mean recall for the mean
-    number of edges: hard heads get more. Cost O(n count r) to choose.
+    Queries have `count` clusters, and keys have `count` others. On the captured text, each head counts the share of
+    gold edges between clusters a and b, and the share of all pairs of tokens between them. Clusters are joined if the
+    first share is at least `lift` times the second; the pair with the largest ratio is always joined. So gold edges
+    need not be near if they are regular: keys that all queries attend to are joined to all clusters of queries. One
+    lift for all heads gives the largest mean recall for the mean number of edges: hard heads get more. Cost
+    O(n count r) to choose.
 
-    Ours, not the paper's: there a query finds the keys of its own cluster.
+    Ours, not the paper's, where a query is joined to the keys of its own cluster.
     """
 
     count: int
@@ -276,21 +276,21 @@ class ClusterPairs(Grouping):
             raise ValueError(
                 "fitted: expected the Joined clusters of ClusterPairs, got none; use Sparsefinder.selector"
             )
-        theirs = nearest(key, fitted.key.to(key))
-        # A group is a cluster of keys; a query is in those that its own cluster is joined to.
+        key_clusters = nearest(key, fitted.key.to(key))
+        # A group is a cluster of keys. A query is in the groups that its cluster is joined to.
         pairs = fitted.pairs.to(query.device)
         lists = torch.where(pairs, torch.arange(self.count, device=query.device), -1)
         lists = lists.topk(int(pairs.sum(-1).max()), -1).values.expand(len(query), -1, -1, -1)
-        own = nearest(query, fitted.query.to(query))
-        ids = lists.gather(2, own.unsqueeze(-1).expand(-1, -1, -1, lists.shape[-1]))
-        groups = Groups(_real(ids, inputs.valid_queries), _real(theirs.unsqueeze(-1), inputs.valid), self.count)
+        clusters = nearest(query, fitted.query.to(query))
+        ids = lists.gather(2, clusters.unsqueeze(-1).expand(-1, -1, -1, lists.shape[-1]))
+        groups = Groups(_real(ids, inputs.valid_queries), _real(key_clusters.unsqueeze(-1), inputs.valid), self.count)
         return Graph(inputs, extra=groups)
 
     @property
     def learns(self) -> tuple[type, ...]:
         return (Joined,)
 
-    def suits(self, fitted: Fitted) -> str | None:
+    def expected_size(self, fitted: Fitted) -> str | None:
         wrong = isinstance(fitted, Joined) and fitted.query.shape[1] != self.count
         return f"{self.count} clusters of queries and of keys" if wrong else None
 
@@ -315,8 +315,8 @@ def _real(ids: Tensor, real: Tensor | None) -> Tensor:
 def _between(rows: Tensor, edges: Tensor) -> Tensor:
     """The bucket of each entry of rows (B, H, N, r): how many of the edges (H, r, beta - 1) lie below it."""
     values = rows.permute(1, 3, 0, 2)
-    found = torch.searchsorted(edges.to(rows), values.flatten(2).contiguous())
-    return found.view(values.shape).permute(2, 0, 3, 1)
+    buckets = torch.searchsorted(edges.to(rows), values.flatten(2).contiguous())
+    return buckets.view(values.shape).permute(2, 0, 3, 1)
 
 
 def _by_rank(rows: Tensor, real: Tensor | None, beta: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Edges by groups: a query attends to the keys of its own groups.
 
-Clusters, buckets and hash codes all say the same thing: they give every query and every key a few ids, and two that
-share an id are an edge. Several rounds, or several quantised dimensions, are distinct ids in one flat numbering: round
-r of C clusters has ids r C .. (r + 1) C - 1.
+Clusters, buckets and hash codes give every query and every key a few ids; a query and a key that share an id are an
+edge. Several rounds, or several quantised dimensions, have distinct ids in one flat numbering: round r of C clusters
+has ids r C .. (r + 1) C - 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fewkeys.core.validation import check_count
 from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch.by_block import block_size, by_chunks, row_entries
 from fewkeys.execute.torch.sources import Chunk
-from fewkeys.papers.sparsefinder.grouped import CHUNK, GroupedKeys, attend_chunk, mean_width
+from fewkeys.papers.sparsefinder.grouped import CHUNK_SCORES, GroupedKeys, attend_chunk, mean_width
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class Groups:
         check_count("Groups count", self.count)
         for name, ids in (("query", self.query), ("key", self.key)):
             if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
-                found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-                raise TypeError(f"Groups {name}: expected int64 ids, got {found}; convert them with .long()")
+                got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+                raise TypeError(f"Groups {name}: expected int64 ids, got {got}; convert them with .long()")
             if ids.ndim != 4:
                 raise ValueError(
                     f"Groups {name}: expected shape (batch, query heads, tokens, memberships), got {tuple(ids.shape)}; "
@@ -81,17 +81,17 @@ class Groups:
         """Whether queries start .. stop - 1 share a group with each key: bool (B, Hq, stop - start, Nk)."""
         query, key = self.query[:, :, start:stop], self.key
         shared = torch.zeros((*query.shape[:3], key.shape[2]), dtype=torch.bool, device=key.device)
-        for own in query.masked_fill(query < 0, -2).unbind(-1):
-            for theirs in key.unbind(-1):
-                shared |= own.unsqueeze(-1) == theirs.unsqueeze(-2)
+        for query_ids in query.masked_fill(query < 0, -2).unbind(-1):
+            for key_ids in key.unbind(-1):
+                shared |= query_ids.unsqueeze(-1) == key_ids.unsqueeze(-2)
         return shared
 
     def delayed(self, count: int) -> Groups:
-        """The same groups where `count` queries of no group stand in front."""
+        """The same groups with `count` queries of no group before the others."""
         return replace(self, query=pad(self.query, (0, 0, count, 0), value=-1))
 
     def attend(self, problem: Problem) -> Tensor:
-        """The output (B, Hq, Nq, Dv), in time that follows the edges: `fewkeys.papers.sparsefinder.grouped`."""
+        """The output (B, Hq, Nq, Dv), in time linear in the edges: `fewkeys.papers.sparsefinder.grouped`."""
         x, size = problem.inputs, block_size(problem.graph)
         sources, means = row_entries(problem, size)
         ids = self.query, self.key, self.count
@@ -101,4 +101,4 @@ class Groups:
             keys = GroupedKeys(x, *ids, heads)
             return partial(attend_chunk, keys=keys, sources=sources, means=means, weights=problem.weights)
 
-        return by_chunks(problem, size, width, CHUNK, of_heads)
+        return by_chunks(problem, size, width, CHUNK_SCORES, of_heads)

@@ -1,4 +1,4 @@
-"""What makes a projection good: gold keys near, others far.
+"""The loss of a projection: gold keys should be near, other keys far.
 
 For query i with gold keys P and as many other keys N, drawn at random,
 
@@ -18,29 +18,28 @@ from torch import Tensor
 def signs(gold: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
     """1 at gold edges, minus their share at random others that are seen: (B, H, N, M) float32, rows adding up to 0.
 
-    `gold` bool (B, H, N, M), `seen` bool, broadcastable to it. There are as many others as gold keys; where fewer are
-    seen, each counts for so much more; where none is, the row is zero, for there is nothing to tell apart. Cost
-    O(N M log M).
+    `gold` bool (B, H, N, M), `seen` bool, broadcastable to it. A row has as many others as gold keys. With fewer
+    others, each counts proportionally more; without any, the row is zero. Cost O(N M log M).
     """
     others = seen & ~gold
-    wanted, free = gold.sum(-1), others.sum(-1)
-    number = torch.minimum(wanted, free)
+    gold_count, other_count = gold.sum(-1), others.sum(-1)
+    number = torch.minimum(gold_count, other_count)
     draw = torch.rand(gold.shape, generator=generator).masked_fill_(~others, -1.0)
     index = draw.topk(int(number.max()), -1).indices
-    rate = (wanted / number.clamp_min(1)).unsqueeze(-1)
-    taken = torch.arange(index.shape[-1]) < number.unsqueeze(-1)
-    found = gold.float().scatter_add_(-1, index, -(taken * rate))
-    return found.masked_fill_((number == 0).unsqueeze(-1), 0.0)
+    rate = (gold_count / number.clamp_min(1)).unsqueeze(-1)
+    drawn = torch.arange(index.shape[-1]) < number.unsqueeze(-1)
+    result = gold.float().scatter_add_(-1, index, -(drawn * rate))
+    return result.masked_fill_((number == 0).unsqueeze(-1), 0.0)
 
 
 def hinge(query: Tensor, key: Tensor, sign: Tensor, margin: float) -> Tensor:
-    """The loss of every query (B, H, N) of projected queries (B, H, N, r) and keys (B, H, M, r); 0 where signs are."""
+    """The loss (B, H, N) of projected queries (B, H, N, r) and keys (B, H, M, r); 0 for rows of `sign` that are 0."""
     size = key.square().sum(-1, keepdim=True)
     sums = sign.to(key.dtype) @ torch.cat([size, key], -1)
     excess = sums[..., 0] - 2 * (query * sums[..., 1:]).sum(-1)
-    return (margin + excess).clamp_min(0.0) * told(sign)
+    return (margin + excess).clamp_min(0.0) * has_pairs(sign)
 
 
-def told(sign: Tensor) -> Tensor:
-    """Which queries have keys to tell apart, (B, H, N)."""
+def has_pairs(sign: Tensor) -> Tensor:
+    """Which queries have both gold keys and others, (B, H, N)."""
     return (sign != 0).any(-1)

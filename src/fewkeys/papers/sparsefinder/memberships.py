@@ -1,4 +1,4 @@
-"""From who is in which group to the ids that `Groups` holds."""
+"""Membership masks, and the ids of `Groups` made from them."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from fewkeys.select.base import Selector
 
 @dataclass(frozen=True)
 class Predicted(Selector):
-    """The edges that a grouping finds between queries and keys of one layer, in a learned space or as they are.
+    """The edges of a grouping between queries and keys of one layer, in a learned space or as they are.
 
-    `Sparsefinder.selector` makes them, with everything that they need; `Distance` and `Buckets` on queries and
-    keys as they are need nothing: `Predicted(Buckets(8))`.
+    `Sparsefinder.selector` makes this selector with all fitted values. `Distance` and `Buckets` on queries and keys as
+    they are need none: `Predicted(Buckets(8))`.
 
     Args:
         grouping: `Distance`, `Buckets`, `Clusters` or `ClusterPairs`.
@@ -46,7 +46,7 @@ class Predicted(Selector):
                 f"fitted: expected {learns[0].__name__} for {self.grouping}, got {type(self.fitted).__name__}; use "
                 "Sparsefinder.selector"
             )
-        if (expected := self.grouping.suits(self.fitted)) is not None:
+        if (expected := self.grouping.expected_size(self.fitted)) is not None:
             raise ValueError(f"fitted: expected {expected}, got {self.fitted}")
 
     def select(self, inputs: Inputs) -> Graph:
@@ -74,9 +74,9 @@ class Predicted(Selector):
 
     def work(self, inputs: Inputs) -> Work:
         rank = inputs.head_dim if self.project is None else self.project.rank
-        found, choose = self.grouping.work(inputs, rank, self.fitted)
+        expected_keys, choose = self.grouping.work(inputs, rank, self.fitted)
         space = 0.0 if self.project is None else 4.0 * rank * inputs.head_dim
-        return Work(found, (choose + space) * inputs.gqa_ratio)
+        return Work(expected_keys, (choose + space) * inputs.gqa_ratio)
 
     def __str__(self) -> str:
         return f"{self.grouping}{' as they are' if self.project is None else f' in {self.project.rank} dimensions'}"

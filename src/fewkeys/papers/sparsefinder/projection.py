@@ -96,8 +96,8 @@ def space_work(inputs: Inputs, project: Projection | None) -> tuple[int, float]:
 def check_table(name: str, value: object, axes: str, *, empty: bool = False) -> None:
     """Refuse all but finite floating tensors of rank 3; `empty`: where the last axis may have no entry."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name}: expected a floating tensor {axes}, got {found}")
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: expected a floating tensor {axes}, got {got}")
     if value.ndim != 3 or 0 in (value.shape[:2] if empty else value.shape):
         raise ValueError(f"{name}: expected shape {axes}, none of them 0, got {tuple(value.shape)}")
     check_finite(**{name: value})

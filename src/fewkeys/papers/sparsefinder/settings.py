@@ -1,4 +1,4 @@
-"""How a predictor is fitted."""
+"""The settings of a fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fewkeys.core.validation import check_count, check_real
 
 @dataclass(frozen=True)
 class Settings:
-    """What a fit depends on besides the capture. The names are those of `Sparsefinder.fit`."""
+    """The arguments of `Sparsefinder.fit` besides the capture, by the same names."""
 
     rank: int = 4
     alpha: float = 1.5

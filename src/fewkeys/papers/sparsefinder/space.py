@@ -1,4 +1,4 @@
-"""What a grouping must learn of a space: where the centroids lie, where the buckets begin."""
+"""Fitting groupings to a space: centroids of clusters and edges of buckets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def kind_of(capture: Capture) -> str:
     """The kind of attention: "causal", "cross" (queries are other tokens than keys) or "bidirectional"."""
     if capture.is_causal:
         return "causal"
-    own = all(call.query.shape[2] == call.key.shape[2] and call.query_mask is None for call in capture.calls(0))
-    return "bidirectional" if own else "cross"
+    same_tokens = all(call.query.shape[2] == call.key.shape[2] and call.query_mask is None for call in capture.calls(0))
+    return "bidirectional" if same_tokens else "cross"
 
 
 def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """At most `count` real queries (Hq, S, D) and keys (Hq, S, D) of a layer, at random places, float32."""
+    """At most `count` random real queries (Hq, S, D) and keys (Hq, S, D) of a layer, float32."""
     reals = [_real(call) for call in capture.calls(layer)]
     places = []
     for side, name in enumerate(("queries", "keys")):
@@ -38,15 +38,15 @@ def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor,
         gqa_ratio = call.query.shape[1] // call.key.shape[1]
         for side, tensor in enumerate((call.query, call.key)):
             flat = tensor.transpose(0, 1).flatten(1, 2)[:, real[side].flatten()]
-            own = places[side] - first[side]
-            own = own[(own >= 0) & (own < flat.shape[1])]
-            rows[side].append(flat[:, own].float().repeat_interleave(gqa_ratio if side else 1, 0))
+            places_here = places[side] - first[side]
+            places_here = places_here[(places_here >= 0) & (places_here < flat.shape[1])]
+            rows[side].append(flat[:, places_here].float().repeat_interleave(gqa_ratio if side else 1, 0))
             first[side] += flat.shape[1]
     return torch.cat(rows[0], 1), torch.cat(rows[1], 1)
 
 
 def _real(call: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Which queries (B, Nq) and which keys (B, Nk) are real tokens."""
+    """Masks of the queries (B, Nq) and of the keys (B, Nk) that are real tokens."""
     x = problem_of(call)
     queries = x.valid_queries if call.query_mask is None else call.query_mask
     if queries is None:
@@ -56,54 +56,54 @@ def _real(call: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The queries (Hq, S, D) and the keys (Hq, S, D) of at most `count` gold edges of every head, at random, float32.
+    """The queries (Hq, S, D) and the keys (Hq, S, D) of at most `count` random gold edges of every head, float32.
 
-    As many for all heads. Cost O(n^2 D), memory 2^24 pairs.
+    All heads get the same number. Cost O(n^2 D), memory 2^24 pairs.
     """
     draw, rank = generator(seed, layer, "edges"), torch.empty(capture.query_heads, 0)
-    found = [torch.empty(capture.query_heads, 0, capture.head_dim) for _ in range(2)]
+    ends_so_far = [torch.empty(capture.query_heads, 0, capture.head_dim) for _ in range(2)]
     for call in capture.calls(layer):
         for piece in pieces(call, slice(None)):
             query, key, gold, _ = gold_graph(piece, alpha)
-            # The edges of the largest random numbers, so far, are a uniform sample without replacement.
+            # The edges with the largest random numbers so far are a uniform sample without replacement.
             number = torch.rand(gold.shape, generator=draw).masked_fill_(~gold, -1.0).transpose(0, 1).flatten(1)
             top = number.topk(min(count, number.shape[1]), -1)
             rest, at_key = top.indices // gold.shape[3], top.indices % gold.shape[3]
-            own, at_query = rest // gold.shape[2], rest % gold.shape[2]
+            sequence, at_query = rest // gold.shape[2], rest % gold.shape[2]
             head = torch.arange(gold.shape[1])[:, None]
-            ends = query[own, head, at_query], key[own, head, at_key]
-            found = [torch.cat([old, new], 1) for old, new in zip(found, ends, strict=True)]
+            ends = query[sequence, head, at_query], key[sequence, head, at_key]
+            ends_so_far = [torch.cat([old, new], 1) for old, new in zip(ends_so_far, ends, strict=True)]
             rank = torch.cat([rank, top.values], 1)
             rank, order = rank.sort(dim=-1, descending=True, stable=True)
             rank = rank[:, :count]
-            found = [rows.gather(1, order[:, :count, None].expand(-1, -1, rows.shape[2])) for rows in found]
+            ends_so_far = [rows.gather(1, order[:, :count, None].expand(-1, -1, rows.shape[2])) for rows in ends_so_far]
     least = int((rank >= 0).sum(-1).min())
-    return found[0][:, :least], found[1][:, :least]
+    return ends_so_far[0][:, :least], ends_so_far[1][:, :least]
 
 
 def joined(
     query: Tensor, key: Tensor, edges: tuple[Tensor, Tensor], clusters: tuple[Tensor, Tensor], lift: float
 ) -> Joined:
-    """Which of the clusters (H, C, r) to join, given samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
-    own, theirs = clusters
-    heads, count, _ = own.shape
+    """The pairs of clusters (H, C, r) to join, from samples of tokens (H, S, r) and of gold edges' ends (H, E, r)."""
+    query_clusters, key_clusters = clusters
+    heads, count, _ = query_clusters.shape
 
     def sizes(rows: Tensor, places: Tensor) -> Tensor:
         return one_hot(nearest(rows[None], places)[0], count).double().mean(1)
 
-    cell = nearest(edges[0][None], own)[0] * count + nearest(edges[1][None], theirs)[0]
+    cell = nearest(edges[0][None], query_clusters)[0] * count + nearest(edges[1][None], key_clusters)[0]
     gold = torch.zeros(heads, count * count, dtype=torch.float64)
     gold.scatter_add_(1, cell, torch.full_like(cell, 1.0, dtype=torch.float64) / max(1, cell.shape[1]))
-    part = (sizes(query, own).unsqueeze(2) * sizes(key, theirs).unsqueeze(1)).flatten(1)
-    found = gold / part.clamp_min(1e-12)
-    pairs = (found >= lift) | (found == found.amax(1, keepdim=True))
-    return Joined(own, theirs, pairs.view(heads, count, count))
+    part = (sizes(query, query_clusters).unsqueeze(2) * sizes(key, key_clusters).unsqueeze(1)).flatten(1)
+    lifts = gold / part.clamp_min(1e-12)
+    pairs = (lifts >= lift) | (lifts == lifts.amax(1, keepdim=True))
+    return Joined(query_clusters, key_clusters, pairs.view(heads, count, count))
 
 
 def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Centroids:
-    """k-means of rows (H, S, r), head by head; round after round from other seeds.
+    """k-means of rows (H, S, r), head by head, with another seed for each round.
 
-    One thread, so that the same rows give the same bits on a machine.
+    One thread, so that a machine gives the same bits for the same rows.
     """
     if find_spec("sklearn") is None:
         raise ModuleNotFoundError("sklearn is needed for clusters and is not installed; pip install 'fewkeys[train]'")
@@ -114,10 +114,12 @@ def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Centroids:
     heads = []
     with threadpool_limits(limits=1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct rows than clusters: some coincide
-        for own in rows.double().numpy():
-            if len(own) < count:
-                raise ValueError(f"count: expected at most {len(own)} clusters, the tokens sampled, got {count}")
-            fits = [KMeans(count, n_init=1, random_state=(seed + number) % 2**32).fit(own) for number in range(rounds)]
+        for tokens in rows.double().numpy():
+            if len(tokens) < count:
+                raise ValueError(f"count: expected at most {len(tokens)} clusters, the tokens sampled, got {count}")
+            fits = [
+                KMeans(count, n_init=1, random_state=(seed + number) % 2**32).fit(tokens) for number in range(rounds)
+            ]
             heads.append(torch.cat([torch.from_numpy(fit.cluster_centers_) for fit in fits]))
     return Centroids(torch.stack(heads).float())
 
@@ -125,5 +127,5 @@ def centroids(rows: Tensor, count: int, rounds: int, seed: int) -> Centroids:
 def edges(query: Tensor, key: Tensor, beta: int) -> Edges:
     """The quantiles 1 / beta .. (beta - 1) / beta of every dimension of queries and of keys (H, S, r)."""
     at = torch.linspace(0, 1, beta + 1, dtype=torch.float64)[1:-1]
-    found = [rows.double().quantile(at, 1).permute(1, 2, 0).float().contiguous() for rows in (query, key)]
-    return Edges(found[0], found[1])
+    quantiles = [rows.double().quantile(at, 1).permute(1, 2, 0).float().contiguous() for rows in (query, key)]
+    return Edges(quantiles[0], quantiles[1])

@@ -1,4 +1,4 @@
-"""Sparsefinder: where will an entmax head look? Learned once per model, answered before any score is computed."""
+"""Sparsefinder: predicts the keys of entmax heads. Fitted once per model, it needs no scores to predict."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Sparsefinder:
         settings: how it was fitted.
         tensors: per layer l, "maps.l" (1 or 2, Hq, D, r), one projection for queries and keys or one for each (absent
             in the raw space); a sample of projected queries "query.l" (Hq, S, r) and keys "key.l", and of the two ends
-            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids that were asked for so far,
+            of gold edges, "gold-query.l" (Hq, E, r) and "gold-key.l"; and the centroids computed so far,
             "centroids.l.count.rounds" (Hq, rounds count, r), "query-centroids.l.count.1" and "key-centroids.l.count.1".
         record: the losses of the fit, as JSON values.
 
@@ -93,7 +93,7 @@ class Sparsefinder:
 
         Args:
             capture: queries and keys of a model whose attention is alpha-entmax: `fk.capture(model, batches,
-                weights=fk.weights.Entmax(alpha))`. Whether it is causal, cross-attention or padded, the capture tells.
+                weights=fk.weights.Entmax(alpha))`. It may be causal, cross-attention or padded.
             rank: r.
             alpha: of the model's entmax.
             shared: one projection for queries and keys of a head, or one for each.
@@ -152,7 +152,7 @@ class Sparsefinder:
     @classmethod
     @plain_defaults()
     def raw(cls, capture: Capture, *, alpha: float = 1.5, sample: int = 2048, seed: int = 0) -> Self:
-        """The same groupings without projection, on queries and keys as they are: the control that learns no space.
+        """The same groupings on queries and keys as they are, without projection: the control for learned spaces.
 
         Clusters and bucket edges are still fitted, on the `sample`.
         """
@@ -165,7 +165,7 @@ class Sparsefinder:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the space is that of queries and keys as they are."""
+        """Whether there is no projection: queries and keys are compared as they are."""
         return "maps.0" not in self.tensors
 
     def projection(self, layer: int) -> Projection | None:
@@ -179,7 +179,7 @@ class Sparsefinder:
     def centroids(self, layer: int, count: int, rounds: int = 1) -> Centroids:
         """Centroids of a layer by k-means (scikit-learn) on the sample, `count` for each head and round.
 
-        Of queries and keys together. Found at the first call and kept, also by `save_pretrained`.
+        Of queries and keys together. Computed at the first call and kept, also by `save_pretrained`.
         """
         return Centroids(self._centroids("centroids", layer, ("query", "key"), count, rounds))
 
@@ -199,47 +199,47 @@ class Sparsefinder:
         return self.tensors[name]
 
     def edges(self, layer: int, beta: int) -> Edges:
-        """Where `beta` buckets of equal size begin in the sample of a layer, for every head and dimension."""
+        """The edges between `beta` buckets of equal size in the sample of a layer, for every head and dimension."""
         self._check_layer(layer)
         return edges(self.tensors[f"query.{layer}"], self.tensors[f"key.{layer}"], check_count("beta", beta))
 
     def selector(self, layer: int, grouping: Grouping, *, head: int | None = None) -> Predicted:
-        """The edges that `grouping` predicts in a layer: a selector, to be united with others by `|`.
+        """The edges that `grouping` predicts in a layer: a selector, which `|` unites with others.
 
-        head: the key head it is for, where heads have plans of their own; None: all.
+        head: for a key head alone; None: for all heads.
         """
         if not isinstance(grouping, Grouping):
             raise TypeError(
                 f"grouping: expected Distance, Buckets, Clusters or ClusterPairs, got {type(grouping).__name__}"
             )
-        own, gqa_ratio = slice(None), self.shape.query_heads // self.shape.kv_heads
+        heads, gqa_ratio = slice(None), self.shape.query_heads // self.shape.kv_heads
         if head is not None:
             if isinstance(head, bool) or head not in range(self.shape.kv_heads):
                 raise ValueError(f"head: expected an integer from 0 to {self.shape.kv_heads - 1}, got {head!r}")
-            own = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
+            heads = slice(head * gqa_ratio, (head + 1) * gqa_ratio)
         project, fitted = self.projection(layer), None
         if project is not None:
-            project = Projection(project.query[own], project.key[own])
+            project = Projection(project.query[heads], project.key[heads])
         if isinstance(grouping, Clusters):
-            fitted = Centroids(self.centroids(layer, grouping.count, grouping.rounds).place[own])
+            fitted = Centroids(self.centroids(layer, grouping.count, grouping.rounds).place[heads])
         elif isinstance(grouping, ClusterPairs):
-            found = self.joined(layer, grouping.count, grouping.lift)
-            return Predicted(grouping, project, Joined(found.query[own], found.key[own], found.pairs[own]))
+            joint = self.joined(layer, grouping.count, grouping.lift)
+            return Predicted(grouping, project, Joined(joint.query[heads], joint.key[heads], joint.pairs[heads]))
         elif isinstance(grouping, Buckets) and grouping.kind == "equal_size" and self.shape.kind != "bidirectional":
-            both = self.edges(layer, grouping.beta)
-            return Predicted(grouping, project, Edges(both.query[own], both.key[own]))
+            buckets = self.edges(layer, grouping.beta)
+            return Predicted(grouping, project, Edges(buckets.query[heads], buckets.key[heads]))
         return Predicted(grouping, project, fitted)
 
     def plan(self, grouping: Grouping, keep: Selector | None = None, weights: Weights | None = None) -> ModelPlan:
-        """A plan for every layer: the predicted edges, and those of `keep` beside them, as `fewkeys.apply` takes it.
+        """A plan for every layer, for `fewkeys.apply`: the predicted edges united with those of `keep`.
 
         weights: default `Entmax(alpha)` of the fit.
         """
         layers = []
         for layer in range(self.shape.layers):
-            found: Selector = self.selector(layer, grouping)
-            kernel = Entmax(self.settings.alpha) if weights is None else weights
-            layers.append((Plan(found if keep is None else found | keep, weights=kernel),) * self.shape.kv_heads)
+            selector: Selector = self.selector(layer, grouping)
+            rule = Entmax(self.settings.alpha) if weights is None else weights
+            layers.append((Plan(selector if keep is None else selector | keep, weights=rule),) * self.shape.kv_heads)
         return ModelPlan(tuple(layers), {"sparsefinder": self.shape.model})
 
     def __str__(self) -> str:
@@ -261,22 +261,22 @@ class Sparsefinder:
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
         """The predictor saved in `directory`: the same bits.
 
-        Raises `ValueError` for another version, and where a file is missing, damaged, or does not fit the other: layer
-        count, head count, dimensions.
+        Raises `ValueError` for another version, and if a file is missing, is damaged, or does not fit the other in
+        layers, heads or dimensions.
         """
         data = read_json(directory, FILE)
         where = Path(directory) / FILE
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"directory: expected {where} of format {FORMAT}, got {found!r}; fit again")
+            description = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"directory: expected {where} of format {FORMAT}, got {description!r}; fit again")
         try:
-            found = build(_Description, data)
-            check_shape(found.shape)
+            description = build(_Description, data)
+            check_shape(description.shape)
         except (TypeError, ValueError) as error:
             raise ValueError(f"directory: expected a whole description in {where}, got {error}; fit again") from None
-        tensors = read_tensors(directory, NAME, found.tensors)
-        check_tensors(tensors, found.shape, found.settings, found.raw, where)
-        return cls(found.shape, found.settings, tensors, found.record)
+        tensors = read_tensors(directory, NAME, description.tensors)
+        check_tensors(tensors, description.shape, description.settings, description.raw, where)
+        return cls(description.shape, description.settings, tensors, description.record)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sparsefinder):
@@ -289,7 +289,7 @@ class Sparsefinder:
 
 @dataclass(frozen=True)
 class _Description:
-    """What `sparsefinder.json` holds; `tensors` is their fingerprint."""
+    """The content of `sparsefinder.json`; `tensors`: the fingerprint of the tensors."""
 
     format: int
     shape: Shape
@@ -300,11 +300,11 @@ class _Description:
 
 
 def _sample_into(tensors: dict[str, Tensor], capture: Capture, layer: int, settings: Settings) -> None:
-    found = {
+    samples = {
         "": sample(capture, layer, settings.sample, settings.seed),
         "gold-": gold_edges(capture, layer, settings.alpha, 4 * settings.sample, settings.seed),
     }
     maps = tensors.get(f"maps.{layer}")
-    for name, (query, key) in found.items():
+    for name, (query, key) in samples.items():
         tensors[f"{name}query.{layer}"] = (query if maps is None else query @ maps[0]).contiguous()
         tensors[f"{name}key.{layer}"] = (key if maps is None else key @ maps[-1]).contiguous()

@@ -1,7 +1,7 @@
-"""Learning the projections of one layer, epoch by epoch, so that an interrupted fit goes on bit for bit.
+"""Training the projections of one layer, epoch by epoch. An interrupted fit resumes with the same bits.
 
-All randomness of an epoch follows from the seed, the layer and the epoch, so the whole state at the end of an epoch is
-the maps, the moments of Adam and the losses so far. It is one safetensors file, replaced whole.
+The seed, the layer and the epoch determine all random numbers of an epoch, so the state after an epoch is the maps,
+the moments of Adam and the losses so far. It is one safetensors file, replaced whole.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fewkeys.core.entmax import entmax
 from fewkeys.core.graph import visible
 from fewkeys.core.records import build
 from fewkeys.core.tensor_files import Form
-from fewkeys.papers.sparsefinder.loss import hinge, signs, told
+from fewkeys.papers.sparsefinder.loss import has_pairs, hinge, signs
 from fewkeys.papers.sparsefinder.settings import Settings
 from fewkeys.tuning.score import digest, problem_of
 
 PAIRS = 2**24
-"""Pairs of a query and a key whose scores are held at once."""
+"""Pairs of a query and a key whose scores are in memory at once."""
 
 
 @dataclass(eq=False)
@@ -62,9 +62,9 @@ def learn(
     folder: Path | None,
     done: Callable[[int], None],
 ) -> Learning:
-    """Train the maps of a layer on `capture`, stop early by `held_out`; `done` is told of sequences passed.
+    """Train the maps of a layer on `capture`, with early stopping on `held_out`.
 
-    `folder`: where the state after each epoch is kept, and read from.
+    `done` is called with the number of sequences passed. `folder`: for the state after each epoch.
     """
     path = None if folder is None else folder / _name(capture, held_out, layer, settings)
     state = _read(path, capture, settings) or _start(capture, layer, settings)
@@ -86,13 +86,13 @@ def learn(
 
 
 def generator(*facts: object) -> torch.Generator:
-    """A source of randomness that these facts alone decide."""
+    """A generator seeded by a hash of these facts."""
     number = hashlib.sha256("/".join(map(str, facts)).encode()).digest()[:8]
     return torch.Generator("cpu").manual_seed(int.from_bytes(number, "little"))
 
 
 def _start(capture: Capture, layer: int, settings: Settings) -> Learning:
-    """Both maps start alike: a uniform draw in +- 1 / sqrt(D)."""
+    """The initial state: both maps are the same uniform draw in +- 1 / sqrt(D)."""
     shape = (1, capture.query_heads, capture.head_dim, settings.rank)
     draw = torch.rand(shape, generator=generator(settings.seed, layer, "start")) * 2 - 1
     maps = (draw * capture.head_dim**-0.5).repeat(1 if settings.shared else 2, 1, 1, 1)
@@ -114,19 +114,19 @@ def _epoch(
     ]
     total = queries = 0.0
     for index in torch.randperm(len(batches), generator=draw).tolist():
-        call, own = batches[index]
+        call, rows = batches[index]
         loss, count = 0.0, 0
-        for piece in pieces(call, own):
-            sums, told_apart = _loss(maps, piece, settings, draw)
-            if told_apart:
+        for piece in pieces(call, rows):
+            sums, with_pairs = _loss(maps, piece, settings, draw)
+            if with_pairs:
                 sums.backward()
-            loss, count = loss + float(sums.detach()), count + told_apart
+            loss, count = loss + float(sums.detach()), count + with_pairs
         if count and maps.grad is not None:
             maps.grad /= count
             adam.step()
             adam.zero_grad()
         total, queries = total + loss, queries + count
-        done(len(range(len(call.query))[own]))
+        done(len(range(len(call.query))[rows]))
     state.maps = maps.detach()
     kept = adam.state[maps]
     state.first_moment, state.second_moment, state.steps = kept["exp_avg"], kept["exp_avg_sq"], int(kept["step"])
@@ -135,7 +135,7 @@ def _epoch(
 
 @torch.no_grad()
 def _validation_loss(maps: Tensor, calls: Sequence[AttentionInputs], layer: int, settings: Settings) -> float:
-    """The mean loss, with the same random keys after every epoch."""
+    """The mean loss on held-out calls, with the same random keys after every epoch."""
     draw, total, queries = generator(settings.seed, layer, "validation"), 0.0, 0
     for call in calls:
         for piece in pieces(call, slice(None)):
@@ -144,21 +144,21 @@ def _validation_loss(maps: Tensor, calls: Sequence[AttentionInputs], layer: int,
     return total / max(1, queries)
 
 
-def pieces(call: AttentionInputs, own: slice) -> Iterator[AttentionInputs]:
-    """The sequences `own` of a call, as many at a time as memory should hold."""
+def pieces(call: AttentionInputs, index: slice) -> Iterator[AttentionInputs]:
+    """The sequences at `index` of a call, in pieces of at most `PAIRS` pairs (or one sequence)."""
     _, heads, queries, _ = call.query.shape
     step = max(1, PAIRS // (heads * queries * call.key.shape[2]))
-    rows = range(len(call.query))[own]
+    rows = range(len(call.query))[index]
     for start in range(rows.start, rows.stop, step):
         yield call.rows(slice(start, min(start + step, rows.stop)))
 
 
 def _loss(maps: Tensor, call: AttentionInputs, settings: Settings, draw: torch.Generator) -> tuple[Tensor, int]:
-    """The sum of the losses of all queries and heads, and how many of them have keys to tell apart."""
+    """The sum of the losses of all queries and heads, and the number of queries with both gold keys and others."""
     query, key, gold, seen = gold_graph(call, settings.alpha)
     sign = signs(gold, seen, draw)
     loss = hinge(query @ maps[0], key @ maps[-1], sign, settings.margin)
-    return loss.sum(), int(told(sign).sum())
+    return loss.sum(), int(has_pairs(sign).sum())
 
 
 def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -176,11 +176,8 @@ def gold_graph(call: AttentionInputs, alpha: float) -> tuple[Tensor, Tensor, Ten
     return query, key, gold, seen
 
 
-# --- the state as a file -------------------------------------------------------------------------------------------
-
-
 def _name(capture: Capture, held_out: Capture | None, layer: int, settings: Settings) -> str:
-    """Tells everything that the learning of a layer depends on, except how many epochs there will be."""
+    """A name from everything that the training of a layer depends on, except the number of epochs."""
     facts: list[Any] = [digest(part, layer) for part in (capture, held_out) if part is not None]
     facts += [{**asdict(settings), "epochs": 0, "patience": 0, "sample": 0}, torch.__version__]
     return f"layer-{layer:03d}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.safetensors"
@@ -198,7 +195,7 @@ def _write(path: Path, state: Learning) -> None:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What the header of a file says."""
+    """The header of a file."""
 
     steps: int
     losses: list[float]
@@ -206,7 +203,7 @@ class _Numbers:
 
 
 def _read(path: Path | None, capture: Capture, settings: Settings) -> Learning | None:
-    """The state in a file, None where there is no such file or it is not whole."""
+    """The state in a file; None if there is no such file or it is damaged."""
     if path is None:
         return None
     shape = (1 if settings.shared else 2, capture.query_heads, capture.head_dim, settings.rank)

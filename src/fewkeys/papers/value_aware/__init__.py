@@ -1,4 +1,4 @@
-"""Value-aware Approximate Attention (arXiv 2103.09857): the best that any method could do."""
+"""Value-aware Approximate Attention (arXiv 2103.09857): oracles that bound what any method can reach."""
 
 from fewkeys.core.rooms import public_names
 from fewkeys.papers.value_aware.low_rank import low_rank as low_rank

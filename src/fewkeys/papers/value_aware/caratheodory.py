@@ -16,11 +16,11 @@ def caratheodory(weights: Tensor, points: Tensor, head: Tensor) -> Tensor:
 
     Finds `b >= 0`, `sum b = sum a`, `sum_j b_j y_j = sum_j a_j y_j`. A round splits a row's n points into g > d + 1
     groups, replaces each by its weight and its mean, reduces the groups to d + 1 (`_reduce`), scales the weights in
-    a group by what happened to the group, and forgets the emptied groups.
+    a group by the change of the group's weight, and drops the empty groups.
 
     Args:
         weights: (R, N) float64, non-negative.
-        points: (H, N, d) float64; duplicates and points in a common subspace are fine.
+        points: (H, N, d) float64; duplicates and points in a common subspace are allowed.
         head: (R,) integers, which of the H sets of points each row lives on.
 
     Returns:
@@ -46,15 +46,15 @@ def caratheodory(weights: Tensor, points: Tensor, head: Tensor) -> Tensor:
             left = torch.cat([left, left.new_zeros(rows, pad)], 1)
         inside = left.view(rows, groups, size)
         mass = inside.sum(-1)
-        chosen = points[head[:, None], index].view(rows, groups, size, limit - 1)
-        means = (inside[..., None] * chosen).sum(-2) / torch.where(mass > 0, mass, 1.0)[..., None]
+        group_points = points[head[:, None], index].view(rows, groups, size, limit - 1)
+        means = (inside[..., None] * group_points).sum(-2) / torch.where(mass > 0, mass, 1.0)[..., None]
         reduced = _reduce(mass, means)
         kept = reduced.topk(limit, -1).indices.sort(-1).values
         factor = reduced / torch.where(mass > 0, mass, 1.0)
         spread = (inside * factor[..., None]).gather(1, kept[..., None].expand(rows, limit, size))
         index = index.view(rows, groups, size).gather(1, kept[..., None].expand(rows, limit, size)).flatten(1)
         left = spread.flatten(1)
-    # Padding points at a real point with weight zero: adding cannot harm it, overwriting could.
+    # Padding refers to a real point with weight zero, so weights are added, not written.
     return torch.zeros_like(weights).scatter_add(1, index, left)
 
 
@@ -67,25 +67,25 @@ def _reduce(weights: Tensor, points: Tensor) -> Tensor:
     """
     rows, groups, d = points.shape
     ones = points.new_ones(rows, groups, 1)
-    # The scale of the points does not change the moves; it keeps the row of ones visible next to large values.
+    # The scale of the points does not change the moves; it keeps the column of ones significant beside large values.
     scale = points.abs().amax((1, 2), keepdim=True)
     system = torch.cat([ones, points / torch.where(scale > 0, scale, 1.0)], -1)
     # The last columns of a complete QR are orthogonal to all columns of the system whatever its rank.
     basis = torch.linalg.qr(system, mode="complete").Q[..., d + 1 :].mT.contiguous()
     weights = weights.clone()
-    alive = torch.ones_like(weights, dtype=torch.bool)
-    every = torch.arange(rows, device=weights.device)
+    active = torch.ones_like(weights, dtype=torch.bool)
+    all_rows = torch.arange(rows, device=weights.device)
     for _ in range(groups - d - 1):
-        move = basis[:, 0].masked_fill(~alive, 0.0)
-        # Points that have no weight go first, with a step of length zero: so they never gain any.
-        ratio = torch.where(move > 0, weights / move.clamp_min(1e-300), torch.inf).masked_fill(~alive, torch.inf)
-        ratio = ratio.masked_fill(alive & (weights == 0), -1.0)
-        step, gone = ratio.min(-1)
+        move = basis[:, 0].masked_fill(~active, 0.0)
+        # Points without weight are removed first, with a step of length zero, so that they never gain weight.
+        ratio = torch.where(move > 0, weights / move.clamp_min(1e-300), torch.inf).masked_fill(~active, torch.inf)
+        ratio = ratio.masked_fill(active & (weights == 0), -1.0)
+        step, removed = ratio.min(-1)
         step = torch.where(step.isfinite(), step.clamp_min(0.0), 0.0)
         weights = (weights - step[:, None] * move).clamp_min_(0.0)
-        weights[every, gone] = 0.0
-        alive[every, gone] = False
-        basis = _forget(basis, gone)
+        weights[all_rows, removed] = 0.0
+        active[all_rows, removed] = False
+        basis = _forget(basis, removed)
     return weights
 
 
@@ -96,6 +96,6 @@ def _forget(basis: Tensor, column: Tensor) -> Tensor:
     mirror = entries.clone()
     mirror[:, :1] += torch.where(entries[:, :1] < 0, -size, size)
     squared = mirror.square().sum(1, keepdim=True)
-    # Where the column is zero already there is nothing to reflect, and any row may go.
+    # If the column is zero already, no reflection is needed, and any row may be dropped.
     factor = torch.where(squared > 0, 2.0 / squared.clamp_min(1e-300), 0.0)
     return basis[:, 1:].addcmul(mirror[:, 1:] * factor, mirror.mT @ basis, value=-1.0)

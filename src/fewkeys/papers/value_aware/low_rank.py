@@ -1,4 +1,4 @@
-"""The best attention matrix of a given rank, with and without sight of the values."""
+"""The best attention matrix of a given rank, with and without regard to the values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def low_rank(
         raise ValueError(f"form: expected 'value-aware' or 'value-oblivious', got {form!r}")
     check_pair(weights, values)
     exact = weights.detach().double()
-    judged = exact @ values.detach().double() if form == "value-aware" else exact
-    left = torch.linalg.svd(judged, full_matrices=False).U[..., :rank]
+    target = exact @ values.detach().double() if form == "value-aware" else exact
+    left = torch.linalg.svd(target, full_matrices=False).U[..., :rank]
     best: Tensor = left @ (left.mT @ exact)
     return best.to(weights.dtype)

@@ -35,9 +35,9 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None
         start = torch.zeros_like(size).scatter(1, size.argmin(1, keepdim=True), 1.0)
     scale = size.masked_fill(~allowed, 0.0).amax(1)
     result, weights, active = start.clone(), start, start > 0
-    todo = every = torch.arange(rows, device=points.device)
+    todo = all_rows = torch.arange(rows, device=points.device)
     finished = torch.zeros_like(todo, dtype=torch.bool)
-    # Whether the active points' plane has been solved, so that the next step brings in a point.
+    # Whether the active points' plane is solved, so that the next step adds a point.
     solved = active.sum(1) < 2
     before = torch.full_like(scale, torch.inf)
     for _ in range(4 * count + 40):
@@ -52,21 +52,21 @@ def nearest_in_hull(points: Tensor, allowed: Tensor, start: Tensor | None = None
         if ended == todo.numel():
             return result
         before = torch.where(solved, value, before)
-        if 4 * ended > todo.numel():  # copying the rows that are left pays once a quarter is done
+        if 4 * ended > todo.numel():  # copying the remaining rows pays once a quarter is done
             go = ~finished
             todo, points, allowed, weights, active = todo[go], points[go], allowed[go], weights[go], active[go]
             solved, before, scale, best, finished = solved[go], before[go], scale[go], best[go], finished[go]
-            every = torch.arange(todo.numel(), device=points.device)
+            all_rows = torch.arange(todo.numel(), device=points.device)
         active = active.clone()
-        active[every[solved], best[solved]] = True
+        active[all_rows[solved], best[solved]] = True
         goal = plane(points, active)
         blocked = active & (goal < 0)
-        step, gone = torch.where(blocked, weights / (weights - goal).clamp_min(1e-300), torch.inf).min(1)
+        step, removed = torch.where(blocked, weights / (weights - goal).clamp_min(1e-300), torch.inf).min(1)
         solved = ~blocked.any(1)
         weights = torch.lerp(weights, goal, torch.where(solved, 1.0, step.clamp_max(1.0))[:, None]).clamp_min(0.0)
-        back = ~solved
-        weights[every[back], gone[back]] = 0.0
-        active[every[back], gone[back]] = False
+        stepping_back = ~solved
+        weights[all_rows[stepping_back], removed[stepping_back]] = 0.0
+        active[all_rows[stepping_back], removed[stepping_back]] = False
         weights = weights / weights.sum(1, keepdim=True)
     result[todo[~finished]] = weights[~finished]
     return result
@@ -108,7 +108,7 @@ def factorise(points: Tensor, active: Tensor) -> Tensor:
     ridge = RIDGE
     while bool(info.any()) and ridge < 1e-6:
         ridge *= 100
-        again = info > 0
-        plain = torch.where(active[again], ridge, 1.0)
-        factor[again], info[again] = torch.linalg.cholesky_ex(gram[again] + torch.diag_embed(plain))
+        failed = info > 0
+        plain = torch.where(active[failed], ridge, 1.0)
+        factor[failed], info[failed] = torch.linalg.cholesky_ex(gram[failed] + torch.diag_embed(plain))
     return factor

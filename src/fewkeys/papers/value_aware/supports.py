@@ -1,7 +1,7 @@
-"""Which r values to combine: the search behind `value_aware` where no exact method is known.
+"""The search for the r values to combine, for `value_aware` where no exact method is known.
 
-All solvers work on the rows of one head. A `Fit` is r slots a row, each with an index and a weight; its weights are
-always the best ones for its slots (`refit`), so solvers only decide what is in the slots.
+All solvers work on the rows of one head. A `Fit` has r slots per row, each with an index and a weight. Its weights are
+always the best for its indices (`refit`), so solvers only choose indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Mixtures:
     points: Tensor  # (N, d)
     weights: Tensor  # (R, N), on the simplex
     target: Tensor  # (R, d), weights @ points
-    visible: Tensor  # (R, N) bool: what a solution may use
+    visible: Tensor  # (R, N) bool: the values that a solution may use
 
     def part(self, rows: Tensor) -> Mixtures:
         """Some of the rows."""
@@ -34,7 +34,7 @@ class Mixtures:
 class Fit:
     """At most r values per row and their weights."""
 
-    index: Tensor  # (R, r); a slot without weight may hold anything
+    index: Tensor  # (R, r); arbitrary in slots of weight zero
     weights: Tensor  # (R, r), on the simplex
     value: Tensor  # (R,), squared distance of the combination to the target
 
@@ -52,19 +52,19 @@ def refit(rows: Mixtures, index: Tensor, start: Tensor) -> Fit:
     return Fit(index, weights, torch.minimum(value, old))
 
 
-def better(one: Fit, other: Fit) -> Fit:
+def better(first: Fit, second: Fit) -> Fit:
     """Row by row the fit that is closer; the first on a tie."""
-    wins = (other.value < one.value)[:, None]
+    wins = (second.value < first.value)[:, None]
     return Fit(
-        torch.where(wins, other.index, one.index),
-        torch.where(wins, other.weights, one.weights),
-        torch.minimum(one.value, other.value),
+        torch.where(wins, second.index, first.index),
+        torch.where(wins, second.weights, first.weights),
+        torch.minimum(first.value, second.value),
     )
 
 
 def nearest(rows: Mixtures) -> Fit:
     """One value per row: the one nearest to the output. This is optimal for r = 1."""
-    # Differences, not the expanded square: near a value, cancellation would pick among its neighbours at random.
+    # Differences, not the expanded square: near a value, cancellation would make the choice random.
     distance = torch.cdist(rows.target, rows.points, compute_mode="donot_use_mm_for_euclid_dist")
     value, index = distance.masked_fill(~rows.visible, torch.inf).min(1, keepdim=True)
     return Fit(index, torch.ones_like(value), value[:, 0].square())
@@ -79,19 +79,19 @@ def oblivious(rows: Mixtures, r: int) -> Fit:
 
 
 def extend(rows: Mixtures, fit: Fit) -> Fit:
-    """One more slot, filled by the value towards which an exact step reduces the error most."""
+    """One more slot, with the value towards which an exact step reduces the error most."""
     here = (fit.weights[:, None] @ rows.points[fit.index])[:, 0]
     gain, move = _gain(rows.points, here[:, None], (here - rows.target)[:, None])
     gain = gain[:, 0].masked_fill(~rows.visible, -torch.inf).scatter(1, fit.index, -torch.inf)
     new = gain.argmax(1, keepdim=True)
-    # Where every visible value is in use, the slot stays without weight.
+    # If every visible value is in use, the slot has weight zero.
     move = move[:, 0].gather(1, new).masked_fill(gain.gather(1, new).isneginf(), 0.0)
     start = torch.cat([fit.weights * (1 - move), move], 1)
     return refit(rows, torch.cat([fit.index, new], 1), start)
 
 
 def greedy(rows: Mixtures, r: int) -> Fit:
-    """From the nearest value on, `extend` until there are r."""
+    """The nearest value, then `extend` until there are r."""
     fit = nearest(rows)
     for _ in range(r - 1):
         fit = extend(rows, fit)
@@ -111,22 +111,22 @@ def eliminations(rows: Mixtures, r: int) -> dict[int, tuple[Tensor, Tensor]]:
     active = weights > 0
     weights = weights / weights.sum(1, keepdim=True)
     inverse = _constrained_inverse(rows.points[index] - rows.target[:, None], active)
-    every = torch.arange(weights.shape[0], device=weights.device)
+    all_rows = torch.arange(weights.shape[0], device=weights.device)
     result = {}
     for size in range(weights.shape[1], 1, -1):
         if size <= r:
             order = (weights + active).topk(size, 1).indices
             result[size] = index.gather(1, order), weights.gather(1, order)
         diagonal = inverse.diagonal(dim1=1, dim2=2).clamp_min(1e-300)
-        gone = torch.where(active, weights.square() / diagonal, torch.inf).argmin(1)
-        # A row that has fewer values already waits.
-        many = active.sum(1) >= size
-        step = inverse[every, gone] / diagonal[every, gone][:, None]
-        moved = (weights - step * weights.gather(1, gone[:, None])).clamp_min(0.0)
-        moved[every, gone] = 0.0
-        weights = torch.where(many[:, None], moved / moved.sum(1, keepdim=True), weights)
-        active[every[many], gone[many]] = False
-        inverse = inverse - (step * many[:, None])[:, :, None] * inverse[every, gone][:, None]
+        removed = torch.where(active, weights.square() / diagonal, torch.inf).argmin(1)
+        # Rows with fewer values already do not change.
+        shrinking = active.sum(1) >= size
+        step = inverse[all_rows, removed] / diagonal[all_rows, removed][:, None]
+        moved = (weights - step * weights.gather(1, removed[:, None])).clamp_min(0.0)
+        moved[all_rows, removed] = 0.0
+        weights = torch.where(shrinking[:, None], moved / moved.sum(1, keepdim=True), weights)
+        active[all_rows[shrinking], removed[shrinking]] = False
+        inverse = inverse - (step * shrinking[:, None])[:, :, None] * inverse[all_rows, removed][:, None]
         inverse = inverse * (active[:, :, None] & active[:, None, :])
     return result
 
@@ -137,7 +137,7 @@ def eliminate(rows: Mixtures, r: int) -> Fit:
 
 
 def pairwise(rows: Mixtures, r: int) -> Fit:
-    """From the r largest weights, exchanges until none helps, or ten have."""
+    """The r largest weights, then at most ten exchanges, while they help."""
     return exchange(rows, oblivious(rows, r), rounds=10, tries=2)
 
 
@@ -176,7 +176,7 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     active = fit.weights > 0
     inverse = _constrained_inverse(chosen - rows.target[:, None], active)
     diagonal = inverse.diagonal(dim1=1, dim2=2)
-    # Row a of `without`: the weights after a is gone; slots without weight leave everything as it is.
+    # Row a of `without`: the weights after the removal of a. Removing a slot of weight zero changes nothing.
     factor = torch.where(active & (diagonal > 0), fit.weights / diagonal.clamp_min(1e-300), 0.0)
     without = (fit.weights[:, None] - factor[:, :, None] * inverse).clamp_min(0.0)
     without = without.masked_fill(torch.eye(slots, dtype=torch.bool, device=without.device), 0.0)
@@ -184,7 +184,7 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
     without = torch.where(total > 0, without / total.clamp_min(1e-300), 0.0)
     here = without @ chosen
     gain, move = _gain(rows.points, here, here - rows.target[:, None])
-    # The only value of its row gone: the newcomer takes all.
+    # If the only value of its row is removed, the new one takes all weight.
     alone = total[..., 0] <= 0
     value = (here - rows.target[:, None]).square().sum(2)[..., None] - gain
     if bool(alone.any()):
@@ -208,28 +208,27 @@ def _best_swap(rows: Mixtures, fit: Fit, tries: int) -> Fit:
 
 
 def search(rows: Mixtures, r: int, enumerate_up_to: int = 500) -> Fit:
-    """The best of all solvers for every size up to r, each size beginning from the one before.
+    """The best of all solvers for every size up to r, each size starting from the previous one.
 
-    The candidates of size k are: the best solutions of size k - 1 with one more slot, the elimination with k left, and
-    the k largest weights. `exchange` improves them, and the best go on to the next size; so the error never increases
-    with r. Few keys get more effort, and where few enough supports exist, all are tried: there, a value has no near
-    neighbour that would do as well, and a bad local optimum costs more. With many keys only the best candidate is
-    improved.
+    The candidates of size k are the best solutions of size k - 1 with one more slot, the elimination with k left, and
+    the k largest weights. `exchange` improves them, and the best go on to the next size, so the error never increases
+    with r. Few keys get more effort, since a bad local optimum costs more if a value has no near neighbours: if there
+    are at most `enumerate_up_to` supports, all are tried. With many keys only the best candidate is improved.
     """
     few = rows.points.shape[0] <= 64
     fits = [nearest(rows)]
     eliminated = eliminations(rows, r)
     for size in range(2, r + 1):
-        found = [extend(rows, fit) for fit in fits] + [oblivious(rows, size)]
+        candidates = [extend(rows, fit) for fit in fits] + [oblivious(rows, size)]
         if size in eliminated:
-            found.append(refit(rows, *eliminated[size]))
+            candidates.append(refit(rows, *eliminated[size]))
         if few:
-            found = [exchange(rows, fit, rounds=4, tries=4) for fit in found]
+            candidates = [exchange(rows, fit, rounds=4, tries=4) for fit in candidates]
         else:
-            found = [exchange(rows, _leaders(found, 1)[0], rounds=2, tries=2)]
+            candidates = [exchange(rows, _leaders(candidates, 1)[0], rounds=2, tries=2)]
         if math.comb(rows.points.shape[0], size) <= enumerate_up_to:
-            found.append(exhaustive(rows, size))
-        fits = _leaders(found, 3)
+            candidates.append(exhaustive(rows, size))
+        fits = _leaders(candidates, 3)
     return fits[0]
 
 
@@ -238,19 +237,19 @@ def exhaustive(rows: Mixtures, r: int) -> Fit:
     best = nearest(rows)
     first, height = best.index, best.index.shape[0]
     best = Fit(first.expand(-1, r), torch.nn.functional.pad(best.weights, (0, r - 1)), best.value)
-    every = torch.combinations(torch.arange(rows.points.shape[0], device=first.device), r)
-    for chosen in every.split(max(1, 8192 // height)):
+    combinations = torch.combinations(torch.arange(rows.points.shape[0], device=first.device), r)
+    for chosen in combinations.split(max(1, 8192 // height)):
         # All rows with the first support, then all rows with the second, and so on.
-        many = rows.part(torch.arange(height, device=first.device).repeat(chosen.shape[0]))
+        repeated = rows.part(torch.arange(height, device=first.device).repeat(chosen.shape[0]))
         index = chosen.repeat_interleave(height, 0)
-        # A row that sees none of these has nothing to fit; its nearest value stands in, and changes nothing.
-        blind = ~many.visible.gather(1, index).any(1, keepdim=True)
+        # A row that sees none of these values uses its nearest value, which changes nothing.
+        blind = ~repeated.visible.gather(1, index).any(1, keepdim=True)
         index = torch.where(blind, first.repeat(chosen.shape[0], 1), index)
-        distance = (many.points[index] - many.target[:, None]).square().sum(2)
-        closest = distance.masked_fill(~many.visible.gather(1, index), torch.inf).argmin(1)
-        fit = refit(many, index, torch.nn.functional.one_hot(closest, r).to(rows.points.dtype))
-        value, which = fit.value.view(-1, height).min(0)
-        place = which * height + torch.arange(height, device=first.device)
+        distance = (repeated.points[index] - repeated.target[:, None]).square().sum(2)
+        closest = distance.masked_fill(~repeated.visible.gather(1, index), torch.inf).argmin(1)
+        fit = refit(repeated, index, torch.nn.functional.one_hot(closest, r).to(rows.points.dtype))
+        value, best_support = fit.value.view(-1, height).min(0)
+        place = best_support * height + torch.arange(height, device=first.device)
         best = better(best, Fit(index[place], fit.weights[place], value))
     return best
 
@@ -258,19 +257,19 @@ def exhaustive(rows: Mixtures, r: int) -> Fit:
 def _leaders(fits: list[Fit], width: int) -> list[Fit]:
     """Row by row the `width` best fits, different ones first."""
     value, order = torch.stack([fit.value for fit in fits]).sort(dim=0, stable=True)
-    again = torch.zeros_like(value, dtype=torch.bool)
-    again[1:] = value[1:] <= value[:-1] * (1 + 1e-9)
-    rank = torch.where(again, torch.inf, value).sort(dim=0, stable=True).indices[:width]
+    repeated = torch.zeros_like(value, dtype=torch.bool)
+    repeated[1:] = value[1:] <= value[:-1] * (1 + 1e-9)
+    rank = torch.where(repeated, torch.inf, value).sort(dim=0, stable=True).indices[:width]
     value, order = value.gather(0, rank), order.gather(0, rank)
     index, weights = torch.stack([fit.index for fit in fits]), torch.stack([fit.weights for fit in fits])
-    every = torch.arange(order.shape[1], device=order.device)
-    return [Fit(index[o, every], weights[o, every], v) for o, v in zip(order, value, strict=True)]
+    all_rows = torch.arange(order.shape[1], device=order.device)
+    return [Fit(index[o, all_rows], weights[o, all_rows], v) for o, v in zip(order, value, strict=True)]
 
 
 def _gain(points: Tensor, here: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """How much the squared error falls by the best step from `here` (R, a, d) to each point, and that step's length.
+    """The decrease of the squared error by the best step from `here` (R, a, d) to each point, and that step's length.
 
-    `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, cut to [0, 1]. Two (R, a, N) tensors.
+    `e + t (y_j - x)` is shortest at `t = e (x - y_j) / |x - y_j|^2`, clamped to [0, 1]. Two (R, a, N) tensors.
     """
     along = (here * error).sum(-1, keepdim=True) - error @ points.mT
     length = points.square().sum(-1) - 2 * (here @ points.mT) + here.square().sum(-1, keepdim=True)

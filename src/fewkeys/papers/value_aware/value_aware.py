@@ -1,4 +1,4 @@
-"""The best r weights for one who sees the values: judged by the output, not by the weights."""
+"""The r weights per row with the least output error, chosen with knowledge of the values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOLVERS: dict[str, Callable[[Mixtures, int], Fit]] = {
     "pairwise": supports.pairwise,
     "exhaustive": supports.exhaustive,
 }
-# Numbers (float64) that one block of rows may hold in its largest tensors.
+# The most float64 numbers in the largest tensors of one block of rows.
 BLOCK = 4_000_000
 
 
@@ -96,13 +96,12 @@ def value_aware(
                 continue
             rows = rows.part(live)
             if exact:
-                found = caratheodory(rows.weights, points[None], torch.zeros_like(rows.weights[:, 0], dtype=torch.long))
+                dense = caratheodory(rows.weights, points[None], torch.zeros_like(rows.weights[:, 0], dtype=torch.long))
             else:
-                fit = _solve(rows, r, method)
-                found = fit.dense(count)
-            # Rounding to the dtype of the weights must not move a row off the simplex by more than that.
-            found = found / found.sum(1, keepdim=True)
-            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], found.to(out.dtype))
+                dense = _solve(rows, r, method).dense(count)
+            # The sum is one in float64, so that only the final rounding moves a row off the simplex.
+            dense = dense / dense.sum(1, keepdim=True)
+            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], dense.to(out.dtype))
     return result
 
 
@@ -144,10 +143,10 @@ def reweighted(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
             kept = rows.weights.gather(1, index) * allowed
             total = kept.sum(1, keepdim=True)
             old = torch.where(total > 0, kept / total.clamp_min(1e-300), fitted)
-            # Rounding could leave the fit a hair behind weights that are already optimal.
+            # Rounding could make the fit slightly worse than weights that are already optimal.
             fits = [Fit(index, w, (w[:, None] @ inner)[:, 0].square().sum(1)) for w in (fitted, old)]
-            found = supports.better(*fits).dense(count)
-            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], found.to(out.dtype))
+            solution = supports.better(*fits).dense(count)
+            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], solution.to(out.dtype))
     return result
 
 
@@ -179,18 +178,18 @@ def plane_coordinates(points: Tensor) -> Tensor:
     above 1e-13 sqrt(max(N, d)) of the largest: rounding leaves as much of a zero. The error this makes is as small.
     """
     centred = points - points.mean(0)
-    # The rounding of the subtraction is relative to the points, not to what is left of them.
+    # The rounding of the subtraction is relative to the points, not to the differences.
     size = points.abs().amax() * math.sqrt(points.numel())
     left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
     floor = max(1e-13 * math.sqrt(max(points.shape)) * float(sizes[0]), 1e-15 * float(size))
-    # Values that are all alike keep one coordinate: no solver has to know of points without any.
+    # Identical values keep one coordinate, so that solvers need not handle points without coordinates.
     rho = max(1, int((sizes > floor).sum()))
     coordinates: Tensor = left[:, :rho] * sizes[:rho]
     return coordinates
 
 
 def _blocks(rows: Tensor, each: int) -> Iterator[slice]:
-    """Slices of the rows of one head, few enough at a time for `each` numbers per row to stay within `BLOCK`."""
+    """Slices of one head's rows with at most `BLOCK` numbers at `each` numbers per row."""
     step = max(1, min(128, BLOCK // max(1, each)))
     for start in range(0, rows.shape[0], step):
         yield slice(start, start + step)
@@ -205,7 +204,7 @@ def _rows(weights: Tensor, points: Tensor, visible: Tensor | None) -> Mixtures:
 
 
 def check_pair(weights: object, values: object) -> None:
-    """Refuse weights that are not rows on the simplex (or zero), and values that do not belong to them."""
+    """Raise for weights that are not rows on the simplex (or zero), and for values that do not fit them."""
     for name, tensor, shape in (("weights", weights, "(..., Nq, N)"), ("values", values, "(..., N, Dv)")):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -233,7 +232,7 @@ def check_pair(weights: object, values: object) -> None:
             f"weights: expected no negative entries, got {float(weights.min()):.3g}; normalise the scores first"
         )
     sums = weights.sum(-1, dtype=torch.float64)
-    # What rounding every entry of a row to its dtype can do to the sum, with room for a softmax in that dtype.
+    # The error of a row's sum when its entries are rounded to the dtype, with room for a softmax in that dtype.
     slack = min(0.05, max(1e-5, 8 * torch.finfo(weights.dtype).eps * math.sqrt(weights.shape[-1])))
     off = ((sums - 1).abs() > slack) & (sums != 0)
     if bool(off.any()):
@@ -244,7 +243,7 @@ def check_pair(weights: object, values: object) -> None:
 
 
 def check_mask(mask: object, weights: Tensor) -> Tensor | None:
-    """The mask in the shape of weights, or None; refuse one that hides weight."""
+    """The mask in the shape of weights, or None. Raises `ValueError` for a mask that hides weight."""
     if mask is None:
         return None
     visible = _as_mask(mask, weights)

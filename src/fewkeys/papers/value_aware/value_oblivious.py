@@ -1,4 +1,4 @@
-"""The best r weights for one who does not see the values."""
+"""The r weights per row that are best without knowledge of the values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def value_oblivious(weights: Tensor, r: int, form: Literal["renormalised", "proj
     Args:
         weights: (..., N), non-negative rows that sum to one (attention weights).
         r: largest number of nonzeros per row, at least 1.
-        form: how the dropped mass is given back.
+        form: how the kept weights replace the dropped mass.
 
     Returns:
         (..., N) with at most r nonzeros per row; rows sum to one (rows of zeros stay zero). Cost O(N log r) per row.

@@ -1,1 +1,1 @@
-"""Published attention patterns, each in its paper's own terms: what a selector has to beat."""
+"""Published attention patterns in their papers' terms: the baselines of selectors."""

@@ -19,13 +19,14 @@ from fewkeys.select.recent import RecentBlocks
 
 @dataclass(frozen=True)
 class BigBird(Selector):
-    """Blocks of `size` positions: every query block sees a window of blocks, and `random` others; the first are global.
+    """Blocks of `size` positions: every query block sees a window of blocks, `random` others, and the global ones.
 
-    The window is `window` blocks, odd, the own one in the middle; under causality the own one and the `window // 2`
-    before it. `random` blocks are drawn without replacement for every query block, sequence and key head from those
-    that are neither in the window nor global nor all future. The first `global_blocks * size` real tokens see all and
-    are seen by all (the paper's internal construction, ITC). With size 1 all counts are tokens. `size` is a power of
-    two, as for `RecentBlocks`. The draws come from the call's generator. Defaults are the paper's, for size 64.
+    The window is `window` blocks, an odd number with the query's block in the middle; under causality that block and
+    the `window // 2` before it. `random` blocks are drawn without replacement for every query block, sequence and key
+    head from those that are neither in the window nor global nor all future. The first `global_blocks * size` real
+    tokens see all tokens and all tokens see them (the paper's internal construction, ITC). With size 1 all counts are
+    tokens. `size` is a power of two, as for `RecentBlocks`. Draws come from the call's generator. Defaults are the
+    paper's, for size 64.
 
     Cost O(n size (window + random + global_blocks)).
 
@@ -61,17 +62,17 @@ class BigBird(Selector):
 
     def _drawn(self, x: Inputs) -> Columns:
         device, size, reach = x.key.device, self.size, self.window // 2
-        own = torch.arange(x.offset // size, (x.offset + x.queries - 1) // size + 1, device=device)
+        query_block = torch.arange(x.offset // size, (x.offset + x.queries - 1) // size + 1, device=device)
         stop = _key_blocks(x, size)  # (B, 1, 1), one past the last
         first = self.global_blocks
-        low = (own - reach).clamp_min(first).minimum(stop)
+        low = (query_block - reach).clamp_min(first).minimum(stop)
         if x.is_causal:
             high, stop = low, low
         else:
-            high = (own + reach + 1).minimum(stop).maximum(low)
+            high = (query_block + reach + 1).minimum(stop).maximum(low)
         # Candidates are first .. low - 1 and high .. stop - 1, in this order.
         total = (low - first).clamp_min(0) + (stop - high).clamp_min(0)
-        rank = distinct(x, total, own.numel(), self.random)
+        rank = distinct(x, total, query_block.numel(), self.random)
         block = rank + first
         block = torch.where(block >= low.unsqueeze(-1), block + (high - low).unsqueeze(-1), block)
         used = (rank >= 0).unsqueeze(-1).expand(-1, -1, -1, -1, size).flatten(3)

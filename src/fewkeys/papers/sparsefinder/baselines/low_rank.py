@@ -30,7 +30,7 @@ class LowRankEntmax(Selector):
         project: a given projection; the scale is then `1 / sqrt(rank)`, as for a head of that dimension.
         alpha: of entmax, > 1.
 
-    Scores every pair, only cheaper: O(n^2 rank), and the graph runs through the reference, O(n^2 D).
+    Scores all pairs, at lower cost: O(n^2 rank). The graph runs through the reference, O(n^2 D).
 
     Source: the low-dimensional baseline of Sparsefinder (arXiv 2109.12188), section 4.
     """

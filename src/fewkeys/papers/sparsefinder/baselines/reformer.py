@@ -22,9 +22,9 @@ class Reformer(Selector):
     """(i, j) is an edge when `h_r(q_i) = h_r(k_j)` in any round r, `h_r(x) = argmax [x R_r, -x R_r]`.
 
     R_r (D, buckets / 2) is Gaussian, drawn anew for every round from the call's generator, the same for all sequences
-    and heads. The paper ties keys to queries (`k = q / |q|`); here both are hashed, whatever they are, and the length
-    of neither matters. Its exclusion of the own key goes with the tie and is left out, and so are its chunks of equal
-    size: buckets run as they are, so the rule stays strictly causal.
+    and heads. The paper ties keys to queries (`k = q / |q|`); here both are hashed, and their lengths do not matter.
+    The exclusion of a query's own key belongs to the tie and is left out. The chunks of equal size are left out, too:
+    buckets run as they are, so the rule is strictly causal.
 
     Args:
         buckets: an even number.

@@ -22,12 +22,12 @@ LLOYD_STEPS = 4
 
 @dataclass(frozen=True)
 class Routing(Selector):
-    """(i, j) is an edge when a centroid holds both query i and key j.
+    """(i, j) is an edge when query i and key j are in one cluster.
 
-    Queries and keys are brought to unit length (the paper's layer norm without scale and bias also takes out the mean
-    of the features). Balanced, as the paper runs it, a centroid of C holds the `ceil(n / C)` queries and the
-    `ceil(n / C)` keys nearest to it; a token may be held by several or by none. Otherwise it holds those to which it
-    is the nearest, the paper's definition.
+    Queries and keys are brought to unit length (the paper's layer norm without scale and bias also subtracts the mean
+    of the features). Balanced, as the paper runs it, each of C clusters has the `ceil(n / C)` queries and the
+    `ceil(n / C)` keys nearest to its centroid; a token may be in several clusters or in none. Otherwise a token is in
+    the cluster of its nearest centroid, the paper's definition.
 
     Args:
         clusters: C, the number of centroids.
@@ -106,9 +106,9 @@ def spherical_means(
     start = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True).gather(-1, rank)
     centroids = rows.gather(2, start[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3]))
     for _ in range(LLOYD_STEPS):
-        own = (rows @ centroids.mT).argmax(-1, keepdim=True).masked_fill(~real[:, None, :, None], count)
+        label = (rows @ centroids.mT).argmax(-1, keepdim=True).masked_fill(~real[:, None, :, None], count)
         total = rows.new_zeros((*rows.shape[:2], count + 1, rows.shape[3]))
-        total.scatter_add_(2, own.expand_as(rows), rows)
+        total.scatter_add_(2, label.expand_as(rows), rows)
         mean = total[:, :, :count]
         centroids = torch.where((mean != 0).any(-1, keepdim=True), normalize(mean, dim=-1), centroids)
     return centroids

@@ -19,7 +19,7 @@ from fewkeys.select.base import Selector
 
 @dataclass(frozen=True)
 class SortedLSH(Selector):
-    """Queries and keys are sorted by a hash, each cut into equal blocks, and block b of queries sees block b of keys.
+    """Queries and keys are sorted by a hash and split into equal blocks; block b of queries sees block b of keys.
 
     The hash is the signs of `planes` random projections, ordered along the Gray code, so that neighbouring buckets
     differ in one sign; equal hashes stay in the order of their positions. Of n real keys there are

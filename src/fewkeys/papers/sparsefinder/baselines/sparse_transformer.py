@@ -49,8 +49,8 @@ class Strided(Selector):
 class Fixed(Selector):
     """(i, j) is an edge when `i // stride = j // stride` or `j mod stride >= stride - summary`, i and j positions.
 
-    Every block of `stride` positions sees itself, and the last `summary` positions of every block, which are there to
-    sum it up. The paper is causal and takes stride 128 or 256 and summary 8, 16 or 32.
+    Every block of `stride` positions sees itself, and the last `summary` positions of every block, which summarise it.
+    The paper is causal and takes stride 128 or 256 and summary 8, 16 or 32.
     Cost O(n (stride + n summary / stride)).
 
     Source: Child, Gray, Radford, Sutskever, Sparse Transformers (arXiv 1904.10509), section 4.3.
