@@ -76,6 +76,19 @@ def test_long_past():
         assert_same(key, query, torch.full((queries,), 20_000), None, 227)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_copied(dtype):
+    """More bytes of keys and values than a cache holds, chosen often, in heads and sequences of their own."""
+    plan, size = fk.Plan(fk.KeyScan(80), fk.BlockMeans(3)), 8 // dtype.itemsize
+    query = drawn(2, 4, 512, 250 * size, seed=1).to(dtype)
+    key, value = drawn(2, 2, 2100, 250 * size).to(dtype), drawn(2, 2, 2100, 40, seed=2).to(dtype)
+    ours, theirs = (
+        fk.attention(query, key, value, plan=plan, is_causal=True, query_offset=2100 - 512, impl=impl).float()
+        for impl in ("native", "torch")
+    )
+    assert (ours - theirs).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * theirs.abs().max()
+
+
 def test_heads_too_large_for_sums_of_16_bits_are_left_to_torch():
     rows = drawn(1, 1, 70, 1100)
     plan = fk.Plan(fk.KeyScan(5))

@@ -138,6 +138,14 @@ class ScanAttention {
     }
   }
 
+  // Sends for rows that a query chooses, not into the nearest cache: all of them would not fit there.
+  void send_for(const Chosen &next, int64_t first, int64_t count) const {
+    for (int64_t r = first; r < std::min(first + count, next.count); r++) {
+      prefetch<2>(next.key + next.place[r] * p.key.row, dim * sizeof(R));
+      prefetch<2>(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
+    }
+  }
+
   // Adds the values that query i chooses under their weights; means have been weighed. What the next query chooses is
   // sent for meanwhile.
   void mix_chosen(Tile &tile, int i, const Chosen &of, const Chosen &next) {
@@ -151,10 +159,7 @@ class ScanAttention {
       for (int64_t c = 0; c < count; c += FOUR) {
         four_dots(&row[c], &asked[i * dim], dim, &logit[c]);
         for (int64_t r = c; SCALED && r < std::min(c + FOUR, count); r++) logit[r] *= of.scale[of.place[r] * p.scales.row];
-        for (int64_t r = c; r < std::min(c + FOUR, next.count); r++) {
-          prefetch(next.key + next.place[r] * p.key.row, dim * sizeof(R));
-          prefetch(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
-        }
+        send_for(next, c / 2, FOUR / 2);
       }
       const int64_t whole = (count + LANES - 1) / LANES * LANES;
       std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
@@ -171,21 +176,51 @@ class ScanAttention {
       tile.sum[i / LANES][i % LANES] = sum_of_lanes(sum);
       for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[of.place[c] * p.scales.row + 1];
       for (int64_t c = 0; c < count; c++) row[c] = of.value + of.place[c] * p.value.row;
-      mix_rows(row.data(), logit.data(), count, p.value_dim, &mixed[i * wide]);
+      for (int64_t c = 0; c < count; c += 2 * FOUR) {
+        mix_rows(&row[c], &logit[c], std::min<int64_t>(2 * FOUR, count - c), p.value_dim, &mixed[i * wide]);
+        send_for(next, (count + c) / 2, FOUR);
+      }
     }
     tile.top[i / LANES][i % LANES] = top;
   }
 };
 
+// For so many key heads from `first` on.
 template <class T, class R>
-static void scan_attend_rows(const ScanAttend &p, int threads) {
+static void scan_attend_heads(const ScanAttend &p, int threads, int64_t first, int64_t count) {
   const std::vector<Asking> all = asking(p.of);
   const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, each = all.size();
   in_parallel(
-      threads, p.of.batch * kv_heads * each, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
+      threads, count * each, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
       [&](std::unique_ptr<ScanAttention<T, R>> &worker, int64_t t) {
-        worker->attend(t / each / kv_heads, t / each % kv_heads, all[t % each]);
+        const int64_t head = first + t / each;
+        worker->attend(head / kv_heads, head % kv_heads, all[t % each]);
       });
+}
+
+// Rows that no cache near a core holds, and of which each is chosen often, are copied, a key beside its value, one key
+// head at a time: a query then finds both at one address.
+template <class T, class R>
+static void scan_attend_rows(const ScanAttend &p, int threads) {
+  constexpr int OFTEN = 16, MANY_BYTES = 4 << 20, SOME = 512;
+  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, heads = p.of.batch * kv_heads, keys = p.of.keys;
+  const int64_t both = p.of.dim + p.value_dim, row = round_up(both * sizeof(R), 64) / sizeof(R);
+  const int64_t chosen = p.of.queries * p.of.gqa_ratio * p.of.count;
+  if (chosen < OFTEN * keys || keys * row * (int64_t)sizeof(R) < MANY_BYTES)
+    return scan_attend_heads<T, R>(p, threads, 0, heads);
+  HugePages<R> rows(keys * row);
+  ScanAttend copied = p;
+  copied.key = {rows.data(), 0, 0, row}, copied.value = {rows.data() + p.of.dim, 0, 0, row};
+  for (int64_t head = 0; head < heads; head++) {
+    in_parallel(threads, (keys + SOME - 1) / SOME, [&](int64_t some) {
+      for (int64_t j = some * SOME; j < std::min(keys, (some + 1) * SOME); j++) {
+        R *to = rows.data() + j * row;
+        std::copy_n(p.key.at<R>(head / kv_heads, head % kv_heads, j), p.of.dim, to);
+        std::copy_n(p.value.at<R>(head / kv_heads, head % kv_heads, j), p.value_dim, to + p.of.dim);
+      }
+    });
+    scan_attend_heads<T, R>(copied, threads, head, 1);
+  }
 }
 
 template <class T>
