@@ -14,7 +14,7 @@ Ways take turns; a row has the median of each. A way is left out of a row where 
 Lengths at which torch itself would take that long are not run. OpenVINO's XAttention runs in its text generation
 pipeline alone, which has no encoders.
 
-Writes benchmarks/results/engines.json and engines.png.
+Each row is added to benchmarks/results/engines.json, in the place of an older one, and engines.png drawn anew.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULTS = Path(__file__).parent / "results"
 SHAPES = ((1, 512), (8, 512), (32, 128), (1, 1024), (1, 2048), (1, 4096), (1, 8192), (1, 16384))
 MODELS = ("minilm", "base", "modernbert")
 SLOTS, TURNS, ENOUGH_SECONDS, LONGEST = 64, 7, 20.0, 40.0
-SCORES = 2**32
+SCORES = 2**31
 """Bytes of one layer's scores, beyond which ONNX Runtime, which holds them all, is left out."""
 PAUSE = 0.05
 """Seconds between two ways, so that one engine's waiting threads do not slow the next."""
@@ -187,23 +187,22 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), metavar="NAME,...")
-    parser.add_argument("--longest", type=int, default=SHAPES[-1][1], metavar="TOKENS")
+    parser.add_argument("--lengths", type=int, nargs="+", default=sorted({length for _, length in SHAPES}))
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    path = RESULTS / "engines.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.is_file() else []
     for name in args.models.split(","):
         for batch, length in SHAPES:
             left_out = _left_out(name, batch, length, rows)
-            if length <= args.longest and "torch" not in left_out:
-                rows.append(measure(name, batch, length, left_out))
-                print(json.dumps(rows[-1]), flush=True)
+            if length in args.lengths and "torch" not in left_out:
+                row = measure(name, batch, length, left_out)
+                print(json.dumps(row), flush=True)
+                others = [old for old in rows if (old["model"], old["batch"], old["length"]) != (name, batch, length)]
+                rows = sorted([*others, row], key=lambda one: (MODELS.index(one["model"]), one["batch"], one["length"]))
+                result = {"plan": f"budget({SLOTS})", "rows": rows}
+                about = {"machine": machine(), "versions": versions(with_transformers=True)}
+                write_whole(path, json.dumps(about | result, indent=1) + "\n")
                 gc.collect()
-    result = {
-        "machine": machine(),
-        "versions": versions(with_transformers=True),
-        "plan": f"budget({SLOTS})",
-        "rows": rows,
-    }
-    write_whole(RESULTS / "engines.json", json.dumps(result, indent=1) + "\n")
     picture(rows, RESULTS / "engines.png")
 
 

@@ -121,9 +121,28 @@ def _engines(shapes: tuple[tuple[str, int], ...] = ()) -> str:
     return table(["model", "tokens", *ENGINES, "best engine / fewkeys"], rows)
 
 
+def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
+    """Milliseconds of one attention call of a decoder at each length."""
+
+    def shown() -> str:
+        rows = [row for row in read("benchmarks/results/decoders.json")[part] if row["heads"] == heads]
+        return table(
+            [count, *(f"{row['tokens']:,}" for row in rows)],
+            [
+                ["exact attention, ms", *(_milliseconds(1000 * row["exact"]) for row in rows)],
+                ["`budget(256, is_causal=True)`, ms", *(_milliseconds(1000 * row["plan"]) for row in rows)],
+                ["exact / plan", *(ratio(row["ratio"]) for row in rows)],
+            ],
+        )
+
+    return shown
+
+
 NEWCOMER = "benchmarks/results/newcomer.json"
 FIGURES: dict[str, Callable[[], str]] = {
     "short": _short,
+    "decoders.prefill": _decoders("prefill", 9, "tokens"),
+    "decoders.token": _decoders("decoding", 9, "tokens before"),
     "engines": _engines,
     "engines.short": lambda: _engines(SHOWN),
     "bench.lengths": _lengths,
