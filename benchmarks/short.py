@@ -19,7 +19,7 @@ from fewkeys.core.files import write_whole
 from fewkeys.integrations.whole import random_model
 
 RESULTS = Path(__file__).parent / "results" / "short.json"
-SHAPES = [(batch, length) for batch in (1, 32, 128) for length in (64, 256, 512, 1024) if batch * length <= 2**14]
+SHAPES = [(batch, length) for batch in (1, 32, 128) for length in (64, 256, 512, 1024) if batch * length <= 2**13]
 SLOTS, TURNS, KINDS = 64, 7, 1000
 
 
