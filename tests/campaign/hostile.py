@@ -180,7 +180,7 @@ class Libraries:
             elif locked == "pipe":
                 os.mkfifo(lock)
             elif locked == "unwritable":
-                folder.chmod(0o555)
+                folder.chmod(folder.stat().st_mode & 0o577)  # of others, as it was
             wait = in_a_child(lambda: self.tried(folder, draw.uniform(0.0, 0.3)))
             said = wait()
             if holder is not None:
