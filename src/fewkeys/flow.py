@@ -26,7 +26,6 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs, unknown_option
-from fewkeys.core.weights import Softmax, Weights
 from fewkeys.cost.crossover import exact_is_faster, torch_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
@@ -139,7 +138,7 @@ def _gives_way(
 def run(choice: Choice, guard: Guard | None = None) -> Tensor:
     """The output (B, Hq, Nq, Dv) of a choice; corrected by the guard, if any."""
     if choice.is_exact:
-        return _exactly(choice.inputs, choice.plan.weights)
+        return exact.attend(choice.inputs, choice.plan.weights)
     parts, restore = canonicalise(choice)
     outputs = []
     for part in parts:
@@ -147,15 +146,6 @@ def run(choice: Choice, guard: Guard | None = None) -> Tensor:
         output = dispatch.attend(problem)[:, :, problem.inputs.placeholders :]
         outputs.append(output if guard is None else guard.correct(part, choice.plan.weights, output))
     return restore(outputs)
-
-
-def _exactly(inputs: Inputs, weights: Weights) -> Tensor:
-    """Exact attention, in other units where scores that a mask hides would have no float."""
-    if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
-        return exact.attend(inputs, weights)
-    x, unit = rescaled(inputs.clear())
-    output = exact.attend(x, weights)
-    return output if unit is None else output * unit
 
 
 def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[Tensor]], Tensor]]:

@@ -75,6 +75,11 @@ class Plan(hub.OnHub):
         """The single rules of `keep`; none where it is None."""
         return () if self.keep is None else self.keep.parts
 
+    @property
+    def scanned(self) -> int:
+        """How many keys each query chooses by a scan of all keys (`KeyScan`); 0 without one."""
+        return max((held.scan for part in self.parts if (held := part.remembered) is not None), default=0)
+
     def check(self, inputs: Inputs) -> None:
         """Raise `ValueError` where the plan cannot run on such inputs."""
         if self.is_causal and not inputs.is_causal:

@@ -8,8 +8,9 @@ import encoders
 import fewkeys as fk
 from encoders import words
 from fewkeys.guard.fallback import Fallbacks
-from fewkeys.integrations.embed import WATCH, estimated, late_chunks, longest, split, tokens_of
+from fewkeys.integrations.embed import WATCH, estimated, late_chunks
 from fewkeys.integrations.loading import load_encoder
+from fewkeys.integrations.passes import longest, split, tokens_of
 
 modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
 TEXT = words(55)

@@ -24,7 +24,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
     Hidden files and folders, whose names begin with a dot, are not looked at, nor are folders behind links. A file that
     was named itself has to be a text: `ValueError`.
     """
-    found: dict[str, Document] = {}
+    documents: dict[str, Document] = {}
     skipped: dict[str, str] = {}
     for path in paths:
         if not path.exists():
@@ -33,15 +33,15 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
             name = os.fsencode(file).decode(errors="replace")
             text, reason = _text(file)
             if not reason:
-                found[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest())
+                documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest())
             elif file is path:
                 raise ValueError(f"FILE_OR_FOLDER: expected a file of UTF-8 text, got one that {reason}: {name}")
             else:
                 skipped[name] = reason
-    if not found:
+    if not documents:
         named = ", ".join(map(str, paths))
         raise ValueError(f"FILE_OR_FOLDER: expected at least one text, got none in {named}{_reasons(skipped)}")
-    return list(found.values()), skipped
+    return list(documents.values()), skipped
 
 
 def skipped_in_words(skipped: dict[str, str]) -> str:

@@ -115,7 +115,7 @@ def _check_out(out: Path) -> None:
 def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransformer, Plan | ModelPlan, dict[str, Any]]:
     """The encoder, its plan, and all that the vectors depend on beside the texts."""
     step(0, 0, "loading the model")
-    from fewkeys.integrations import embed
+    from fewkeys.integrations import embed, passes
     from fewkeys.integrations.interface import attention_modules
     from fewkeys.integrations.known import weights_of
     from fewkeys.integrations.loading import load_encoder
@@ -123,15 +123,15 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
     with inputs.named_as_options(**options):
         encoder = load_encoder(arguments.model)
-        most = embed.longest(encoder)
+        most = passes.longest(encoder)
         if arguments.max_tokens is not None:
             encoder.max_seq_length = arguments.max_tokens
-            most = embed.longest(encoder)
+            most = passes.longest(encoder)
             if most is not None and most < arguments.max_tokens:
                 raise ValueError(
                     f"--max-tokens: expected at most the model's {most} positions, got {arguments.max_tokens}"
                 )
-        prompt = embed.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
+        prompt = passes.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
         embed.check_chunks(encoder, arguments.chunk)
     plan = _plan(arguments, encoder)
     settings = {
@@ -166,17 +166,20 @@ def _passes(
     documents: list[Document], encoder: SentenceTransformer, longer: str, prompt: str, step: Step
 ) -> Iterator[tuple[str, tuple[list[tuple[int, int]], int]]]:
     """By the digest of a text, the characters of each pass over it, and its tokens. `ValueError` for texts too long."""
-    from fewkeys.integrations import embed
+    from fewkeys.integrations import passes
 
-    most, too_long = embed.longest(encoder), []
+    most, too_long = passes.longest(encoder), []
     for done, document in enumerate(documents):
         step(done, len(documents), f"counting the tokens of {len(documents)} texts")
         with inputs.named_as_options(text=document.name):
-            tokens = embed.tokens_of(encoder, document.text, prompt)
+            tokens = passes.tokens_of(encoder, document.text, prompt)
         if most is not None and tokens > most and longer == "refuse":
             too_long.append((tokens, document.name))
         spans = [(0, len(document.text))]
-        yield document.key, (embed.split(encoder, document.text, prompt=prompt) if longer == "split" else spans, tokens)
+        yield (
+            document.key,
+            (passes.split(encoder, document.text, prompt=prompt) if longer == "split" else spans, tokens),
+        )
     if too_long:
         tokens, name = max(too_long)
         others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
@@ -210,14 +213,14 @@ def _embedded(
             parts = []
             for first, last in passes[key][0]:
                 before = applied.fallbacks
-                found = embed.late_chunks(
+                chunks = embed.late_chunks(
                     encoder, texts[key].text[first:last], settings["chunk"], prompt=settings["prompt"]
                 )
                 error = torch.full(
-                    (len(found.tokens),), embed.estimated(before, applied.fallbacks), dtype=torch.float64
+                    (len(chunks.tokens),), embed.estimated(before, applied.fallbacks), dtype=torch.float64
                 )
-                tokens, spans = torch.tensor(found.tokens), torch.tensor(found.spans) + first
-                parts.append(Rows(found.vectors.float().cpu(), spans, tokens, error))
+                tokens, spans = torch.tensor(chunks.tokens), torch.tensor(chunks.spans) + first
+                parts.append(Rows(chunks.vectors.float().cpu(), spans, tokens, error))
             done += passes[key][1]
             yield key, Rows.joined(parts)
 

@@ -91,10 +91,11 @@ def attention(
     call = "attention"
     with checking(comm, call):
         plan = Plan(keep, rest or Drop(), weights or Softmax())
-        scanned = scan.scanned(plan)
-        parts = causal.check_causal(plan) if is_causal and scanned is None else None
+        if plan.scanned:
+            scan.check_scan(plan)
+        parts = causal.check_causal(plan) if is_causal and not plan.scanned else None
         by_cohort = cohorts.lists(plan)
-        rules = () if is_causal or by_cohort or scanned else means.check_parts(plan)
+        rules = () if is_causal or by_cohort or plan.scanned else means.check_parts(plan)
         inputs = _check(comm, query, key, value, scale)
         windowed = any(part.sharded is not None and part.sharded.band for part in plan.parts)
         if (is_causal or windowed) and inputs.queries != inputs.keys:
@@ -108,7 +109,7 @@ def attention(
         "is_causal": is_causal,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
     }
-    tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal or scanned is not None else ()))
+    tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal or plan.scanned else ()))
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     own = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
     tokens, wanted = [count for count, _, _ in own], any(wants for _, _, wants in own)
@@ -116,8 +117,8 @@ def attention(
     if parts is not None:
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
     asked = [count for _, count, _ in own]
-    if scanned is not None:
-        return scan.attend(replace(inputs, is_causal=is_causal), plan, scanned, tokens, asked, comm, wanted)
+    if plan.scanned:
+        return scan.attend(replace(inputs, is_causal=is_causal), plan, tokens, asked, comm, wanted)
     if by_cohort is not None:
         return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, tokens, comm)
     if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():

@@ -31,24 +31,16 @@ from fewkeys.select.key_scan import before_block
 from fewkeys.sketch.codes import BLOCK, NONE, Frame, encode, largest, rounded, scores
 
 
-def scanned(plan: Plan) -> int | None:
-    """How many keys each query chooses under `KeyScan` alone; None without one, `ValueError` for what does not work
-    over ranks beside it.
-    """
-    counts = [held.scan for part in plan.parts if (held := part.remembered) is not None and held.scan]
-    if not counts:
-        return None
+def check_scan(plan: Plan) -> None:
+    """Raise `ValueError` for what does not work over ranks beside `KeyScan`."""
     if len(plan.parts) > 1 or not isinstance(plan.rest, BlockMeans | Drop) or not isinstance(plan.weights, Softmax):
         raise ValueError(
             "keep: expected KeyScan alone, with BlockMeans or Drop() and Softmax(), which works over ranks, got "
             f"{plan}; fewkeys.budget(slots, is_causal=True) is such a plan"
         )
-    return counts[0]
 
 
-def attend(
-    inputs: Inputs, plan: Plan, count: int, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool
-) -> Tensor:
+def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool) -> Tensor:
     """The output (B, Hq, Nq, Dv) of this rank's queries.
 
     `tokens`, `asked`: all ranks' numbers of keys and queries. `wanted`: some rank wants gradients, so that all ranks
@@ -68,7 +60,7 @@ def attend(
     )
     shard = _Shard(whole, working(key), working(value), sum(tokens[: comm.rank]), before_block(whole))
     with torch.no_grad():
-        chosen, places = _choose(shard, count, comm)
+        chosen, places = _choose(shard, plan.scanned, comm)
     means = None
     if isinstance(plan.rest, BlockMeans):
         means = plan.rest.of_totals(whole, shard.totals(comm), None)
@@ -124,7 +116,7 @@ class _Shard:
         far = chosen[:, :, start:stop].unflatten(1, (x.kv_heads, -1)).flatten(2, 3)
         keys, values = (take(part, far.clamp_min(0)) for part in (self._filled(self.key), self._filled(self.value)))
         keys, values = (part.unflatten(2, (-1, stop - start)) for part in (keys, values))
-        found = [
+        columns = [
             (rows @ self.key[:, :, None, near].mT).masked_fill(late, -torch.inf),
             (keys @ rows.unsqueeze(-1)).squeeze(-1).masked_fill(far.view(keys.shape[:-1]) < 0, -torch.inf),
         ]
@@ -137,9 +129,9 @@ class _Shard:
             left = size - torch.zeros_like(size).scatter_add_(-1, at, (kept >= 0).to(size.dtype))
             elsewhere = (asking[start:] < own.start) | (asking[start:] >= own.stop)
             score = rows @ means.key[:, :, None, step].mT + left.clamp_min(1).log()
-            found.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))
+            columns.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))
             held = (*held, means.value[:, :, None, step])
-        return torch.cat(found, -1).flatten(1, 2), held
+        return torch.cat(columns, -1).flatten(1, 2), held
 
     def mix(self, weight: Tensor, values: tuple[Tensor, ...]) -> Tensor:
         """Values (B, Hq, M, Dv) under weights of what `scored` gave."""

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fewkeys.core.derivatives import are_transformed, gradients_of
+from fewkeys.core.extent import rescaled
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
@@ -26,8 +27,16 @@ kernel does, which knows neither padding nor queries that begin late; and no mas
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
     """The output (B, Hq, Nq, Dv), `Softmax` through torch's fused kernels; dense under `impl="reference"`.
 
-    Queries that see no key give zero.
+    Queries that see no key give zero. Numbers so large that scores which a mask hides would have no float are rescaled.
     """
+    if not inputs.needs_rescaling or not isinstance(weights, Softmax) or inputs.bias is not None:
+        return _attend(inputs, weights)
+    x, unit = rescaled(inputs.clear())
+    output = _attend(x, weights)
+    return output if unit is None else output * unit
+
+
+def _attend(inputs: Inputs, weights: Weights) -> Tensor:
     if inputs.impl == "reference":
         return reference.attend_exact(inputs.clear(), weights)
     if not isinstance(weights, Softmax):

@@ -10,22 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fewkeys.core.validation import check_count
 from fewkeys.guard.fallback import Fallbacks
-from fewkeys.integrations.interface import unwrapped
-from fewkeys.integrations.loading import need_sentence_transformers
-from fewkeys.integrations.text import positions
+from fewkeys.integrations.passes import Places, Span, longest, read_tokens, resolved_prompt
+from fewkeys.integrations.passes import split as split
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
-
-Span = tuple[int, int]
 
 OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
 """Poolings that mean the same for a part as for the whole text; the others stand for one token or weigh by place."""
@@ -53,7 +48,7 @@ def late_chunks(
     """One pass of `encoder` over `text`, and a vector for each chunk.
 
         with fk.apply(encoder, fk.budget(192)):
-            found = late_chunks(encoder, text, 256)         # found.vectors, found.spans
+            chunks = late_chunks(encoder, text, 256)        # chunks.vectors, chunks.spans
 
     `vector_c = post(pool(h_i for tokens i of chunk c))`, `h = transformer(prompt + text)`, where `pool` and `post` are
     the encoder's own modules.
@@ -74,8 +69,8 @@ def late_chunks(
 
     Cost: one pass, plus O(tokens d). Memory: that of one pass.
     """
-    asked = resolved_prompt(encoder, prompt_name, prompt)
-    places = _read(encoder, asked, text)
+    before = resolved_prompt(encoder, prompt_name, prompt)
+    places = read_tokens(encoder, before, text)
     most = longest(encoder)
     if most is not None and len(places.ids) > most:
         raise ValueError(
@@ -86,52 +81,9 @@ def late_chunks(
     spans, ranges = places.chunked(chunks)
     pooling = check_chunks(encoder, chunks)
     with torch.inference_mode():
-        tokens, start = _embedded(encoder, asked, text, places, pooling)
+        tokens, start = _embedded(encoder, before, text, places, pooling)
         vectors = [_pooled(encoder, tokens[:, max(first, start) : last]) for first, last in ranges]
     return Chunks(torch.cat(vectors), spans, tuple(last - max(first, start) for first, last in ranges))
-
-
-def split(
-    encoder: SentenceTransformer, text: str, *, prompt_name: str | None = None, prompt: str | None = None
-) -> list[Span]:
-    """The characters (start, stop) of the fewest parts, about equally long, that the encoder reads in one pass each.
-
-    Parts begin with a word where there is white space. One part, the text, where it fits. Cost: tokens of the text.
-    """
-    most = longest(encoder)
-    asked = resolved_prompt(encoder, prompt_name, prompt)
-    places = _read(encoder, asked, text)
-    count = len(places.ids)
-    if most is None or count <= most:
-        return [(0, len(text))]
-    room = most - (count - (places.stop - places.start))
-    if room < 1:
-        raise ValueError(f"prompt: expected room for text beside {most - room} tokens, got {most}; shorten the prompt")
-    starts = [max(0, start) for start, _ in places.offsets[places.start : places.stop]]
-    cuts, first = [0], 0
-    while first < len(starts):
-        left = len(starts) - first
-        take = -(-left // -(-left // room))
-        place = _before_word(text, starts, first, first + take)
-        # The tokens of a part may be others than those of the same characters in the text: fewer, until they fit.
-        while take > 1 and len(_read(encoder, asked, text[cuts[-1] : _character(text, starts, place)]).ids) > most:
-            take -= max(1, take // 16)
-            place = _before_word(text, starts, first, first + take)
-        cuts.append(_character(text, starts, place))
-        first = place
-    return list(pairwise(cuts))
-
-
-def longest(encoder: SentenceTransformer) -> int | None:
-    """The most tokens of one pass: what the encoder is set to, at most the model's positions; None: no limit known."""
-    known = [encoder.max_seq_length, positions(unwrapped(encoder))]
-    found = [most for most in known if most is not None]
-    return min(found) if found else None
-
-
-def tokens_of(encoder: SentenceTransformer, text: str, prompt: str) -> int:
-    """How many tokens one pass over prompt and text has, special ones included. `ValueError` where it has none."""
-    return len(_read(encoder, prompt, text).ids)
 
 
 def estimated(before: Sequence[Fallbacks], after: Sequence[Fallbacks]) -> float:
@@ -150,130 +102,29 @@ def _between(before: Fallbacks, after: Fallbacks) -> float:
     return total / checked if checked else 0.0
 
 
-# --- tokens and characters ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Places:
-    """The tokens of prompt and text: ids, characters of the text (negative in the prompt), and which are the text's."""
-
-    ids: list[int]
-    offsets: list[Span]
-    start: int
-    stop: int
-
-    def chunked(self, chunks: int | Sequence[Span] | None) -> tuple[tuple[Span, ...], list[Span]]:
-        """The characters of each chunk and the range of its tokens."""
-        if chunks is None or isinstance(chunks, int):
-            size = self.stop - self.start if chunks is None else check_count("chunks", chunks)
-            ranges = [(first, min(first + size, self.stop)) for first in range(self.start, self.stop, size)]
-            spans = [(max(0, self.offsets[first][0]), self.offsets[last - 1][1]) for first, last in ranges]
-        else:
-            spans = [(int(start), int(stop)) for start, stop in chunks]
-            if not spans:
-                raise ValueError("chunks: expected at least one span of characters, got none; None is the whole text")
-            ranges = [self._within(span) for span in spans]
-        return tuple(spans), [self._with_ends(one) for one in ranges]
-
-    def _within(self, span: Span) -> Span:
-        start, stop = span
-        tokens = range(self.start, self.stop)
-        own = [i for i in tokens if max(start, self.offsets[i][0]) < min(stop, self.offsets[i][1])]
-        if not own:
-            raise ValueError(f"chunks: expected spans (start, stop) that hold a token each, got {span} without one")
-        return own[0], own[-1] + 1
-
-    def _with_ends(self, tokens: Span) -> Span:
-        first, last = tokens
-        return 0 if first == self.start else first, len(self.ids) if last == self.stop else last
-
-
-def _read(encoder: SentenceTransformer, prompt: str, text: str) -> _Places:
-    """The tokens of prompt and text as the encoder's tokenizer makes them, none cut off."""
-    if not isinstance(text, str):
-        raise TypeError(f"text: expected a str, got {type(text).__name__}; pass texts one by one")
-    tokenizer: Any = encoder.tokenizer
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"encoder: expected a fast tokenizer, which knows the characters of its tokens, got "
-            f"{type(tokenizer).__name__}"
-        )
-    wanted = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
-    made = tokenizer(prompt + text, truncation=False, padding=False, verbose=False, **wanted)
-    offsets = [(start - len(prompt), stop - len(prompt)) for start, stop in made["offset_mapping"]]
-    marked = zip(offsets, made["special_tokens_mask"], strict=True)
-    own = [i for i, ((_, stop), special) in enumerate(marked) if not special and stop > 0]
-    if not own:
-        raise ValueError("text: expected some text, got none that makes a token")
-    return _Places(made["input_ids"], offsets, own[0], own[-1] + 1)
-
-
-def _character(text: str, starts: Sequence[int], place: int) -> int:
-    """Where the token at `place` begins; the end of the text after the last."""
-    return starts[place] if place < len(starts) else len(text)
-
-
-def _before_word(text: str, starts: Sequence[int], first: int, place: int) -> int:
-    """The last place in the second half of first .. place where a word begins; `place`, where none does."""
-    if place >= len(starts):
-        return len(starts)
-    for found in range(place, first + (place - first) // 2, -1):
-        if any(map(str.isspace, text[max(0, starts[found] - 1) : starts[found] + 1])):
-            return found
-    return max(place, first + 1)
-
-
-# --- the encoder's own modules ------------------------------------------------------------------------------------
-
-
-def check_encoder(encoder: object) -> None:
-    """`ModuleNotFoundError` without sentence-transformers, `TypeError` for what is no SentenceTransformer."""
-    need_sentence_transformers()
-    from sentence_transformers import SentenceTransformer
-
-    if not isinstance(encoder, SentenceTransformer):
-        raise TypeError(f"encoder: expected a SentenceTransformer, got {type(encoder).__name__}")
-
-
-def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str | None) -> str:
-    """What stands before the text, as `encoder.encode` decides it."""
-    check_encoder(encoder)
-    if name is not None and prompt is not None:
-        raise ValueError("prompt, prompt_name: expected at most one of the two, got both")
-    if prompt is not None:
-        return prompt
-    name = encoder.default_prompt_name if name is None else name
-    if name is not None and name not in encoder.prompts:
-        known = ", ".join(map(repr, sorted(encoder.prompts)))
-        raise ValueError(f"prompt_name: expected one of {known}, got {name!r}; or give the text itself as prompt")
-    return "" if name is None else encoder.prompts[name] or ""
-
-
 def check_chunks(encoder: SentenceTransformer, chunks: object) -> Any:
     """The encoder's pooling module. `ValueError` where there is not one, or where it means nothing for parts of texts
     and `chunks` asks for such.
     """
     from sentence_transformers.sentence_transformer.modules import Pooling
 
-    found = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
-    if len(found) != 1:
+    pooling = [module for module in list(encoder)[1:] if isinstance(module, Pooling)]
+    if len(pooling) != 1:
         raise ValueError(
-            f"encoder: expected one pooling module after the transformer, got {len(found)} in "
+            f"encoder: expected one pooling module after the transformer, got {len(pooling)} in "
             f"{', '.join(type(module).__name__ for module in encoder)}"
         )
-    mode = found[0].pooling_mode
+    mode = pooling[0].pooling_mode
     modes = {mode} if isinstance(mode, str) else set(mode)
     if chunks is not None and not modes <= set(OVER_TOKENS):
         raise ValueError(
             f"chunks: expected an encoder that pools by {', '.join(OVER_TOKENS)}, got {', '.join(sorted(modes))}, "
             "which means nothing for a part of a text; embed whole texts, or each part as a text of its own"
         )
-    return found[0]
+    return pooling[0]
 
 
-def _embedded(
-    encoder: SentenceTransformer, prompt: str, text: str, places: _Places, pooling: Any
-) -> tuple[Tensor, int]:
+def _embedded(encoder: SentenceTransformer, prompt: str, text: str, places: Places, pooling: Any) -> tuple[Tensor, int]:
     """The token embeddings (1, N, d) of prompt and text, and the first token that pooling counts."""
     from sentence_transformers.util import batch_to_device
 
@@ -295,5 +146,5 @@ def _pooled(encoder: SentenceTransformer, tokens: Tensor) -> Tensor:
     features: Any = {"token_embeddings": tokens, "attention_mask": mask}
     for module in list(encoder)[1:]:
         features = module(features)
-    found: Tensor = features["sentence_embedding"]
-    return found if encoder.truncate_dim is None else found[..., : encoder.truncate_dim]
+    vector: Tensor = features["sentence_embedding"]
+    return vector if encoder.truncate_dim is None else vector[..., : encoder.truncate_dim]

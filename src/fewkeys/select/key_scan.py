@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import log2
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
 from fewkeys.native.codes import LARGEST_CODED
 from fewkeys.select.base import Counted, Remembered
-from fewkeys.sketch.codes import BLOCK, Codes, Frame, best, encode, rounded, signs
+from fewkeys.sketch.codes import BLOCK, Codes, Frame, best, encode, rounded, signs, width
 
 PER_CODE = 0.25
 """Operations of scanning a number of a key in two bits, counted like multiplications and additions."""
@@ -30,10 +31,10 @@ class KeyScan(Counted):
     0 .. 31 the first. Strictly causal: a code depends on its key and on the mean m of the first block alone. Without
     causality all keys are scored, and there is no own block. Query heads that share keys choose their own.
 
-    Kept: count + 16.5 keys on average over a block of queries. Cost O(n (count (D + Dv) + n D / 8)): the scan reads 18
-    bytes a key of 64 dimensions, where its key and value are 512. Rotated scalar codes after RaBitQ (Gao and Long,
-    2024) and TurboQuant (Zandieh et al., 2025); others that scan cheap scores of all keys are Loki, PQCache, MagicPIG
-    and HashAttention.
+    Kept: count + 16.5 keys on average over a block of queries. Cost O(n (D log D + count (D + Dv) + n D / 8)): the scan
+    reads 18 bytes a key of 64 dimensions, where its key and value are 512. Rotated scalar codes after RaBitQ (Gao and
+    Long, 2024) and TurboQuant (Zandieh et al., 2025); others that scan cheap scores of all keys are Loki, PQCache,
+    MagicPIG and HashAttention.
     """
 
     causal = True
@@ -53,7 +54,8 @@ class KeyScan(Counted):
     def work(self, inputs: Inputs) -> Work:
         x = inputs
         seen = x.keys * (0.5 if x.is_causal and not x.offset else 1.0)
-        rotating = 2.0 * x.head_dim**2 * (1 + x.gqa_ratio)
+        wide = width(x.head_dim)
+        rotating = 2.0 * wide * log2(wide) * (1 + x.gqa_ratio)
         kept = self.count + (BLOCK + 1) / 2 * x.is_causal
         return Work(kept, choosing=rotating, scanned=PER_CODE * x.head_dim * seen)
 

@@ -103,8 +103,10 @@ class Frame:
     def of(key: Tensor, valid: Tensor | None = None) -> Frame:
         """That of the first block of keys (B, Hkv, N, D), which every query that needs codes has seen."""
         first = working(key[:, :, :BLOCK].detach())
-        real = first.new_ones(1, 1, 1, 1) if valid is None else valid[:, None, :BLOCK, None].to(first.dtype)
-        count = (real.sum(2, keepdim=True) if valid is not None else real * first.shape[2]).clamp_min(1)
+        real = (
+            first.new_ones(1, 1, first.shape[2], 1) if valid is None else valid[:, None, :BLOCK, None].to(first.dtype)
+        )
+        count = real.sum(2, keepdim=True).clamp_min(1)
         middle = (first * real).sum(2, keepdim=True) / count
         square = ((first - middle).double().square() * real).sum((2, 3)) / count[..., 0, 0]
         return Frame(middle, square.sqrt().to(first.dtype).unsqueeze(-1))
@@ -144,7 +146,7 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
     batch, heads, queries, _ = query.shape
     level = codes.levels()
     count = min(count, int(seen[-1]))
-    found = query.new_empty((batch, heads, queries, count), dtype=torch.int32)
+    index = query.new_empty((batch, heads, queries, count), dtype=torch.int32)
     start = 0
     while start < queries:
         most = max(1, int(seen[min(start + BLOCK, queries) - 1]))
@@ -155,9 +157,9 @@ def best(codes: Codes, query: Tensor, seen: Tensor, real: Tensor | None, count: 
         hidden = (place >= seen[start:stop, None])[None, None]
         if real is not None:
             hidden = hidden | ~real[:, None, None, :most]
-        found[:, :, start:stop] = largest(score.masked_fill(hidden, NONE), count)
+        index[:, :, start:stop] = largest(score.masked_fill(hidden, NONE), count)
         start = stop
-    return found
+    return index
 
 
 def scores(query: Tensor, level: Tensor, sigma: Tensor) -> Tensor:
@@ -180,5 +182,5 @@ def largest(score: Tensor, count: int) -> Tensor:
     kept = above | (equal & (equal.cumsum(-1) <= room))
     number = (kept.cumsum(-1) - 1).masked_fill(~kept, count)
     place = torch.arange(keys, device=score.device).expand_as(number)
-    found = place.new_full((*score.shape[:-1], count + 1), -1)
-    return found.scatter_(-1, number, place)[..., :count]
+    index = place.new_full((*score.shape[:-1], count + 1), -1)
+    return index.scatter_(-1, number, place)[..., :count]

@@ -60,17 +60,15 @@ class Coded:
     """By block: codes, sigma, and sums over all keys and values up to the block's end, after a row of zeros."""
 
     def __init__(self, plan: Plan, how: Held) -> None:
-        held = [part.remembered for part in plan.parts]
-        if len(held) != 1 or held[0] is None or not held[0].scan:
+        if len(plan.parts) != 1 or not plan.scanned:
             raise ValueError(f"plan: a stream keeps KeyScan alone, without rules beside it, got {plan.keep}")
-        self.plan, self.how, self.count = plan, how, held[0].scan
+        self.plan, self.how, self.count = plan, how, plan.scanned
         self._large = False
 
     @staticmethod
     def suits(plan: object) -> bool:
         """Whether some part of a plan asks for codes of all keys."""
-        parts = plan.parts if isinstance(plan, Plan) and plan.keep is not None else ()
-        return any(part.remembered is not None and part.remembered.scan for part in parts)
+        return isinstance(plan, Plan) and plan.scanned > 0
 
     def begin(self, key: Tensor, value: Tensor) -> Coded:
         closed = HeldRows.empty(self.how, key, value)
@@ -142,17 +140,17 @@ class Coded:
         rows = HeldRows.checked(tensors, kind)
         if rows.count != count:
             raise ValueError(f"expected the keys of {count} tokens, got {rows.count}")
-        found = self.begin(*rows.like)
-        found._large = are_large(None, *rows.read(0, count), 1.0)
-        if found._closed is not None and "scale" in tensors:
-            found._rows, found._closed = found._closed, None
-        found._rows.join(rows)
-        return found
+        memory = self.begin(*rows.like)
+        memory._large = are_large(None, *rows.read(0, count), 1.0)
+        if memory._closed is not None and "scale" in tensors:
+            memory._rows, memory._closed = memory._closed, None
+        memory._rows.join(rows)
+        return memory
 
     def _of(self, rows: HeldRows, closed: HeldRows | None, blocks: dict[str, Buffer]) -> Coded:
-        found = Coded(self.plan, self.how)
-        found._rows, found._closed, found._blocks, found._large = rows, closed, blocks, self._large
-        return found
+        memory = Coded(self.plan, self.how)
+        memory._rows, memory._closed, memory._blocks, memory._large = rows, closed, blocks, self._large
+        return memory
 
     def _close(self) -> None:
         """Hold what came so far as it is to be held."""
@@ -167,16 +165,14 @@ class Coded:
         if start == stop:
             return
         key, value = self._rows.read(start, stop)
-        found = codes_of(key, Frame.of(self._rows.read(0, BLOCK)[0]), "auto")
-        codes.append(found.packed.flatten(3))
-        sigma.append(found.sigma.unflatten(2, (-1, BLOCK)))
+        coded = codes_of(key, Frame.of(self._rows.read(0, BLOCK)[0]), "auto")
+        codes.append(coded.packed.flatten(3))
+        sigma.append(coded.sigma.unflatten(2, (-1, BLOCK)))
         new = torch.cat([block_sums(key), block_sums(value)], -1)
         sums.append(sums.rows[:, :, -1:] + new.cumsum(2))
 
     def _exact(self, query: Tensor, scale: float) -> Tensor:
-        inputs = self._inputs(query, scale)
-        weights = self.plan.weights
-        return attend(inputs, Plan(weights=weights)) if self._large else exact.attend(inputs, weights)
+        return exact.attend(self._inputs(query, scale), self.plan.weights)
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
         key, value = (rows.to(query.dtype) for rows in self._rows.read(0, self._rows.count))
