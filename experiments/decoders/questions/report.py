@@ -1,0 +1,137 @@
+"""The figures as a table for each number of slots, and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from experiments.decoders.methods import EXACT
+from experiments.decoders.questions.memories import MEMORIES, OURS
+from experiments.decoders.tasks import TASKS
+
+from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
+
+Cells = list[dict[str, Any]]
+CONTROLS = ("sinks + window", "StreamingLLM", "key norm", "random keys")
+
+
+def rows(cells: Cells, slots: int) -> list[dict[str, Any]]:
+    """One for each row that was judged on every prompt of exact attention, the least KL first."""
+    exact = {_prompt(cell): cell for cell in cells if cell["of"]["row"] == EXACT}
+    summed = []
+    for row in dict.fromkeys(cell["of"]["row"] for cell in cells):
+        mine = {
+            _prompt(cell): cell
+            for cell in cells
+            if (cell["of"]["row"], cell["of"]["slots"]) == (row, slots * (row != EXACT))
+        }
+        if mine.keys() < exact.keys() or not mine:
+            continue
+        pairs = [(cell, exact[prompt]) for prompt, cell in mine.items()]
+        kl = [cell["kl"] for cell in mine.values()]
+        summed.append(
+            {
+                "row": row,
+                "right": {
+                    task: tuple(
+                        sum(cell[what] for cell in mine.values() if cell["of"]["task"] == task)
+                        for what in ("right", "answers")
+                    )
+                    for task in TASKS
+                },
+                "share": sum(cell["right"] for cell, _ in pairs) / max(1, sum(best["right"] for _, best in pairs)),
+                "lost": mean(best["likelihood"] - cell["likelihood"] for cell, best in pairs),
+                "kl": mean(kl),
+                "kl_off": stdev(kl) / math.sqrt(len(kl)) if len(kl) > 1 else 0.0,
+                **{what: mean(cell[what] for cell in mine.values()) for what in ("slots", "read", "held")},
+            }
+        )
+    return sorted(summed, key=lambda row: row["kl"])
+
+
+def table(cells: Cells, slots: int) -> str:
+    """Markdown."""
+    shown = rows(cells, slots)
+    tasks = [task for task in TASKS if any(row["right"][task][1] for row in shown)]
+    head = [
+        f"{slots} slots",
+        "slots a query",
+        "KB read",
+        "MB held",
+        *tasks,
+        "share of exact's",
+        "likelihood lost",
+        "KL",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for row in shown:
+        line = [
+            row["row"],
+            f"{row['slots']:.0f}",
+            f"{row['read'] / 1e3:,.0f}",
+            f"{row['held'] / 1e6:.1f}",
+            *("{:.0f} / {:.0f}".format(*row["right"][task]) for task in tasks),
+            f"{row['share']:.2f}",
+            f"{row['lost']:.2f}",
+            f"{row['kl']:.3f} ± {row['kl_off']:.3f}",
+        ]
+        lines.append([f"**{cell}**" for cell in line] if row["row"] == OURS else line)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def save_picture(cells: Cells, path: Path) -> None:
+    """KL and right answers against the bytes that a token reads, a line for each row over its slots."""
+    sizes = sorted({cell["of"]["slots"] for cell in cells} - {0})
+    points: dict[str, list[dict[str, Any]]] = {}
+    for slots in sizes:
+        for row in rows(cells, slots):
+            if row["row"] != EXACT:
+                points.setdefault(row["row"], []).append(row)
+    if not points:
+        return
+    looks = _looks(list(points))
+    figure, (distance, answers) = sheet(
+        "Questions about a context that was read once",
+        f"{' and '.join(map(str, sizes))} slots; the further left and the lower (left) or higher (right), the better",
+        columns=2,
+        size=(4.6, 5.2),
+        names=2.6,
+        titled=True,
+    )
+    for axes, what in ((distance, "kl"), (answers, "share")):
+        ends = {}
+        for name, own in points.items():
+            x, y = [row["read"] / 1e3 for row in own], [row[what] for row in own]
+            draw(axes, x, y, looks[name])
+            ends[name] = (x[-1], y[-1])
+        values = [row["read"] / 1e3 for own in points.values() for row in own]
+        logarithmic(axes, "x", values, [100, 200, 300, 500, 700, 1000, 1500])
+        if what == "kl":
+            logarithmic(axes, "y", [row["kl"] for own in points.values() for row in own])
+        name_lines(axes, ends, looks)
+    say(distance, "KB that a layer reads for a token", "KL(exact || row)", "Distance of the predictions")
+    say(answers, "KB that a layer reads for a token", "share of exact attention's", "Right answers")
+    save(figure, path)
+
+
+def _looks(names: Sequence[str]) -> dict[str, Look]:
+    """This package in green, controls in grey, rivals in the other colours in turn."""
+    marks, greys = "sD^vhPpdX", iter(["#767676", "#8a8a8a", "#a3a3a3", "#bcbcbc"])
+    dashes = iter(["-", (0, (4, 2)), (0, (1, 1.6)), (0, (6, 1, 1, 1)), "-"])
+    looks, rivals = {}, 0
+    for name in names:
+        if name in CONTROLS:
+            looks[name] = Look(next(greys), (0, (1, 1.6)), 1.3, "x")
+        elif name in MEMORIES:
+            looks[name] = Look("#009e73", next(dashes), 3.4 if name == OURS else 1.8, "o")
+        else:
+            looks[name] = Look(OTHERS[rivals % len(OTHERS)], "-", 1.5, marks[rivals % len(marks)])
+            rivals += 1
+    return looks
+
+
+def _prompt(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell["of"][what] for what in ("task", "length", "seed"))
