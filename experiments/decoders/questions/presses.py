@@ -57,14 +57,20 @@ def kvpress() -> ModuleType:
         raise ValueError(f"--rows: presses need kvpress, which cannot be imported ({error}); {INSTALL}") from None
 
 
+def ratio(slots: int, length: int) -> float:
+    """What a press is to drop of `length` keys: it keeps int(length (1 - ratio)), and half a key saves that from
+    rounding.
+    """
+    return 1 - (slots + 0.5) / length
+
+
 @contextmanager
 def pressed(name: str, prefill: Prefill, slots: int, tokenizer: Any = None) -> Iterator[Memory]:
     """What a press leaves of a context when it is asked to keep `slots` keys of every head."""
     if slots >= prefill.length:
         raise ValueError(f"--slots: expected fewer than the context's {prefill.length} keys, got {slots}")
     model, press = prefill.model, PRESSES[name](kvpress())
-    # A press keeps int(length (1 - ratio)) keys: half a key more, so that rounding cannot lose one.
-    press.compression_ratio = 1 - (slots + 0.5) / prefill.length
+    press.compression_ratio = ratio(slots, prefill.length)
     modules = attention_modules(model)
     try:
         with torch.random.fork_rng(devices=[]):

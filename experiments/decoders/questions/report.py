@@ -15,47 +15,39 @@ from experiments.decoders.tasks import TASKS
 from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
 
 Cells = list[dict[str, Any]]
+Prompt = tuple[int, int, str]
+"""Its tokens, its seed and its task."""
 CONTROLS = ("sinks + window", "StreamingLLM", "key norm", "random keys")
 
 
 def rows(cells: Cells, slots: int) -> list[dict[str, Any]]:
-    """One for each row that was judged on every prompt of exact attention, the least KL first."""
-    exact = {_prompt(cell): cell for cell in cells if cell["of"]["row"] == EXACT}
+    """What each row answered on the prompts that all rows were given, summed up; the least KL first."""
+    by_row: dict[str, dict[Prompt, dict[str, Any]]] = {}
+    for cell in cells:
+        if cell["of"]["slots"] in (0, slots):
+            by_row.setdefault(cell["of"]["row"], {})[_prompt(cell)] = cell
+    shared = [prompt for prompt in by_row.get(EXACT, ()) if all(prompt in given for given in by_row.values())]
+    best = [by_row[EXACT][prompt] for prompt in shared]
     summed = []
-    for row in dict.fromkeys(cell["of"]["row"] for cell in cells):
-        mine = {
-            _prompt(cell): cell
-            for cell in cells
-            if (cell["of"]["row"], cell["of"]["slots"]) == (row, slots * (row != EXACT))
-        }
-        if mine.keys() < exact.keys() or not mine:
-            continue
-        pairs = [(cell, exact[prompt]) for prompt, cell in mine.items()]
-        kl = [cell["kl"] for cell in mine.values()]
-        summed.append(
-            {
-                "row": row,
-                "right": {
-                    task: tuple(
-                        sum(cell[what] for cell in mine.values() if cell["of"]["task"] == task)
-                        for what in ("right", "answers")
-                    )
-                    for task in TASKS
-                },
-                "share": sum(cell["right"] for cell, _ in pairs) / max(1, sum(best["right"] for _, best in pairs)),
-                "lost": mean(best["likelihood"] - cell["likelihood"] for cell, best in pairs),
-                "kl": mean(kl),
-                "kl_off": stdev(kl) / math.sqrt(len(kl)) if len(kl) > 1 else 0.0,
-                **{what: mean(cell[what] for cell in mine.values()) for what in ("slots", "read", "held")},
-            }
-        )
-    return sorted(summed, key=lambda row: row["kl"])
+    for row, given in by_row.items() if shared else ():
+        mine = [given[prompt] for prompt in shared]
+        right = {task: [0, 0] for _, _, task in shared}
+        for cell in mine:
+            right[cell["of"]["task"]][0] += cell["right"]
+            right[cell["of"]["task"]][1] += cell["answers"]
+        kl = [cell["kl"] for cell in mine]
+        one = {"row": row, "right": right, "kl": mean(kl)}
+        one["kl_off"] = stdev(kl) / math.sqrt(len(kl)) if len(kl) > 1 else math.nan
+        one["share"] = sum(cell["right"] for cell in mine) / max(1, sum(cell["right"] for cell in best))
+        one["lost"] = mean(cell["likelihood"] for cell in best) - mean(cell["likelihood"] for cell in mine)
+        summed.append(one | {what: mean(cell[what] for cell in mine) for what in ("slots", "read", "held")})
+    return sorted(summed, key=lambda one: one["kl"])
 
 
 def table(cells: Cells, slots: int) -> str:
     """Markdown."""
     shown = rows(cells, slots)
-    tasks = [task for task in TASKS if any(row["right"][task][1] for row in shown)]
+    tasks = [task for task in TASKS if any(task in row["right"] for row in shown)]
     head = [
         f"{slots} slots",
         "slots a query",
@@ -73,7 +65,7 @@ def table(cells: Cells, slots: int) -> str:
             f"{row['slots']:.0f}",
             f"{row['read'] / 1e3:,.0f}",
             f"{row['held'] / 1e6:.1f}",
-            *("{:.0f} / {:.0f}".format(*row["right"][task]) for task in tasks),
+            *("{} / {}".format(*row["right"][task]) for task in tasks),
             f"{row['share']:.2f}",
             f"{row['lost']:.2f}",
             f"{row['kl']:.3f} ± {row['kl_off']:.3f}",
@@ -133,5 +125,6 @@ def _looks(names: Sequence[str]) -> dict[str, Look]:
     return looks
 
 
-def _prompt(cell: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(cell["of"][what] for what in ("task", "length", "seed"))
+def _prompt(cell: dict[str, Any]) -> Prompt:
+    of = cell["of"]
+    return of["length"], of["seed"], of["task"]
