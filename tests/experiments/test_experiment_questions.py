@@ -1,5 +1,6 @@
 """Questions about a context that was read once: what rows keep of it, by stand-ins for the presses of kvpress."""
 
+import copy
 import json
 import sys
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from experiments.decoders.questions import presses, report, run
+from experiments.decoders.questions import openvino, presses, report, run
 from experiments.decoders.questions.memories import MEMORIES, OURS, Prefill, Shape, Streams
 from experiments.decoders.tasks import TASKS, Maker
 from transformers import DynamicCache
@@ -204,3 +205,21 @@ def test_the_command_goes_on_and_compares_like_with_like(tmp_path, stand_in, cap
     assert "| **fewkeys** |" in printed
     assert run.main([*some[:3], str(tmp_path / "none"), *some[4:], "0"]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_question_ends_where_its_answer_begins():
+    """For engines that only generate: with all earlier turns, without the words of its own answer."""
+    tokenizer = copy.deepcopy(chat_tokenizer())
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + '\n' + message.content + '\n' }}{% endfor %}"
+    )
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
+    prompt = TASKS["few needles"](Maker(tokenizer, chat_text()), 1400, 0)
+    asked = list(openvino.questions(prompt, tokenizer))
+    assert len(asked) == 8
+    for turn, (ids, number) in enumerate(asked):
+        said = tokenizer.decode(ids).replace(" ", "")
+        assert said.count("Whatisthemagicnumberof") == turn + 1
+        assert said.rstrip().endswith("assistant")
+        assert number.replace(" ", "") in said  # hidden in the text
+        assert ids == prompt.tokens[0, : len(ids)].tolist()
