@@ -159,6 +159,11 @@ def _nearest() -> str:
     return f"{name} (KL {row['kl']:.2f}, {_answered(row)} right)"
 
 
+def _many() -> str:
+    """What presses answer that keep most of the keys."""
+    return ", ".join(f"{name} {_answered(row)}" for name, row in _asked(1024).items())
+
+
 def _half() -> str:
     """Our plan with half of the slots."""
     row = _asked(SIZES[1])["fewkeys"]
@@ -182,6 +187,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     **{f"questions.{slots}": partial(_questions, slots) for slots in SIZES},
     "questions.nearest": _nearest,
     "questions.half": _half,
+    "questions.many": _many,
     "peers.presses": _presses,
     "peers.openvino": _openvino,
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},

@@ -74,9 +74,9 @@ def table(cells: Cells, slots: int) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def save_picture(cells: Cells, path: Path) -> None:
-    """KL and right answers against the bytes that a token reads, a line for each row over its slots."""
-    sizes = sorted({cell["of"]["slots"] for cell in cells} - {0})
+def save_picture(cells: Cells, sizes: Sequence[int], path: Path) -> None:
+    """KL against the bytes that a token reads, right answers against those held; a line a row, over its slots."""
+    sizes = sorted(sizes)
     points: dict[str, list[dict[str, Any]]] = {}
     for slots in sizes:
         for row in rows(cells, slots):
@@ -93,19 +93,19 @@ def save_picture(cells: Cells, path: Path) -> None:
         names=2.6,
         titled=True,
     )
-    for axes, what in ((distance, "kl"), (answers, "share")):
+    for axes, what, cost, unit in ((distance, "kl", "read", 1e3), (answers, "share", "held", 1e6)):
         ends = {}
         for name, own in points.items():
-            x, y = [row["read"] / 1e3 for row in own], [row[what] for row in own]
+            x, y = [row[cost] / unit for row in own], [row[what] for row in own]
             draw(axes, x, y, looks[name])
             ends[name] = (x[-1], y[-1])
-        values = [row["read"] / 1e3 for own in points.values() for row in own]
-        logarithmic(axes, "x", values, [100, 200, 300, 500, 700, 1000, 1500])
+        costs = [row[cost] / unit for own in points.values() for row in own]
+        logarithmic(axes, "x", costs, [10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000])
         if what == "kl":
             logarithmic(axes, "y", [row["kl"] for own in points.values() for row in own])
         name_lines(axes, ends, looks)
     say(distance, "KB that a layer reads for a token", "KL(exact || row)", "Distance of the predictions")
-    say(answers, "KB that a layer reads for a token", "share of exact attention's", "Right answers")
+    say(answers, "MB that the whole cache holds", "share of exact attention's", "Right answers")
     save(figure, path)
 
 

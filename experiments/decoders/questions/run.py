@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> None:
             )
             shown = {name: round(value, 3) for name, value in figures.items()}
             print(f"{', '.join(map(str, of.values()))}: {shown} ({perf_counter() - began:.0f} s)", flush=True)
-    save_picture(results["cells"], options.out / "questions.png")
+    save_picture(results["cells"], options.slots, options.out / "questions.png")
     for slots in options.slots:
         print(table(results["cells"], slots), end="\n\n")
 
