@@ -3,9 +3,10 @@
     python -m experiments.decoders.questions.openvino --model FOLDER --gguf FILE --text FILE
 
 OpenVINO GenAI hands out text, no logits, and evicts while an answer is written, after a prefill of context and
-question: so every question is a prompt of its own, with the earlier turns before it (whose keys its prefix cache hands
-on), its answer is generated greedily, and is right where it holds the number. Shares are of the right answers by OpenVINO's own exact attention. In float32,
-as the other rows. Each figure is written to results/questions-openvino.json as soon as it is known.
+question. So every question is a prompt of its own, with the earlier turns before it, whose keys its prefix cache hands
+on. Its answer is generated greedily, and is right where it holds the number. Shares are of the right answers by
+OpenVINO's own exact attention. In float32, as the other rows. Each figure is written to results/questions-openvino.json
+as soon as it is known.
 
 Needs: pip install openvino-genai==2026.4.1.0 (which brings openvino and openvino-tokenizers), or into a folder of its
 own by --target FOLDER.
