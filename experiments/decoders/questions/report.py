@@ -68,7 +68,7 @@ def table(cells: Cells, slots: int) -> str:
             *("{} / {}".format(*row["right"][task]) for task in tasks),
             f"{row['share']:.2f}",
             f"{row['lost']:.2f}",
-            f"{row['kl']:.3f} ± {row['kl_off']:.3f}",
+            f"{row['kl']:.3f}" + ("" if math.isnan(row["kl_off"]) else f" ± {row['kl_off']:.3f}"),
         ]
         lines.append([f"**{cell}**" for cell in line] if row["row"] == OURS else line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
