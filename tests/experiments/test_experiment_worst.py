@@ -25,7 +25,7 @@ def test_made_inputs_have_their_shape_and_come_back(name):
 
 
 def test_a_query_points_at_one_key():
-    query, key, value = inputs.one_key_each(200, torch.Generator().manual_seed(0))
+    query, key, _ = inputs.one_key_each(200, torch.Generator().manual_seed(0))
     weights = (query @ key.mT / 8).softmax(-1)[0, 0]
     assert weights.amax(-1).median() > 0.9
     assert len(weights.argmax(-1).unique()) > 150
