@@ -10,7 +10,7 @@ import pytest
 import torch
 from experiments.decoders.questions import openvino, presses, report, run
 from experiments.decoders.questions.memories import MEMORIES, OURS, Prefill, Shape, Streams
-from experiments.decoders.tasks import TASKS, Maker
+from experiments.decoders.tasks import TASKS, Maker, score
 from transformers import DynamicCache
 
 import fewkeys as fk
@@ -223,3 +223,16 @@ def test_a_question_ends_where_its_answer_begins():
         assert said.rstrip().endswith("assistant")
         assert number.replace(" ", "") in said  # hidden in the text
         assert ids == prompt.tokens[0, : len(ids)].tolist()
+
+
+@torch.no_grad()
+def test_questions_after_a_prefill_are_the_prompt_itself():
+    """Exact attention with a cache answers like one forward of the whole prompt: no token is lost, none moved."""
+    tokenizer, model = chat_tokenizer(), llama()
+    model.resize_token_embeddings(len(tokenizer))
+    prompt = TASKS["variable tracking"](Maker(tokenizer, chat_text()), 900, 0)
+    judged = run.Judge(model, tokenizer, lambda: prompt)("exact", 0)
+    want = score(model(prompt.tokens).logits[0, prompt.first :], prompt)
+    assert judged["likelihood"] == pytest.approx(want["likelihood"], abs=1e-4)
+    assert judged["right"] == want["right"]
+    assert judged["kl"] == pytest.approx(0, abs=1e-5)
