@@ -109,27 +109,6 @@ class Plan(hub.OnHub):
         """The same plan without leave to give way to exact attention where that is faster."""
         return replace(self, exact_if_faster=False) if self.exact_if_faster else self
 
-    def without_cohorts(self) -> Plan:
-        """The plan where all queries of a head share one list and one set of means; itself, where they do already.
-
-        It runs where queries cannot be sorted into cohorts: scores with a bias of the distance, or with a sink of the
-        layer's own. Beside means it is `budget(slots, cohorts=1)` of as many slots; lists alone stay as long as they
-        are.
-        """
-        if self.keep is None or self.keep.cohort_lists == 1:
-            return self
-        if not isinstance(self.rest, ClusterMeans):
-            parts = [replace(part, cohorts=1) if isinstance(part, Outliers) else part for part in self.parts]
-            return replace(self, keep=united(parts))
-        kept = sum(
-            part.size if isinstance(part, Window) else part.count
-            for part in self.parts
-            if isinstance(part, Window | Outliers)
-        )
-        paid = kept + self.rest.count + self.rest.rank
-        shared = budget(paid + (_factors(paid) if self.rest.rank else 0), cohorts=1)
-        return replace(shared, weights=self.weights, exact_if_faster=self.exact_if_faster)
-
     def slots(self, kept: float, head_dim: int, value_dim: int) -> float:
         """What a query pays, given the mean number of keys it keeps: kept keys plus the price of the stand-ins."""
         return kept + self.rest.slots(head_dim, value_dim)
@@ -244,8 +223,7 @@ def budget(
     cluster means. The number of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64
     slots, 16 for 192. More have less error and take longer to prepare. With `cohorts=1` all queries of a head share a
     list, three sixteenths of the slots, and means, and a quarter of the slots is a window. The shares were chosen on
-    encoders of text, speech, images and molecules, each left out once (experiments/encoders). Where queries cannot be
-    sorted into cohorts, `Plan.without_cohorts` runs.
+    encoders of text, speech, images and molecules, each left out once (experiments/encoders).
 
     With all keys at hand, 17 slots are the query's own block, on average over the block, a 32nd of the slots are means
     of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about half of

@@ -254,7 +254,7 @@ def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Colum
     index, order = index.sort(-1)
     used = used.gather(-1, order)
     used[..., 1:] &= index[..., 1:] != index[..., :-1]
-    return Columns(index.clamp_max(keys - 1), used, a.size)
+    return Columns(index.clamp_max(keys - 1), used, a.size, b.place if a.place is None else a.place)
 
 
 def _refine(coarse: Columns, fine: Columns, offset: int) -> Columns:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.rest.base import AnyStandIns, BlockStandIns, StandIns
+from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +39,9 @@ class Problem:
     def unbiased(self) -> str | None:
         """Why such a problem has no answer with a bias of distances; None where it has."""
         graph, columns = self.graph, self.graph.columns
-        if graph.extra is not None or graph.scan is not None or (columns is not None and columns.place is not None):
-            return "expected a plan whose queries keep a window and lists, got extra edges, cohorts or a scan"
-        if self.stand_ins is None:
+        if graph.extra is not None or graph.scan is not None:
+            return "expected a plan whose queries keep a window and lists, got extra edges or a scan"
+        if self.stand_ins is None or isinstance(self.stand_ins, CohortStandIns):
             return None
         if not isinstance(self.stand_ins, StandIns) or (columns is not None and columns.blocks > 1):
             return "expected stand-ins that serve all queries, got some by blocks"

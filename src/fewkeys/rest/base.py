@@ -77,8 +77,8 @@ class CohortStandIns:
         n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
 
     where size_hc counts the keys of the cluster outside the cohort's list. So a query that keeps nothing but the list
-    has `n_ic = mass_hc`, and each neighbour that it keeps besides takes an equal part. Value and first-order term are
-    those of `StandIns`.
+    has `n_ic = mass_hc`, and each neighbour that it keeps besides takes an equal part. Under a bias of distances a key
+    counts exp(bias) times. Value and first-order term are those of `StandIns`.
 
     Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64:
     the cluster of a key. With a first-order term of rank r: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor
@@ -230,10 +230,6 @@ class Rest(Listed, ABC):
     def clusters(self) -> int:
         """Clusters of the keys that the rule reads; plans that read the same ones are cheaper one after another."""
         return 0
-
-    def clustered(self, count: int) -> Rest:
-        """The rule with `count` clusters; itself, unless it reads any."""
-        return self
 
     def check_beside(self, keep: Selector) -> None:
         """Raise `ValueError` where the stand-ins cannot be made beside `keep`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -95,9 +95,6 @@ class ClusterMeans(Rest):
     @property
     def clusters(self) -> int:
         return self.count
-
-    def clustered(self, count: int) -> ClusterMeans:
-        return replace(self, count=count)
 
     def check_beside(self, keep: Selector) -> None:
         if keep.cohort_lists != self.cohorts:

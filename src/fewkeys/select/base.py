@@ -98,7 +98,7 @@ class Selector(Listed, ABC):
 
     @property
     def beside_cohorts(self) -> bool:
-        """Whether the rule may stand beside lists of cohorts: it keeps keys by their distance from the query alone."""
+        """Whether the rule may stand beside lists of cohorts: it chooses keys by their places alone."""
         return False
 
     @property
@@ -129,10 +129,6 @@ class Selector(Listed, ABC):
     def alternatives(self) -> tuple[Selector, ...]:
         """Other rules for as many keys, which tuning may try in its place."""
         return ()
-
-    def clustered(self, count: int) -> Selector:
-        """The rule beside `count` clusters; itself, unless it reads the clusters of its rest."""
-        return self
 
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
@@ -190,7 +186,9 @@ class Union(Selector, listed=False):
     def __post_init__(self) -> None:
         for part in self.parts:
             if part.cohort_lists > 1 and (odd := [p for p in self.parts if p is not part and not p.beside_cohorts]):
-                raise ValueError(f"keep: expected Window alone beside {part}, got {odd[0]}; use cohorts=1 there")
+                raise ValueError(
+                    f"keep: expected Window and Sinks alone beside {part}, got {odd[0]}; use cohorts=1 there"
+                )
 
     @property
     def cohort_lists(self) -> int:
