@@ -95,7 +95,8 @@ def test_a_sink_is_kept_by_every_cohort(ratio):
     call = AttentionInputs(query, key, value, 0.4, False, sink=sink)
     own, plan = with_sink(call), in_terms(call, fk.budget(24).never_exact())
     graph = plan.keep.graph(own.query, own.key, own.value)
-    assert graph.columns.place is not None and graph.to_mask()[..., 0].all()
+    assert graph.columns.place is not None
+    assert graph.to_mask()[..., 0].all()
     auto, by_torch, reference = (
         fk.attention(own.query, own.key, own.value, plan=plan, **own.options(impl=impl))
         for impl in ("auto", "torch", "reference")
