@@ -36,16 +36,14 @@ class Errors:
         """Those that have a plan at every number of slots."""
         self._names = {slots: [str(cells[i]) for i in everywhere] for slots, cells in tried.items()}
         self.slots = sorted(tried)
-        biased = {place for place, plans in self._at.items() if self._names[place[2]][0] not in plans}
-        self._places = [place for place in self._at if place not in biased]
-        self.models = list(dict.fromkeys(place[0] for place in self._places))
+        self.models = list(dict.fromkeys(place[0] for place in self._at))
 
     def of(self, rule: Rule, model: str) -> dict[tuple[int, int], Sequence[float]]:
         """By length and slots."""
         i = self.rules.index(rule)
         return {
             (length, slots): self._at[name, length, slots][self._names[slots][i]]
-            for name, length, slots in self._places
+            for name, length, slots in self._at
             if name == model
         }
 
