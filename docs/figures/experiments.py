@@ -114,7 +114,7 @@ def _costs() -> str:
 
 
 def _encoders() -> str:
-    """Mean error and worst head of `budget(slots)` on every encoder at its largest length, beside the oracle's error."""
+    """Mean error and worst head of `budget(slots)` on every encoder at its largest length, and the oracle's error."""
     from experiments.encoders.choose import by_place
     from experiments.encoders.models import ENCODERS
 

@@ -64,7 +64,9 @@ def table(data: dict[str, Any]) -> str:
         told.append(f"| {row['model']} | {row['rule']} | " + " | ".join(f"{row[kind]:.2f}" for kind in kinds) + " |")
     told += [
         "",
-        f"On all models: {chosen['rule']}.",
+        f"On all models: {chosen['rule']}. Beside the best single rule for each: "
+        + ", ".join(f"{model} {ratio:.2f}" for model, ratio in chosen["excess"].items())
+        + ".",
         "",
         "| slots | outliers, window, means, rank, cohorts |",
         "| --- | --- |",
