@@ -184,8 +184,8 @@ BREAKAGES = (
     Breakage(
         "neighbours by torch: stand-ins speak for keys that the window keeps",
         "execute/torch/by_cohort.py",
-        "(size - take(band.counts(s), place))",
-        "size",
+        "spoken_for - take(band.counts(s), place)",
+        "spoken_for",
         (AROUND,),
     ),
     Breakage(

@@ -88,10 +88,12 @@ def test_a_sink_is_one_more_column_without_a_value(plan):
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_a_sink_is_kept_by_every_cohort(ratio):
+@pytest.mark.parametrize("count", [60, 28])
+def test_a_sink_is_kept_by_every_cohort(count, ratio):
+    """Also where few queries leave a single cohort."""
     draw = torch.Generator().manual_seed(0)
-    query, sink = torch.randn(2, 4, 60, 8, generator=draw), torch.randn(4, generator=draw)
-    key, value = torch.randn(2, 2, 4 // ratio, 60, 8, generator=draw)
+    query, sink = torch.randn(2, 4, count, 8, generator=draw), torch.randn(4, generator=draw)
+    key, value = torch.randn(2, 2, 4 // ratio, count, 8, generator=draw)
     call = AttentionInputs(query, key, value, 0.4, False, sink=sink)
     own, plan = with_sink(call), in_terms(call, fk.budget(24).never_exact())
     graph = plan.keep.graph(own.query, own.key, own.value)
