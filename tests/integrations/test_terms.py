@@ -88,7 +88,7 @@ def test_a_sink_is_one_more_column_without_a_value(plan):
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
-@pytest.mark.parametrize("count", [60, 28])
+@pytest.mark.parametrize("count", [60, 14])
 def test_a_sink_is_kept_by_every_cohort(count, ratio):
     """Also where few queries leave a single cohort."""
     draw = torch.Generator().manual_seed(0)
