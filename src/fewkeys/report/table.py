@@ -13,7 +13,7 @@ from fewkeys.report.headline import headline, times_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-DROP = {"recall": 1, "p50": 2, "worst head": 3, "p90": 4, "mass": 5, "ms": 6, "slots": 7, "cosine": 8}
+DROP = {"recall": 1, "p50": 2, "worst head": 3, "p90": 4, "mass": 5, "ms": 6, "slots": 7}
 """Columns that narrow terminals leave out, in this order; the JSON has them."""
 AT = "ms at {:,}"
 """The column of a whole model's time at a length."""
@@ -36,6 +36,7 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, "bold green" if star else ""))
     cells = [_cells(report, row) for row in rows]
     drop = DROP | {AT.format(length): 1 for length in lengths(report)[1:-2]}
+    drop |= {"cosine": 8} if report.whole_times else {}
     columns = [
         Column(name, [cell[name] for cell in cells], drop=drop.get(name, 0)) for name in (cells[0] if cells else ())
     ]
