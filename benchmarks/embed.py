@@ -1,5 +1,8 @@
 """A folder of texts to vectors: `python benchmarks/embed.py [--model modernbert] [--texts 100] [--most 8000]`.
 
+Writes benchmarks/results/embed.json; `python -m docs.figures` then writes the table of docs/embedding.md. With
+`--texts 10 --most 4000` it takes a tenth of the time.
+
 `fewkeys embed` against `SentenceTransformer.encode` with exact attention, in batches of 32, which is its default, and
 text by text; and late chunks of 256 tokens under the plan against those of exact attention. Each is a process of its
 own: seconds from its start to its end, processor seconds of all its threads, and its peak of resident memory, also

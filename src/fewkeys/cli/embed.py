@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 SLOTS = 192
 """Of the default plan. On thousands of tokens they take about the time of 64, whose cohorts take longer to prepare."""
+CHUNK_COHORTS = 64
+"""Of the default plan for late chunks: a chunk averages fewer errors than a text. Four times the cohorts of
+`budget(192)` take a fifth more time and halve the distance of the cosine from one (`benchmarks/embed.py`).
+"""
 
 
 def add_to(commands: Any) -> None:
@@ -64,7 +68,8 @@ def add_to(commands: Any) -> None:
     plans = parser.add_mutually_exclusive_group()
     plans.add_argument(
         "--slots", type=positive, metavar="N",
-        help=f"run fewkeys.budget(N) (default: the plan in the model's folder, or else {SLOTS} slots)",
+        help=f"run fewkeys.budget(N), with {CHUNK_COHORTS} cohorts for late chunks (default: the plan in the model's folder, "
+        f"or else {SLOTS} slots)",
     )  # fmt: skip
     plans.add_argument("--plan", type=named_path, metavar="DIR", help="folder with a plan, such as fewkeys tune writes")
     add_common(parser, None, seed=False)
@@ -159,7 +164,8 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
     if arguments.slots is None and any((beside / name).is_file() for name in (plans.FILE, model_plan.FILE)):
         return inputs.open_plan(beside)
     causal = any(map(is_causal, attention_modules(encoder)))
-    return plans.budget(arguments.slots or SLOTS, is_causal=causal)
+    cohorts = None if causal or arguments.chunk is None else CHUNK_COHORTS
+    return plans.budget(arguments.slots or SLOTS, is_causal=causal, cohorts=cohorts)
 
 
 def _passes(
