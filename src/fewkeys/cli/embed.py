@@ -68,8 +68,8 @@ def add_to(commands: Any) -> None:
     plans = parser.add_mutually_exclusive_group()
     plans.add_argument(
         "--slots", type=positive, metavar="N",
-        help=f"run fewkeys.budget(N), with {CHUNK_COHORTS} cohorts for late chunks (default: the plan in the model's folder, "
-        f"or else {SLOTS} slots)",
+        help=f"run fewkeys.budget(N), with {CHUNK_COHORTS} cohorts for late chunks (default: the plan in the model's "
+        f"folder, or else {SLOTS} slots)",
     )  # fmt: skip
     plans.add_argument("--plan", type=named_path, metavar="DIR", help="folder with a plan, such as fewkeys tune writes")
     add_common(parser, None, seed=False)
