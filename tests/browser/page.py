@@ -183,7 +183,7 @@ def test_a_phone_shows_name_error_and_time_first(visit, name):
         if (box := one.bounding_box()) and box["x"] + box["width"] <= frame["x"] + frame["width"] + 1
     ]
     assert [text.strip(" ↑") for text in seen[:2]] == ["plan", "error"]
-    assert seen[2:4] == (["ms", "speed"] if name == "small" else ["ms at 16", "ms at 256"])
+    assert seen[2:4] == (["ms", "speed"] if name == "small" else ["ms at 16", "ms at 64"])
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)])

@@ -20,6 +20,7 @@ from encoders import WORDS, tokenizer
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
+from fewkeys.cli.progress import progress
 from fewkeys.core.files import read_json
 from fewkeys.cost.crossover import Expected
 from fewkeys.integrations.transformers import apply, load_model
@@ -171,6 +172,17 @@ def test_the_demo_writes_its_page_where_it_says(monkeypatch, tmp_path, encoder, 
     assert cli.main(["compare", "--demo", "--sequences=2", "--length=32", "--slots=4"]) == 0
     assert f"Open {(tmp_path / 'out' / 'demo' / 'report.html').as_uri()}" in capsys.readouterr().out
     assert [item.length for item in Report.load("out/demo/results.json").whole_times] == [8, 16]
+
+
+def test_lines_of_progress_say_the_time_left(monkeypatch, capsys):
+    """From a tenth of the steps of one total on, each total by itself."""
+    clock = iter([0.0, 0.0, 3.0, 30.0, 100.0, 100.0, 101.0])
+    monkeypatch.setattr("fewkeys.cli.progress.monotonic", lambda: next(clock))
+    with progress() as step:
+        for done, total, what in ((0, 40, "a"), (1, 40, "b"), (10, 40, "c"), (0, 2, "d"), (1, 2, "e")):
+            step(done, total, what)
+    lines = [line.removeprefix("fewkeys: ") for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["a", "b", "c, about 90 s left", "d", "e, about 1 s left"]
 
 
 def test_json_is_all_that_is_on_stdout(run, tmp_path):
