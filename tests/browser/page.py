@@ -157,16 +157,6 @@ def test_it_opens_with_a_sentence_pictures_and_a_query_whose_kept_keys_are_seen(
     assert heavy >= 5
 
 
-def test_no_two_methods_have_the_same_swatch(visit):
-    page = visit("large")
-    swatches = (
-        page.locator("#filters fieldset").first.locator("i").evaluate_all("all => all.map((i) => i.style.cssText)")
-    )
-    looks = page.evaluate("Object.values(data.looks).map((look) => [look.color, look.dash].join())")
-    assert len(swatches) == len(looks)
-    assert page.evaluate("Object.values(data.looks).filter((look) => look.color === '#000000').length") <= 1
-
-
 def test_a_star_marks_the_best_at_each_number_of_slots(visit):
     stars = [name for name in visit().locator("#table tbody th").all_inner_texts() if name.endswith("*")]
     assert stars == ["fewkeys budget 8 *", "fewkeys budget 16 *"]

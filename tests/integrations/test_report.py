@@ -322,6 +322,12 @@ def test_the_figure_is_a_picture_of_the_expected_size(tmp_path):
     assert (tmp_path / "all.png").stat().st_size > (tmp_path / "none.png").stat().st_size
 
 
+def test_every_standard_row_has_a_colour_of_its_own():
+    """Black is exact attention's, and no two swatches of the page look alike."""
+    colours = [look.color for look in LOOKS.values()]
+    assert len({*colours, "#000000"}) == len(colours) + 1
+
+
 def test_the_figure_is_the_same_bytes_twice(tmp_path):
     save_figure(report(), tmp_path / "a.png")
     save_figure(report(), tmp_path / "b.png")
