@@ -139,6 +139,11 @@ def test_it_opens_with_a_sentence_pictures_and_a_query_whose_kept_keys_are_seen(
     heights = [page.locator(place).bounding_box()["y"] for place in ("h1", "#time", "#filters", "#table")]
     assert heights == sorted(heights)
     assert heights[1] < 300
+    assert page.locator("#table tbody th").all_inner_texts()[:3] == [
+        "exact",
+        "fewkeys budget 8 *",
+        "fewkeys budget 16 *",
+    ]
     lines = page.evaluate("document.getElementById('time').data.map((line) => [line.name, line.y])")
     assert lines == [
         ["fewkeys budget, 8 slots", [2, 4, 8]],

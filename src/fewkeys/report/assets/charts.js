@@ -59,7 +59,7 @@ function wholeModels() {
   const last = data.lengths.at(-1);
   const named = timed.filter((row) => row.kind === "exact" || row.i === data.crossing?.row);
   const annotations = named.map((row) => ({
-    x: Math.log10(last), y: Math.log10(row.whole[last]), xanchor: "right", yanchor: row.kind === "exact" ? "bottom" : "top", xshift: -8, yshift: row.kind === "exact" ? 4 : -4,
+    x: Math.log10(last), y: Math.log10(row.whole[last]), xanchor: "right", yanchor: row.kind === "exact" ? "bottom" : "top", xshift: -8, yshift: row.kind === "exact" ? 4 : -58,
     text: `<b>${label(row)}</b>`, showarrow: false, bgcolor: css("--back"), font: { color: paint(row.name) },
   }));
   const shapes = data.crossing ? [upright(data.crossing.length)] : [];
@@ -80,7 +80,7 @@ function drawChart([id, make]) {
   const { traces, ...made } = make();
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--text"), family: "system-ui, sans-serif", size: 12 },
-    margin: { l: 56, r: 12, t: 10, b: 46 }, showlegend: false, hovermode: "closest",
+    margin: { l: 68, r: 12, t: 10, b: 46 }, showlegend: false, hovermode: "closest",
     hoverlabel: { bgcolor: css("--card"), font: { color: css("--text") } }, ...made,
   };
   const node = $(id);

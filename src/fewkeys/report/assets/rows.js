@@ -28,9 +28,9 @@ const plainMs = (ms) => ms.toLocaleString("en", { minimumFractionDigits: ms < 10
 const times = data.lengths.length
   ? data.lengths.map((length) => [`ms at ${length.toLocaleString("en")}`, (row) => row.whole[length] ?? Infinity, (row) => (row.whole[length] ? plainMs(row.whole[length]) : "–")])
   : [["ms", (row) => row.ms, (row) => plainMs(row.ms)], ["speed", (row) => row.exact_ms / row.ms, (row) => `${(row.exact_ms / row.ms).toFixed(2)}×`]];
-// Name, error and time come first: what a narrow screen shows. Class "more": left out there.
+// Name, error and time come first: what a narrow screen shows. So do rows with times of whole models. Class "more": left out there.
 const columns = [
-  ["plan", (row) => row.budget ?? Infinity, (row) => row.name + (row.budget === null ? "" : ` ${row.budget}`) + (row.star ? " *" : "")],
+  ["plan", (row) => (Object.keys(row.whole).length ? row.budget ?? 0 : 1e9 + (row.budget ?? 1e9)), (row) => row.name + (row.budget === null ? "" : ` ${row.budget}`) + (row.star ? " *" : "")],
   ["error", (row) => row.error, (row) => row.error.toFixed(3)],
   ...times,
   ["slots", (row) => row.slots, (row) => row.slots.toFixed(1)],
