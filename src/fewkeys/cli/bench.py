@@ -127,16 +127,17 @@ def _run_whole(arguments: argparse.Namespace) -> None:
     import torch
 
     from fewkeys.bench.machine import machine, versions
-    from fewkeys.integrations.whole import DECODERS, time_model
+    from fewkeys.integrations.whole import DECODERS, random_model, time_model
     from fewkeys.report.speed import print_models
 
     causal, dtype = arguments.causal or arguments.model in DECODERS, getattr(torch, arguments.dtype)
     rows: list[dict[str, Any]] = []
-    each = [(name, length) for name in arguments.plans for length in arguments.lengths]
+    plans = [_plan(name, causal) for name in arguments.plans]
     with progress() as step:
-        for number, (name, length) in enumerate(each):
-            step(number, len(each), f"{length} tokens, {name}")
-            rows.append({"name": name, **asdict(time_model(arguments.model, _plan(name, causal), length, dtype=dtype))})
+        for number, length in enumerate(arguments.lengths):
+            step(number, len(arguments.lengths), f"whole models at {length:,} tokens")
+            times = time_model(random_model(arguments.model, length, dtype), plans, length)
+            rows += [{"name": name, **asdict(time)} for name, time in zip(arguments.plans, times, strict=True)]
     settings = {"model": arguments.model, "dtype": arguments.dtype, "causal": causal}
     result = {"machine": machine(), "versions": versions(with_transformers=True), "settings": settings, "rows": rows}
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"

@@ -18,7 +18,9 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
     which.add_argument(
-        "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
+        "--demo",
+        action="store_true",
+        help="all-MiniLM-L6-v2, of fewkeys[demo], and a text from Newton's Opticks",
     )
     if capture:
         which.add_argument(

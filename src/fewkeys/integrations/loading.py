@@ -65,16 +65,23 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
     """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode.
 
     Weights are read from safetensors only and no code of the repository is run. Nothing is printed. A folder without
-    `modules.json` names no pooling: sentence-transformers takes the mean of all tokens.
+    `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A decoder that was saved to
+    predict tokens needs that file.
 
     Raises `TypeError` and `ValueError`, one line that names the remedy, as `load_model` does; `ModuleNotFoundError`
     where sentence-transformers is missing.
     """
     need_sentence_transformers()
     with quiet():
-        name, _, offline = _located(name_or_dir)
+        name, config, offline = _located(name_or_dir)
         from sentence_transformers import SentenceTransformer
+        from sentence_transformers.util import is_sentence_transformer_model
 
+        if _is_generator(config) and not is_sentence_transformer_model(name, local_files_only=offline):
+            raise ValueError(
+                f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens "
+                f"({config.model_type}); name a sentence-transformers model, whose folder has modules.json"
+            )
         how = {"use_safetensors": True, "dtype": torch.float32}
         try:
             encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=how)
@@ -180,13 +187,18 @@ def _hub_config(name: str) -> tuple[PreTrainedConfig, bool]:
         raise ValueError(f"name_or_dir: the configuration of {name} is not usable: {_line(error)}") from None
 
 
-def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | None) -> PreTrainedModel:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+def _is_generator(config: PreTrainedConfig) -> bool:
+    """Whether the model was saved with a head that predicts the next token."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    generator = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(
-        architecture.endswith(_GENERATORS) for architecture in config.architectures or ()
-    )
-    factory: Any = AutoModelForCausalLM if generator else AutoModel
+    saved = config.architectures or ()
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(_GENERATORS) for name in saved)
+
+
+def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | None) -> PreTrainedModel:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM if _is_generator(config) else AutoModel
     try:
         model, info = factory.from_pretrained(
             name,

@@ -48,7 +48,7 @@ def apply(
     *,
     impl: Impl = "auto",
     generator: torch.Generator | None = None,
-    max_error: float | None = None,
+    max_error: float | Guard | None = None,
 ) -> Applied:
     """Replace attention in every layer of `model` by `plan`, at once, until `restore` or the end of a `with`.
 
@@ -76,7 +76,8 @@ def apply(
     copies of the model, also in other processes. docs/serving.md has examples.
 
     max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly, and
-    `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
+    `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly. Of a `Guard`
+    its limit and number of queries are taken: every layer counts by itself.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
     honoured: attention dropout, chunks of the model's own, packed causal sequences, prepared 4-D masks, static caches,
@@ -91,7 +92,8 @@ def apply(
     plans = tuple(plans_per_layer(plan, modules))
     if isinstance(plan, ModelPlan):
         check_known(plan, [module for module, own in zip(modules, plans, strict=True) if own is not None])
-    guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
+    limit = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
+    guards = None if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
     check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")

@@ -10,8 +10,9 @@ Weights are random, since times do not depend on them: a shape is all it takes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from fewkeys.integrations.families import NAME
 from fewkeys.integrations.transformers import apply
+from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TURNS, ENOUGH_SECONDS = 9, 8.0
 """Turns at a length: `TURNS`, or fewer once they have taken this long, but at least one after the first, which warms up
@@ -72,40 +74,54 @@ class Timing:
 
 
 @torch.no_grad()
-def time_model(name_or_dir: str, plan: Plan, length: int, *, dtype: torch.dtype = torch.float32) -> Timing:
-    """One sequence of `length` tokens without padding through a model of this shape, both ways in turns, on the CPU."""
-    model = random_model(name_or_dir, length, dtype)
+def time_model(
+    model: PreTrainedModel, plans: Sequence[Plan | ModelPlan], length: int, *, seconds: float = ENOUGH_SECONDS
+) -> list[Timing]:
+    """One sequence of `length` tokens without padding: exact attention and each plan in turns, on the CPU.
+
+    `seconds`: no turn is begun after them, except the second where the first took less.
+    """
     ids = torch.randint(min(TOKENS, model.config.vocab_size), (1, length), generator=torch.Generator().manual_seed(0))
-    exact: list[tuple[float, float]] = []
-    ours: list[tuple[float, float]] = []
+    turns: list[list[tuple[float, float]]] = []
     start = perf_counter()
-    while len(exact) <= TURNS and (len(exact) < 2 or perf_counter() - start < ENOUGH_SECONDS):
+    while len(turns) <= TURNS and (len(turns) < 2 or perf_counter() - start < seconds):
         with _watched("sdpa") as spent:
-            exact.append(_timed(model, ids, spent))
-        with apply(model, plan.never_exact()), _watched(NAME) as spent:
-            ours.append(_timed(model, ids, spent))
-        if len(exact) == 1 and perf_counter() - start > ENOUGH_SECONDS:
+            turn = [_timed(model, ids, spent)]
+        for plan in plans:
+            with apply(model, plan.never_exact()), _watched(NAME) as spent:
+                turn.append(_timed(model, ids, spent))
+        turns.append(turn)
+        if len(turns) == 1 and perf_counter() - start > seconds:
             break
-    first = int(len(exact) > 1)
-    exact, ours = exact[first:], ours[first:]
+    exact, *ours = zip(*turns[int(len(turns) > 1) :], strict=True)
+    return [_timing(length, exact, own) for own in ours]
+
+
+def _timing(length: int, exact: Sequence[tuple[float, float]], ours: Sequence[tuple[float, float]]) -> Timing:
     ratio = median(a / b for (a, _), (b, _) in zip(exact, ours, strict=True))
     (exact_ms, exact_share), (ms, share) = (map(median, zip(*each, strict=True)) for each in (exact, ours))
     return Timing(length, len(exact), exact_ms, ms, ratio, exact_share, share)
 
 
 def random_model(name_or_dir: str, length: int, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of a shape, with room for so many tokens."""
-    from transformers import AutoConfig, AutoModel
+    """A model of a shape, of random weights, with room for so many tokens."""
+    from transformers import AutoConfig
 
-    room = {"max_position_embeddings": length, "attn_implementation": "sdpa"}
     if name_or_dir in SHAPES:
-        shape = {"num_attention_heads": 12, "vocab_size": TOKENS, **SHAPES[name_or_dir], **room}
-        config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    else:
-        config = AutoConfig.from_pretrained(name_or_dir, **room)
+        shape = {"num_attention_heads": 12, "vocab_size": TOKENS, **SHAPES[name_or_dir]}
+        return of_shape(AutoConfig.for_model(shape.pop("model_type"), **shape), length, dtype)
+    return of_shape(AutoConfig.from_pretrained(name_or_dir), length, dtype)
+
+
+def of_shape(config: PretrainedConfig, length: int, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of this configuration, of random weights, with room for so many tokens."""
+    from transformers import AutoModel
+
+    config = deepcopy(config)
+    config.max_position_embeddings = length
     torch.manual_seed(0)
-    found: PreTrainedModel = AutoModel.from_config(config, dtype=dtype).eval()
-    return found
+    model: PreTrainedModel = AutoModel.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+    return model
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from fewkeys.bench.timing import Timing, growth
 from fewkeys.report.console import Column, console, print_columns
+from fewkeys.report.headline import crossing
 from fewkeys.report.style import OTHERS, Look, draw, halo, logarithmic, name_lines, save, say, sheet, upright
 
 DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
@@ -117,12 +116,9 @@ def crossover(rows: Sequence[Timing], name: str) -> float | None:
 
     None if it is faster, or slower, at every length.
     """
-    timings = _of(rows, name)
-    for first, second in pairwise(timings):
-        if name != "exact" and first.ratio < 1 <= second.ratio:
-            share = -math.log(first.ratio) / math.log(second.ratio / first.ratio)
-            return float(first.length * (second.length / first.length) ** share)
-    return None
+    if name == "exact":
+        return None
+    return crossing([(row.length, row.ratio) for row in _of(rows, name)])
 
 
 def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:
