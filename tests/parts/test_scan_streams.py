@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from fewkeys.memory import Stream, coded, files
 from fewkeys.sketch.codes import BLOCK
-from fewkeys.streaming import Stream, coded, files
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     tokens.feed(stream)
     facts, tensors = stream.contents()
     short = {name: rows[:, :, 1:] if name.endswith("key") else rows for name, rows in tensors.items()}
-    files.write(path, facts, short)
+    files.write(path, "stream", [(facts, short)])
     with pytest.raises(ValueError, match=r"^path: expected a file that Stream.save wrote"):
         Stream.load(path)
 
