@@ -46,7 +46,7 @@ class Buffer:
 
     @property
     def rows(self) -> Tensor:
-        return self.held[..., : self.count, :]
+        return self.held.narrow(-2, 0, self.count)
 
     def make_room(self, count: int) -> None:
         """Make room for `count` rows in all, before writing them. `OSError`, without a change, on a full disk."""
@@ -61,7 +61,7 @@ class Buffer:
         """Add rows (..., N, X) at the end."""
         total = self.count + rows.shape[-2]
         self.make_room(total)
-        self.held[..., self.count : total, :] = rows
+        self.held.narrow(-2, self.count, rows.shape[-2]).copy_(rows)
         self.count = total
 
     def holding(self, rows: Tensor) -> Buffer:

@@ -26,7 +26,8 @@ from fewkeys.core.precision import working
 from fewkeys.core.records import build
 from fewkeys.core.validation import largest_entries
 from fewkeys.cost.decoding import exact_length
-from fewkeys.execute import dispatch, exact
+from fewkeys.execute import dispatch, exact, native
+from fewkeys.execute.native.by_scan import ScanCall
 from fewkeys.execute.problem import Problem
 from fewkeys.flow import attend
 from fewkeys.memory.base import Held, Rules, named_dtype
@@ -68,6 +69,8 @@ class Coded(Fields):
     is_large: bool = False
     exact_until: int | None = None
     """How many first tokens are answered exactly; None before the first query."""
+    step: Step | None = None
+    """How the last token was answered."""
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -118,6 +121,9 @@ class Coded(Fields):
         memory, exactly = memory._take(query, key, value, scale, by_plan=False)
         memory, by_plan = memory._take(later_query, later_key, later_value, scale, by_plan=True)
         return memory, torch.cat([exactly, by_plan], 2)
+
+    def select(self, index: Tensor) -> Coded:
+        return replace(super().select(index), step=None)
 
     def refusal(self, count: int) -> str | None:
         return None
@@ -170,7 +176,16 @@ class Coded(Fields):
             return memory, exact.attend(memory._inputs(query, scale), self.rules.plan.weights)
         if memory.is_large:
             return memory, attend(memory._inputs(query, scale), self.rules.plan.never_exact())
-        return memory, dispatch.attend(memory.problem(query, scale))
+        memory._finish_blocks()
+        if query.shape[2] > 1:
+            return memory, dispatch.attend(memory.problem(query, scale))
+        if memory.step is None or not memory.step.serves(memory, query, scale):
+            memory = replace(memory, step=Step.of(memory, query, scale))
+        return memory, memory.step.attend(memory, query, scale)  # type: ignore[union-attr]
+
+    def held(self) -> tuple[Tensor, ...]:
+        """All memory that a kernel reads."""
+        return tuple(buffer.held for buffer in (*self.rows.buffers, self.codes, self.sigma, self.sums))
 
     def _inputs(self, query: Tensor, scale: float) -> Inputs:
         key, value = (rows.to(query.dtype) for rows in self.rows.read(0, self.rows.count))
@@ -179,10 +194,11 @@ class Coded(Fields):
 
     def problem(self, query: Tensor, scale: float) -> Problem:
         """What is left to the executor: the last tokens' queries (B, Hq, N, D), and codes and sums of all blocks."""
-        self._finish_blocks()
         key, value, scales = self.rows.key.rows, self.rows.value.rows, self.rows.scale
         inputs = Inputs(query, key, value, scale, is_causal=True, offset=key.shape[2] - query.shape[2])
-        codes = Codes(self.codes.rows.unflatten(-1, (-1, 16)), self.sigma.rows.flatten(2))
+        packed, sigma = self.codes.rows, self.sigma.rows
+        head, wide = packed.shape[:3], packed.shape[3]
+        codes = Codes(packed.view(*head, wide // 16, 16), sigma.view(*head[:2], head[2] * BLOCK))
         plan, rest = self.rules.plan, self.rules.plan.rest
         scanned = Scanned(inputs, codes, plan.scanned, None if scales is None else scales.rows)
         stand_ins = rest.of_totals(inputs, self.sums.rows, None) if isinstance(rest, BlockMeans) else None
@@ -199,6 +215,39 @@ class Coded(Fields):
         self.sigma.append(codes.sigma.unflatten(2, (-1, BLOCK)))
         new = torch.cat([block_sums(key), block_sums(value)], -1)
         self.sums.append(self.sums.rows[:, :, -1:] + new.cumsum(2))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """How a token is answered by the plan: all tokens of a block of 32 see the same codes, sums and ranges.
+
+    `call`: arguments of the kernel that serve the whole block; None: every token poses its problem anew.
+    """
+
+    shape: torch.Size
+    scale: float
+    block: int
+    held: tuple[Tensor, ...]
+    call: ScanCall | None
+
+    @staticmethod
+    def of(memory: Coded, query: Tensor, scale: float) -> Step:
+        block = (memory.rows.count - 1) // BLOCK
+        return Step(query.shape, scale, block, memory.held(), native.repeated(memory.problem(query, scale)))
+
+    def serves(self, memory: Coded, query: Tensor, scale: float) -> bool:
+        """Whether the next token is one of the same block, after tokens in the same memory."""
+        same = (self.shape, self.scale, self.block) == (query.shape, scale, (memory.rows.count - 1) // BLOCK)
+        return same and all(mine is theirs for mine, theirs in zip(self.held, memory.held(), strict=True))
+
+    def attend(self, memory: Coded, query: Tensor, scale: float) -> Tensor:
+        """The output (B, Hq, 1, Dv) of the last token's query."""
+        if self.call is None:
+            return dispatch.attend(memory.problem(query, scale))
+        return self.call.attend(query, memory.rows.count, memory.rows.count - 1)
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the memory finds its own."""
 
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:

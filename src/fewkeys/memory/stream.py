@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.extent import needs_rescaling
-from fewkeys.core.precision import full_precision, lowered, working
+from fewkeys.core.precision import full_precision, lowered, working_dtype
 from fewkeys.core.validation import check_real, check_tensor
 from fewkeys.memory import files
 from fewkeys.memory.base import Held, LeafType, Memory, Rules
@@ -121,7 +121,6 @@ class Stream:
         kind = self._kind if self._pending is None else self._pending.kind
         return None if kind is None else kind.batch
 
-    @torch.no_grad()
     def append(self, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> None:
         """Add N tokens: keys (B, Hkv, N, D), values (B, Hkv, N, Dv); `key_mask` (B, N) is False for padding.
 
@@ -133,7 +132,6 @@ class Stream:
         self._settle()
         self._pending = came
 
-    @torch.no_grad()
     def attend(self, query: Tensor) -> Tensor:
         """The outputs (B, Hq, Nq, Dv) of the queries (B, Hq, Nq, D) of the last Nq tokens of the last `append`."""
         query = lowered(check_tensor("query", query))
@@ -309,7 +307,7 @@ class Stream:
             self._begin(came.kind)
         key, value, real, (of_key, of_value) = came
         scale = key.shape[3] ** -0.5 if self.scale is None else self.scale
-        is_large = needs_rescaling((largest, of_key, of_value), scale, key.shape[3], working(key[:0]).dtype)
+        is_large = needs_rescaling((largest, of_key, of_value), scale, key.shape[3], working_dtype(key.dtype))
         if len(self._groups) == 1 and real is None:
             (group,) = self._groups
             group.memory.make_room(query, key, value)
