@@ -229,7 +229,7 @@ def test_rooms_wait_until_they_are_asked_for():
     loaded = run("import sys, fewkeys", f"print(*{rooms}, 'torch' in sys.modules)")
     assert set(loaded.split()) == {"core", "False"}
     loaded = run("import sys, fewkeys", "fewkeys.attention, fewkeys.budget", f"print(*{rooms}, *sys.modules)").split()
-    assert {"distributed", "integrations", "papers", "tuning", "streaming"}.isdisjoint(loaded)
+    assert {"distributed", "integrations", "papers", "tuning", "memory"}.isdisjoint(loaded)
     assert "torch.distributed.elastic" not in loaded
     told = run(
         "import json, pydoc, fewkeys as fk",

@@ -450,8 +450,8 @@ BREAKAGES = (
     Breakage(
         "scans: a query chooses among the keys of its own block, too",
         "select/key_scan.py",
-        "seen = position // BLOCK * BLOCK if x.is_causal",
-        "seen = (position // BLOCK + 1) * BLOCK if x.is_causal",
+        "position.bitwise_and_(-BLOCK).clamp_max_",
+        "position.bitwise_and_(-BLOCK).add_(BLOCK).clamp_max_",
         (RANGES, SCANS),
     ),
     Breakage(
@@ -464,8 +464,8 @@ BREAKAGES = (
     Breakage(
         "scans: two ranges begin at one block",
         "rest/block_means.py",
-        "min(s, max(c, int(s ** (c / self.count) + 1e-9)))",
-        "min(s, int(s ** (c / self.count) + 1e-9))",
+        "min(s, max(c, int(s ** (c / count) + 1e-9)))",
+        "min(s, int(s ** (c / count) + 1e-9))",
         (RANGES,),
     ),
     Breakage(

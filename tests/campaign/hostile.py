@@ -18,8 +18,8 @@ import torch
 
 import fewkeys as fk
 from fewkeys import cli, native
+from fewkeys.memory import Stream
 from fewkeys.native import build, sets
-from fewkeys.streaming import Stream
 from integrations.test_report import BYTES, VALUES, Skipped, places, report
 
 SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))

@@ -23,7 +23,7 @@ from campaign.models import Caches, Commands
 from campaign.numbers import derivatives, magnitudes
 from distributed_faults import CALLS, LOST, OTHERS, meet, wrong
 from fewkeys.core.records import parse
-from fewkeys.streaming import Stream
+from fewkeys.memory import Stream
 from parts.test_loaders import WRITTEN, damaged
 
 SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))

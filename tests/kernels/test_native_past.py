@@ -17,7 +17,7 @@ from fewkeys.past import native as past_native
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import Scan, States
 from fewkeys.past.state import State
-from fewkeys.past.tokens import Tokens
+from fewkeys.past.tokens import Stretch
 from fewkeys.rest import BlockStandIns
 from native_cases import CLOSE, needs_compiler, without
 
@@ -155,7 +155,7 @@ def test_step_by_step_is_all_at_once():
         past = made_past(10, 8, 8)
         for step in range(5):
             part = slice(16 * step, 16 * step + 16)
-            rows = Evicted.at_once(Tokens.at(0, key[:, :, part].float(), value[:, :, part].float()))
+            rows = Evicted.at_once(Stretch(0, key[:, :, part].float(), value[:, :, part].float()).tokens())
             _, past = Scan(past, query[:, :, part].float() * 0.3, None, 1.0, rows, True).run()
             assert torch.equal(states.rows[:, :, step + 1], past.summary.rows)
             assert torch.equal(states.excess[:, :, step + 1], past.summary.excess)

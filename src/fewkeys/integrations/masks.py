@@ -163,7 +163,10 @@ def _decoded(mask: Tensor) -> Keys:
     """What the head of this file lists, read."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window = None if mask.dtype == torch.bool else int(rows.max()) or None
-    is_whole = rows.shape[1] > 1 and rows.stride(1) == 0
+    if rows.shape[1] == 1 and not torch.compiler.is_compiling():  # a decoded token
+        is_whole = bool(rows.all())
+    else:
+        is_whole = rows.shape[1] > 1 and rows.stride(1) == 0
     return Keys(None if is_whole else rows.bool(), mask.ndim == 2, window)
 
 

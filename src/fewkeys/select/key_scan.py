@@ -49,7 +49,7 @@ class KeyScan(Counted):
         return Remembered(scan=self.count)
 
     def covers(self, inputs: Inputs) -> bool:
-        return self.count >= int(before_block(inputs)[-1])
+        return self.count >= _before(inputs, inputs.queries - 1)
 
     def work(self, inputs: Inputs) -> Work:
         x = inputs
@@ -71,9 +71,16 @@ def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
 def before_block(inputs: Inputs) -> Tensor:
     """(Nq,): how many keys stand before each query's own block; without causality, all keys do."""
     x = inputs
-    position = torch.arange(x.queries, device=x.query.device) + x.offset
-    seen = position // BLOCK * BLOCK if x.is_causal else torch.full_like(position, x.keys)
-    return seen.clamp_max(x.keys)
+    first, last = _before(x, 0), _before(x, x.queries - 1)
+    if first == last:
+        return torch.full((x.queries,), first, device=x.query.device)
+    position = torch.arange(x.offset, x.offset + x.queries, device=x.query.device)
+    return position.bitwise_and_(-BLOCK).clamp_max_(x.keys)
+
+
+def _before(inputs: Inputs, query: int) -> int:
+    """How many keys stand before the own block of one query."""
+    return min(inputs.keys, (inputs.offset + query) // BLOCK * BLOCK) if inputs.is_causal else inputs.keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +104,7 @@ class Scanned:
     @cached_property
     def most(self) -> int:
         """How many keys a query chooses at most."""
-        return min(self.count, int(self.seen[-1]))
+        return min(self.count, _before(self.inputs, self.inputs.queries - 1))
 
     @cached_property
     def index(self) -> Tensor:

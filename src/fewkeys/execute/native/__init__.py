@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fewkeys.core.impl import COMPILED
 from fewkeys.core.weights import Softmax
 from fewkeys.execute.native import backward, by_scan, forward
 from fewkeys.execute.problem import Problem
@@ -11,7 +12,7 @@ from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
 
-__all__ = ["attend", "unsupported"]
+__all__ = ["attend", "repeated", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -51,6 +52,12 @@ def attend(problem: Problem) -> Tensor:
     if not _wants_gradient(problem):
         return forward.attend(problem)
     return backward.attend(problem)
+
+
+def repeated(problem: Problem) -> by_scan.ScanCall | None:
+    """The arguments of a scan, for the problem and for later tokens; None where no kernel reads such a problem."""
+    is_scan = problem.graph.scan is not None and problem.inputs.impl in COMPILED
+    return by_scan.ScanCall(problem) if is_scan and unsupported(problem) is None else None
 
 
 def _form(problem: Problem) -> str | None:
