@@ -35,7 +35,7 @@ from torch import Tensor
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_whole
-from fewkeys.integrations.whole import random_model
+from fewkeys.integrations.model_timing import random_model
 from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 
 RESULTS = Path(__file__).parent / "results"

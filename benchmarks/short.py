@@ -16,7 +16,7 @@ import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.clock import clock
 from fewkeys.core.files import write_whole
-from fewkeys.integrations.whole import random_model
+from fewkeys.integrations.model_timing import random_model
 
 RESULTS = Path(__file__).parent / "results" / "short.json"
 SHAPES = [(batch, length) for batch in (1, 32, 128) for length in (64, 256, 512, 1024) if batch * length <= 2**13]

@@ -158,25 +158,24 @@ class Plan(hub.OnHub):
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
         """The plan that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"plan: expected a description of format {FORMAT}, got {found!r}")
+            kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
         damaged = "plan: expected what Plan.to_dict() writes, got a damaged description"
         try:
-            found = build(_Description, data)
+            description = build(_Description, data)
         except ValueError as error:
             raise ValueError(f"{damaged} ({error})") from None
-        for part in (*(found.keep or ()), found.rest):
+        for part in (*(description.keep or ()), description.rest):
             if part.get("type") in REPLACED:
                 raise ValueError(
                     f"plan: expected parts of this version, got {part['type']}, in whose place KeyScan and BlockMeans "
                     "are; use budget(slots, is_causal=True), or tune again"
                 )
         try:
-            keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
-            rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
-            return cls(
-                None if found.keep is None else united(keep), rest, weights, found.exact_if_faster, found.is_causal
-            )
+            keep = [unpack("keep", part, SELECTORS, learned) for part in description.keep or ()]
+            rest, weights = unpack("rest", description.rest, RESTS), unpack("weights", description.weights, WEIGHTS)
+            selector = None if description.keep is None else united(keep)
+            return cls(selector, rest, weights, description.exact_if_faster, description.is_causal)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{damaged} ({error})") from None
 

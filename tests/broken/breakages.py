@@ -196,20 +196,6 @@ BREAKAGES = (
         (SHARDS,),
     ),
     Breakage(
-        "stand-ins keep the mass that their mean key would give them",
-        "native/stand_ins.h",
-        "p.tilt * (p.cluster_importance[at] - seen)",
-        "0.0f * (p.cluster_importance[at] - seen)",
-        (PREPARED,),
-    ),
-    Breakage(
-        "the first-order term is not taken back where a value is right",
-        "native/stand_ins.h",
-        "-factor * std::min(std::max(direction[r], low[r]), high[r])",
-        "-0.0f * std::min(std::max(direction[r], low[r]), high[r])",
-        (PREPARED,),
-    ),
-    Breakage(
         "stand-ins of few keys vanish like those of none",
         NEAR,
         "constexpr float ROUNDING = 1e-5f;",
@@ -329,13 +315,6 @@ BREAKAGES = (
         (PREPARED_GRADIENTS,),
     ),
     Breakage(
-        "past: keys of the next step are absorbed",
-        "native/prefill.h",
-        "inflow->make(prepared, ahead[prepared % AHEAD]);",
-        "inflow->make(std::min(prepared + 1, p.past->steps - 1), ahead[prepared % AHEAD]);",
-        (CAUSAL, ONCE),
-    ),
-    Breakage(
         "past: merged means weigh both alike",
         "native/merge.h",
         "coefficient[place] = std::exp(mass[place] - mass[leader]);",
@@ -427,13 +406,6 @@ BREAKAGES = (
         (SUMS,),
     ),
     Breakage(
-        "gradients of the sums of cohorts: the last one is left out",
-        "native/tilts.h",
-        "mix(grad.data(), both, p.cohorts, both, &turned[j]",
-        "mix(grad.data(), both, p.cohorts - 1, both, &turned[j]",
-        (SUMS,),
-    ),
-    Breakage(
         "roots of metrics: of four rows one is not taken away",
         "native/products.h",
         "for (int r = 0; r < count; r++) left -= load(row + r * stride + d) * by[r];",
@@ -474,13 +446,6 @@ BREAKAGES = (
         "apart = packed.stride(1 if packed.shape[1] > 1 else 0)",
         "apart = packed.stride(1)",
         (Law("parts/test_scan_streams", "heads_of_their_own"),),
-    ),
-    Breakage(
-        "gradients of the products of cohorts: every key weighs one",
-        "native/tilts.h",
-        "scale(&keys.row[j * both], keys.weight[j], both)",
-        "scale(&keys.row[j * both], 1.0f, both)",
-        (SUMS,),
     ),
     Breakage(
         "shards: cohorts forget the queries of earlier processes",

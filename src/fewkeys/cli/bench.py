@@ -127,7 +127,7 @@ def _run_whole(arguments: argparse.Namespace) -> None:
     import torch
 
     from fewkeys.bench.machine import machine, versions
-    from fewkeys.integrations.whole import DECODERS, time_model
+    from fewkeys.integrations.model_timing import DECODERS, time_model
     from fewkeys.report.speed import print_models
 
     causal, dtype = arguments.causal or arguments.model in DECODERS, getattr(torch, arguments.dtype)

@@ -49,8 +49,8 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Compare, print, and write what --out asks for."""
     inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
-    own = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
-    if len(own) < len(arguments.plan):
+    user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
+    if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:
         opened = None if arguments.capture else inputs.open_model(arguments, step)
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
             step(0, 1, "exact attention of every layer")
             captured, tokens = capture(opened.model, opened.batches), opened.tokens
             text, model, batches, name = opened.files, opened.model, opened.batches, opened.name
-        plans = _rows(captured, arguments.slots, own)
+        plans = _rows(captured, arguments.slots, user_plans)
         report = compare(
             captured,
             plans,
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.out is not None:
             step(0, 0, "a closer look at a few queries")
             first = arguments.slots[0]  # of rows that are the same at every budget
-            rows = [plans[None if r.name in own else r.budget or first][r.name] for r in report.rows]
+            rows = [plans[None if r.name in user_plans else r.budget or first][r.name] for r in report.rows]
             sample = take(captured, rows, tokens=tokens, seed=arguments.seed)
     report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
     from fewkeys.report import print_table, save_figure
@@ -92,7 +92,9 @@ def run(arguments: argparse.Namespace) -> None:
     deliver(arguments, files, report.to_json(), lambda: print_table(report))
 
 
-def _rows(captured: Capture, slots: list[int], own: dict[str, Plan | ModelPlan]) -> dict[int | None, dict[str, Any]]:
+def _rows(
+    captured: Capture, slots: list[int], user_plans: dict[str, Plan | ModelPlan]
+) -> dict[int | None, dict[str, Any]]:
     """The standard rows at every budget, and the user's."""
     from fewkeys.judge.standard import standard_plans
 
@@ -101,6 +103,6 @@ def _rows(captured: Capture, slots: list[int], own: dict[str, Plan | ModelPlan])
     for count in slots:
         plans = standard_plans(count, is_causal=captured.is_causal, head_dim=captured.head_dim, length=length)
         rows[count] = dict(plans)
-    if taken := own.keys() & rows[slots[0]].keys():
+    if taken := user_plans.keys() & rows[slots[0]].keys():
         raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
-    return rows | ({None: own} if own else {})
+    return rows | ({None: user_plans} if user_plans else {})

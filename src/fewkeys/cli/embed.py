@@ -117,8 +117,8 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     step(0, 0, "loading the model")
     from fewkeys.integrations import embed, passes
     from fewkeys.integrations.interface import attention_modules
-    from fewkeys.integrations.known import weights_of
     from fewkeys.integrations.loading import load_encoder
+    from fewkeys.integrations.same_weights import weights_of
 
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
     with inputs.named_as_options(**options):
@@ -243,7 +243,7 @@ def _tell(
     facts |= {"tokens": int(every.tokens.sum()), "error": float(every.error.mean()), "skipped": skipped}
     if arguments.json:
         columns = (*every.spans.T.tolist(), every.tokens.tolist(), every.error.tolist())
-        files = [document.name for document, own in zip(documents, rows, strict=True) for _ in own.tokens]
+        files = [document.name for document, text_rows in zip(documents, rows, strict=True) for _ in text_rows.tokens]
         names = ("path", "start", "stop", "tokens", "error")
         listed = [dict(zip(names, row, strict=True)) for row in zip(files, *columns, strict=True)]
         print(json.dumps(facts | {"plan": plan, "rows": listed}, indent=1))

@@ -71,8 +71,8 @@ def need(*modules: str) -> None:
         return
     extras = {EXTRAS.get(name, "report") for name in missing}
     extras -= {inner for extra in extras for inner in INCLUDED.get(extra, ())}
-    told = "is needed for this and is" if len(missing) == 1 else "are needed for this and are"
-    raise ValueError(f"{', '.join(missing)} {told} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
+    verb = "is needed for this and is" if len(missing) == 1 else "are needed for this and are"
+    raise ValueError(f"{', '.join(missing)} {verb} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
 
 
 def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
@@ -109,10 +109,10 @@ def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
     from fewkeys.captures.capture import Capture
 
     with named_as_options(directory="--capture"):
-        found = Capture.load(arguments.capture)
+        captured = Capture.load(arguments.capture)
     path = arguments.capture / OPENED
-    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return replace(found, model_name=told.get("model", found.model_name)), told.get("tokens", [])
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return replace(captured, model_name=facts.get("model", captured.model_name)), facts.get("tokens", [])
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:

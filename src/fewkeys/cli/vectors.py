@@ -93,7 +93,7 @@ def _read(path: Path) -> dict[str, Rows]:
         path.unlink(missing_ok=True)
         return {}
     parts = {name: tensor.split(list(counts.values())) for name, tensor in tensors.items()}
-    return {key: Rows(**{name: own[i] for name, own in parts.items()}) for i, key in enumerate(counts)}
+    return {key: Rows(**{name: arrays[i] for name, arrays in parts.items()}) for i, key in enumerate(counts)}
 
 
 def save(path: Path, names: Sequence[str], rows: Sequence[Rows], settings: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ def save(path: Path, names: Sequence[str], rows: Sequence[Rows], settings: Mappi
     Columns: path, start, stop (characters), tokens, error, vectors.
     """
     every, text = Rows.joined(rows), json.dumps(settings)
-    files = [name for name, own in zip(names, rows, strict=True) for _ in own.tokens]
+    files = [name for name, text_rows in zip(names, rows, strict=True) for _ in text_rows.tokens]
     start, stop = every.spans.unbind(1)
     columns = {"start": start, "stop": stop, "tokens": every.tokens, "error": every.error}
     arrays = {name: tensor.numpy() for name, tensor in columns.items()}

@@ -111,12 +111,12 @@ def attention(
     }
     tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal or plan.scanned else ()))
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    own = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
-    tokens, wanted = [count for count, _, _ in own], any(wants for _, _, wants in own)
+    sizes = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
+    tokens, wanted = [count for count, _, _ in sizes], any(wants for _, _, wants in sizes)
     check_tokens(tokens)
     if parts is not None:
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
-    asked = [count for _, count, _ in own]
+    asked = [count for _, count, _ in sizes]
     if plan.scanned:
         return scan.attend(replace(inputs, is_causal=is_causal), plan, tokens, asked, comm, wanted)
     if by_cohort is not None:
@@ -146,11 +146,11 @@ def _gather(inputs: Inputs, kept: Kept, comm: Communicator, wanted: bool) -> Ten
     Rank r's own come from place r x width on, width being the largest count of a rank; the rest is zero. `wanted`: a
     rank's keys or values want gradients, which the backward pass of all ranks must bring.
     """
-    own = torch.cat([inputs.key, inputs.value], -1)
-    own = own.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, own.shape[-1]))
-    if wanted and not own.requires_grad:
-        own.requires_grad_()
-    return gather(own, kept.counts, comm)
+    kept_rows = torch.cat([inputs.key, inputs.value], -1)
+    kept_rows = kept_rows.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, kept_rows.shape[-1]))
+    if wanted and not kept_rows.requires_grad:
+        kept_rows.requires_grad_()
+    return gather(kept_rows, kept.counts, comm)
 
 
 def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tensor:
@@ -166,6 +166,6 @@ def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tenso
     # In order of position, as one process lists them, and without the places in between.
     index = used.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     index = index[..., : max(1, int(used.sum(-1).max()))]
-    known = Inputs(inputs.query, key, value, inputs.scale)
+    gathered = Inputs(inputs.query, key, value, inputs.scale)
     columns = Columns.shared(index, used.gather(-1, index), inputs.queries)
-    return dispatch.attend(Problem(known, Graph(known, columns=columns), None, weights)).to(inputs.query.dtype)
+    return dispatch.attend(Problem(gathered, Graph(gathered, columns=columns), None, weights)).to(inputs.query.dtype)

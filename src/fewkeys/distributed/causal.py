@@ -90,8 +90,8 @@ def _output(inputs: Inputs, plan: Plan, parts: Parts, past: State, state: State,
     recent = RecentBlocks(*(parts.recent or (parts.unit,)))
     blocks = range(first // parts.unit, (first + count - 1) // parts.unit + 1)
     # One of the first block's stand-ins may be before its beginning: where no token of it has come yet.
-    own = slice(blocks.start - past.moved // parts.unit, None)
-    means = States(*(part[:, :, own] for part in (states.rows, states.excess, states.size)))
+    current = slice(blocks.start - past.moved // parts.unit, None)
+    means = States(*(part[:, :, current] for part in (states.rows, states.excess, states.size)))
     stand_ins = BlockStandIns(_beside_sinks(means, state.sinks, parts, blocks), inputs.head_dim)
     graph = Graph(local, columns=recent.select(local).columns)
     return dispatch.attend(Problem(local, graph, stand_ins, plan.weights)).to(inputs.query.dtype)

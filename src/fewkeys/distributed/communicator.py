@@ -107,25 +107,25 @@ class Communicator:
         """All ranks' tensors in rank order, of the same shape and dtype on each."""
         from torch._C._distributed_c10d import AllgatherOptions  # exported nowhere else, and absent from some builds
 
-        own = tensor.detach().contiguous()
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        local = tensor.detach().contiguous()
+        parts = [torch.empty_like(local) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.timeout)
-        self._run(lambda: self.group.allgather([found], [own], options), f"an all-gather of {_size(own)}")
-        self.bytes_sent += own.numel() * own.element_size() * (self.size - 1)
-        return found
+        self._run(lambda: self.group.allgather([parts], [local], options), f"an all-gather of {_size(local)}")
+        self.bytes_sent += local.numel() * local.element_size() * (self.size - 1)
+        return parts
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to rank `to`, which must be in `receive`."""
-        own = tensor.detach().contiguous()
-        self._run(lambda: self.group.send([own], to, 0), f"rank {to} to take {_size(own)}")
-        self.bytes_sent += own.numel() * own.element_size()
+        local = tensor.detach().contiguous()
+        self._run(lambda: self.group.send([local], to, 0), f"rank {to} to take {_size(local)}")
+        self.bytes_sent += local.numel() * local.element_size()
 
     def receive(self, like: Tensor, sender: int) -> Tensor:
         """The tensor that rank `sender` sends, in the shape and dtype of `like`."""
-        found = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self._run(lambda: self.group.recv([found], sender, 0), f"{_size(found)} from rank {sender}")
-        return found
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._run(lambda: self.group.recv([received], sender, 0), f"{_size(received)} from rank {sender}")
+        return received
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors in rank order, whose first dimensions may differ: their lengths go first, then the rows.
@@ -136,9 +136,9 @@ class Communicator:
         longest = max(lengths)
         if longest == 0:
             return [tensor] * self.size
-        own = tensor.new_zeros((longest, *tensor.shape[1:]))
-        own[: tensor.shape[0]] = tensor.detach()
-        return [part[:length] for part, length in zip(self.all_gather(own), lengths, strict=True)]
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor.detach()
+        return [part[:length] for part, length in zip(self.all_gather(padded), lengths, strict=True)]
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """All ranks' records, of JSON values, in rank order."""

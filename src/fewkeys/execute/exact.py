@@ -114,8 +114,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not torch.is_grad_enabled():
             wanted = [part for part in ctx.leaves if part.requires_grad]
-            found = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
-            return (None, *(next(found) if part.requires_grad else None for part in ctx.leaves))
+            gradients = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
+            return (None, *(next(gradients) if part.requires_grad else None for part in ctx.leaves))
         with sdpa_kernel(SDPBackend.MATH):
             rows = ctx.saved_tensors
             return (None, *gradients_of(rows, [(ctx.fused(*rows), gradient)]))

@@ -134,8 +134,8 @@ def _falcon(
         key, value = layer_past.update(key, value, module.layer_idx)
     more: dict[str, Any] = {"scaling": module.inv_norm_factor}
     if alibi is not None:
-        own = alibi.reshape(len(query), module.num_heads, -1) * module.inv_norm_factor
-        more["key_bias"] = _latest(own, key, layer_past, module.layer_idx)
+        slopes = alibi.reshape(len(query), module.num_heads, -1) * module.inv_norm_factor
+        more["key_bias"] = _latest(slopes, key, layer_past, module.layer_idx)
     dropout = 0.0 if alibi is None else module.attention_dropout.p
     return module.dense(_ask(module, query, key, value, attention_mask, dropout, **more)), None
 

@@ -80,8 +80,8 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
         return prompt
     name = encoder.default_prompt_name if name is None else name
     if name is not None and name not in encoder.prompts:
-        known = ", ".join(map(repr, sorted(encoder.prompts)))
-        raise ValueError(f"prompt_name: expected one of {known}, got {name!r}; or give the text itself as prompt")
+        names = ", ".join(map(repr, sorted(encoder.prompts)))
+        raise ValueError(f"prompt_name: expected one of {names}, got {name!r}; or give the text itself as prompt")
     return "" if name is None else encoder.prompts[name] or ""
 
 

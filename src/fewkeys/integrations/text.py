@@ -72,13 +72,13 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def _tokens(texts: Sequence[str], tokenizer: Any, enough: int) -> list[int]:
     """Tokens of the texts without special ones: all of them, or the first ones once there are `enough`."""
-    found: list[int] = []
+    tokens: list[int] = []
     for text in texts:
         for piece in _pieces(text):
-            found += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-            if len(found) >= enough:
-                return found
-    return found
+            tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(tokens) >= enough:
+                return tokens
+    return tokens
 
 
 def _pieces(text: str) -> list[str]:

@@ -8,9 +8,9 @@ with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=
 
 from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
-from fewkeys.native.cohorts import best, cohort_means, form, halve, tilt, tilt_back
+from fewkeys.native.cohorts import best, cohort_means, form, halve, tilt
 from fewkeys.native.extent import largest
-from fewkeys.native.keys import assign, cluster, frame, label_sums, represent, statistics, sums_and_products, survey
+from fewkeys.native.keys import assign, cluster, frame, label_sums, statistics, sums_and_products
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
@@ -29,11 +29,8 @@ __all__ = [
     "largest",
     "missing",
     "readable",
-    "represent",
     "statistics",
     "suits",
     "sums_and_products",
-    "survey",
     "tilt",
-    "tilt_back",
 ]

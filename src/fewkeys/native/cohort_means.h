@@ -1,8 +1,59 @@
 // Stand-ins of every cohort, from what `tilts.h` adds up: `fewkeys.rest.cohort_means` has the equations.
 #pragma once
-#include "stand_ins.h"
+#include "products.h"
+#include "team.h"
 
 namespace fewkeys {
+
+// Directions of the values along which products with keys move most: `fewkeys.sketch.gram.top_subspace`.
+class Subspace {
+ public:
+  Subspace(int64_t dim, int64_t wide, int64_t rank, int64_t steps, float least)
+      : dim(dim), wide(wide), rank(rank), steps(steps), tall(round_up(dim)), across(round_up(wide)), least(least),
+        second(dim * tall), turned(tall * across), square(across * across), start(rank * wide), next(rank * wide) {
+    for (int64_t r = 0; r < rank; r++)
+      for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
+  }
+
+  // Writes both factors, (D, r) and (r, Dv), of pooled products (D, Dv), filled up on both sides, in the metric (D, D).
+  void find(const float *metric, const float *pooled, float *left, float *right) {
+    for (int64_t d = 0; d < dim; d++) std::copy_n(metric + d * dim, dim, &second[d * tall]);
+    std::fill(turned.begin(), turned.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
+    for (int64_t d = 0; d < tall; d += SOME)
+      mix(pooled, across, dim, across, &second[d], tall, &turned[d * across], across);
+    for (int64_t e = 0; e < across; e += SOME)
+      mix(turned.data(), across, dim, across, pooled + e, across, &square[e * across], across);
+    std::copy(start.begin(), start.end(), right);
+    for (int64_t step = 0; step < steps; step++) {
+      std::fill(next.begin(), next.end(), 0.0f);
+      for (int64_t r = 0; r < rank; r++)
+        for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * across], right[r * wide + e], wide);
+      const float largest = std::sqrt(product(next.data(), next.data(), wide));
+      for (int64_t r = 0; r < rank; r++) straighten(r, largest);
+      std::copy(next.begin(), next.end(), right);
+    }
+    for (int64_t r = 0; r < rank; r++)
+      for (int64_t d = 0; d < dim; d++) left[d * rank + r] = product(&pooled[d * across], right + r * wide, wide);
+  }
+
+ private:
+  const int64_t dim, wide, rank, steps, tall, across;
+  const float least;
+  aligned_vector<float> second, turned, square, start, next;
+
+  // Makes row r of `next` one of length one that stands across those before, zero where too little is left.
+  void straighten(int64_t r, float largest) {
+    float *own = &next[r * wide];
+    for (int twice = 0; twice < 2; twice++)
+      for (int64_t other = 0; other < r; other++) {
+        const float *across = &next[other * wide];
+        add(own, across, -product(own, across, wide), wide);
+      }
+    const float length = std::sqrt(product(own, own, wide));
+    const bool left = length > least * largest;
+    for (int64_t d = 0; d < wide; d++) own[d] = left ? own[d] / length : 0.0f;
+  }
+};
 
 class CohortMeans {
  public:

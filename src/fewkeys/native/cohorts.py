@@ -30,8 +30,8 @@ def halve(
 
 
 def form(within: Tensor, middle: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
-    """`form` (B, H, D + 1, D) and `shift` (B, H, D + 1, 1), as `keys.survey` reads them, of L with `L L^T = within` but
-    for a ridge, and a mean query of zero. None where rounding has made a matrix indefinite.
+    """`form` (B, H, D + 1, D) and `shift` (B, H, D + 1, 1) for `keys.statistics`, of L with `L L^T = within` but for a
+    ridge, and a mean query of zero. None where rounding has made a matrix indefinite.
     """
     batch, heads, _, dim = within.shape
     found = {
@@ -78,24 +78,6 @@ def tilt(
     told.together = None if products is None else products.data_ptr()
     call("fewkeys_tilt", told, key.dtype)
     return mass, energy, key_sum, value_sum, level, products
-
-
-def tilt_back(
-    key: Tensor,
-    value: Tensor,
-    given: dict[str, Tensor | None],
-    gradients: tuple[Tensor, Tensor, Tensor | None],
-    **numbers: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values, float32, from those of both sums and `together`. `given`: as `tilt` has it, and
-    the `level` that it found.
-    """
-    (key, value), held = alike(key, value), _dense(given)
-    coming = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
-    found = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
-    told = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(coming | found))
-    call("fewkeys_tilt_back", told, key.dtype)
-    return found["key"], found["value"]
 
 
 def _dense(given: dict[str, Tensor | None]) -> dict[str, Tensor]:

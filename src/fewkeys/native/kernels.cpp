@@ -9,7 +9,7 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "near_cohorts.h"
-#include "prefill.h"
+#include "scan.h"
 #include "scan_attend.h"
 #include "tilts.h"
 
@@ -32,7 +32,6 @@ namespace fewkeys {
 
 EXPORT_BY_PRODUCTS(attend, Near)
 EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
-EXPORT_BY_PRODUCTS(prefill, Blocks)
 EXPORT_BY_DTYPE(attend_back, NearBack)
 EXPORT_BY_DTYPE(attend_blocks_back, BlocksBack)
 EXPORT_BY_DTYPE(extents, Extents)
@@ -40,10 +39,8 @@ EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
-EXPORT_BY_DTYPE(represent, Represented)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
-EXPORT_BY_DTYPE(tilt_back, TiltsBack)
 EXPORT_BY_DTYPE(scan_attend, ScanAttend)
 EXPORT_BY_DTYPE(scan_codes, Scan)
 EXPORT_BY_DTYPE(code_keys, Coding)
@@ -91,13 +88,11 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Framed);
   SIZE_OF(Lloyd);
   SIZE_OF(Clustered);
-  SIZE_OF(Represented);
   SIZE_OF(Past);
   SIZE_OF(Forms);
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);
-  SIZE_OF(TiltsBack);
   SIZE_OF(CohortStandIns);
   SIZE_OF(Coding);
   SIZE_OF(Scan);

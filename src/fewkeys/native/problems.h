@@ -47,15 +47,12 @@ struct NearBack {
   float *shared_key, *shared_value;
 };
 
-struct Past;
-
 // Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
 struct Blocks {
   Rows query, key, value, out;
   Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
   const float *bias;          // (B Hkv, blocks, M), -inf for none
   const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
-  const Past *past;           // what makes the means while they are read (`prefill.cpp`); else null
   // Blocks are of positions; the first is that of the first query.
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
   float scale;
@@ -133,21 +130,6 @@ struct Clustered {
   float near;       // of a squared distance from the mean: the least from a centre
 };
 
-// Stand-ins with their first order in the query: `fewkeys.rest.cluster_means.represent`.
-struct Represented {
-  Sums of;                                 // the mean key its middle; its sums and products are not written
-  const uint8_t *hidden;                   // (B Hkv, Nk): keys that nothing speaks for; or null
-  const float *importance, *spread;        // (B Hkv, Nk)
-  const float *cluster_importance;         // (B Hkv, C)
-  const float *mean_query, *unit;          // (B Hkv, D), (B Hkv)
-  const float *root, *second;              // (B Hkv, D, D)
-  float *share;                            // (B Hkv, Nk): the same that `of` names
-  float *key, *value, *bias, *factor;      // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, C), (B Hkv, C)
-  float *left, *right, *bounds;            // (B Hkv, D, r), (B Hkv, r, Dv), (B Hkv, 2, r)
-  int64_t rank, steps;
-  float tilt, largest_tilt, largest_spread, reach, least;
-};
-
 // How the means of the past move on, block by block: `fewkeys.past.scan`.
 struct Past {
   // What is known at the beginning, one after the other for every key head; at the end, what is known then.
@@ -217,12 +199,6 @@ struct Tilts {
   float *together;       // (B Hkv, D, Dv): over all keys and cohorts, of e (k - middle) v^T; null: not asked
   int64_t batch, heads, keys, dim, value_dim, cohorts, count, kept;
   float tilt, largest;
-};
-
-struct TiltsBack {
-  Tilts of;                                     // its level is read, its sums are not
-  const float *key_sum, *value_sum, *together;  // that come, as those of `of`
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, where the gradients of real keys are written
 };
 
 // The stand-ins of cohorts, from these sums, which are lost: `fewkeys.rest.cohort_means`.

@@ -16,7 +16,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
-from fewkeys.past.scan import Scan, States
+from fewkeys.past.scan import States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.codes import BLOCK
 from fewkeys.sketch.sums import members
@@ -110,21 +110,11 @@ class BlockStandIns:
     graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
     the bias already tells the mass, `exp(score + bias)`.
 
-    `means`: these as `States`, keys of `head_dim` dimensions and values side by side; or a `Scan`, which makes them
-    when somebody asks, or never: compiled kernels attend while it moves on.
+    `states` holds them: keys of `head_dim` dimensions and values side by side.
     """
 
-    means: States | Scan
+    states: States
     head_dim: int
-
-    @property
-    def scan(self) -> Scan | None:
-        """What would still have to make them."""
-        return self.means if isinstance(self.means, Scan) and not self.means.is_made else None
-
-    @property
-    def states(self) -> States:
-        return self.means.states if isinstance(self.means, Scan) else self.means
 
     @property
     def key(self) -> Tensor:

@@ -83,7 +83,7 @@ class RunningMeans(Rest):
             tilted=isinstance(weights, Softmax),
             impl=x.impl,
         )
-        return BlockStandIns(scan, x.head_dim)
+        return BlockStandIns(scan.run()[0], x.head_dim)
 
 
 def _recent(keep: Selector) -> list[Recent]:

@@ -109,18 +109,18 @@ def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: Held, start: int, 
 
 def _fill(x: Inputs, held: Held, complete: int, count: int) -> tuple[Tensor, Tensor]:
     """The list with its free places given to the block's own real keys, in order; lists are `count` long."""
-    own = torch.arange(complete, complete + CAUSAL_BLOCK, device=held.index.device)
-    real = (own < x.keys).expand(x.batch, -1)
-    own = own.clamp_max(x.keys - 1).expand(x.batch, -1)
+    last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=held.index.device)
+    real = (last_keys < x.keys).expand(x.batch, -1)
+    last_keys = last_keys.clamp_max(x.keys - 1).expand(x.batch, -1)
     if x.valid is not None:
-        real = real & x.valid.gather(-1, own)
+        real = real & x.valid.gather(-1, last_keys)
         order = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        own, real = own.gather(-1, order), real.gather(-1, order)
+        last_keys, real = last_keys.gather(-1, order), real.gather(-1, order)
     free = count - held.index.shape[-1]
     missing = max(0, free - CAUSAL_BLOCK)
-    own, real = pad(own, (0, missing))[:, :free], pad(real, (0, missing))[:, :free]
+    last_keys, real = pad(last_keys, (0, missing))[:, :free], pad(real, (0, missing))[:, :free]
     shape = (-1, x.kv_heads, -1)
     return (
-        torch.cat([held.index, own[:, None].expand(shape)], -1),
+        torch.cat([held.index, last_keys[:, None].expand(shape)], -1),
         torch.cat([held.used, real[:, None].expand(shape)], -1),
     )

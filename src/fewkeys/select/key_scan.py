@@ -117,9 +117,9 @@ class Scanned:
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
         x = self.inputs
-        own = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
+        near = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
         index = self.index[:, :, start:stop].long()
         # One place more, for those that are none.
-        kept = own.new_zeros((*index.shape[:3], x.keys + 1))
+        kept = near.new_zeros((*index.shape[:3], x.keys + 1))
         kept = kept.scatter_(-1, index.masked_fill(index < 0, x.keys), True)[..., : x.keys]
-        return kept | own
+        return kept | near

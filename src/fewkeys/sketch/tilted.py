@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.derivatives import constants, gradients_of
+from fewkeys.core.derivatives import constants, gradients_by_torch
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -145,26 +145,23 @@ def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: 
 
 
 class _ByKernels(torch.autograd.Function):
-    """The same by compiled kernels; derivatives of the gradients go through torch's operations."""
+    """The same by compiled kernels; all derivatives go through torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         facts = {**args.facts, "real": args.real}
         sums = native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
-        ctx.save_for_backward(key, value, sums[4])
+        ctx.save_for_backward(key, value)
         ctx.args = args
         ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
         return sums
 
     @staticmethod
     def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
-        (key, value, level), args = ctx.saved_tensors, ctx.args
         to_key, to_value, _, to_products = gradients
-        if torch.is_grad_enabled():
-            sums = _by_torch(key, value, args)
-            pairs = [(sums[2], to_key), (sums[3], to_value), (sums[5], to_products)]
-            return *gradients_of([key, value], [(out, grad) for out, grad in pairs if out is not None]), None
-        facts = {**args.facts, "real": args.real, "level": level}
-        output_gradients = to_key, to_value, to_products
-        results = native.tilt_back(key, value, facts, output_gradients, tilt=COHORT_TILT, largest=LARGEST_TILT)
-        return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None
+
+        def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+            _, _, key_sum, value_sum, _, products = _by_torch(key, value, ctx.args)
+            return key_sum, value_sum, products
+
+        return *gradients_by_torch(sums, ctx.saved_tensors, [to_key, to_value, to_products]), None

@@ -57,10 +57,10 @@ def tune(
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
-    or, where the capture holds gradients, sum_h felt_h, at the price per slot that the budget allows (Lagrange; the
+    or, where the capture holds gradients, sum_h change_h, at the price per slot that the budget allows (Lagrange; the
     optimum among all choices of that many slots). added_h is what head h adds to the squared error of the layer's
-    output *after the output projection*, relative_h the relative error of its own output, felt_h what its error does to
-    the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`, and
+    output *after the output projection*, relative_h the relative error of its own output, change_h what its error does
+    to the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`, and
     for causal scores with a bias sinks and a window of as many slots.
 
     Args:
@@ -104,7 +104,7 @@ def tune(
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
         relative = _padded([score.relative for score in scores])
         if capture.gradients:
-            cost = _padded([score.felt for score in scores])
+            cost = _padded([score.output_change for score in scores])
         else:  # the first candidate is budget(slots): both errors count by its own
             added = _padded([score.added for score in scores])
             cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
@@ -171,7 +171,7 @@ class _Table:
     def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
         """The scores of each layer's candidates."""
         self.total += sum(map(len, rows)) * self.capture.batches
-        found = []
+        by_layer = []
         for layer, candidates in enumerate(rows):
             path = self._path(layer, candidates)
             scores = None if path is None else _read(path, (self.capture.kv_heads, len(candidates)))
@@ -183,8 +183,8 @@ class _Table:
                     tensor_files.write(path, KIND, {}, {name: getattr(scores, name) for name in NAMES})
             else:
                 self._step(len(candidates) * self.capture.batches, layer)
-            found.append(scores)
-        return found
+            by_layer.append(scores)
+        return by_layer
 
     def finish(self) -> None:
         self._step(self.total - self.done, self.capture.layers - 1)

@@ -34,8 +34,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.graph.scan is not None:
         plain = placed(*by_scan.read(problem))
     elif isinstance(s, BlockStandIns):
-        steps = None if s.scan is None else s.scan.steps()
-        plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
+        plain = readable(x.query, x.key, x.value, s.states.rows)
     else:
         plain = readable(x.query, x.key, x.value, *forward.read(s))
     if not plain:
@@ -83,6 +82,4 @@ def _wants_gradient(problem: Problem) -> bool:
         return wants_gradient(*by_scan.read(problem))
     if not isinstance(s, BlockStandIns):
         return wants_gradient(x.query, x.key, x.value, *forward.read(s))
-    # Means that have yet to be made depend on the keys and values, and on what they were before.
-    rows = s.states.rows if s.scan is None else s.scan.state.summary.rows
-    return wants_gradient(x.query, x.key, x.value, rows)
+    return wants_gradient(x.query, x.key, x.value, s.states.rows)

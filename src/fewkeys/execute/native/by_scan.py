@@ -56,25 +56,25 @@ def attend(problem: Problem) -> Tensor:
     codes = scanned.codes
     of, _alive = scan(codes.packed, codes.sigma, query, scanned.sign, scanned.seen, x.valid, scanned.most)
     of.keys = x.keys
-    held: dict[str, Tensor | None] = {}
+    arrays: dict[str, Tensor | None] = {}
     means: dict[str, Any] = {"steps": 1}
     if isinstance(s, RangeStandIns):
         reals = None if s.reals is None else s.reals.contiguous()
-        held = {"size": reals, "edges": s.edges.contiguous()}
+        arrays = {"size": reals, "edges": s.edges.contiguous()}
         total = Rows.of(dense(s.totals))
         means = {"total": total, "steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
     rows = {"key": key, "value": value, "out": output}
     if scanned.scale is not None:
         rows["scales"] = scanned.scale
-    told = struct("ScanAttend")(
+    args = struct("ScanAttend")(
         of=of,
         **{name: Rows.of(tensor) for name, tensor in rows.items()},
-        **pointers(held),
+        **pointers(arrays),
         **means,
         value_dim=x.value_dim,
         offset=x.offset,
         causal=x.is_causal,
         scale=x.scale,
     )
-    call("fewkeys_scan_attend", told, x.query.dtype)
+    call("fewkeys_scan_attend", args, x.query.dtype)
     return output

@@ -1,7 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
 `native/near.h`: a band, one shared list and stand-ins; `native/near_cohorts.h`: lists and stand-ins of cohorts, and a
-band; `native/blocks.h`: lists and means of the past by blocks; `native/prefill.h`: the same while the past moves on.
+band; `native/blocks.h`: lists and means of the past by blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
-from fewkeys.native.build import address, call
+from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
-from fewkeys.past.native import NativeScan
 from fewkeys.past.scan import States
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
@@ -48,25 +47,15 @@ def attend(problem: Problem) -> Tensor:
     make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
     output = make((*query.shape[:3], x.value_dim))
     if not problem.by_block:
-        told, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
-        call("fewkeys_attend", told, x.query.dtype)
+        args, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
+        call("fewkeys_attend", args, x.query.dtype)
     elif graph.columns is None:
         raise ValueError("graph: expected lists by blocks, got none")
     else:
-        _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
+        states = stand_ins.states if isinstance(stand_ins, BlockStandIns) else None
+        args, _also_alive = blocks(x, graph.columns, states, output)
+        call("fewkeys_attend_blocks", args, x.query.dtype)
     return output
-
-
-def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
-    """Write the output of lists by blocks, and of the means of the past beside them."""
-    if stand_ins is not None and stand_ins.scan is not None:
-        past = NativeScan(stand_ins.scan.steps())
-        told, _alive = blocks(x, columns, None, output)
-        told.means, told.past = stand_ins.scan.count, address(past.told)
-        call("fewkeys_prefill", told, x.query.dtype)
-    else:
-        told, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.states, output)
-        call("fewkeys_attend_blocks", told, x.query.dtype)
 
 
 def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[Told, tuple[Tensor, ...]]:
@@ -77,7 +66,7 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
     if states is not None:
         rows, bias, means = dense(states.rows.flatten(2, 3)), states.excess.contiguous(), states.rows.shape[3]
     mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
-    told = struct("Blocks")(
+    args = struct("Blocks")(
         **_common(x, output),
         **pointers({"bias": bias, "place": place}),
         mean_key=Rows.of(mean_key),
@@ -88,7 +77,7 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
         entries=place.shape[3],
         means=means,
     )
-    return told, (place, rows, *(() if bias is None else (bias,)))
+    return args, (place, rows, *(() if bias is None else (bias,)))
 
 
 def near(

@@ -153,12 +153,12 @@ def _attend_chunk(
             # A stand-in that speaks for nobody must not decide the row's largest score. A mean cannot: it is an average
             # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
-    found = weights.kernel(parts)
+    weight = weights.kernel(parts)
     if multiplicity is not None:
-        found[-1] = found[-1] * multiplicity if found[-1].requires_grad else found[-1].mul_(multiplicity)
-    total = found[0].sum(-1, keepdim=True)
-    mixed = sources[0].mix(found[0], chunk)
-    for source, part in zip(sources[1:], found[1:], strict=True):
+        weight[-1] = weight[-1] * multiplicity if weight[-1].requires_grad else weight[-1].mul_(multiplicity)
+    total = weight[0].sum(-1, keepdim=True)
+    mixed = sources[0].mix(weight[0], chunk)
+    for source, part in zip(sources[1:], weight[1:], strict=True):
         total += part.sum(-1, keepdim=True)
         mixed += source.mix(part, chunk)
     output: Tensor = mixed / positive(total)

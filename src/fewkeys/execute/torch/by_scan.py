@@ -44,11 +44,11 @@ def attend(problem: Problem) -> Tensor:
         stop = min(x.queries, start + BLOCK - (start + x.offset) % BLOCK)
         for head in range(0, len(output), heads):
             part = slice(head, head + heads)
-            found = rows.attend(part, start, stop, int(seen[start]))
-            if found.requires_grad:
-                parts.append(found)
+            mixed = rows.attend(part, start, stop, int(seen[start]))
+            if mixed.requires_grad:
+                parts.append(mixed)
             else:
-                output[part, :, start:stop] = found
+                output[part, :, start:stop] = mixed
         start = stop
     if parts:
         # Written in place without gradients; with them, in-place writes would copy the whole gradient once per part.
@@ -70,18 +70,18 @@ class _Rows:
         self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working(x.query[:0]).dtype)
         self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
-    def attend(self, heads: slice, start: int, stop: int, own: int) -> Tensor:
+    def attend(self, heads: slice, start: int, stop: int, first: int) -> Tensor:
         """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at `own`."""
         x = self.x
         query = working(self.query[heads, :, start:stop]).flatten(1, 2) * x.scale
-        last = min(x.keys, stop + x.offset) if x.is_causal else own
-        near, far = slice(own, last), self.index[heads, :, start:stop].flatten(1, 2).long()
+        last = min(x.keys, stop + x.offset) if x.is_causal else first
+        near, far = slice(first, last), self.index[heads, :, start:stop].flatten(1, 2).long()
         hidden = far < 0
         chosen = far.clamp_min(0).unsqueeze(1)
         keys, values = self._read(lambda rows: take(rows[heads].unsqueeze(1), chosen).squeeze(1))
         near_keys, near_values = self._read(lambda rows: rows[heads, near])
         late = (
-            torch.arange(own, last, device=far.device)
+            torch.arange(first, last, device=far.device)
             > torch.arange(start, stop, device=far.device)[:, None] + x.offset
         )
         late = late.repeat(x.gqa_ratio, 1).expand(len(query), -1, -1)

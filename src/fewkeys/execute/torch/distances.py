@@ -16,10 +16,10 @@ class Distances:
 
     def __init__(self, inputs: Inputs, bias: DistanceBias, size: int, band: tuple[int, int] | None) -> None:
         x = inputs
-        own = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
-        self.reach, self.size, self.keys = own.reach, size, x.keys
-        self.table = own.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
-        self.largest = own.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
+        reaching = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
+        self.reach, self.size, self.keys = reaching.reach, size, x.keys
+        self.table = reaching.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
+        self.largest = reaching.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
         self.band = band
 
     def of(self, place: Tensor, chunk: Chunk) -> Tensor:
@@ -28,9 +28,9 @@ class Distances:
         query = torch.arange(chunk.blocks * chunk.size, device=place.device).view(chunk.blocks, chunk.size, 1)
         distance = place.unsqueeze(2) - (query + chunk.first_key)
         index = (distance.clamp(-self.reach, self.reach) + self.reach).flatten(1).unsqueeze(1)
-        found = table.gather(-1, index.expand(*table.shape[:2], -1))
-        own: Tensor = found.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
-        return own
+        biases = table.gather(-1, index.expand(*table.shape[:2], -1))
+        by_query: Tensor = biases.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
+        return by_query
 
     def of_stand_ins(self, member: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, C): log of the mass that each stand-in has for each query, the bias of all keys included.
@@ -38,7 +38,7 @@ class Distances:
         member (H, Nk, C): what each key counts for. A block of queries meets the keys within `reach` by one small
         matrix, the same for all blocks; keys before and after have one bias each, and sums of all of them are at hand.
         """
-        heads, held = chunk.heads, member[chunk.heads]
+        heads, members = chunk.heads, member[chunk.heads]
         weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()
         width, device = self.size + 2 * self.reach, member.device
         step = torch.arange(width, device=device) - self.reach - torch.arange(self.size, device=device)[:, None]
@@ -47,17 +47,17 @@ class Distances:
         last = first + (chunk.blocks - 1) * self.size + width
         if self.band is not None:
             near = near.masked_fill((step >= -self.band[0]) & (step <= self.band[1]), 0.0)
-        rows = held[:, max(0, first) : max(0, min(self.keys, last))]
+        rows = members[:, max(0, first) : max(0, min(self.keys, last))]
         before = min(max(0, -first), last - first)
         rows = pad(rows, (0, 0, before, last - first - before - rows.shape[1]))
         stretch = rows.unfold(1, width, self.size).mT  # (H, blocks, width, C)
         mass = near.unsqueeze(1) @ stretch.unsqueeze(2)  # (H, blocks, ratio, size, C)
-        sums = pad(held.cumsum(1), (0, 0, 1, 0))
+        sums = pad(members.cumsum(1), (0, 0, 1, 0))
         starts = first + torch.arange(chunk.blocks, device=device) * self.size
         ahead = sums[:, starts.clamp(0, self.keys)]
         behind = sums[:, -1:] - sums[:, (starts + width).clamp(0, self.keys)]
         for end, beyond in ((weight[..., 0], ahead), (weight[..., -1], behind.clamp_min(0.0))):
             mass = mass + end[:, None, :, None, None] * beyond[:, :, None, None, :]
         largest = self.largest[heads][:, None, :, None, None]
-        found: Tensor = (logarithm(mass) + largest).flatten(1, 3)
-        return found
+        log_mass: Tensor = (logarithm(mass) + largest).flatten(1, 3)
+        return log_mass

@@ -104,8 +104,8 @@ def random_model(name_or_dir: str, length: int, dtype: torch.dtype) -> PreTraine
     else:
         config = AutoConfig.from_pretrained(name_or_dir, **room)
     torch.manual_seed(0)
-    found: PreTrainedModel = AutoModel.from_config(config, dtype=dtype).eval()
-    return found
+    model: PreTrainedModel = AutoModel.from_config(config, dtype=dtype).eval()
+    return model
 
 
 @contextmanager
@@ -118,9 +118,9 @@ def _watched(name: str) -> Iterator[Callable[[], float]]:
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         start = perf_counter()
-        found = attend(*args, **kwargs)
+        output = attend(*args, **kwargs)
         spent[0] += perf_counter() - start
-        return found
+        return output
 
     AttentionInterface.register(name, watch)
     try:
