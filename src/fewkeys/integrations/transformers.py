@@ -142,13 +142,13 @@ def capture(
     """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
     output projections.
 
-    batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...);
-    padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table. Models of
-    images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features, frames), or mappings
-    with them. directory: a new or empty folder; None: a temporary one that goes with the returned object. The model
-    runs its base part once per batch without gradients, with its exact attention (SDPA), even inside `apply`;
-    afterwards it is as it was. Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. Layers
-    whose own attention is a window are left out: every plan leaves them as they are.
+    batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`,
+    ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table.
+    Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features, frames), or
+    mappings with them. directory: a new or empty folder; None: a temporary one that goes with the returned object.
+    The model runs its base part once per batch without gradients, with its exact attention (SDPA), even inside
+    `apply`; afterwards it is as it was. Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D
+    + Hkv Dv) numbers. Layers whose own attention is a window are left out: every plan leaves them as they are.
 
     weights: what the model's own attention is made of, where it was trained with another kernel than softmax:
     `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.

@@ -45,11 +45,11 @@ class TileBack {
   }
 
   // Products (count, TILE) of keys with the queries, of values with the gradients.
-  void key_products(const KeyValues &at, int first, int count, float *found) const {
-    dots(at.key.data() + first * deep, deep, count, dim, query_lanes.data(), found);
+  void key_products(const KeyValues &at, int first, int count, float *products) const {
+    dots(at.key.data() + first * deep, deep, count, dim, query_lanes.data(), products);
   }
-  void value_products(const KeyValues &at, int first, int count, float *found) const {
-    dots(at.value.data() + first * wide, wide, count, value_dim, out_lanes.data(), found);
+  void value_products(const KeyValues &at, int first, int count, float *products) const {
+    dots(at.value.data() + first * wide, wide, count, value_dim, out_lanes.data(), products);
   }
 
   // Adds to the gradients of queries, keys and values, by weights P and score gradients S (count, TILE).
@@ -73,10 +73,10 @@ class TileBack {
   // Adds to every column the rows of the tile under its weights.
   void accumulate_rows(const float *weight, const aligned_vector<float> &from, int width, float *into, int count) {
     for (int begin = 0; begin < count; begin += TILE) {
-      const int some = std::min(TILE, count - begin);
-      to_lanes(weight + begin * TILE, TILE, some, TILE, 1.0f, transposed.data());
+      const int columns = std::min(TILE, count - begin);
+      to_lanes(weight + begin * TILE, TILE, columns, TILE, 1.0f, transposed.data());
       // Beyond the last column are zeros.
-      for (int c = 0; c < some; c += SOME)
+      for (int c = 0; c < columns; c += SOME)
         mix(from.data(), width, rows, width, &transposed[c], TILE, into + (begin + c) * width, width);
     }
   }

@@ -43,15 +43,15 @@ class Subspace {
 
   // Makes row r of `next` one of length one that stands across those before, zero where too little is left.
   void straighten(int64_t r, float largest) {
-    float *own = &next[r * wide];
+    float *row = &next[r * wide];
     for (int twice = 0; twice < 2; twice++)
       for (int64_t other = 0; other < r; other++) {
         const float *across = &next[other * wide];
-        add(own, across, -product(own, across, wide), wide);
+        add(row, across, -product(row, across, wide), wide);
       }
-    const float length = std::sqrt(product(own, own, wide));
+    const float length = std::sqrt(product(row, row, wide));
     const bool left = length > least * largest;
-    for (int64_t d = 0; d < wide; d++) own[d] = left ? own[d] / length : 0.0f;
+    for (int64_t d = 0; d < wide; d++) row[d] = left ? row[d] / length : 0.0f;
   }
 };
 
@@ -68,14 +68,14 @@ class CohortMeans {
       const float inverse = 1.0f / mass_of(at);
       for (int64_t e = at * wide; e < (at + 1) * wide; e++) p.value[e] *= inverse;
     }
-    const float *own = p.within + head * dim * dim;
-    to_columns(own, dim, within.data());
+    const float *metric = p.within + head * dim * dim;
+    to_columns(metric, dim, within.data());
     float *first = p.left + head * p.cohorts * dim * p.rank, *right = p.right + head * p.cohorts * p.rank * wide;
     if (p.rank) {
       pool(head);
-      subspace.find(own, pooled.data(), first, right);
+      subspace.find(metric, pooled.data(), first, right);
       to_columns(first, p.rank, left.data());
-      for (int64_t r = 0; r < ranks; r += TILE) dots(own, dim, dim, dim, &left[r * dim], &moving[r * dim]);
+      for (int64_t r = 0; r < ranks; r += TILE) dots(metric, dim, dim, dim, &left[r * dim], &moving[r * dim]);
     }
     for (int64_t h = 0; h < p.cohorts; h++) {
       std::copy_n(first, dim * p.rank, first + h * dim * p.rank);

@@ -25,7 +25,7 @@ struct Counters {
     return counters;
   }
 
-  static Counter &mine() {
+  static Counter &of_thread() {
     static thread_local Counter &counter = all().enroll();
     return counter;
   }
@@ -46,7 +46,7 @@ struct Counters {
 };
 
 static inline void count_multiply_adds(int64_t number) {
-  Counters::mine().multiply_adds.fetch_add(number, std::memory_order_relaxed);
+  Counters::of_thread().multiply_adds.fetch_add(number, std::memory_order_relaxed);
 }
 // The buffer that cannot be had, counted down: what a machine without memory does.
 static inline std::atomic<int64_t> &failing() {
@@ -55,7 +55,7 @@ static inline std::atomic<int64_t> &failing() {
 }
 static inline void count_bytes(int64_t number) {
   if (failing() > 0 && failing().fetch_sub(1) == 1) throw std::bad_alloc();
-  Counters::mine().bytes.fetch_add(number, std::memory_order_relaxed);
+  Counters::of_thread().bytes.fetch_add(number, std::memory_order_relaxed);
 }
 
 }  // namespace fewkeys

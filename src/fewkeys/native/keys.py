@@ -82,11 +82,11 @@ def frame(
     batch, heads, _, dim = key.shape
     shapes = {"mean_query": (1, dim), "second": (dim, dim), "mean": (1, dim), "value_mean": (1, value.shape[3])}
     shapes |= {"unit": (1, 1), "root": (dim, dim), "form": (dim + 1, dim), "shift": (dim + 1, 1)}
-    found = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
+    output = {name: asked.new_empty((batch, heads, *shape)) for name, shape in shapes.items()}
     indefinite = ctypes.c_int64(0)
-    told = struct("Framed")(
+    args = struct("Framed")(
         **_rows(key, value),
-        **pointers(found | {"asked": asked, "real": real}),
+        **pointers(output | {"asked": asked, "real": real}),
         query=Rows.of(query),
         indefinite=ctypes.addressof(indefinite),
         gqa_ratio=query.shape[1] // heads,
@@ -94,14 +94,14 @@ def frame(
         scale=scale,
         ridge=ridge,
     )
-    call("fewkeys_frame", told, key.dtype)
-    return None if indefinite.value else found
+    call("fewkeys_frame", args, key.dtype)
+    return None if indefinite.value else output
 
 
 def cluster(
     key: Tensor,
     value: Tensor,
-    some: tuple[Tensor, Tensor, Tensor | None],
+    sample: tuple[Tensor, Tensor, Tensor | None],
     seen: dict[str, Tensor],
     *,
     count: int,
@@ -119,28 +119,28 @@ def cluster(
         Label, squared distance to the own centre, spread and importance of every key, all (B, H, N); the mean
         importance of every cluster (B, H, count).
     """
-    *rows, real = some
+    *rows, real = sample
     real = None if real is None else real.contiguous()
     key, value, *rows = alike(key, value, *rows)
     held: dict[str, Tensor | None] = {name: part.contiguous() for name, part in seen.items()}
     form = seen["form"]
     distance, spread, importance, nearest, square = form.new_empty((5, *key.shape[:3])).unbind()
     label = torch.empty_like(nearest, dtype=torch.int64)
-    own, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
-    centre = form.new_empty((*own.shape, key.shape[3] + value.shape[3]))
+    cluster_importance, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
+    centre = form.new_empty((*cluster_importance.shape, key.shape[3] + value.shape[3]))
     held |= {"centre": centre, "constant": constant}
-    lloyd = pointers(held | {"importance": own, "real": real})
+    lloyd = pointers(held | {"importance": cluster_importance, "real": real})
     numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
-    found = {"spread": spread, "importance": importance, "nearest": nearest, "square": square, "label": label}
-    survey = pointers({name: part for name, part in held.items() if name != "unit"} | found)
-    told = struct("Clustered")(
-        some=struct("Lloyd")(**_rows(*rows), **lloyd, **numbers),
+    statistics = {"spread": spread, "importance": importance, "nearest": nearest, "square": square, "label": label}
+    survey = pointers({name: part for name, part in held.items() if name != "unit"} | statistics)
+    args = struct("Clustered")(
+        sample=struct("Lloyd")(**_rows(*rows), **lloyd, **numbers),
         all=struct("Survey")(**_rows(key, value), **survey, count=count),
         **pointers({"distance": distance}),
         near=near,
     )
-    call("fewkeys_cluster", told, key.dtype)
-    return label, distance, spread, importance, own
+    call("fewkeys_cluster", args, key.dtype)
+    return label, distance, spread, importance, cluster_importance
 
 
 def _rows(key: Tensor, value: Tensor) -> dict[str, Any]:

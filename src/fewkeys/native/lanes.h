@@ -59,9 +59,9 @@ using aligned_vector = std::vector<T, AlignedAllocator<T>>;
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
-  float found;
-  memcpy(&found, &bits, sizeof found);
-  return found;
+  float result;
+  memcpy(&result, &bits, sizeof result);
+  return result;
 }
 static inline float to_float(int8_t x) { return x; }
 static inline void round_to(float x, float &into) { into = x; }
@@ -83,17 +83,17 @@ static inline vec load(const bf16 *from) {
 }
 static inline vec load(const int8_t *from) {
   typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-  bytes found;
-  memcpy(&found, from, sizeof found);
-  return __builtin_convertvector(__builtin_convertvector(found, ivec), vec);
+  bytes result;
+  memcpy(&result, from, sizeof result);
+  return __builtin_convertvector(__builtin_convertvector(result, ivec), vec);
 }
 static inline void store(float *to, vec x) { *(vec *)to = x; }
 static inline vec broadcast(float x) { return vec{} + x; }
 static inline vec max(vec a, vec b) { return a > b ? a : b; }
 static inline ivec count_up() {
-  ivec found;
-  for (int i = 0; i < LANES; i++) found[i] = i;
-  return found;
+  ivec result;
+  for (int i = 0; i < LANES; i++) result[i] = i;
+  return result;
 }
 // x where first <= lane <= last, else other.
 static inline vec within(ivec lane, int first, int last, vec x, vec other) {
@@ -121,9 +121,9 @@ static inline vec exponential(vec x) {
 template <int step>
 static inline vec crossed(vec x) {
 #if defined(__clang__)
-  vec found;
-  for (int i = 0; i < LANES; i++) found[i] = x[i ^ step];
-  return found;
+  vec result;
+  for (int i = 0; i < LANES; i++) result[i] = x[i ^ step];
+  return result;
 #else
   return __builtin_shuffle(x, count_up() ^ step);
 #endif
@@ -156,10 +156,10 @@ static inline vec products(const float *x, const float *y, int count) {
 // The inner product of two rows.
 static inline float product(const float *x, const float *y, int count) {
   const int whole = count / LANES * LANES;
-  float found = sum_of_lanes(products(x, y, whole));
+  float result = sum_of_lanes(products(x, y, whole));
   count_multiply_adds(count - whole);
-  for (int d = whole; d < count; d++) found += x[d] * y[d];
-  return found;
+  for (int d = whole; d < count; d++) result += x[d] * y[d];
+  return result;
 }
 
 // Adds a row of any type.

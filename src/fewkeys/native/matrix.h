@@ -27,26 +27,26 @@ static inline uvec pair(vec low, vec high) {
 template <class R>
 static inline vec floats_of(const R *row, int d, int dim) {
   if (d + EDGE <= dim) return load(row + d);
-  vec found = {};
-  for (int e = d; e < dim; e++) found[e - d] = to_float(row[e]);
-  return found;
+  vec result = {};
+  for (int e = d; e < dim; e++) result[e - d] = to_float(row[e]);
+  return result;
 }
 
 // STEP numbers of a row of `dim` from d on as bfloat16, zeros beyond its end.
 static inline vec numbers_of(const bf16 *row, int d, int dim) {
-  vec found = {};
+  vec result = {};
   if (d + STEP <= dim)
-    memcpy(&found, row + d, sizeof found);
+    memcpy(&result, row + d, sizeof result);
   else
-    memcpy(&found, row + d, (dim - d) * sizeof(bf16));
-  return found;
+    memcpy(&result, row + d, (dim - d) * sizeof(bf16));
+  return result;
 }
 static inline vec numbers_of(const float *row, int d, int dim) {
   const vec low = floats_of(row, d, dim), high = floats_of(row, d + EDGE, dim);
   const auto both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-  vec found;
-  memcpy(&found, &both, sizeof found);
-  return found;
+  vec result;
+  memcpy(&result, &both, sizeof result);
+  return result;
 }
 
 // Turns EDGE rows of EDGE numbers of 32 bits; compiled once.

@@ -45,7 +45,7 @@ class Group {
 
   Group(const Widths &w, int most)
       : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), w(w),
-        found((most + TILE) * TILE) {}
+        inner((most + TILE) * TILE) {}
 
   // One more, of a single key; returns its row.
   float *append() {
@@ -68,10 +68,10 @@ class Group {
     for (int c = 0; c < w.dim; c += TILE) {
       float middle[TILE];
       dots(metric.mean.data(), w.span, 1, w.dim, &metric.form[c * w.dim], middle);
-      dots(rows.data(), w.span, used, w.dim, &metric.form[c * w.dim], found.data());
+      dots(rows.data(), w.span, used, w.dim, &metric.form[c * w.dim], inner.data());
       for (int a = 0; a < used; a++)
         for (int d = 0; d < std::min(TILE, w.fill - c); d += LANES)
-          store(&image[a * w.fill + c + d], load(&found[a * TILE + d]) - load(middle + d));
+          store(&image[a * w.fill + c + d], load(&inner[a * TILE + d]) - load(middle + d));
     }
     for (int a = 0; a < used; a++)
       log_mass[a] = excess[a] + metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
@@ -79,7 +79,7 @@ class Group {
 
  protected:
   const Widths w;
-  aligned_vector<float> found;  // inner products of all with a tile
+  aligned_vector<float> inner;  // inner inner of all with a tile
 };
 
 // Where every one of some stand-ins went, and its coefficient in the mean that is there now.
@@ -111,9 +111,9 @@ class MergingGroup : public Group {
     places.clear();
     for (int i = 0; i < count; i++)
       if (slot[i] >= first) places.push_back(i);
-    const int some = places.size();
-    for (int tile = 0; tile < some; tile += TILE) {
-      const int end = std::min(tile + TILE, some), before = places[end - 1];
+    const int pending = places.size();
+    for (int tile = 0; tile < pending; tile += TILE) {
+      const int end = std::min(tile + TILE, pending), before = places[end - 1];
       // The images of the rows: of the keys as measured, of the values in their unit.
       const float *key_image[TILE], *value_image[TILE];
       for (int i = tile; i < end; i++) {
@@ -122,15 +122,15 @@ class MergingGroup : public Group {
       }
       to_lanes(key_image, end - tile, w.dim, 1.0f, lanes.data());
       to_lanes(value_image, end - tile, w.value_dim, metric.unit, &lanes[w.dim * TILE]);
-      dots(sorted.data(), w.span, before, w.wide, lanes.data(), found.data());
+      dots(sorted.data(), w.span, before, w.wide, lanes.data(), inner.data());
       for (int part = 0; part < TILE; part += LANES) seek(tile, part, before);
     }
-    for (int i = 0; i < some; i++) key[i] = ascending(least[i]);
+    for (int i = 0; i < pending; i++) key[i] = ascending(least[i]);
     // Nobody is heavier than the first; even where costs overflow it stays.
     if (places[0] == 0) key[0] = INT32_MAX;
-    by_key(some);
+    by_key(pending);
     for (int i = 0; i < count; i++) total[i] = coefficient[i] = 1.0f, leader_of[i] = i;
-    for (int i = 0; i < some; i++) {
+    for (int i = 0; i < pending; i++) {
       if (rank[i] >= joining) continue;
       // Who comes before has found its leader already.
       const int place = places[i], leader = leader_of[place] = leader_of[partner[i]];
@@ -191,20 +191,20 @@ class MergingGroup : public Group {
 
   // The cheapest partner, among those before it, of each of LANES at `places`; of equal costs, the first.
   void seek(int tile, int part, int before) {
-    ivec own;
-    vec light, mine;
+    ivec lane_place;
+    vec light, lane_square;
     for (int i = 0; i < LANES; i++) {
       const int at = std::min<int>(tile + part + i, places.size() - 1);
-      own[i] = places[at], light[i] = lightness[places[at]], mine[i] = square[places[at]];
+      lane_place[i] = places[at], light[i] = lightness[places[at]], lane_square[i] = square[places[at]];
     }
     // Costs are fractions; which of two is the smaller needs no division.
     vec best = broadcast(INFINITY), under = broadcast(1.0f);
-    ivec whose = own - 1;
+    ivec whose = lane_place - 1;
     count_multiply_adds(before * LANES);
     for (int b = 0; b < before; b++) {
-      const vec apart = max(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
+      const vec apart = max(lane_square + square[b] - 2.0f * load(&inner[b * TILE + part]), vec{});
       const vec below = light + lightness[b];
-      const ivec closer = (apart * under < best * below) & (own > b);
+      const ivec closer = (apart * under < best * below) & (lane_place > b);
       best = closer ? apart : best;
       under = closer ? below : under;
       whose = closer ? ivec{} + b : whose;
@@ -217,13 +217,13 @@ class MergingGroup : public Group {
   void by_key(int count) {
     count_multiply_adds(count * round_up(count, LANES));  // comparisons, rather
     for (int a = 0; a < count; a += LANES) {
-      ivec own, smaller = {};
-      memcpy(&own, &key[a], sizeof own);
+      ivec lane_key, smaller = {};
+      memcpy(&lane_key, &key[a], sizeof lane_key);
       const ivec lane = count_up() + a;
       const int near = std::min(a + LANES, count);
-      for (int b = 0; b < a; b++) smaller -= own >= key[b];
-      for (int b = a; b < near; b++) smaller -= (own > key[b]) | ((own == key[b]) & (lane > b));
-      for (int b = near; b < count; b++) smaller -= own > key[b];
+      for (int b = 0; b < a; b++) smaller -= lane_key >= key[b];
+      for (int b = a; b < near; b++) smaller -= (lane_key > key[b]) | ((lane_key == key[b]) & (lane > b));
+      for (int b = near; b < count; b++) smaller -= lane_key > key[b];
       memcpy(&rank[a], &smaller, sizeof smaller);
     }
   }

@@ -17,8 +17,8 @@ class Pool {
   static void *take(size_t bytes) {
     const int kind = kind_of(bytes);
     if (kind < 0) return ::operator new(bytes, LINE);
-    void *found = pop(kind);
-    return found ? found : ::operator new(size_of(kind), LINE);
+    void *block = pop(kind);
+    return block ? block : ::operator new(size_of(kind), LINE);
   }
   static void give(void *block, size_t bytes) {
     const int kind = kind_of(bytes);
@@ -51,10 +51,10 @@ class Pool {
   // Nobody waits for another thread, which a fork may have left behind.
   static Block *pop(int kind) {
     if (busy.test_and_set(std::memory_order_acquire)) return nullptr;
-    Block *found = first[kind];
-    if (found) first[kind] = found->next, kept -= size_of(kind);
+    Block *block = first[kind];
+    if (block) first[kind] = block->next, kept -= size_of(kind);
     busy.clear(std::memory_order_release);
-    return found;
+    return block;
   }
   static bool push(int kind, void *block) {
     if (busy.test_and_set(std::memory_order_acquire)) return false;

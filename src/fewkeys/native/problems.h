@@ -1,4 +1,4 @@
-// What kernels are told: the structs that cross ctypes, and nothing else. Python reads them from here
+// The arguments of the kernels: the structs that cross ctypes, and nothing else. Python reads them from here
 // (`tensors.struct`), and `build.call` compares the sizes.
 #pragma once
 #include <cstdint>
@@ -124,7 +124,7 @@ struct Lloyd {
 
 // The clusters of all keys, around centres from some of them.
 struct Clustered {
-  Lloyd some;
+  Lloyd sample;
   Survey all;
   float *distance;  // (B Hkv, Nk)
   float near;       // of a squared distance from the mean: the least from a centre
@@ -186,7 +186,7 @@ struct Tilts {
   Rows key, value;
   const uint8_t *real;   // (B, Nk); null: all are
   const int64_t *label;  // (B Hkv, Nk)
-  const float *own;      // (B Hkv, Nk): k^T W k / 2
+  const float *half_variance;      // (B Hkv, Nk): k^T W k / 2
   const float *middle;   // (B Hkv, D): the mean key
   const float *mean;     // (B Hkv, H, D)
   const int64_t *filled;  // (B Hkv): how many cohorts have queries, the first ones; the others' sums are zero

@@ -77,8 +77,8 @@ def of_machine(machine: str = "") -> tuple[InstructionSet, ...]:
 
 def possible() -> tuple[InstructionSet, ...]:
     """The sets that this machine can run; only the lowest is known to run where the system does not tell flags."""
-    flags, found = _flags(), of_machine()
-    return found[:1] if flags is None else tuple(one for one in found if one.flags <= flags)
+    flags, of_this_machine = _flags(), of_machine()
+    return of_this_machine[:1] if flags is None else tuple(one for one in of_this_machine if one.flags <= flags)
 
 
 def chosen() -> InstructionSet | None:
@@ -86,22 +86,22 @@ def chosen() -> InstructionSet | None:
 
     Raises `ValueError` where `FEWKEYS_ISA` names another than the possible ones.
     """
-    found, name = possible(), os.environ.get(FORCED)
+    candidates, name = possible(), os.environ.get(FORCED)
     if not name:
-        return found[-1] if found else None
-    for one in found:
+        return candidates[-1] if candidates else None
+    for one in candidates:
         if one.name == name:
             return one
     reason = "which this processor lacks" if name in map(str, SETS) else "which is no instruction set"
-    raise ValueError(f"{FORCED}: expected one of {', '.join(map(str, found)) or 'none'}, got {name!r}, {reason}")
+    raise ValueError(f"{FORCED}: expected one of {', '.join(map(str, candidates)) or 'none'}, got {name!r}, {reason}")
 
 
 def compiler() -> list[str] | None:
     """The command of this machine's C++ compiler, None where there is none."""
     if named := os.environ.get(COMPILER):
         return shlex.split(named)
-    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    return None if found is None else [found]
+    path = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    return None if path is None else [path]
 
 
 def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
@@ -116,8 +116,8 @@ def processor() -> str:
 
 @lru_cache
 def _flags() -> frozenset[str] | None:
-    told = _cpuinfo("flags")
-    return frozenset(told[0].partition(":")[2].split()) if told else None
+    lines = _cpuinfo("flags")
+    return frozenset(lines[0].partition(":")[2].split()) if lines else None
 
 
 def _cpuinfo(*names: str) -> list[str]:

@@ -87,8 +87,8 @@ class Watch {
 #endif
   static inline volatile sig_atomic_t interrupted = 0;
   static bool &wanted() {
-    static thread_local bool found = false;
-    return found;
+    static thread_local bool wanting = false;
+    return wanting;
   }
 };
 
@@ -96,13 +96,13 @@ class Team {
  public:
   // Throws `Stopped` where the work of this thread is of no use any more.
   static void check() {
-    if (mine() && mine()->over()) throw Stopped();
+    if (current() && current()->over()) throw Stopped();
   }
 
   // On every thread of the team.
   template <class Run>
   void run(Run work) noexcept {
-    Team *outer = std::exchange(mine(), this);
+    Team *outer = std::exchange(current(), this);
     try {
       work();
     } catch (const Stopped &) {
@@ -111,7 +111,7 @@ class Team {
     } catch (...) {
       outcome = FAILED;
     }
-    mine() = outer;
+    current() = outer;
   }
 
   // On the caller's thread, once they are done.
@@ -124,9 +124,9 @@ class Team {
   std::atomic<int> outcome{DONE};
   const bool watched = Watch::on();
   bool over() const { return outcome.load(std::memory_order_relaxed) != DONE || (watched && Watch::seen()); }
-  static Team *&mine() {
-    static thread_local Team *found = nullptr;
-    return found;
+  static Team *&current() {
+    static thread_local Team *team = nullptr;
+    return team;
   }
 };
 
@@ -157,19 +157,19 @@ class Lateness {
   static constexpr int64_t LEAST = 500'000, HALF_LIFE = 100'000'000;
   static inline std::atomic<int64_t> worst{0}, when{0};
   static int64_t read(clockid_t clock) {
-    timespec found;
-    clock_gettime(clock, &found);
-    return found.tv_sec * 1'000'000'000 + found.tv_nsec;
+    timespec time;
+    clock_gettime(clock, &time);
+    return time.tv_sec * 1'000'000'000 + time.tv_nsec;
   }
 };
 
 // What one thread takes of all pieces, `some` at once, and only as long as it has not worked `until` then, 0: no end.
 template <class NewWorker, class Run>
-ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int64_t some, int64_t until,
+ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int64_t batch, int64_t until,
                                  NewWorker &new_worker, Run &run) {
   auto worker = new_worker();
-  for (int64_t first; (!until || Lateness::worked() < until) && (first = next.fetch_add(some)) < pieces;)
-    for (int64_t piece = first; piece < std::min(pieces, first + some); piece++) {
+  for (int64_t first; (!until || Lateness::worked() < until) && (first = next.fetch_add(batch)) < pieces;)
+    for (int64_t piece = first; piece < std::min(pieces, first + batch); piece++) {
       Team::check();
       run(worker, piece);
     }
@@ -177,14 +177,14 @@ ONE_COPY static void take_pieces(std::atomic<int64_t> &next, int64_t pieces, int
 
 // All pieces, each by one thread, in rising order; every thread makes a worker for those that it takes, `some` at once.
 template <class NewWorker, class Run>
-static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run run, int64_t some = 1) {
+static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run run, int64_t batch = 1) {
   Team team;
   std::atomic<int64_t> next{0};
   const auto take = [&](int64_t until) {
-    team.run([&] { take_pieces(next, pieces, some, until, new_worker, run); });
+    team.run([&] { take_pieces(next, pieces, batch, until, new_worker, run); });
   };
   // No more threads than portions: waking one that finds nothing to do costs more than a small call.
-  const int size = team_size(std::min<int64_t>(threads, (pieces + some - 1) / some));
+  const int size = team_size(std::min<int64_t>(threads, (pieces + batch - 1) / batch));
   int64_t called = size > 1 ? Lateness::now() : 0;
   if (const int64_t late = size > 1 ? Lateness::expected(called) : 0) {
     take(Lateness::worked() + late);
@@ -205,8 +205,8 @@ static void in_parallel(int threads, int64_t pieces, NewWorker new_worker, Run r
 }
 
 template <class Run>
-static void in_parallel(int threads, int64_t pieces, Run run, int64_t some = 1) {
-  in_parallel(threads, pieces, [] { return 0; }, [&](int, int64_t piece) { run(piece); }, some);
+static void in_parallel(int threads, int64_t pieces, Run run, int64_t batch = 1) {
+  in_parallel(threads, pieces, [] { return 0; }, [&](int, int64_t piece) { run(piece); }, batch);
 }
 
 // A part of the work on every head: `run(worker, head, piece)`, pieces in any order.

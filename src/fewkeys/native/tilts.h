@@ -46,7 +46,7 @@ class Cluster {
   aligned_vector<float> level;               // g_hc of every lane
   aligned_vector<float> row;                 // (CHUNK, both): centred keys, values
   aligned_vector<float> score;               // (tiles, CHUNK, TILE): e
-  float own[CHUNK], weight[CHUNK];           // k^T W k / 2, and what a key weighs in all cohorts together
+  float half_variance[CHUNK], weight[CHUNK];           // k^T W k / 2, and what a key weighs in all cohorts together
   const int32_t *place = nullptr;            // of the keys that are looked at
 
   explicit Cluster(const Tilts &p)
@@ -69,7 +69,7 @@ class Cluster {
     for (int64_t i = at; i < end; i++) {
       prefetch(key(order[std::min(i + AHEAD, end - 1)]), dim * sizeof(T));
       add(row.data(), key(order[i]), 1.0f, dim), add(row.data(), p.middle + head * dim, -1.0f, dim);
-      quad += p.own[head * p.keys + order[i]];
+      quad += p.half_variance[head * p.keys + order[i]];
     }
     const float size = std::max<int64_t>(1, end - at);
     for (int64_t d = 0; d < dim; d++) row[d] /= size;
@@ -89,7 +89,7 @@ class Cluster {
       copy_rows(key(place[j]), 0, 1, dim, deep, to);
       add(to, p.middle + head * dim, -1.0f, dim);
       copy_rows(value(place[j]), 0, 1, value_dim, both - deep, to + deep);
-      own[j] = p.own[head * p.keys + place[j]], weight[j] = 0.0f;
+      half_variance[j] = p.half_variance[head * p.keys + place[j]], weight[j] = 0.0f;
     }
     for (size_t t = 0; t < cohorts.size(); t++) {
       dots(row.data(), both, count, dim, cohorts[t].means.data(), &score[t * CHUNK * TILE], cohorts[t].used);
@@ -124,7 +124,7 @@ class Cluster {
       const ivec there = lane + v < std::min(cohorts[tile].count, int(p.filled[head] - tile * TILE));
       for (int j = 0; j < count; j++) {
         float *to = &score[(tile * CHUNK + j) * TILE + v];
-        vec x = (load(to) + own[j] - least) * p.tilt;
+        vec x = (load(to) + half_variance[j] - least) * p.tilt;
         x = x > p.largest ? broadcast(p.largest) : x;
         x = x < -p.largest ? broadcast(-p.largest) : x;
         x = exponential(x - p.largest) * most;
@@ -185,7 +185,7 @@ class Tilting {
     for (int64_t v = 0; v < lanes; v += LANES) {
       const float *e = &keys.score[v / TILE * CHUNK * TILE + v % TILE];
       vec all = load(&mass[v]), quad = load(&energy[v]);
-      for (int j = 0; j < count; j++) all += load(e + j * TILE), quad += load(e + j * TILE) * keys.own[j];
+      for (int j = 0; j < count; j++) all += load(e + j * TILE), quad += load(e + j * TILE) * keys.half_variance[j];
       store(&mass[v], all), store(&energy[v], quad);
     }
   }

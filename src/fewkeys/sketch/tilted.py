@@ -69,7 +69,12 @@ def tilted_sums(
     Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
     """
     x, totals = inputs, inputs.whole.totals
-    facts = {"label": clusters.label, "own": own_importance(x, cohorts), "middle": frame(x).mean, "mean": cohorts.mean}
+    facts = {
+        "label": clusters.label,
+        "half_variance": own_importance(x, cohorts),
+        "middle": frame(x).mean,
+        "mean": cohorts.mean,
+    }
     facts |= {"index": index, "used": used, "filled": cohorts.filled}
     args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
     if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
@@ -84,8 +89,8 @@ def tilted_sums(
 class TiltArgs:
     """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), `own_importance`; "middle" and "mean",
-    of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
+    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk), `own_importance`; "middle" and
+    "mean", of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
     """
 
     real: Tensor | None
@@ -106,7 +111,7 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         e = _weights(key.detach(), args.real, facts, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
-        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["own"]).unsqueeze(2))
+        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
     centred, values = working(key) - facts["middle"], working(value)
 
     def by_cluster(rows: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
 def _levels(key: Tensor, args: TiltArgs) -> Tensor:
     """g_hc, from a cluster's mean key and mean `k^T W k / 2`."""
     facts, real, totals = args.facts, args.real, args.totals
-    label, spread = facts["label"], facts["own"]
+    label, spread = facts["label"], facts["half_variance"]
     real_keys = torch.ones_like(spread) if real is None else real[:, None].to(spread.dtype).expand_as(spread)
     none = spread.new_zeros((*spread.shape[:2], args.count))
     size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
@@ -136,7 +141,7 @@ def _levels(key: Tensor, args: TiltArgs) -> Tensor:
 def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: Tensor) -> Tensor:
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
-    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["own"].unsqueeze(2)
+    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["half_variance"].unsqueeze(2)
     e = exponent.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])

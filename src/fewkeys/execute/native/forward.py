@@ -17,7 +17,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
+from fewkeys.native.tensors import KernelArgs, Rows, dense, pointers, struct
 from fewkeys.past.scan import States
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
@@ -43,7 +43,7 @@ def attend(problem: Problem) -> Tensor:
         return by_scan.attend(problem)
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
-    # Queries of no cohort are nobody's to write.
+    # Kernels of cohorts do not write padded queries.
     make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
     output = make((*query.shape[:3], x.value_dim))
     if not problem.by_block:
@@ -58,8 +58,8 @@ def attend(problem: Problem) -> Tensor:
     return output
 
 
-def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[Told, tuple[Tensor, ...]]:
-    """The problem as the kernels are told of it, and tensors that must live as long."""
+def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[KernelArgs, tuple[Tensor, ...]]:
+    """The kernel's arguments, and tensors that must live as long."""
     place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
     rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
     bias, means = None, 0
@@ -82,8 +82,8 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
 
 def near(
     x: Inputs, graph: Graph, stand_ins: StandIns | CohortStandIns | None, output: Tensor
-) -> tuple[Told, dict[str, Tensor | None]]:
-    """The problem as the kernels are told of it, and tensors that must live as long."""
+) -> tuple[KernelArgs, dict[str, Tensor | None]]:
+    """The kernel's arguments, and tensors that must live as long."""
     s, columns = stand_ins, graph.columns
     tensors: dict[str, Tensor | None] = {} if s is None else {**_means(s), "label": s.label}
     tensors = {name: part if part is None or name == "label" else part.float() for name, part in tensors.items()}
@@ -122,7 +122,7 @@ def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
 
 
 def _common(x: Inputs, output: Tensor) -> dict[str, Any]:
-    """What both kernels are told."""
+    """The arguments that both kernels share."""
     rows = zip(_ROWS, (x.query, x.key, x.value, output), strict=True)
     sizes = (x.batch, x.query_heads, x.gqa_ratio, x.queries, x.keys, x.head_dim, x.value_dim)
     numbers = {"offset": x.offset, "causal": x.is_causal, "scale": x.scale}
