@@ -18,7 +18,7 @@ from fewkeys.distributed.agreement import agree, check_tokens, checking, occupie
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
-from fewkeys.distributed.selection import Kept, select
+from fewkeys.distributed.selection import select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -140,7 +140,7 @@ def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale:
     return replace(inputs, query=query, key=key, value=value)
 
 
-def _gather(inputs: Inputs, kept: Kept, comm: Communicator, wanted: bool) -> Tensor:
+def _gather(inputs: Inputs, kept: KeptKeys, comm: Communicator, wanted: bool) -> Tensor:
     """The kept keys and values of all ranks, (B, Hkv, ranks x width, D + Dv), in working precision.
 
     Rank r's own come from place r x width on, width being the largest count of a rank; the rest is zero. `wanted`: a
@@ -153,7 +153,7 @@ def _gather(inputs: Inputs, kept: Kept, comm: Communicator, wanted: bool) -> Ten
     return gather(kept_rows, kept.counts, comm)
 
 
-def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tensor:
+def _attend(inputs: Inputs, rows: Tensor, kept: KeptKeys, weights: Weights) -> Tensor:
     key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
     if not inputs.queries:
         # No output, but a part in the graph: the other ranks' backward pass waits for this one's.

@@ -22,7 +22,7 @@ from fewkeys.core.precision import working
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import OverRanks
-from fewkeys.distributed.selection import Kept, kept_of, select
+from fewkeys.distributed.selection import kept_of, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -114,7 +114,7 @@ def _shares(stand_ins: StandIns, tokens: list[int], left: int, right: int, comm:
     return torch.cat([pad(label, (0, right)), each], 2), torch.cat([pad(share, (0, right)), missing], 2)
 
 
-def _kept(inputs: Inputs, rules: Sequence[Sharded], comm: Communicator) -> Kept:
+def _kept(inputs: Inputs, rules: Sequence[Sharded], comm: Communicator) -> KeptKeys:
     """The keys that any rule but bands keeps."""
     marked = torch.zeros(inputs.key.shape[:3], dtype=torch.bool, device=inputs.key.device)
     for rule in rules:
@@ -123,7 +123,7 @@ def _kept(inputs: Inputs, rules: Sequence[Sharded], comm: Communicator) -> Kept:
     return kept_of(marked, comm)
 
 
-def _marks(kept: Kept, like: Tensor, comm: Communicator) -> Tensor:
+def _marks(kept: KeptKeys, like: Tensor, comm: Communicator) -> Tensor:
     used = torch.arange(kept.index.shape[-1], device=like.device) < kept.counts[comm.rank].unsqueeze(-1)
     hits = torch.zeros(like.shape, dtype=torch.int32, device=like.device)
     return hits.scatter_add_(-1, kept.index, used.to(torch.int32)) > 0
@@ -150,7 +150,7 @@ def edges_of(rows: Tensor, tokens: list[int], left: int, right: int, comm: Commu
 
 
 def columns_of(
-    kept: Kept, tokens: list[int], near: range, base: int | Tensor, comm: Communicator
+    kept: KeptKeys, tokens: list[int], near: range, base: int | Tensor, comm: Communicator
 ) -> tuple[Tensor, Tensor]:
     """Where the kept keys of all ranks stand among this rank's rows: at their own place where it holds the keys `near`,
     else from `base` on, in the order in which `gather` stacks them. `base`: a number, or one for each head (H, 1).

@@ -56,7 +56,7 @@ DECODERS = ("smollm2",)
 
 
 @dataclass(frozen=True)
-class Timing:
+class ModelTiming:
     """A model and a plan at one length: medians over `turns`, `ratio` of the ratios turn by turn.
 
     `exact_share`, `share`: what part of a call is inside attention, exact or under the plan.
@@ -72,7 +72,7 @@ class Timing:
 
 
 @torch.no_grad()
-def time_model(name_or_dir: str, plan: Plan, length: int, *, dtype: torch.dtype = torch.float32) -> Timing:
+def time_model(name_or_dir: str, plan: Plan, length: int, *, dtype: torch.dtype = torch.float32) -> ModelTiming:
     """One sequence of `length` tokens without padding through a model of this shape, both ways in turns, on the CPU."""
     model = random_model(name_or_dir, length, dtype)
     ids = torch.randint(min(TOKENS, model.config.vocab_size), (1, length), generator=torch.Generator().manual_seed(0))
@@ -90,7 +90,7 @@ def time_model(name_or_dir: str, plan: Plan, length: int, *, dtype: torch.dtype 
     exact, ours = exact[first:], ours[first:]
     ratio = median(a / b for (a, _), (b, _) in zip(exact, ours, strict=True))
     (exact_ms, exact_share), (ms, share) = (map(median, zip(*each, strict=True)) for each in (exact, ours))
-    return Timing(length, len(exact), exact_ms, ms, ratio, exact_share, share)
+    return ModelTiming(length, len(exact), exact_ms, ms, ratio, exact_share, share)
 
 
 def random_model(name_or_dir: str, length: int, dtype: torch.dtype) -> PreTrainedModel:

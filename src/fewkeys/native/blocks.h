@@ -5,7 +5,7 @@
 namespace fewkeys {
 
 // Means of one block: rows of keys and values, and the bias of their scores.
-struct BlockMeans {
+struct MeansOfBlock {
   const float *key, *value, *bias;
   int64_t key_stride, value_stride;
 };
@@ -39,7 +39,7 @@ class BlockAttention {
             p.mean_value.row});
   }
 
-  void attend(int64_t head, int64_t block, const BlockMeans &of) {
+  void attend(int64_t head, int64_t block, const MeansOfBlock &of) {
     const int64_t shared_heads = p.heads / p.gqa_ratio, b = head / shared_heads, h = head % shared_heads;
     const int64_t begin = (p.offset / p.size + block) * p.size - p.offset;
     listed = places_of(p, head, block, place.data());

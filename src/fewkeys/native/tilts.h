@@ -192,13 +192,13 @@ class Tilting {
 };
 
 // What is held of a head while its clusters are added up, in as many portions whatever the number of threads.
-struct Held {
+struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
   const int64_t wide, size, count;
   ByCluster order;
   aligned_vector<float> products;  // (PORTIONS, D, Dv), filled up on both sides, where they are asked for
 
-  explicit Held(const Tilts &p)
+  explicit HeadSums(const Tilts &p)
       : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), count(p.count),
         products(PORTIONS * size) {}
 
@@ -212,30 +212,30 @@ template <class Worker, class Run, class Finish>
 static void by_head(const Tilts &p, int threads, Run run, Finish finish) {
   const int64_t heads = p.batch * p.heads;
   if (heads >= 4 * team_size(threads))
-    return in_parallel(threads, heads, [&] { return std::pair<Worker, Held>(p, p); }, [&](auto &one, int64_t head) {
+    return in_parallel(threads, heads, [&] { return std::pair<Worker, HeadSums>(p, p); }, [&](auto &one, int64_t head) {
       one.second.order.sort(p, head);
-      for (int64_t i = 0; i < Held::PORTIONS; i++) Team::check(), run(one.first, one.second, head, i);
+      for (int64_t i = 0; i < HeadSums::PORTIONS; i++) Team::check(), run(one.first, one.second, head, i);
       finish(one.second, head);
     });
-  std::vector<Held> held(heads, Held(p));
+  std::vector<HeadSums> held(heads, HeadSums(p));
   in_parallel(threads, heads, [&](int64_t head) { held[head].order.sort(p, head); });
-  in_parallel(threads, heads * Held::PORTIONS, [&] { return Worker(p); }, [&](Worker &worker, int64_t i) {
-    run(worker, held[i / Held::PORTIONS], i / Held::PORTIONS, i % Held::PORTIONS);
+  in_parallel(threads, heads * HeadSums::PORTIONS, [&] { return Worker(p); }, [&](Worker &worker, int64_t i) {
+    run(worker, held[i / HeadSums::PORTIONS], i / HeadSums::PORTIONS, i % HeadSums::PORTIONS);
   });
   in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); });
 }
 
 template <class T>
 static void tilt(const Tilts &p, int threads) {
-  const auto add_up = [](Tilting<T> &one, Held &held, int64_t head, int64_t portion) {
+  const auto add_up = [](Tilting<T> &one, HeadSums &held, int64_t head, int64_t portion) {
     float *products = held.size ? held.products.data() + portion * held.size : nullptr;
     std::fill_n(products, held.size, 0.0f);
     for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.add_up(held.order, head, c, products);
   };
-  const auto finish = [&](Held &held, int64_t head) {
+  const auto finish = [&](HeadSums &held, int64_t head) {
     if (!held.size) return;
     float *sum = held.products.data(), *to = p.together + head * p.dim * p.value_dim;
-    for (int64_t i = 1; i < Held::PORTIONS; i++) add(sum, sum + i * held.size, 1.0f, held.size);
+    for (int64_t i = 1; i < HeadSums::PORTIONS; i++) add(sum, sum + i * held.size, 1.0f, held.size);
     for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * held.wide, p.value_dim, to + d * p.value_dim);
   };
   by_head<Tilting<T>>(p, threads, add_up, finish);

@@ -16,15 +16,12 @@ from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
 from fewkeys.rest.base import CohortStandIns, Rest, StandIns, bounds_around, unkept
-from fewkeys.rest.cohort_means import cohort_means
+from fewkeys.rest.cohort_means import LARGEST_SPREAD, cohort_means
 from fewkeys.select.base import Selector
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
 from fewkeys.sketch.gram import product, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
-
-LARGEST_TILT = 2.0
-"""Exponents of the tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
-LARGEST_SPREAD = 2.0
+from fewkeys.sketch.tilted import LARGEST_TILT
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class OnlineScore(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldKeys:
     """The best keys so far: `index` (B, Hkv, K) positions, `used` (same shape), `number` what the score remembers."""
 
     index: Tensor
@@ -57,14 +57,14 @@ class Held:
     number: Tensor
 
     @staticmethod
-    def empty(key: Tensor) -> Held:
+    def empty(key: Tensor) -> HeldKeys:
         """Nothing yet, for keys (B, Hkv, N, D)."""
         index = torch.zeros((*key.shape[:2], 0), dtype=torch.int64, device=key.device)
-        return Held(index, index.bool(), index.to(working(key).dtype))
+        return HeldKeys(index, index.bool(), index.to(working(key).dtype))
 
-    def joined(self, index: Tensor, used: Tensor, number: Tensor) -> Held:
+    def joined(self, index: Tensor, used: Tensor, number: Tensor) -> HeldKeys:
         """With further candidates."""
-        return Held(
+        return HeldKeys(
             torch.cat([self.index, index], -1), torch.cat([self.used, used], -1), torch.cat([self.number, number], -1)
         )
 
@@ -72,9 +72,9 @@ class Held:
         """Places (B, Hkv, count) of the best candidates by `score` (B, Hkv, K), in the order in which they came."""
         return score.masked_fill(~self.used, -torch.inf).topk(count, -1).indices.sort(-1).values
 
-    def take(self, place: Tensor) -> Held:
+    def take(self, place: Tensor) -> HeldKeys:
         """The candidates at `place`."""
-        return Held(self.index.gather(-1, place), self.used.gather(-1, place), self.number.gather(-1, place))
+        return HeldKeys(self.index.gather(-1, place), self.used.gather(-1, place), self.number.gather(-1, place))
 
 
 def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
@@ -82,7 +82,7 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     x, size = inputs, CAUSAL_BLOCK
     count = min(count, x.keys)
     keys = working(x.key.detach())
-    held, lists, flags, done = Held.empty(keys), [], [], 0
+    held, lists, flags, done = HeldKeys.empty(keys), [], [], 0
     for block in range(x.offset // size, (x.offset + x.queries - 1) // size + 1):
         complete = min(block * size, x.keys)
         while done < complete:
@@ -94,7 +94,7 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     return Graph(x, columns=Columns(torch.stack(lists, 2), torch.stack(flags, 2), size))
 
 
-def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: Held, start: int, count: int) -> Held:
+def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: HeldKeys, start: int, count: int) -> HeldKeys:
     stop = min(start + CAUSAL_BLOCK, x.keys)
     new = torch.arange(start, stop, device=keys.device).expand(x.batch, x.kv_heads, -1)
     real = None if x.valid is None else x.valid[:, start:stop]
@@ -107,7 +107,7 @@ def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: Held, start: int, 
     return held.take(held.best(score.score(rows, held.number), count))
 
 
-def _fill(x: Inputs, held: Held, complete: int, count: int) -> tuple[Tensor, Tensor]:
+def _fill(x: Inputs, held: HeldKeys, complete: int, count: int) -> tuple[Tensor, Tensor]:
     """The list with its free places given to the block's own real keys, in order; lists are `count` long."""
     last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=held.index.device)
     real = (last_keys < x.keys).expand(x.batch, -1)

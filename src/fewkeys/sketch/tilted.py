@@ -28,6 +28,7 @@ from fewkeys.sketch.cohorts import Cohorts, own_importance
 
 COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
+"""Exponents of tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
 
 
 @dataclass(frozen=True, eq=False)

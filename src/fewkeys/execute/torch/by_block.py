@@ -27,7 +27,7 @@ from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, KeySource, Lists, Means, PastMeans, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
 
-CHUNK = 2**20
+CACHED_SCORES = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
 
 
@@ -59,7 +59,7 @@ def attend(problem: Problem) -> Tensor:
     def of_heads(heads: slice) -> Callable[[Chunk], Tensor]:
         return partial(_attend_chunk, sources=sources, means=means, weights=weights, distances=distances)
 
-    return by_chunks(problem, size, width, CHUNK, of_heads)
+    return by_chunks(problem, size, width, CACHED_SCORES, of_heads)
 
 
 def by_chunks(

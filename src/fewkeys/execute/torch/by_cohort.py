@@ -19,11 +19,8 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.rest.base import CohortStandIns
-
-CHUNK = 2**22
-"""Scores held at a time (16 MB in float32), or those of one head."""
 
 
 def attend(problem: Problem) -> Tensor:
@@ -34,8 +31,10 @@ def attend(problem: Problem) -> Tensor:
     stand_ins = problem.stand_ins if isinstance(problem.stand_ins, CohortStandIns) else None
     per_head = x.gqa_ratio * x.queries * (columns.index.shape[3] + (0 if stand_ins is None else stand_ins.count))
     rows = []
-    for batch in _slices(x.batch, CHUNK // (x.kv_heads * per_head)):
-        row = [_attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, CHUNK // per_head)]
+    for batch in _slices(x.batch, SCORES_AT_ONCE // (x.kv_heads * per_head)):
+        row = [
+            _attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)
+        ]
         rows.append(torch.cat(row, 1))
     return torch.cat(rows).to(x.query.dtype)
 

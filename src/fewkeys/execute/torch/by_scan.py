@@ -13,13 +13,10 @@ from torch import Tensor
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK
-
-PIECE = 2**22
-"""Numbers of gathered keys held at a time (16 MB in float32)."""
 
 
 def knows(problem: Problem) -> bool:
@@ -35,7 +32,7 @@ def attend(problem: Problem) -> Tensor:
     if not isinstance(scanned, Scanned):
         raise ValueError("graph: expected what a scan found, got another")
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
-    heads = max(1, PIECE // (each * min(BLOCK, x.queries)))
+    heads = max(1, SCORES_AT_ONCE // (each * min(BLOCK, x.queries)))
     rows, seen = _Rows(problem, scanned), scanned.seen
     output = x.query.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
     parts: list[Tensor] = []
