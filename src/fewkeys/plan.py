@@ -36,7 +36,7 @@ OWN_BLOCK = BLOCK // 2 + 1
 LEAST_SCANNED = OWN_BLOCK + 2
 """The fewest slots of a scan: its own block, a key and a mean."""
 MEANS_OF_SCAN = 32
-"""A budget has a mean for so many slots."""
+"""A budget has one mean for this many slots."""
 REPLACED = ("KeyTree", "TreeMeans")
 """Parts of earlier versions, in whose place `KeyScan` and `BlockMeans` are."""
 
@@ -233,7 +233,7 @@ def budget(
 ) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    `memory` is of causal plans: "all" keeps every key at hand, so that each query chooses its own by the codes of all
+    `memory` is of causal plans: "all" keeps every key in memory, so that each query chooses its own by the codes of all
     (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for
     shards. Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
 
@@ -246,9 +246,10 @@ def budget(
     encoders of text, speech, images and molecules, each left out once (experiments/encoders). Where queries cannot be
     sorted into cohorts, `Plan.without_cohorts` runs.
 
-    With all keys at hand, 17 slots are the query's own block, on average over the block, a 32nd of the slots are means
-    of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about half of
-    the slots are recent blocks of keys, on average over a block, and the others means of everything before them.
+    With all keys in memory, 17 slots are the query's own block, on average over the block, a 32nd of the slots are
+    means of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about
+    half of the slots are recent blocks of keys, on average over a block, and the others means of everything before
+    them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
     `is_causal`: a causal plan refuses calls without causality.

@@ -69,7 +69,7 @@ AUTO = ("tokens", "runs", "exact_ms", "plan_ms")
 
 
 def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | None, float | None]:
-    """What `impl="auto"` does with the plan at a length, and the milliseconds expected where it asked for them."""
+    """What `impl="auto"` does with the plan at a length, and the expected milliseconds if it compares them."""
     import torch
 
     from fewkeys.core.validation import check_inputs

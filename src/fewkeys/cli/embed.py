@@ -72,7 +72,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read, embed, write, and say what was done."""
+    """Read, embed, write, and print a summary."""
     out: Path = arguments.out
     _check_out(out)
     inputs.need("transformers", "sentence_transformers")

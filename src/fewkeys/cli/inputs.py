@@ -45,7 +45,7 @@ class Opened:
 def prepare(arguments: argparse.Namespace, *modules: str, real: bool = True, table: bool = True) -> None:
     """Raise `ValueError` before any work is done, where results could not be written or something is not installed.
 
-    `modules` are needed beside what the options ask for; `real`: whether a model is needed where no capture is named;
+    `modules` are needed beside those of the options; `real`: whether a model is needed where no capture is named;
     `table`: whether one is printed without --json.
     """
     if arguments.out is not None:

@@ -78,7 +78,7 @@ def whole(text: str) -> int:
 
 
 def threads(text: str) -> int:
-    """A number of processor threads: at most `MOST_THREADS`; systems end a process that asks for very many."""
+    """A number of processor threads: at most `MOST_THREADS`; systems end a process that starts very many."""
     return _whole(text, 1, MOST_THREADS)
 
 

@@ -18,7 +18,7 @@ from fewkeys.distributed.communicator import Communicator
 
 @contextmanager
 def checking(comm: Communicator, call: str) -> Iterator[None]:
-    """For the checks of this rank's arguments: what they raise is also told to the other ranks, which wait for it."""
+    """Around the checks of this rank's arguments: errors are also sent to the other ranks, which wait for them."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -18,7 +18,7 @@ from fewkeys.distributed.agreement import agree, check_tokens, checking, occupie
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
-from fewkeys.distributed.selection import select
+from fewkeys.distributed.selection import KeptKeys, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan

@@ -53,7 +53,7 @@ def attend(inputs: Inputs, plan: Plan, parts: Parts, first: int, comm: Communica
     past = State.empty(parts.means, key.detach(), value.detach(), gqa_ratio=inputs.gqa_ratio)
     past = replace(past, near=replace(past.near, key=past.near.key.clone().requires_grad_(wanted)))
     if comm.rank:
-        # Whichever of this rank's tensors a gradient is asked for, the earlier ranks' gradients pass as well.
+        # The gradients of earlier ranks pass through this rank, whatever tensors need gradients here.
         tie = key.new_zeros((), requires_grad=wanted)
         tie = sum((t[:, :, :0].sum().to(tie.dtype) for t in (inputs.query, inputs.key, inputs.value)), tie)
         past = take_over(past, parts, first, comm, tie)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:  # torch may be built without them
     from torch.distributed import ProcessGroup, Work
 
 TIMEOUT = 60.0
-"""Seconds that a rank waits for the others, unless told otherwise."""
+"""Seconds that a rank waits for the others by default."""
 
 GRACE = 1.0
 """Seconds that a rank in which a collective failed waits for the others to say that it failed there too."""
 
 RECORD = 512
-"""Records are sent in multiples of so many bytes."""
+"""Records are padded to a multiple of this many bytes."""
 
 
 _begun: Counter[str] = Counter()
@@ -172,26 +172,26 @@ class Communicator:
         )
 
     def _tell(self) -> None:
-        """Leave word of how many collectives this rank has begun: who is behind is who the others wait for."""
+        """Write to the store how many collectives this rank has begun: the others wait for the rank that is behind."""
         _begun[self._name] += 1
-        with suppress(Exception):  # without a store, or once it is gone, nobody can be told
+        with suppress(Exception):  # without a store the others cannot be informed
             _store().set(f"{self._name}/{self.rank}", str(_begun[self._name]))
 
     def _missing(self) -> str:
-        """Which ranks have not come to this collective, or came and do not say that it failed, as the store knows."""
+        """The ranks that have not begun this collective, or have not reported that it failed, by the store."""
         try:
             _store().set(f"{self._name}/failed/{self.rank}", str(_begun[self._name]))
             late, silent = self._behind(self._name), self._silent()
-            # Who was late may be here by now, and may have said that it failed: then it was not the one.
+            # A late rank may have arrived and reported the failure by now: then it is not the missing one.
             lost = self._behind(self._name) or silent or late
-        except Exception:  # whatever a store raises: it lives in a process that is gone
+        except Exception:  # any error of a store whose process has ended
             return "rank 0, which keeps what the ranks know of each other, or another rank,"
         if not lost:
             return "a rank that had come to it"
         return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {', '.join(lost)}"
 
     def _silent(self) -> list[str]:
-        """The ranks that have not said, before the grace is over, that this collective failed there."""
+        """The ranks that do not report, within the grace period, that this collective failed there."""
         end = time.monotonic() + GRACE
         while (silent := self._behind(f"{self._name}/failed")) and time.monotonic() < end:
             time.sleep(GRACE / 20)

@@ -22,7 +22,7 @@ from fewkeys.core.precision import working
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import OverRanks
-from fewkeys.distributed.selection import kept_of, select
+from fewkeys.distributed.selection import KeptKeys, kept_of, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -44,7 +44,7 @@ def check_parts(plan: Plan) -> tuple[Sharded, ...]:
 
 
 def whole(inputs: Inputs, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool = False) -> Inputs:
-    """The problem of this rank, that knows of the whole sequence.
+    """The problem of this rank, with the statistics of the whole sequence.
 
     `tokens`, `asked`: all ranks' numbers of keys and queries. `wanted`: some rank wants gradients, so that all ranks
     pass them on.

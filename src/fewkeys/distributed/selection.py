@@ -25,7 +25,7 @@ class KeptKeys:
 
 
 def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
-    """The keys that a rule keeps of all ranks, the same as in one process; `inputs` knows of the whole sequence."""
+    """The keys that a rule keeps of all ranks, the same as in one process; `inputs.whole` is the whole sequence."""
     if rule.score is None:
         raise ValueError(f"keep: expected a rule that scores keys, got {rule}")
     score = rule.score(inputs)

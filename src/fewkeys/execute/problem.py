@@ -1,4 +1,4 @@
-"""What every executor is given: all that was chosen, so that nothing but attending is left."""
+"""The input of every executor: all choices are made, so that only attention is left to compute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The plan as its definition says, on dense matrices: the oracle of every test.
+"""The definition of a plan, on dense matrices: what every test compares with.
 
-All queries meet all keys under the graph's mask, the stand-ins are further columns, and the multiplicity of a
+Every query is scored against every key under the graph's mask. Stand-ins are further columns. The multiplicity of a
 stand-in is counted from the mask. float32, or float64 for float64 input, whatever the other dtypes.
 """
 

@@ -31,7 +31,7 @@ AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
-"""What a report says of a capture in the capture's own words."""
+"""Facts of a capture that a report repeats."""
 TIMED = 6
 """Timings per plan, at least: one in each layer, more where there are fewer layers."""
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
-"""Poolings that mean the same for a part as for the whole text; the others stand for one token or weigh by place."""
+"""Poolings that mean the same for a part as for the whole text; the others read one token or weigh by place."""
 WATCH = sys.float_info.max
 """As `max_error` of `fewkeys.apply`: errors are estimated, and nothing is ever answered exactly because of them."""
 

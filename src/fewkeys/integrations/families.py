@@ -183,7 +183,7 @@ def _gpt_neo(
 
 
 def _latest(bias: Tensor, key: Tensor, past: Any, layer: int) -> Tensor:
-    """The bias of the keys at hand. Of a stream, whose keys before are elsewhere, those of the newest places."""
+    """The bias of the keys of this call. A stream holds earlier keys elsewhere: there, that of the latest places."""
     if streams.waiting(key) and bias.shape[-1] != past.get_seq_length(layer) + key.shape[2]:
         raise ValueError(
             "attention_mask: expected one over all tokens so far, so that new ones know their places, got none; pass "

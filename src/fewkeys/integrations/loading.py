@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a folder or the hub, quietly, or say in one line why that cannot be."""
+"""Load a model and its tokenizer from a folder or the hub, quietly, or raise an error of one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 HUB_SECONDS = 5.0
-"""How long the hub may take to say that it knows a model; transformers itself would retry for half a minute."""
+"""Seconds that the hub may take to confirm that a model exists; transformers would retry for half a minute."""
 
 _NO_GGUF = (
     "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "

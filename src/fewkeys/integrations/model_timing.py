@@ -94,7 +94,7 @@ def time_model(name_or_dir: str, plan: Plan, length: int, *, dtype: torch.dtype 
 
 
 def random_model(name_or_dir: str, length: int, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of a shape, with room for so many tokens."""
+    """A model of a shape, with `length` positions."""
     from transformers import AutoConfig, AutoModel
 
     room = {"max_position_embeddings": length, "attn_implementation": "sdpa"}

@@ -16,7 +16,7 @@ from torch import Tensor
 from fewkeys.captures.capture import AttentionInputs
 
 NAMES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""What says so; of these the first is read."""
+"""The arguments of packed sequences; only the first is read."""
 
 
 def real_tokens(inputs: AttentionInputs, arguments: Mapping[str, Any]) -> Tensor | None:

@@ -58,7 +58,7 @@ def pattern_of(
     reach: int,
     config: PreTrainedConfig | None,
 ) -> Pattern:
-    """The pattern of a mask function of transformers, told by what it is made of; `ValueError` for all others.
+    """The pattern of a mask function of transformers, recognised by its parts; `ValueError` for all others.
 
     reach: keys up to the last one.
     """

@@ -1,4 +1,4 @@
-"""Questions about a long context, which is read once: every answer goes on from a fork of one cache."""
+"""Questions about a long context, which is read once: every answer continues a fork of one cache."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def batches(
 
 
 def positions(model: Any) -> int | None:
-    """The longest sequence that `model` takes, None if it does not say.
+    """The longest sequence that `model` takes, None if unknown.
 
     Where position embeddings keep rows for padding (as in RoBERTa), those do not count.
     """

@@ -76,7 +76,7 @@ def apply(
     copies of the model, also in other processes. docs/serving.md has examples.
 
     max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly, and
-    `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
+    `fallbacks` of the result counts them. Decoded tokens are then answered exactly.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
     honoured: attention dropout, chunks of the model's own, packed causal sequences, prepared 4-D masks, static caches,
@@ -160,8 +160,8 @@ def capture(
     gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can judge
     heads by what their errors do to them (`fewkeys.integrations.sensitivity` has the equation).
     One backward pass a batch, and the memory of one; disk: layers x tokens x Hq Dv more numbers. The whole model runs,
-    with its head where that predicts tokens. `labels` of a batch, as for training, say which tokens count: those whose
-    label is not -100. seed: of the random numbers of gradients.
+    with its head where that predicts tokens. `labels` of a batch, as for training, mark the tokens that count by
+    other numbers than -100. seed: of the random numbers of gradients.
 
     Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
     for no batches and for a `directory` that holds something else. Nothing is left behind after an error.

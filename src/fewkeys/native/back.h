@@ -15,7 +15,7 @@ struct KeyValues {
   const int deep, wide;
   aligned_vector<float> key, value, to_key, to_value;
 
-  // Gradients are added to SOME rows at once, the last of which may be nobody's.
+  // Gradients are added to SOME rows at once, the last of which may be padding.
   KeyValues(int64_t most, int dim, int value_dim)
       : deep(round_up(dim)), wide(round_up(value_dim)), key(most * deep), value(most * wide),
         to_key((most + SOME) * deep), to_value((most + SOME) * wide) {}

@@ -37,7 +37,7 @@ SWITCH, COUNT = "FEWKEYS_NATIVE", "FEWKEYS_COUNT"
 DIGEST = hashlib.sha256().digest_size
 """Bytes that follow a library: its SHA-256."""
 _DONE, _OUT_OF_MEMORY, _INTERRUPTED = range(3)
-"""What a kernel returns, as `team.h` says."""
+"""What a kernel returns: `Outcome` of `team.h`."""
 _ENDS: dict[int, type[BaseException]] = {_OUT_OF_MEMORY: MemoryError, _INTERRUPTED: KeyboardInterrupt}
 _WHY = {_OUT_OF_MEMORY: "there is no memory for its buffers", _INTERRUPTED: "it was interrupted"}
 _LOADING = threading.RLock()

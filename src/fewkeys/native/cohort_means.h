@@ -92,7 +92,7 @@ class CohortMeans {
   aligned_vector<float> within, left, moving;  // W, the left factor and W times it, TILE columns after the other
   aligned_vector<float> turned, moved, start, spread;
 
-  // A safe divisor, where nobody is in a cluster.
+  // A safe divisor for empty clusters.
   float mass_of(int64_t at) const { return std::max(p.mass[at], 1e-30f); }
 
   // Columns of rows (D, width), TILE at a time: what `dots` takes for lanes.

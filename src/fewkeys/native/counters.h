@@ -15,7 +15,7 @@ struct Counter {
   std::atomic<int64_t> multiply_adds{0}, bytes{0};
 };
 
-// One counter for each thread there ever was: nobody else adds to it.
+// One counter for each thread that ever ran: no other thread adds to it.
 struct Counters {
   std::mutex enrolling;
   std::deque<Counter> of_threads;
@@ -30,7 +30,7 @@ struct Counters {
     return counter;
   }
 
-  // What all threads have counted since the last time somebody asked.
+  // The counts of all threads since the last call.
   void take(int64_t &multiply_adds, int64_t &bytes) {
     const std::lock_guard<std::mutex> hold(enrolling);
     multiply_adds = bytes = 0;

@@ -40,7 +40,7 @@ def assign(key: Tensor, value: Tensor, centre: Tensor, constant: Tensor) -> tupl
 
 
 def _survey(key: Tensor, value: Tensor, **parts: Tensor) -> None:
-    """Read what is given of the parts, and write those that are asked for by it."""
+    """Read the input parts, and write the output parts that belong to them."""
     key, value = alike(key, value)
     held = {name: part.contiguous() for name, part in parts.items()}
     count = held["centre"].shape[2] if "centre" in held else 0

@@ -48,7 +48,10 @@ class Clustering {
     features += dim * TILE;
     to_lanes(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, 1.0f, features);
     for (int d = 0; d < p.value_dim; d++)
-      for (int v = 0; v < TILE; v += LANES) store(features + d * TILE + v, (load(features + d * TILE + v) - middle[d]) * unit);
+      for (int v = 0; v < TILE; v += LANES) {
+        float *to = features + d * TILE + v;
+        store(to, (load(to) - middle[d]) * unit);
+      }
     features = &lanes[first * both];
     for (int d = 0; d < both; d += TILE)
       to_lanes(features + d * TILE, TILE, std::min(TILE, both - d), TILE, 1.0f, &rows[first * span + d], span);
@@ -105,7 +108,8 @@ class Clustering {
 
   // x . c - |c|^2 / 2 for features x, straight from keys and values.
   void write(int64_t head, int64_t c) {
-    const float *centroid = &centre[c * span], *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
+    const float *centroid = &centre[c * span];
+    const float *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
     float *to = p.centre + (head * p.count + c) * both;
     std::fill_n(to, dim, 0.0f);
     for (int d = 0; d < dim; d++) add(to + d, form + d * dim + d, centroid[d], dim - d);

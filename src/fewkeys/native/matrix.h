@@ -109,7 +109,7 @@ static inline void multiply(const bf16 *above, const bf16 *below, int64_t pitch,
 struct AmxProducts {
   typedef bf16 Number;
 
-  // Linux lends the unit to a process that asks for it.
+  // Linux lends the unit to a process on request.
   static bool is_there() {
     constexpr int ASK = 0x1023, TILES = 18;
     static const bool lent = syscall(SYS_arch_prctl, ASK, TILES) == 0;

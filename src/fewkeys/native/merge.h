@@ -104,7 +104,7 @@ class MergingGroup : public Group {
   }
 
   // `joining` of those from `first` on join the partner of larger mass that costs least, the cheapest first, all at
-  // once. Who asks is told their `moves`.
+  // once. `moves`, if any, receives where they went.
   void join(const Metric &metric, int joining, int first, Moves *moves) {
     if (joining == 0) return;
     const int count = arrange(metric);
@@ -126,7 +126,7 @@ class MergingGroup : public Group {
       for (int part = 0; part < TILE; part += LANES) seek(tile, part, before);
     }
     for (int i = 0; i < pending; i++) key[i] = ascending(least[i]);
-    // Nobody is heavier than the first; even where costs overflow it stays.
+    // None is heavier than the first; it stays even where costs overflow.
     if (places[0] == 0) key[0] = INT32_MAX;
     by_key(pending);
     for (int i = 0; i < count; i++) total[i] = coefficient[i] = 1.0f, leader_of[i] = i;
@@ -152,7 +152,7 @@ class MergingGroup : public Group {
     close_up();
   }
 
-  // Who met somebody gets the excess that keeps its mass.
+  // A merged stand-in gets the excess that keeps its mass.
   void settle(const Metric &metric) {
     for (int a = 0; a < used; a++)
       if (merged[a]) excess[a] = log_mass[a] - metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);

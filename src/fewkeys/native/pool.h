@@ -48,7 +48,7 @@ class Pool {
     return kind < KINDS ? kind : -1;
   }
 
-  // Nobody waits for another thread, which a fork may have left behind.
+  // No thread waits for another, which may not exist any more after a fork.
   static Block *pop(int kind) {
     if (busy.test_and_set(std::memory_order_acquire)) return nullptr;
     Block *block = first[kind];

@@ -8,7 +8,7 @@ namespace fewkeys {
 struct Step {
   Metric metric;
   Group fresh;
-  int surplus = 0;  // so many have to join somebody
+  int surplus = 0;  // how many have to merge
 
   Step(const Past &p, const Widths &w) : metric(w), fresh(w, p.evicted) {}
 };
@@ -76,7 +76,7 @@ class Inflow {
         add(asked_total.data(), row, 1.0f, w.fill);
       }
       asked += count;
-      // The last rows of squares may be of no dimension: nobody reads them.
+      // The last rows of squares may be padding, which is not read.
       for (int d = 0; d < w.dim; d += SOME)
         mix(queries.data(), w.fill, count, w.fill, &queries[d], w.fill, &asked_square[d * w.fill], w.fill);
     }

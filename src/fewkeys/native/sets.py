@@ -38,7 +38,7 @@ class InstructionSet:
     """What a library may use, and what the processor's flags must name for it.
 
     The operating system's consent is among them: Linux names no flag whose registers it does not save. Its further
-    consent to AMX is asked for by the kernels themselves (`matrix.h`).
+    consent to AMX is requested by the kernels themselves (`matrix.h`).
     """
 
     name: str
@@ -54,7 +54,7 @@ _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 _AMX = _V4 | {"avx512_bf16", "avx512vbmi", "avx512_vbmi2", "amx_bf16", "amx_int8", "amx_tile"}
-# Compilers stop at half of the widest vectors of their own accord, and for some processors split every wide move.
+# By default compilers use half of the widest vectors, and for some processors split every wide move.
 _WIDE = ("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512")
 _MATRIX = ("-mavx512bf16", "-mavx512vbmi", "-mavx512vbmi2", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 

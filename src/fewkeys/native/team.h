@@ -1,5 +1,5 @@
-// Work on several threads. No exception leaves a thread: what ends the work is told to all of them, and to the caller
-// by a code. Threads that wait for each other wait by `Team::check`, so that none waits for one that has failed.
+// Work on several threads. No exception leaves a thread: an error ends the work of all threads, and the caller receives
+// a code. Threads that wait for each other wait by `Team::check`, so that none waits for one that has failed.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -51,8 +51,8 @@ static void on_threads(int count, Work work) {
   for (std::thread &other : others) other.join();
 }
 
-// The interrupt of one call, if its caller wants to know of it: our handler stands before the one that was there, which
-// is told as well, for as long as the call lasts. One thread of a process is the main one, so there is one at a time.
+// Catches an interrupt during one call, if its caller requests it: our handler runs before the previous one, which it
+// calls, for as long as the call lasts. Only the main thread requests it, so there is one at a time.
 class Watch {
  public:
   static void next_call() { wanted() = true; }

@@ -17,7 +17,7 @@ from fewkeys.native.build import missing
 
 DTYPES = (torch.float32, torch.bfloat16)
 FILL = 16
-"""Rows of values are filled up to a multiple of this, as `lanes.h` says."""
+"""Rows of values are padded to a multiple of this, as in `lanes.h`."""
 
 
 def suits(*tensors: Tensor | None) -> bool:

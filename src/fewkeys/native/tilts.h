@@ -114,7 +114,7 @@ class Cluster {
   const T *key(int64_t j) const { return p.key.at<T>(head / p.heads, head % p.heads, j); }
   const T *value(int64_t j) const { return p.value.at<T>(head / p.heads, head % p.heads, j); }
 
-  // Scores of a tile of cohorts become e; lanes of no cohort, or of nobody's, weigh nothing.
+  // Scores of a tile of cohorts become e; lanes of no cohort, or of an empty one, weigh nothing.
   void weigh(int64_t tile, int count) {
     const ivec lane = count_up();
     const float most = std::exp(p.largest);
@@ -196,7 +196,7 @@ struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
   const int64_t wide, size, count;
   ByCluster order;
-  aligned_vector<float> products;  // (PORTIONS, D, Dv), filled up on both sides, where they are asked for
+  aligned_vector<float> products;  // (PORTIONS, D, Dv), padded on both sides; empty if not needed
 
   explicit HeadSums(const Tilts &p)
       : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), count(p.count),

@@ -1,4 +1,4 @@
-"""What every rest is: a rule that summarises the keys a query does not keep, and the summary it makes."""
+"""The base of all rests: a rule that summarises the keys a query does not keep, and the summary that it makes."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ class CohortStandIns:
 
 @dataclass(frozen=True, eq=False)
 class BlockStandIns:
-    """M stand-ins per key head and block of queries: what each block knows of the past.
+    """M stand-ins per key head and block of queries: a summary of the past of each block.
 
-    Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places that
-    stand for nobody, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
+    Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places
+    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
     graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
-    the bias already tells the mass, `exp(score + bias)`.
+    the bias includes the mass, `exp(score + bias)`.
 
     `states` holds them: keys of `head_dim` dimensions and values side by side.
     """
@@ -213,7 +213,7 @@ class Rest(Listed, ABC):
 
     @property
     def running(self) -> int | None:
-        """How many stand-ins a stream carries along for all that it has let go; None: the rule must see every key."""
+        """How many stand-ins a stream keeps for all evicted keys; None: the rule must see every key."""
         return None
 
     @property

@@ -2,7 +2,7 @@
 
 Queries are taken in blocks of absolute positions. A block's list is chosen among the keys that were complete before
 the block began, by scores that saw nothing later: each time a block of keys is complete, the keys kept so far and the
-new ones are scored together and the best `count` stay; what is let go never returns. While fewer than `count` keys are
+new ones are scored together and the best `count` stay; evicted keys never return. While fewer than `count` keys are
 complete, the free places of the list go to the block's own keys in order, under the causal mask; so a budget of all
 keys is exact attention. Cost O(n (count + block)) scores, memory independent of n besides the lists.
 """
@@ -35,8 +35,8 @@ class OnlineScore(ABC):
 
     @abstractmethod
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        """Take note of a block of keys (B, Hkv, M, D), of which `real` (B, M) count, and return a number for each of
-        them, (B, Hkv, M), that is remembered with the key.
+        """Include a block of keys (B, Hkv, M, D), of which `real` (B, M) count; return a number for each of them,
+        (B, Hkv, M), that is stored with the key.
         """
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class OnlineScore(ABC):
         return number
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Take note of further keys by their sums."""
+        """Include further keys by their sums."""
         self.sums = {name: self.sums[name] + part if self.sums else part for name, part in sums.items()}
 
 

@@ -57,7 +57,7 @@ def splits(
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
-    `biased` says that scores have a bias of the distance: then without cohorts, and causal without scans and running
+    `biased`: scores have a bias of the distance; then without cohorts, and causal without scans and running
     means, sinks and a window first.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
@@ -80,7 +80,7 @@ def splits(
             shares = product(HEAVY, WINDOW, RANK) if biased else product(COHORT_HEAVY, COHORT_WINDOW, RANK)
             cohorts = 1 if biased else COHORTS
             candidates += [split for each in shares if (split := _split(size, *each, cohorts, width)) is not None]
-    # A scan for so many keys keeps all of these, too, and a cache of it goes on beyond them.
+    # A scan for all keys of the capture keeps them all; in a longer cache it chooses.
     candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
     return list(dict.fromkeys(candidates))
 

@@ -1,7 +1,7 @@
-"""How well every candidate plan does in every head of one layer: what tuning decides by.
+"""The errors of every candidate plan in every head of one layer, by which tuning chooses.
 
 Errors per head, means over the real queries of all batches. With `e_h = o~_h - o_h` the error of head h at a query, W_h
-the slice of the output projection that reads it, and g_h the gradient of what the model says (where captured):
+the slice of the output projection that reads it, and g_h the gradient of the model's predictions (where captured):
 
     relative       |e_h| / |o_h|                             the error that reports show
     added          |W_h e_h|^2 / |sum_g W_g o_g|^2           what the head adds to the squared relative error of the

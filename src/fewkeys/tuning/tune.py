@@ -31,7 +31,7 @@ Progress = Callable[[int, int, str], None]
 KIND = "scores"
 NAMES = tuple(field.name for field in fields(Scores))
 ERROR_SLOTS = 64
-"""The budget around which plans are searched where only an error is asked for."""
+"""The budget around which plans are searched if only an error is requested."""
 
 
 @full_precision()
@@ -70,7 +70,7 @@ def tune(
             then as few as the candidates allow. Exactly one of the two; default 64 slots.
         directory: where finished layers are stored, so that an interrupted run goes on; a run on another capture
             begins anew. None: nowhere.
-        memory: of causal plans, as `fewkeys.budget` has it: whether all keys stay at hand.
+        memory: of causal plans, as `fewkeys.budget` has it: whether all keys stay in memory.
         progress: called as `progress(done, total, what)`.
         seed: of everything random.
 

@@ -1,4 +1,4 @@
-"""Plans by the compiled kernels for the CPU, forward and, where somebody asks for gradients, backward."""
+"""Plans by the compiled kernels for the CPU: forward and, if gradients are needed, backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax attention where somebody asks for gradients: compiled kernels in both directions.
+"""Softmax attention with gradients: compiled kernels in both directions.
 
 `native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks.
 """

@@ -20,7 +20,7 @@ from fewkeys.sketch.codes import BLOCK
 
 
 def knows(problem: Problem) -> bool:
-    """Whether the graph is what a scan found and nothing else."""
+    """Whether the graph holds the keys that a scan chose, and no others."""
     graph = problem.graph
     others = (graph.band, graph.columns, graph.rows, graph.extra)
     return isinstance(graph.scan, Scanned) and not graph.full and all(other is None for other in others)
@@ -30,7 +30,7 @@ def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
     x, scanned = problem.inputs, problem.graph.scan
     if not isinstance(scanned, Scanned):
-        raise ValueError("graph: expected what a scan found, got another")
+        raise ValueError("graph: expected the keys of a scan, got others")
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
     heads = max(1, SCORES_AT_ONCE // (each * min(BLOCK, x.queries)))
     rows, seen = _Rows(problem, scanned), scanned.seen

@@ -36,7 +36,7 @@ class Distances:
         """(H, M, C): log of the mass that each stand-in has for each query, the bias of all keys included.
 
         member (H, Nk, C): what each key counts for. A block of queries meets the keys within `reach` by one small
-        matrix, the same for all blocks; keys before and after have one bias each, and sums of all of them are at hand.
+        matrix, the same for all blocks; keys before and after have one bias each, and prefix sums give their total.
         """
         heads, members = chunk.heads, member[chunk.heads]
         weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()

@@ -199,7 +199,7 @@ class Band(KeySource):
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
         inside = self.inside
         if self.columns is not None and self.columns.blocks > 1:
-            # What a block's list holds, the list counts; no stand-in speaks for shared lists.
+            # The list itself counts the keys that it holds; shared lists have no stand-ins.
             inside = inside & ~self._listed(self.columns, chunk).unsqueeze(2)
         held = inside.to(member.dtype) @ self.stretch(member, chunk).mT
         return held.unsqueeze(2).expand(-1, -1, chunk.gqa_ratio, -1, -1).flatten(1, 3)
@@ -325,7 +325,7 @@ class PastMeans(Source):
         return (scores + bias.unsqueeze(2)).flatten(1, 2)
 
     def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor | None:
-        """How many keys each stand-in speaks for, (H, M, C); None where the bias has told it."""
+        """How many keys each stand-in speaks for, (H, M, C); None where the bias includes it."""
         if self.tilted:
             return None
         rows = chunk.gqa_ratio * chunk.size
