@@ -152,7 +152,7 @@ class Tilting {
     const int64_t both = keys.both, deep = keys.deep;
     keys.take(order, head, cluster);
     keys.find_level();
-    for (auto *some : {&mass, &energy, &sums}) std::fill(some->begin(), some->end(), 0.0f);
+    for (auto *numbers : {&mass, &energy, &sums}) std::fill(numbers->begin(), numbers->end(), 0.0f);
     while (const int count = keys.look()) {
       for (int64_t i = 0; i < p.cohorts; i += SOME)
         mix(keys.row.data(), both, count, both, &keys.score[i / TILE * CHUNK * TILE + i % TILE], TILE, &sums[i * both],
