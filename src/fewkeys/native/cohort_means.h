@@ -15,7 +15,7 @@ class Subspace {
       for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
   }
 
-  // Writes both factors, (D, r) and (r, Dv), of pooled products (D, Dv), filled up on both sides, in the metric (D, D).
+  // Writes both factors, (D, r) and (r, Dv), of pooled products (D, Dv), padded on both sides, in the metric (D, D).
   void find(const float *metric, const float *pooled, float *left, float *right) {
     for (int64_t d = 0; d < dim; d++) std::copy_n(metric + d * dim, dim, &second[d * tall]);
     std::fill(turned.begin(), turned.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
@@ -41,7 +41,7 @@ class Subspace {
   const float least;
   aligned_vector<float> second, turned, square, start, next;
 
-  // Makes row r of `next` one of length one that stands across those before, zero where too little is left.
+  // Makes row r of `next` orthogonal to the earlier ones, of length one; zero if too little is left.
   void straighten(int64_t r, float largest) {
     float *row = &next[r * wide];
     for (int twice = 0; twice < 2; twice++)
@@ -95,7 +95,7 @@ class CohortMeans {
   // A safe divisor for empty clusters.
   float mass_of(int64_t at) const { return std::max(p.mass[at], 1e-30f); }
 
-  // Columns of rows (D, width), TILE at a time: what `dots` takes for lanes.
+  // Copies columns of rows (D, width), TILE at a time, as lanes for `dots`.
   void to_columns(const float *rows, int64_t width, float *to) {
     for (int64_t e = 0; e < width; e++)
       for (int64_t d = 0; d < dim; d++) to[(e / TILE * dim + d) * TILE + e % TILE] = rows[d * width + e];
@@ -142,7 +142,7 @@ class CohortMeans {
       const float along = product(&offset[c * tall], asked, dim);
       const float seen = p.tilt * (p.level[first + c] - along - 0.5f * square);
       p.bias[first + c] = std::clamp(seen, -p.largest_tilt, p.largest_tilt);
-      // A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+      // A cluster of equal keys has no spread: the rounding error of the difference must not become one.
       const float energy = p.energy[first + c] / mass_of(first + c), epsilon = std::numeric_limits<float>::epsilon();
       spread[c] = energy - square > 64 * epsilon * energy ? energy - square : 0.0f;
       all += p.mass[first + c], spreads += p.mass[first + c] * spread[c];

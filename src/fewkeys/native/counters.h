@@ -1,5 +1,5 @@
 // How much arithmetic kernels do and how much memory their buffers take, counted in builds with -DFEWKEYS_COUNT alone:
-// with it, a law can see how both grow. In every other build the calls below are nothing.
+// with it, a law can see how both grow. In every other build the calls below do nothing.
 #pragma once
 #include <cstdint>
 
@@ -48,7 +48,7 @@ struct Counters {
 static inline void count_multiply_adds(int64_t number) {
   Counters::of_thread().multiply_adds.fetch_add(number, std::memory_order_relaxed);
 }
-// The buffer that cannot be had, counted down: what a machine without memory does.
+// Counts down to the allocation that fails, as on a machine without memory.
 static inline std::atomic<int64_t> &failing() {
   static std::atomic<int64_t> number{0};
   return number;

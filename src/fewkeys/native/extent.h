@@ -4,10 +4,10 @@
 
 namespace fewkeys {
 
-constexpr int64_t EXTENT = 64;  // rows that are looked at by themselves
+constexpr int64_t EXTENT = 64;  // rows of one piece of work
 
-// Magnitudes are compared by their bits: those of finite numbers rise with them, infinity is above all of these, and
-// what is no number above infinity.
+// Magnitudes are compared by their bits, which rise with finite numbers; infinity is above these, and NaN above
+// infinity.
 template <class T>
 static inline void look_at(const T *row, int64_t count, ivec &most) {
   int64_t d = 0;

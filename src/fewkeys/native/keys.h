@@ -1,10 +1,10 @@
-// What the queries see of every key, the cluster of every key, and sums over clusters: `fewkeys.sketch.clusters`.
+// Spread, importance and cluster of every key, and sums over clusters: `fewkeys.sketch.clusters`.
 #pragma once
 #include "tile.h"
 
 namespace fewkeys {
 
-constexpr int64_t PIECE = 4096;  // keys added up by themselves, so that sums do not depend on the number of threads
+constexpr int64_t PIECE = 4096;  // keys of one partial sum, so that sums do not depend on the number of threads
 
 // Squared distances of the rows in `lanes` from `middle`.
 static void measure(const float *lanes, const float *middle, int dim, float *square) {
@@ -19,7 +19,7 @@ static void measure(const float *lanes, const float *middle, int dim, float *squ
   }
 }
 
-// Spread and importance of the keys in `lanes`; `found` holds D + 1 rows.
+// Spread and importance of the keys in `lanes`; `scores` has D + 1 rows.
 static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
                 float *importance) {
   // L^T is upper triangular.
@@ -34,7 +34,7 @@ static void see(const float *form, const float *shift, int dim, const float *lan
   }
 }
 
-// The largest `found + constant` of every lane, and the first that attains it; found (count, TILE).
+// The largest `scores + constant` of every lane, and the first that attains it; scores (count, TILE).
 static void nearest_of(const float *scores, const float *constant, int count, float *nearest, int32_t *label) {
   count_multiply_adds(count * TILE);
   for (int v = 0; v < TILE; v += LANES) {
@@ -51,7 +51,7 @@ static void nearest_of(const float *scores, const float *constant, int count, fl
   }
 }
 
-// What is asked of a tile of keys of a head, from key `first` on.
+// Surveys a tile of keys of a head, from key `first` on.
 template <class T>
 class Surveyor {
  public:
@@ -106,7 +106,7 @@ class Adder {
       : p(p), both(p.dim + p.value_dim), tall(round_up(p.dim)), wide(round_up(p.value_dim)), keys(FEW * tall),
         copy(FEW * wide) {}
 
-  // sums (C, D + Dv), products (D, Dv) filled up on both sides.
+  // sums (C, D + Dv), products (D, Dv) padded on both sides.
   void add_all(int64_t head, int64_t first, int64_t last, float *sums, float *products) {
     const int64_t b = head / p.heads, h = head % p.heads;
     for (int64_t begin = first; begin < last; begin += FEW) {

@@ -1,4 +1,4 @@
-// Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps, head by head.
+// Centres of clusters from a sample of the keys: Lloyd's steps of `fewkeys.sketch.clusters`, head by head.
 #pragma once
 #include "keys.h"
 

@@ -1,5 +1,5 @@
-// Buffers that kernels have given back, for those that come next. Fresh memory is pages that the system has yet to
-// clear, a microsecond each or several, and a call may take hundreds.
+// Keeps the buffers of finished kernels for the next ones. The system must clear the pages of fresh memory, which takes
+// a microsecond or more each, and a call may need hundreds.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -36,11 +36,11 @@ class Pool {
   static inline Block *first[KINDS] = {};
   static inline size_t kept = 0;
 
-  // Powers of two from LEAST on: larger ones are few, and smaller ones the system keeps itself.
+  // Powers of two from LEAST on: larger buffers are few, and the system itself keeps smaller ones.
   static constexpr size_t size_of(int kind) { return LEAST << kind; }
   static int kind_of(size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
-    return -1;  // A sanitizer has to see where buffers end, and when.
+    return -1;  // Sanitizers must see every allocation.
 #endif
     if (bytes <= LEAST / 2) return -1;
     int kind = 0;
@@ -68,7 +68,7 @@ class Pool {
   }
 };
 
-// A buffer that is read here and there: large pages, where the system has them, are few to look up.
+// A buffer that is read at scattered places: large pages, if the system has them, need fewer look-ups.
 template <class T>
 class HugePages {
  public:

@@ -43,7 +43,7 @@ struct NearBack {
   Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
   float *query;        // (B, Hq, Nq, D)
   float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), through the band: zeros, to be added to
-  // Through the list, the stand-ins and the factors, a row each: (B Hkv, entries + means + rank, D or Dv filled up).
+  // Through the list, the stand-ins and the factors, a row each: (B Hkv, entries + means + rank, D or Dv padded).
   float *shared_key, *shared_value;
 };
 
@@ -155,7 +155,7 @@ struct Past {
 struct Halves {
   const float *rows;    // (sets, rows_each, dim)
   const float *metric;  // (sets, dim, dim)
-  int64_t *place;       // (sets, rows_each filled up to a multiple of count): -1 for none
+  int64_t *place;       // (sets, rows_each padded to a multiple of count): -1 for none
   float *mean;          // (sets, count, dim)
   float *within;        // (sets, dim, dim)
   int64_t sets, rows_each, dim, count, step, sample, power, refine;

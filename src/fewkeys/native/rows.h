@@ -1,4 +1,4 @@
-// Products with rows that lie anywhere: dimensions are in the lanes, four rows at a time.
+// Products with rows at any address: dimensions are in the lanes, four rows at a time.
 #pragma once
 #include "products.h"
 
@@ -77,7 +77,7 @@ static inline void mix_rows(const T *const *row, const float *weight, int count,
     for (int i = 0; i < count; i++) into[d] += to_float(row[i][d]) * weight[i];
 }
 
-// Sends for what will be read soon: it comes into the nearest cache, 3, or the one behind it, 2.
+// Prefetches memory into the nearest cache, 3, or the one behind it, 2.
 template <int cache = 3>
 static inline void prefetch(const void *from, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, cache);

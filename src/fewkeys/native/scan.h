@@ -1,10 +1,10 @@
-// How the means of the past move on, block by block: `fewkeys.past.scan`.
+// Updates the means of the past, block by block: `fewkeys.past.scan`.
 #pragma once
 #include "merge.h"
 
 namespace fewkeys {
 
-// What one step brings: its keys, and the metric in which stand-ins merge.
+// The input of one step: its keys, and the metric in which stand-ins merge.
 struct Step {
   Metric metric;
   Group fresh;
@@ -13,14 +13,14 @@ struct Step {
   Step(const Past &p, const Widths &w) : metric(w), fresh(w, p.evicted) {}
 };
 
-// Copies one row as floats, filled up with zeros to `width`.
+// Copies one row as floats, padded with zeros to `width`.
 static inline void copy_row(const Rows &rows, bool is_bf16, int64_t b, int64_t h, int64_t n, int dim, int width,
                             float *into) {
   is_bf16 ? copy_rows(rows.at<bf16>(b, h, n), 0, 1, dim, width, into)
           : copy_rows(rows.at<float>(b, h, n), 0, 1, dim, width, into);
 }
 
-// The steps' queries and keys, as far as they do not depend on the stand-ins: steps can be made ahead.
+// The part of the steps that does not depend on the stand-ins: statistics of queries and keys.
 class Inflow {
  public:
   Inflow(const Past &p, int64_t head, bool is_bf16, bool query_is_bf16)
@@ -138,7 +138,7 @@ class Summary {
     group.settle(step.metric);
   }
 
-  // The same, and writes where everything goes.
+  // The same; also writes where every row goes.
   void absorb(const Step &step, int64_t number, Moves &moves) {
     const int before = group.used;
     absorb(step, &moves);
@@ -153,13 +153,13 @@ class Summary {
     }
   }
 
-  // Rows (M, D + Dv), excess (M), and size (M) if wanted.
+  // Writes rows (M, D + Dv), excess and size (M).
   void write(float *to_rows, float *to_excess, float *to_size) const {
     const int used = group.used;
     for (int c = 0; c < used; c++) std::copy_n(&group.rows[c * w.span], w.wide, to_rows + (int64_t)c * w.wide);
     std::fill(to_rows + (int64_t)used * w.wide, to_rows + p.count * w.wide, 0.0f);
     std::fill(std::copy_n(group.excess.begin(), used, to_excess), to_excess + p.count, -INFINITY);
-    if (to_size) std::fill(std::copy_n(group.size.begin(), used, to_size), to_size + p.count, 0.0f);
+    std::fill(std::copy_n(group.size.begin(), used, to_size), to_size + p.count, 0.0f);
   }
 
   // What is known at the end.

@@ -9,7 +9,7 @@ namespace fewkeys {
 // The real keys of one head, cluster by cluster.
 struct ByCluster {
   aligned_vector<int32_t> place, begin;
-  std::vector<std::pair<int32_t, int32_t>> kept;  // which of them which cohorts keep
+  std::vector<std::pair<int32_t, int32_t>> kept;  // pairs: the rank of a key, and a cohort that keeps it
   aligned_vector<int32_t> kept_begin;
 
   void sort(const Tilts &p, int64_t head) {
@@ -37,17 +37,17 @@ struct ByCluster {
   aligned_vector<int32_t> rank, next;
 };
 
-// The keys of a cluster, CHUNK at a time, and what they weigh.
+// The keys of a cluster, CHUNK at a time, and their weights.
 template <class T>
 class Cluster {
  public:
-  const int64_t dim, value_dim, deep, both;  // deep: a key filled up; both: and its value, filled up as well
+  const int64_t dim, value_dim, deep, both;  // deep: a padded key; both: a padded key and a padded value
   std::vector<CohortLanes> cohorts;          // tile by tile
   aligned_vector<float> level;               // g_hc of every lane
   aligned_vector<float> row;                 // (CHUNK, both): centred keys, values
   aligned_vector<float> score;               // (tiles, CHUNK, TILE): e
-  float half_variance[CHUNK], weight[CHUNK];           // k^T W k / 2, and what a key weighs in all cohorts together
-  const int32_t *place = nullptr;            // of the keys that are looked at
+  float half_variance[CHUNK], weight[CHUNK];           // k^T W k / 2, and the weight of a key over all cohorts
+  const int32_t *place = nullptr;            // of the current keys
 
   explicit Cluster(const Tilts &p)
       : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
@@ -78,7 +78,7 @@ class Cluster {
     for (float &one : level) one += quad / size;
   }
 
-  // The next keys; returns how many.
+  // Reads the next keys; returns how many.
   int look() {
     const int count = std::min<int64_t>(CHUNK, end - at);
     place = order + at;
@@ -147,7 +147,7 @@ class Tilting {
       : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, 2 * LANES)), mass(lanes), energy(lanes),
         sums(lanes * keys.both), weighted(CHUNK * keys.deep) {}
 
-  // The sums of one cluster; `products` (D, Dv) filled up on both sides.
+  // The sums of one cluster; `products` (D, Dv) padded on both sides.
   void add_up(const ByCluster &order, int64_t head, int64_t cluster, float *products) {
     const int64_t both = keys.both, deep = keys.deep;
     keys.take(order, head, cluster);
@@ -191,7 +191,7 @@ class Tilting {
   }
 };
 
-// What is held of a head while its clusters are added up, in as many portions whatever the number of threads.
+// The sums of a head, in a number of portions that does not depend on the number of threads.
 struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
   const int64_t wide, size, count;
@@ -206,8 +206,8 @@ struct HeadSums {
   int64_t first(int64_t portion) const { return portion * count / PORTIONS; }
 };
 
-// `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. Where heads are many, each is one
-// thread's: a call of all threads costs as much as some clusters.
+// `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. If there are many heads, one
+// thread takes each: a call of all threads costs as much as several clusters.
 template <class Worker, class Run, class Finish>
 static void by_head(const Tilts &p, int threads, Run run, Finish finish) {
   const int64_t heads = p.batch * p.heads;
