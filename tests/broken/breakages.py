@@ -196,6 +196,20 @@ BREAKAGES = (
         (SHARDS,),
     ),
     Breakage(
+        "stand-ins of cohorts keep the mass that their mean key would give them",
+        "native/cohort_means.h",
+        "p.tilt * (p.level[first + c] - along - 0.5f * square)",
+        "0.0f * (p.level[first + c] - along - 0.5f * square)",
+        (PREPARED,),
+    ),
+    Breakage(
+        "the first-order term of cohorts is not taken back where a value is right",
+        "native/cohort_means.h",
+        "-factor * std::min(std::max(x, low[r]), high[r])",
+        "-0.0f * std::min(std::max(x, low[r]), high[r])",
+        (PREPARED,),
+    ),
+    Breakage(
         "stand-ins of few keys vanish like those of none",
         NEAR,
         "constexpr float ROUNDING = 1e-5f;",
@@ -315,6 +329,13 @@ BREAKAGES = (
         (PREPARED_GRADIENTS,),
     ),
     Breakage(
+        "past: keys of the next step are absorbed",
+        "native/scan.h",
+        "inflow.make(step - 1, now);",
+        "inflow.make(std::min(step, p.steps - 1), now);",
+        (CAUSAL, ONCE),
+    ),
+    Breakage(
         "past: merged means weigh both alike",
         "native/merge.h",
         "coefficient[place] = std::exp(mass[place] - mass[leader]);",
@@ -406,6 +427,13 @@ BREAKAGES = (
         (SUMS,),
     ),
     Breakage(
+        "gradients of the sums of cohorts: the last one is left out",
+        "native/tilts.h",
+        "mix(grad.data(), both, p.cohorts, both, &turned[j]",
+        "mix(grad.data(), both, p.cohorts - 1, both, &turned[j]",
+        (SUMS,),
+    ),
+    Breakage(
         "roots of metrics: of four rows one is not taken away",
         "native/products.h",
         "for (int r = 0; r < count; r++) left -= load(row + r * stride + d) * by[r];",
@@ -446,6 +474,13 @@ BREAKAGES = (
         "apart = packed.stride(1 if packed.shape[1] > 1 else 0)",
         "apart = packed.stride(1)",
         (Law("parts/test_scan_streams", "heads_of_their_own"),),
+    ),
+    Breakage(
+        "gradients of the products of cohorts: every key weighs one",
+        "native/tilts.h",
+        "scale(&keys.row[j * both], keys.weight[j], both)",
+        "scale(&keys.row[j * both], 1.0f, both)",
+        (SUMS,),
     ),
     Breakage(
         "shards: cohorts forget the queries of earlier processes",

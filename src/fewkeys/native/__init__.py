@@ -8,7 +8,7 @@ with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=
 
 from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
-from fewkeys.native.cohorts import best, cohort_means, form, halve, tilt
+from fewkeys.native.cohorts import best, cohort_means, form, halve, tilt, tilt_back
 from fewkeys.native.extent import largest
 from fewkeys.native.keys import assign, cluster, frame, label_sums, statistics, sums_and_products
 from fewkeys.native.tensors import readable, suits
@@ -33,4 +33,5 @@ __all__ = [
     "suits",
     "sums_and_products",
     "tilt",
+    "tilt_back",
 ]

@@ -80,6 +80,24 @@ def tilt(
     return mass, energy, key_sum, value_sum, level, products
 
 
+def tilt_back(
+    key: Tensor,
+    value: Tensor,
+    facts: dict[str, Tensor | None],
+    gradients: tuple[Tensor, Tensor, Tensor | None],
+    **numbers: float,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values, float32, from those of both sums and `together`. `facts`: as in `tilt`, and the
+    `level` that it returns.
+    """
+    (key, value), held = alike(key, value), _dense(facts)
+    of_sums = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
+    output = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
+    args = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(of_sums | output))
+    call("fewkeys_tilt_back", args, key.dtype)
+    return output["key"], output["value"]
+
+
 def _dense(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: part.contiguous() for name, part in tensors.items() if part is not None}
 

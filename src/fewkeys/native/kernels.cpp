@@ -41,6 +41,7 @@ EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
+EXPORT_BY_DTYPE(tilt_back, TiltsBack)
 EXPORT_BY_DTYPE(scan_attend, ScanAttend)
 EXPORT_BY_DTYPE(scan_codes, Scan)
 EXPORT_BY_DTYPE(code_keys, Coding)
@@ -93,6 +94,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);
+  SIZE_OF(TiltsBack);
   SIZE_OF(CohortStandIns);
   SIZE_OF(Coding);
   SIZE_OF(Scan);

@@ -201,6 +201,12 @@ struct Tilts {
   float tilt, largest;
 };
 
+struct TiltsBack {
+  Tilts of;                                     // its level is read, its sums are not
+  const float *key_sum, *value_sum, *together;  // that come, as those of `of`
+  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, where the gradients of real keys are written
+};
+
 // The stand-ins of cohorts, from these sums, which are lost: `fewkeys.rest.cohort_means`.
 struct CohortStandIns {
   const float *mass, *energy, *level;         // as `Tilts` has them

@@ -1,4 +1,4 @@
-// Sums over clusters as every cohort sees them: `fewkeys.sketch.tilted`. Cohorts stand in the
+// Sums over clusters as every cohort sees them, and their gradients: `fewkeys.sketch.tilted`. Cohorts stand in the
 // lanes, keys are rows.
 #pragma once
 #include "cohorts.h"
@@ -191,6 +191,68 @@ class Tilting {
   }
 };
 
+// Key and value j of cluster c have the gradient sum_h e_hj G_hc, G that of the sums. With the gradient P of the
+// products and the key's weight w_j over all cohorts, the key has w_j P v_j besides, the value w_j P^T (k_j - middle).
+template <class T>
+class TiltingBack {
+ public:
+  explicit TiltingBack(const TiltsBack &all)
+      : all(all), p(all.of), keys(p), wide(keys.both - keys.deep), grad(p.cohorts * keys.both),
+        turned(keys.cohorts.size() * TILE * TILE), lanes(keys.both * TILE), both_gradients(CHUNK * keys.both),
+        products(all.together ? keys.deep * wide : 0), across(products.size()) {}
+
+  void pass_on(const ByCluster &order, int64_t head, int64_t cluster) {
+    const int64_t both = keys.both, deep = keys.deep;
+    keys.take(order, head, cluster);
+    for (int64_t h = 0; h < p.cohorts; h++) {
+      const int64_t from = (head * p.cohorts + h) * p.count + cluster;
+      keys.level[h] = p.level[from];
+      std::copy_n(all.key_sum + from * p.dim, p.dim, &grad[h * both]);
+      std::copy_n(all.value_sum + from * p.value_dim, p.value_dim, &grad[h * both + deep]);
+    }
+    if (all.together) read_products(head);
+    while (const int count = keys.look()) {
+      for (size_t t = 0; t < keys.cohorts.size(); t++)
+        to_lanes(&keys.score[t * CHUNK * TILE], TILE, count, TILE, 1.0f, &turned[t * TILE * TILE]);
+      if (all.together) {
+        for (int j = 0; j < count; j++) scale(&keys.row[j * both], keys.weight[j], both);
+        to_lanes(keys.row.data(), both, count, both, 1.0f, lanes.data());
+      }
+      std::fill(both_gradients.begin(), both_gradients.end(), 0.0f);
+      for (int j = 0; j < count; j += SOME) {
+        float *to = &both_gradients[j * both];
+        mix(grad.data(), both, p.cohorts, both, &turned[j], TILE, to, both);
+        if (!all.together) continue;
+        mix(across.data(), deep, p.value_dim, deep, &lanes[deep * TILE + j], TILE, to, both);
+        mix(products.data(), wide, p.dim, wide, &lanes[j], TILE, to + deep, both);
+      }
+      for (int j = 0; j < count; j++) {
+        const int64_t at = head * p.keys + keys.place[j];
+        std::copy_n(&both_gradients[j * both], p.dim, all.key + at * p.dim);
+        std::copy_n(&both_gradients[j * both + deep], p.value_dim, all.value + at * p.value_dim);
+      }
+    }
+  }
+
+ private:
+  const TiltsBack &all;
+  const Tilts &p;
+  Cluster<T> keys;
+  const int64_t wide;
+  aligned_vector<float> grad, turned;  // G (H, both), padded; e (tiles x TILE, CHUNK)
+  aligned_vector<float> lanes, both_gradients;
+  aligned_vector<float> products, across;  // P (D, Dv) and P^T, padded on both sides
+  int64_t held = -1;                       // whose these are
+
+  void read_products(int64_t head) {
+    if (held == head) return;
+    held = head;
+    for (int64_t d = 0; d < p.dim; d++)
+      for (int64_t e = 0; e < p.value_dim; e++)
+        products[d * wide + e] = across[e * keys.deep + d] = all.together[(head * p.dim + d) * p.value_dim + e];
+  }
+};
+
 // The sums of a head, in a number of portions that does not depend on the number of threads.
 struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
@@ -208,21 +270,23 @@ struct HeadSums {
 
 // `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. If there are many heads, one
 // thread takes each: a call of all threads costs as much as several clusters.
-template <class Worker, class Run, class Finish>
-static void by_head(const Tilts &p, int threads, Run run, Finish finish) {
+template <class Worker, class Args, class Run, class... Finish>
+static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish... finish) {
   const int64_t heads = p.batch * p.heads;
+  const auto make = [&] { return std::pair<Worker, HeadSums>(args, p); };
   if (heads >= 4 * team_size(threads))
-    return in_parallel(threads, heads, [&] { return std::pair<Worker, HeadSums>(p, p); }, [&](auto &one, int64_t head) {
-      one.second.order.sort(p, head);
-      for (int64_t i = 0; i < HeadSums::PORTIONS; i++) Team::check(), run(one.first, one.second, head, i);
-      finish(one.second, head);
+    return in_parallel(threads, heads, make, [&](auto &worker_and_sums, int64_t head) {
+      auto &[worker, held] = worker_and_sums;
+      held.order.sort(p, head);
+      for (int64_t i = 0; i < HeadSums::PORTIONS; i++) Team::check(), run(worker, held, head, i);
+      (finish(held, head), ...);
     });
   std::vector<HeadSums> held(heads, HeadSums(p));
   in_parallel(threads, heads, [&](int64_t head) { held[head].order.sort(p, head); });
-  in_parallel(threads, heads * HeadSums::PORTIONS, [&] { return Worker(p); }, [&](Worker &worker, int64_t i) {
+  in_parallel(threads, heads * HeadSums::PORTIONS, [&] { return Worker(args); }, [&](Worker &worker, int64_t i) {
     run(worker, held[i / HeadSums::PORTIONS], i / HeadSums::PORTIONS, i % HeadSums::PORTIONS);
   });
-  in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); });
+  (in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); }), ...);
 }
 
 template <class T>
@@ -238,7 +302,15 @@ static void tilt(const Tilts &p, int threads) {
     for (int64_t i = 1; i < HeadSums::PORTIONS; i++) add(sum, sum + i * held.size, 1.0f, held.size);
     for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * held.wide, p.value_dim, to + d * p.value_dim);
   };
-  by_head<Tilting<T>>(p, threads, add_up, finish);
+  by_head<Tilting<T>>(p, p, threads, add_up, finish);
+}
+
+template <class T>
+static void tilt_back(const TiltsBack &all, int threads) {
+  const auto pass_on = [](TiltingBack<T> &one, HeadSums &held, int64_t head, int64_t portion) {
+    for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.pass_on(held.order, head, c);
+  };
+  by_head<TiltingBack<T>>(all, all.of, threads, pass_on);
 }
 
 }  // namespace fewkeys

@@ -151,23 +151,29 @@ def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: 
 
 
 class _ByKernels(torch.autograd.Function):
-    """The same by compiled kernels; all derivatives go through torch's operations."""
+    """The same by compiled kernels; derivatives of the gradients go through torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         facts = {**args.facts, "real": args.real}
         sums = native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
-        ctx.save_for_backward(key, value)
+        ctx.save_for_backward(key, value, sums[4])
         ctx.args = args
         ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
         return sums
 
     @staticmethod
     def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
+        key, value, level = ctx.saved_tensors
         to_key, to_value, _, to_products = gradients
+        of_sums = to_key, to_value, to_products
+        if torch.is_grad_enabled():
 
-        def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-            _, _, key_sum, value_sum, _, products = _by_torch(key, value, ctx.args)
-            return key_sum, value_sum, products
+            def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+                _, _, key_sum, value_sum, _, products = _by_torch(key, value, ctx.args)
+                return key_sum, value_sum, products
 
-        return *gradients_by_torch(sums, ctx.saved_tensors, [to_key, to_value, to_products]), None
+            return *gradients_by_torch(sums, (key, value), of_sums), None
+        facts = {**ctx.args.facts, "real": ctx.args.real, "level": level}
+        results = native.tilt_back(key, value, facts, of_sums, tilt=COHORT_TILT, largest=LARGEST_TILT)
+        return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None
