@@ -177,4 +177,4 @@ def test_scores_by_gradients_are_those_by_definition():
         )
         felt = ((few - whole) * call.gradient).sum(-1).square() * call.key_mask[:, None]
         total, count = total + felt.double().sum((0, 2)), count + int(call.key_mask.sum())
-    torch.testing.assert_close(found.felt[:, 0], (total / count).view(2, 2).mean(1), rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(found.output_change[:, 0], (total / count).view(2, 2).mean(1), rtol=1e-3, atol=1e-7)
