@@ -1,4 +1,4 @@
-"""What every command starts from: what must be installed, a model, its tokenizer, and a text."""
+"""The inputs of every command: required packages, a model, its tokenizer, and a text."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
 
 
 def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
-    """What `--capture` names, and the tokens of its first sequence, where they were stored."""
+    """The capture that `--capture` names, and the tokens of its first sequence, if they were stored."""
     if arguments.text:
         raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
     from fewkeys.captures.capture import Capture

@@ -1,4 +1,4 @@
-"""Rows of vectors: kept text by text while a run lasts, written to one file at its end."""
+"""Rows of vectors: stored text by text during a run, written to one file at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before anything else is sent, ranks compare what they were called with: a small header from each to all.
+"""Before any other message, ranks compare their arguments: each sends a small header to all.
 
 A collective on tensors of different shapes hangs, or mixes up numbers. Here every rank sees every header and raises
 the same error, also where one rank's own arguments were refused before the others could notice.

@@ -1,4 +1,4 @@
-"""Attention over token shards: local queries, and the keys that matter of all ranks."""
+"""Attention over token shards: local queries, and the kept keys of all ranks."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
     inputs = check_inputs(occupied(query), occupied(key), occupied(value), scale=scale)
     comm.check_device("key", inputs.key)
-    # Now that they have passed: the tensors themselves, which may be empty, for the gradients' sake.
+    # After the checks: the tensors themselves, which may be empty, so that gradients flow.
     return replace(inputs, query=query, key=key, value=value)
 
 
@@ -156,7 +156,7 @@ def _gather(inputs: Inputs, kept: KeptKeys, comm: Communicator, wanted: bool) ->
 def _attend(inputs: Inputs, rows: Tensor, kept: KeptKeys, weights: Weights) -> Tensor:
     key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
     if not inputs.queries:
-        # No output, but a part in the graph: the other ranks' backward pass waits for this one's.
+        # No output, but a node in the graph: the backward passes of other ranks wait for this one.
         query = working(inputs.grouped_query())
         empty: Tensor = query @ key.mT.unsqueeze(2) @ value.unsqueeze(2)
         return empty.flatten(1, 2).to(inputs.query.dtype)

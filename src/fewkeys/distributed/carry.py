@@ -1,4 +1,4 @@
-"""The state of the past from rank to rank: as numbers of a size that the plan fixes, and gradients back."""
+"""Sends the state of the past from rank to rank, in tensors of a size that the plan fixes, and gradients back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal attention over token shards: each rank takes over the state of the ranks before it, and hands it on.
+"""Causal attention over token shards: each rank receives the state of the ranks before it, and sends its own on.
 
     state of all earlier ranks -> blocks of this shard, one after the other -> state for the next rank
                                   |
@@ -68,7 +68,7 @@ def attend(inputs: Inputs, plan: Plan, parts: Parts, first: int, comm: Communica
 
 
 def _evicted(state: State, parts: Parts) -> Evicted:
-    """What leaves as each block but the last begins after `state.moved`; nothing where no means stand in for it."""
+    """The keys that each block but the last evicts, after `state.moved`; none if the plan has no means."""
     starts = range(state.moved + parts.unit, state.length, parts.unit)
     leaving = [range(parts.near_from(start - 1), parts.near_from(start)) for start in starts]
     near = state.near.but(state.sinks).before(state.length if parts.means else 0)

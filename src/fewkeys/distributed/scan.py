@@ -105,7 +105,8 @@ class _Shard:
         self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, local: slice, start: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The scores (B, Hq, M, keys) of the queries of a block from `start` on with what this rank attends to for
-        them, -inf where it does not, and the values: of the own block, chosen keys and means. `own`: its own queries.
+        them, -inf where it does not, and the values: of the own block, chosen keys and means. `local`: the range of its
+        own queries.
         """
         x = self.whole
         stop = min(start + BLOCK, x.queries)

@@ -77,7 +77,7 @@ def _masked(x: Inputs, seen: Tensor) -> Tensor:
 def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     query, scale = x.query, x.scale
     if scale <= 0 and x.bias is None:
-        # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.
+        # Torch's causal kernels hide keys before they scale: -inf would become +inf or NaN.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     fused = partial(
         scaled_dot_product_attention,
@@ -99,7 +99,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Torch's fused attention, whose gradients have none; theirs are those of plain operations."""
+    """Torch's fused attention, whose gradients torch cannot differentiate; second derivatives use plain operations."""
 
     @staticmethod
     def forward(ctx: Any, fused: partial[Tensor], *rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ SCORES_AT_ONCE = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Queries, keys and values; the edges between them; what stands in for the other keys; how scores become weights.
+    """Queries, keys and values; the edges between them; the stand-ins for the other keys; how scores become weights.
 
     `graph` is of `inputs`, whose `impl` names the executor.
     """

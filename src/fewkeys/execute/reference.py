@@ -32,7 +32,7 @@ def attend(problem: Problem) -> Tensor:
 
 
 def attend_in_pieces(problem: Problem) -> Tensor:
-    """The same, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor knows."""
+    """The same, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor supports."""
     x = problem.inputs
     step = max(1, SCORES_AT_ONCE // (x.batch * x.query_heads * x.keys))
     pieces = [_attend(problem, start, min(start + step, x.queries)) for start in range(0, x.queries, step)]

@@ -1,4 +1,4 @@
-"""Families whose attention modules ask no interface: one of their methods, restated to ask it.
+"""Families whose attention modules do not use the interface: one of their methods is replaced by one that does.
 
 As long as the model's attention runs through fewkeys, `Restated` stands in such a module in place of that method (by
 the instance: classes stay as they are). It makes queries, keys and values as the module does, asks the attention
@@ -52,13 +52,13 @@ class Restated:
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """How a module is restated; None: it asks by itself, or has no attention that is known."""
+    """How a module is rewritten; None: it uses the interface itself, or has no known attention."""
     kind = type(module)
     return FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
 
 
 def restate(module: nn.Module) -> None:
-    """Let a module ask the interface from now on; nothing where it does already."""
+    """Make a module use the interface from now on; nothing if it does already."""
     family = family_of(module)
     if family is None:
         return

@@ -30,7 +30,7 @@ LOWEST = -1e4
 
 
 class KeyMask(Tensor):
-    """A mask that models may move and slice.
+    """A mask that models can move and slice.
 
     A module with an attention of its own, beside the interface, adds the mask to its scores (B, H, Nq, Nk): it gets
     what the mask means. A model that computes anything else with a causal mask, or with a window, has keys or
@@ -99,7 +99,7 @@ def key_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor:
-    """What a mask function of transformers is given, in short. `ValueError` for patterns that are not honoured."""
+    """The arguments of a mask function of transformers, in short. `ValueError` for patterns that are not honoured."""
     pattern = pattern_of(mask_function, local_size, kv_offset + kv_length, config)
     if pattern.causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(

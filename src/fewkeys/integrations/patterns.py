@@ -1,4 +1,4 @@
-"""What a model asks of its attention beside queries, keys and values: what is honoured, and what is refused.
+"""The options of a model's attention beside queries, keys and values: which are honoured, and which are refused.
 
 Honoured: causal and bidirectional attention, padding, and windows that a layer has of its own.
 """
@@ -133,7 +133,7 @@ def layer_kinds(config: Any) -> tuple[Sequence[str] | None, Any]:
 
 
 def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` for each wish of the model that is not honoured."""
+    """Raise `ValueError` for every option of the model that is not honoured."""
     if dropout:
         raise ValueError(
             f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"

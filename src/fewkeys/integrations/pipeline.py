@@ -68,7 +68,7 @@ class Pipeline:
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
     def _parts(self, context: str) -> tuple[str, str]:
-        """What stands before and after the question."""
+        """The text before and after the question."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             return f"{context}\n\n", "\n"
         messages = [{"role": "user", "content": f"{context}\n\n{_MARK}"}]

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class ProjectionFinder:
     """Finds the output projections of `model` while it runs inside this context.
 
-    `attended(layer, output)` announces the output (B, Hq, N, Dv) of an attention call; `found` maps layers to weights
-    (out, Hq Dv). A layer whose output goes through something else first, or through no plain linear layer, is not
-    found.
+    `attended(layer, output)` announces the output (B, Hq, N, Dv) of an attention call; `matrices` maps layers to
+    weights (out, Hq Dv). A layer whose output goes through something else first, or through no plain linear layer, is
+    not found.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -33,7 +33,7 @@ class ProjectionFinder:
         self._last: tuple[int, Tensor] | None = None
 
     def attended(self, layer: int, output: Tensor) -> None:
-        """`output` is what layer `layer` answers now; it is held until the next call, so its memory stays its own."""
+        """`output` is the answer of layer `layer`; it is held until the next call, so that its memory is not reused."""
         self._last = None if layer in self.matrices else (layer, output)
 
     def __enter__(self) -> Self:

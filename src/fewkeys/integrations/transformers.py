@@ -1,4 +1,4 @@
-"""Hugging Face transformers: run a plan inside a model (`apply`), and keep what its attention is given (`capture`).
+"""Hugging Face transformers: run a plan inside a model (`apply`), and store the inputs of its attention (`capture`).
 
 Both work through transformers' own attention and mask interfaces (`fewkeys.integrations.interface`) and leave the
 model's code, weights and class alone.
@@ -310,7 +310,7 @@ def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPla
 
 
 def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
-    """What one batch has for the part of the model that runs, on the model's device."""
+    """The arguments of a batch for the part of the model that runs, on the model's device."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}

@@ -131,7 +131,7 @@ def _kernels() -> Kernels | str:
 
 @lru_cache
 def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
-    """What Python declares under the name of a struct of `problems.h`, perhaps private, is as large as that."""
+    """Check that a struct in Python is as large as the one of this name in `problems.h`."""
     for _, part, *_ in kind._fields_:
         if issubclass(part, ctypes.Structure):
             _compare_sizes(library, part)
@@ -247,7 +247,7 @@ def _flags(counting: bool) -> tuple[str, ...]:
 
 
 def _fingerprint(compiler: list[str], wanted: InstructionSet, counting: bool) -> str:
-    """Everything that decides what comes out: sources, wherever they lie, compiler, flags."""
+    """A digest of everything that the library depends on: sources, compiler, flags."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
     parts = [version.stdout, *compiler, *sets.FLAGS, *wanted.options, *_flags(counting)]
     digest = hashlib.sha256("\0".join(parts).encode())

@@ -1,6 +1,4 @@
-"""Cohorts of queries and what they see of the keys (`native/cohorts.h`, `tilts.h`, `cohort_means.h`); no gradients of
-their own.
-"""
+"""Cohorts of queries and their statistics of the keys (`native/cohorts.h`, `tilts.h`, `cohort_means.h`)."""
 
 from __future__ import annotations
 
@@ -66,7 +64,7 @@ def tilt(
     key: Tensor, value: Tensor, facts: dict[str, Tensor | None], count: int, together: bool, **numbers: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Mass, energy, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
-    `count` clusters. `given` and `numbers`: what `Tilts` of `problems.h` reads, by its names there.
+    `count` clusters. `facts` and `numbers`: the fields that `Tilts` of `problems.h` reads, by name.
     """
     (key, value), held = alike(key, value), _dense(facts)
     mean = held["mean"]

@@ -1,4 +1,4 @@
-"""How large the entries of a problem are, by the compiled kernel (`native/extent.h`)."""
+"""The largest entries of a problem, by the compiled kernel (`native/extent.h`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How queries measure keys (`frame.h`), statistics and sums of keys in one pass each (`keys.h`) and their clusters
+"""The queries' metric on keys (`frame.h`), statistics and sums of keys in one pass each (`keys.h`) and their clusters
 (`lloyd.h`); without gradient.
 
 Keys (B, H, N, D) and values (B, H, N, Dv) are float32 or bfloat16, everything else float32; `tensors.suits` them.
@@ -73,10 +73,10 @@ def _sums(
 def frame(
     query: Tensor, key: Tensor, value: Tensor, asked: Tensor, real: Tensor, *, scale: float, ridge: float
 ) -> dict[str, Tensor] | None:
-    """`mean_query` and `second` of `sketch.clusters.QueryMoments`, and what `Frame` has beside them, by their names.
+    """`mean_query` and `second` of `sketch.clusters.QueryMoments`, and the other fields of `Frame`, by name.
 
-    Of a sample of the queries (B, Hq, M, D); `asked` (B) of them count, and `real` (B) of the keys. None where rounding
-    has made a matrix indefinite.
+    Of a sample of the queries (B, Hq, M, D); `asked` (B) of them count, and `real` (B) of the keys. None if rounding
+    made a matrix indefinite.
     """
     query, key, value = alike(query, key, value)
     batch, heads, _, dim = key.shape
@@ -112,7 +112,7 @@ def cluster(
 ) -> tuple[Tensor, ...]:
     """`count` clusters around centres that Lloyd's steps find, as `sketch.clusters` describes them.
 
-    `some`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` as
+    `sample`: sampled keys and values, and which of them count, (B, M) or None: all. `seen`: `form` and `shift` as
     `statistics` has them, `middle` (B, H, 1, Dv), the mean value, and `unit` (B, H, 1, 1).
 
     Returns:
@@ -144,7 +144,7 @@ def cluster(
 
 
 def _rows(key: Tensor, value: Tensor) -> dict[str, Any]:
-    """Where keys and values lie, and their sizes."""
+    """The addresses of keys and values, and their sizes."""
     batch, heads, keys, dim = key.shape
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
     return {"key": Rows.of(key), "value": Rows.of(value), **sizes}

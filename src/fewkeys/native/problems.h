@@ -28,7 +28,7 @@ struct Near {
   const int64_t *label;                    // (B Hkv, Nk)
   const float *share;                      // (B Hkv, Nk); null for cohorts
   const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null
-  const float *size;                       // (B Hkv, means): how many keys a cohort's stand-in speaks for; else null
+  const float *size;                       // (B Hkv, means): how many keys a cohort's stand-in represents; else null
   // Cohorts: each is a head with a list and stand-ins of its own, `cohorts` of them read one key head with its labels
   // and hidden keys, and this tells a cohort's queries, counted through the `asking` query heads of `asked` queries
   // that read the key head: (B heads, Nq), -1 for none.
@@ -91,14 +91,14 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
-// How large entries are: `fewkeys.core.validation.largest_entries`.
+// The largest entries: `fewkeys.core.validation.largest_entries`.
 struct Extents {
   Rows query, key, value;
   float *largest;  // (3): of each
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
 };
 
-// How the queries of a head measure its keys and values: `fewkeys.sketch.clusters.Frame`.
+// The metric of a head's queries on its keys and values: `fewkeys.sketch.clusters.Frame`.
 struct Framed {
   Rows query, key, value;          // (B, Hq, M, D): a sample; keys and values that are not real are zero
   const float *asked, *real;       // (B): how many of the queries of a head, and of its keys, count
@@ -110,7 +110,7 @@ struct Framed {
   float scale, ridge;
 };
 
-// Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps.
+// Centres of clusters from a sample of the keys: Lloyd's steps of `fewkeys.sketch.clusters`.
 struct Lloyd {
   Rows key, value;             // (B, Hkv, M, D or Dv)
   const uint8_t *real;         // (B, M); null: all are
@@ -130,13 +130,13 @@ struct Clustered {
   float near;       // of a squared distance from the mean: the least from a centre
 };
 
-// How the means of the past move on, block by block: `fewkeys.past.scan`.
+// The means of the past, updated block by block: `fewkeys.past.scan`.
 struct Past {
-  // What is known at the beginning, one after the other for every key head; at the end, what is known then.
+  // The state of every key head: read at the beginning, written at the end.
   float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)
   float *seen, *seen_key, *seen_value, *seen_square;  // (B Hkv), (B Hkv, D), (B Hkv, Dv), (B Hkv)
   float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
-  // What is known at the beginning and after every step.
+  // The state at the beginning and after every step.
   float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
   // Where the stand-ins and the keys of every step go, and their coefficients there: (B Hkv, steps, M + E); or null.
   int64_t *place;
@@ -161,7 +161,7 @@ struct Halves {
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
-// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.own_importance`.
+// The metric of cohorts: `fewkeys.sketch.cohorts.own_importance`.
 struct Forms {
   const float *within;  // (sets, dim, dim)
   const float *middle;  // (sets, dim): the mean key

@@ -35,7 +35,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What a library may use, and what the processor's flags must name for it.
+    """The instructions that a library may use, and the processor flags that it requires.
 
     The operating system's consent is among them: Linux names no flag whose registers it does not save. Its further
     consent to AMX is requested by the kernels themselves (`matrix.h`).
@@ -105,12 +105,12 @@ def compiler() -> list[str] | None:
 
 
 def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
-    """What compiles a library of a set."""
+    """The command that compiles a library of a set."""
     return [*compiler, *FLAGS, *of.options, *more, str(HERE / SOURCES[0]), "-o", into]
 
 
 def processor() -> str:
-    """What tells processors of different instructions apart."""
+    """A text that differs between processors of different instructions."""
     return "\n".join(_cpuinfo("flags", "Features", "model name")[:2]) or platform.processor()
 
 

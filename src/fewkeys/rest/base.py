@@ -27,7 +27,7 @@ REACH = 0.25
 
 @dataclass(frozen=True, eq=False)
 class StandIns:
-    """C stand-ins per key head that speak for the keys a query does not keep.
+    """C stand-ins per key head that represent the keys a query does not keep.
 
     Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
     `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_{j: label_j = c} share_j` runs over the keys j that query i does
@@ -35,8 +35,8 @@ class StandIns:
     `u_i = min(max(q_i left, low), high)`: inside these bounds a cluster's values move with its keys, beyond them there
     are none.
 
-    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that speaks for a key,
-    0 .. C - 1; share (B, Hkv, Nk): what the key counts for there, zero for keys that all queries keep and for padding;
+    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that represents a key,
+    0 .. C - 1; share (B, Hkv, Nk): its weight there, zero for keys that all queries keep and for padding;
     bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
     three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
     bounds (B, Hkv, 2, r): low and high, wherever there is `left`. Labels, shares and bounds carry no gradient.
@@ -163,7 +163,7 @@ class RangeStandIns:
     @cached_property
     def mean(self) -> Tensor:
         """(B, Hkv, steps, M, D + Dv)."""
-        # Differences of sums over all that came before: float64 leaves of them what float32 could not.
+        # Differences of prefix sums: float32 would lose their digits.
         total = self.totals[:, :, -(-self.edges // BLOCK)].diff(dim=-2)
         return (total / self.size.clamp_min(1)[:, None, :, :, None]).to(self.dtype)
 
@@ -185,7 +185,7 @@ AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):
-    """A rule that makes the stand-ins for whatever is not kept.
+    """A rule that makes the stand-ins for the keys that are not kept.
 
     Every rule states its own facts, as selectors do: `prepare`, `slots` and `work` must be there; each other attribute
     has a default that is safe.
@@ -209,7 +209,7 @@ class Rest(Listed, ABC):
 
     @abstractmethod
     def work(self, inputs: Inputs, keep: Selector) -> Work:
-        """What summarising and the stand-ins cost beside `keep`. Abstract, so that no rule is taken for free."""
+        """The cost of summarising and of the stand-ins beside `keep`. Abstract, so that every rule states it."""
 
     @property
     def running(self) -> int | None:

@@ -83,7 +83,7 @@ class ClusterMeans(Rest):
         x, kept, scores = inputs, keep.work(inputs), self.slots(inputs.head_dim, inputs.value_dim)
         each = 2.0 * self.cohorts * (x.head_dim + x.value_dim + PER_SCORE) if self.cohorts > 1 else 0.0
         if kept.banded:
-            # How many keys of each cluster a query keeps itself, which no two queries of a band need share.
+            # The number of keys of each cluster that a query keeps differs from query to query in a band.
             scores += 2 * self.count * kept.scores / per_score(x)
         return Work(scores, 2.0 * x.head_dim * x.value_dim + each, shared=clustering_operations(x, self.count))
 
@@ -144,7 +144,7 @@ def represent(
     if not rank:
         return StandIns(mean_key, mean_value, label, share, bias)
 
-    # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never written down.
+    # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never stored.
     between = product((mass * (mean_key - units.mean)).mT, mean_value)
     pooled = (totals.sum(products) - between) / mass.sum(-2, keepdim=True)
     with constants():
@@ -153,7 +153,7 @@ def represent(
         here = torch.linalg.vector_norm(offset @ units.root, dim=-1, keepdim=True).square()
         energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * seen.spread)
         energy = totals.sum(energy.unsqueeze(-1)) / mass
-        # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+        # A cluster of equal keys has no spread: the rounding error of the difference must not become one.
         spread = torch.where(energy - here > 64 * torch.finfo(here.dtype).eps * energy, energy - here, 0.0)
         relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
         factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)

@@ -108,7 +108,7 @@ class Selector(Listed, ABC):
 
     @abstractmethod
     def work(self, inputs: Inputs) -> Work:
-        """What choosing and attending costs. Abstract, so that no rule is taken for free."""
+        """The cost of choosing and attending. Abstract, so that every rule states it."""
 
     @property
     def parts(self) -> tuple[Selector, ...]:

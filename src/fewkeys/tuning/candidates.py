@@ -86,7 +86,7 @@ def splits(
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """What lies near a candidate: a little more or less of each share and of the slots, other rules for the heavy
+    """The neighbours of a candidate: a little more or less of each share and of the slots, other rules for the heavy
     keys, and sinks paid for by the means.
     """
     plan, candidates = candidate.plan, []

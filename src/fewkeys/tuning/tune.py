@@ -146,7 +146,7 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _others(first: Sequence[Candidate], best: Sequence[Candidate], width: int) -> list[Candidate]:
-    """What lies near the best candidates of a layer and is not among the first; in a fixed order."""
+    """The neighbours of the best candidates of a layer that are not among the first; in a fixed order."""
     near = dict.fromkeys(other for candidate in best for other in variants(candidate, width=width))
     return [other for other in near if other not in set(first)]
 
@@ -158,7 +158,7 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
 
 
 class _Table:
-    """Scores of candidates, layer by layer, remembered in a folder so that an interrupted run can go on."""
+    """Scores of candidates, layer by layer, stored in a folder so that an interrupted run can continue."""
 
     def __init__(
         self, capture: Capture, directory: str | os.PathLike[str] | None, progress: Progress | None, seed: int
@@ -195,7 +195,7 @@ class _Table:
             self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
 
     def _path(self, layer: int, candidates: Sequence[Candidate]) -> Path | None:
-        """Where the scores of a layer are stored: the name tells everything that they depend on."""
+        """The file of a layer's scores: its name holds a digest of all that they depend on."""
         if self.folder is None:
             return None
         facts: list[Any] = [self.digests[layer], self.seed, torch.__version__]

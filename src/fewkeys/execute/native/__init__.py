@@ -46,7 +46,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward` or `backward` has it."""
+    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts: by `forward` or `backward`."""
     if not _wants_gradient(problem):
         return forward.attend(problem)
     return backward.attend(problem)

@@ -25,7 +25,7 @@ from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, Stan
 
 
 def attend(problem: Problem) -> Tensor:
-    """`forward.attend` with gradients of queries, keys, values and what the stand-ins hold of keys and values.
+    """`forward.attend` with gradients of queries, keys, values and the stand-ins' means.
 
     With weights P, values v and the gradient g of the output, the scores have the gradient
     `P (g v^T - rowsum(P g v^T))`; the weights are made again from the inputs, so nothing but these is kept. Derivatives
@@ -37,7 +37,7 @@ def attend(problem: Problem) -> Tensor:
 
 
 def _parts(problem: Problem) -> tuple[Tensor, ...]:
-    """What carries gradients."""
+    """The tensors of the stand-ins that carry gradients."""
     stand_ins = problem.stand_ins
     if problem.graph.scan is not None:
         return by_scan.parts(problem)

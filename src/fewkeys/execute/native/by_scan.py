@@ -32,13 +32,13 @@ def is_rounded(problem: Problem) -> bool:
 
 
 def read(problem: Problem) -> list[Tensor]:
-    """What the kernel reads that may want gradients; sums want them where keys or values do."""
+    """The inputs of the kernel that may need gradients; the sums need them if keys or values do."""
     x = problem.inputs
     return [x.query, x.key, x.value]
 
 
 def parts(problem: Problem) -> tuple[Tensor, ...]:
-    """What carries gradients, beside queries, keys and values."""
+    """The other tensors that carry gradients, beside queries, keys and values."""
     s = problem.stand_ins
     return (s.totals,) if isinstance(s, RangeStandIns) else ()
 

@@ -26,7 +26,7 @@ _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 
 
 def read(stand_ins: AnyStandIns | None) -> tuple[Tensor | None, ...]:
-    """What the kernels read of stand-ins that serve all queries, or those of a cohort."""
+    """The tensors of stand-ins, of all queries or of cohorts, that the kernels read."""
     s = stand_ins
     return (s.key, s.value, s.bias, s.left, s.right) if isinstance(s, StandIns | CohortStandIns) else ()
 
@@ -112,7 +112,7 @@ def near(
 
 
 def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
-    """What kernels read of stand-ins, by their names there."""
+    """The tensors of stand-ins, by their names in the kernels' arguments."""
     tensors = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
     tensors |= {"factor": s.factor, "bounds": s.bounds}
     if isinstance(s, CohortStandIns):

@@ -47,7 +47,7 @@ def attend(problem: Problem) -> Tensor:
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
     if lead:
-        # Lists serve blocks of absolute positions: the first block is filled up from the front.
+        # Lists serve blocks of absolute positions: the first block is padded at the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
         return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
     if graph.extra is not None:
@@ -96,7 +96,7 @@ def by_chunks(
 
 
 def block_size(graph: Graph) -> int:
-    """Queries per block: those of the graph's lists, or what suits the band's reach."""
+    """Queries per block: those of the graph's lists, or a size that fits the band's reach."""
     if graph.columns is not None and graph.columns.blocks > 1:
         return graph.columns.size
     return 64 if graph.band is None else band_block(sum(graph.band))
@@ -150,7 +150,7 @@ def _attend_chunk(
     elif means is not None:
         multiplicity = means.multiplicity(chunk)
         if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
-            # A stand-in that speaks for nobody must not decide the row's largest score. A mean cannot: it is an average
+            # A stand-in without keys must not decide the row's largest score. A mean cannot: it is an average
             # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
     weight = weights.kernel(parts)
@@ -166,6 +166,6 @@ def _attend_chunk(
 
 
 def _led(graph: Graph, inputs: Inputs, lead: int) -> Graph:
-    """The graph for inputs whose first `lead` queries are filling."""
+    """The graph for inputs whose first `lead` queries are padding."""
     extra = None if graph.extra is None else graph.extra.delayed(lead)
     return replace(graph, inputs=inputs, extra=extra)

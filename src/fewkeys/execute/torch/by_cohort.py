@@ -2,7 +2,7 @@
 
 Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product for all of its
 queries. A band is one product for every block of consecutive queries: its scores join those of the cohorts, and its
-weights go back to where the queries stand.
+weights go back to the order of the queries.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class _Band:
         return working(stretches).unsqueeze(2)
 
     def _by_block(self, rows: Tensor) -> Tensor:
-        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), filled up with zeros."""
+        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), padded with zeros."""
         by_head = rows.unflatten(2, (self.inputs.gqa_ratio, -1))
         filled: Tensor = pad(by_head, (0, 0, 0, self.blocks * self.size - self.inputs.queries))
         by_block: Tensor = filled.unflatten(3, (self.blocks, self.size))

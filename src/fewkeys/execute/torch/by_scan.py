@@ -68,7 +68,7 @@ class _Rows:
         self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
     def attend(self, heads: slice, start: int, stop: int, first: int) -> Tensor:
-        """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at `own`."""
+        """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at key `first`."""
         x = self.x
         query = working(self.query[heads, :, start:stop]).flatten(1, 2) * x.scale
         last = min(x.keys, stop + x.offset) if x.is_causal else first
@@ -111,7 +111,7 @@ class _Rows:
         return by_head
 
     def _read(self, part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Some keys and values, as `part` takes them from all."""
+        """The keys and values that `part` selects."""
         key, value = working(part(self.key)), working(part(self.value))
         if self.scale is None:
             return key, value
