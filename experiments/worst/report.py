@@ -14,13 +14,13 @@ def table(data: dict[str, Any]) -> str:
     """Markdown: for every plan the inputs, then the heads of trained models."""
     lines: list[str] = []
     for name, rows in data["inputs"].items():
-        lines += [f"`{name}`, inputs made to break it", "", _head("input")]
+        lines += [f"**`{name}`, inputs made to break it**", "", _head("input")]
         lines += [_line(row["input"], row) for row in rows] + [""]
     for name, heads in (data.get("heads") or {}).items():
         if heads is not None:
             shares = heads["quantiles"]
             lines += [
-                f"`{name}`, {heads['heads']:,} heads of trained models: mean error {heads['mean']:.3f}, median "
+                f"**`{name}`, {heads['heads']:,} heads of trained models**: mean error {heads['mean']:.3f}, median "
                 f"{shares['0.5']:.3f}, of a hundred the worst {shares['0.99']:.2f}, of a thousand "
                 f"{shares['0.999']:.2f}, of all {shares['1.0']:.2f}",
                 "",
@@ -31,18 +31,20 @@ def table(data: dict[str, Any]) -> str:
 
 
 def _head(first: str) -> str:
-    return f"| {first} | error | best keys | spot check: error, 95 % interval |\n| --- | --- | --- | --- |"
+    titles = f"| {first} | error | worst 1 % of queries | best keys | spot check: error, 95 % interval |"
+    return f"{titles}\n| --- | --- | --- | --- | --- |"
 
 
 def _line(title: str, row: dict[str, Any]) -> str:
     error, low, high = row["spot check"]
-    return f"| {title} | {row['error']:.3g} | {row['best keys']:.3g} | {error:.3g}, {low:.3g} to {high:.3g} |"
+    figures = " | ".join(f"{row[name]:.3g}" for name in ("error", "worst queries", "best keys"))
+    return f"| {title} | {figures} | {error:.3g}, {low:.3g} to {high:.3g} |"
 
 
 def save_picture(data: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Draw the share of heads whose error is larger, against the error, a line for each plan, as PNG."""
     heads = {name: row for name, row in data["heads"].items() if row is not None}
-    figure, (axes,) = sheet("Errors of single heads", "the share of heads with a larger error", names=3.2)
+    figure, (axes,) = sheet("Errors of single heads", "the share of heads with a larger error", names=4.2)
     ends, looks = {}, {}
     for (name, row), color in zip(heads.items(), COLORS, strict=False):
         points = [(error, 1 - float(share)) for share, error in row["quantiles"].items() if float(share) < 1]
