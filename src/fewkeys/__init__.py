@@ -10,7 +10,7 @@
 run plans in a Hugging Face model, `spot_check` watches them there. `metrics` measures, `distributed` splits tokens over
 processes, `papers` holds what was published before: LevAttention, Sparsefinder, Value-aware Approximate Attention.
 
-Importing the package imports none of this: each name is imported when it is first asked for.
+Importing the package imports none of this: each name is imported when it is first used.
 """
 
 from importlib import import_module as _import_module

@@ -36,7 +36,7 @@ OWN_BLOCK = BLOCK // 2 + 1
 LEAST_SCANNED = OWN_BLOCK + 2
 """The fewest slots of a scan: its own block, a key and a mean."""
 MEANS_OF_SCAN = 32
-"""A budget has a mean for so many slots."""
+"""A budget has one mean for this many slots."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +135,18 @@ class Plan(hub.OnHub):
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
         """The plan that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"plan: expected a description of format {FORMAT}, got {found!r}")
+            kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
         damaged = "plan: expected what Plan.to_dict() writes, got a damaged description"
         try:
-            found = build(_Description, data)
+            description = build(_Description, data)
         except ValueError as error:
             raise ValueError(f"{damaged} ({error})") from None
         try:
-            keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
-            rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
-            return cls(
-                None if found.keep is None else united(keep), rest, weights, found.exact_if_faster, found.is_causal
-            )
+            keep = [unpack("keep", part, SELECTORS, learned) for part in description.keep or ()]
+            rest, weights = unpack("rest", description.rest, RESTS), unpack("weights", description.weights, WEIGHTS)
+            selector = None if description.keep is None else united(keep)
+            return cls(selector, rest, weights, description.exact_if_faster, description.is_causal)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{damaged} ({error})") from None
 
@@ -205,7 +204,7 @@ def budget(
 ) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    `memory` is of causal plans: "all" keeps every key at hand, so that each query chooses its own by the codes of all
+    `memory` is of causal plans: "all" keeps every key in memory, so that each query chooses its own by the codes of all
     (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for
     shards. Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
 
@@ -217,9 +216,10 @@ def budget(
     list, three sixteenths of the slots, and means, and a quarter of the slots is a window. The shares were chosen on
     encoders of text, speech, images and molecules, each left out once (experiments/encoders).
 
-    With all keys at hand, 17 slots are the query's own block, on average over the block, a 32nd of the slots are means
-    of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about half of
-    the slots are recent blocks of keys, on average over a block, and the others means of everything before them.
+    With all keys in memory, 17 slots are the query's own block, on average over the block, a 32nd of the slots are
+    means of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about
+    half of the slots are recent blocks of keys, on average over a block, and the others means of everything before
+    them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
     `is_causal`: a causal plan refuses calls without causality.

@@ -196,17 +196,17 @@ BREAKAGES = (
         (SHARDS,),
     ),
     Breakage(
-        "stand-ins keep the mass that their mean key would give them",
-        "native/stand_ins.h",
-        "p.tilt * (p.cluster_importance[at] - seen)",
-        "0.0f * (p.cluster_importance[at] - seen)",
+        "stand-ins of cohorts keep the mass that their mean key would give them",
+        "native/cohort_means.h",
+        "p.tilt * (p.level[first + c] - along - 0.5f * square)",
+        "0.0f * (p.level[first + c] - along - 0.5f * square)",
         (PREPARED,),
     ),
     Breakage(
-        "the first-order term is not taken back where a value is right",
-        "native/stand_ins.h",
-        "-factor * std::min(std::max(direction[r], low[r]), high[r])",
-        "-0.0f * std::min(std::max(direction[r], low[r]), high[r])",
+        "the first-order term of cohorts is not taken back where a value is right",
+        "native/cohort_means.h",
+        "-factor * std::min(std::max(x, low[r]), high[r])",
+        "-0.0f * std::min(std::max(x, low[r]), high[r])",
         (PREPARED,),
     ),
     Breakage(
@@ -330,9 +330,9 @@ BREAKAGES = (
     ),
     Breakage(
         "past: keys of the next step are absorbed",
-        "native/prefill.h",
-        "inflow->make(prepared, ahead[prepared % AHEAD]);",
-        "inflow->make(std::min(prepared + 1, p.past->steps - 1), ahead[prepared % AHEAD]);",
+        "native/scan.h",
+        "inflow.make(step - 1, now);",
+        "inflow.make(std::min(step, p.steps - 1), now);",
         (CAUSAL, ONCE),
     ),
     Breakage(

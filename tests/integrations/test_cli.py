@@ -62,27 +62,6 @@ def words(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_whole_models_are_timed(causal, encoder, decoder, tmp_path, capsys):
-    """Both ways, of the shape that is named, longer than the model itself; transformers is left as it was."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    given = ["--model", str(decoder if causal else encoder), "--lengths", "8,96", "--plans", "budget:64"]
-    given += ["--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--json"]
-    assert cli.main(["bench", "--whole", *given, *["--causal"] * causal]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "out" / "models.json").read_text()) == found
-    assert [(row["name"], row["length"]) for row in found["rows"]] == [("budget:64", 8), ("budget:64", 96)]
-    assert all(0 < row[way] < 1 for row in found["rows"] for way in ("exact_share", "share"))
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
-
-
-def test_whole_models_read_no_text(words, tmp_path, capsys):
-    assert cli.main(["bench", "--whole", "--model", "minilm", "--text", str(words), "--out", str(tmp_path)]) == 2
-    assert "--whole: expected --model, and neither --text" in capsys.readouterr().err
-
-
 @pytest.fixture
 def run(encoder, words, capsys):
     """Run a small comparison in this process; options replace the usual ones, None leaves one out."""

@@ -170,8 +170,8 @@ def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_pa
 
     monkeypatch.setattr(late, "late_chunks", counted)
     monkeypatch.setattr(vectors, "SECONDS", -1.0)  # a file for every text
-    remove = vectors.Kept.remove
-    monkeypatch.setattr(vectors.Kept, "remove", lambda kept: None)
+    remove = vectors.FinishedTexts.remove
+    monkeypatch.setattr(vectors.FinishedTexts, "remove", lambda kept: None)
     assert run(long, "--out", out, folder) == 0
     files = sorted(work.glob("*.safetensors"))
     assert len(files) == len(passes) == 5
@@ -183,7 +183,7 @@ def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_pa
     (folder / "0.txt").write_text(words(77, 9))
     assert run(long, "--out", out, folder) == 0
     assert len(passes) == 6 + 1
-    monkeypatch.setattr(vectors.Kept, "remove", remove)
+    monkeypatch.setattr(vectors.FinishedTexts, "remove", remove)
     assert run(long, "--out", out, "--prompt", "a ", folder) == 0
     assert len(passes) == 7 + 6
     assert not work.exists()

@@ -64,7 +64,7 @@ def test_scores_are_the_errors_by_definition(lengths, known, monkeypatch):
         expected = by_definition(taken, 1, candidate.plan, weight.double())
         torch.testing.assert_close(scores.relative[:, index], expected[0], rtol=1e-3, atol=1e-6)
         torch.testing.assert_close(scores.added[:, index], expected[1], rtol=1e-3, atol=1e-6)
-    assert not scores.felt.any()
+    assert not scores.output_change.any()
 
 
 def test_the_error_of_a_layer_is_that_of_its_heads_together(monkeypatch):

@@ -1,4 +1,4 @@
-"""Compiled kernels of causal plans: the past moves on as torch moves it, and may be read while it does."""
+"""Compiled kernels of causal plans: the past moves on as torch moves it."""
 
 from dataclasses import replace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CAUSAL_SHAPES, RUNNING_PLANS
 from fewkeys import native
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.validation import check_inputs
@@ -122,26 +121,6 @@ def test_no_key_is_lost_where_costs_overflow():
     for keys in (some * key, 3e19 * key):
         sizes = a_scan(keys, value, 10).run()[0].size
         assert sizes.sum(-1).eq(torch.arange(6) * 16).all()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("plan", [p for p in RUNNING_PLANS.values() if isinstance(p.weights, fk.Softmax)], ids=str)
-def test_means_may_be_read_while_they_are_made(plan, dtype, threads):
-    """Of many more blocks than are held at a time, by helpers or not; to the last bit."""
-    shape = replace(CAUSAL_SHAPES["causal grouped"], queries=1100, keys=1100, value_dim=19)
-    shape = replace(shape, lengths=(1100, 777), batch=2, query_heads=2 if threads == 3 else 6)
-    x = check_inputs(*shape.draw(dtype=dtype), **shape.options)
-    graph = plan.keep.select(x)
-    made, fresh = (plan.rest.prepare(x, graph, plan.weights) for _ in range(2))
-    assert made.states is made.means.states
-    assert made.scan is None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    found, want = (native_plans.attend(Problem(x, graph, means, plan.weights)) for means in (fresh, made))
-    torch.set_num_threads(before)
-    assert torch.equal(found, want)
-    assert fresh.scan is not None  # nobody made them all
 
 
 def test_step_by_step_is_all_at_once():

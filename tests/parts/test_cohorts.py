@@ -126,7 +126,7 @@ def told(x, h, clusters, kept):
     index = torch.stack([torch.randperm(x.keys, generator=g)[:kept] for _ in range(4 * h)]).view(*heads, h, kept)
     return {
         "label": torch.randint(clusters, (*heads, x.keys), generator=g),
-        "own": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
+        "half_variance": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
         "filled": torch.randint(1, h + 1, heads, generator=g),
         "middle": torch.randn(*heads, 1, x.head_dim, generator=g, dtype=x.key.dtype),
         "mean": torch.zeros(*heads, h, x.head_dim, dtype=x.key.dtype),

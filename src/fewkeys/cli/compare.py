@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
     inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib", "plotly")))
-    users_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
-    if len(users_plans) < len(arguments.plan):
+    user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
+    if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:
         opened = None if arguments.capture else inputs.open_model(arguments, step)
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
             step(0, 1, "exact attention of every layer")
             captured, tokens = capture(opened.model, opened.batches), opened.tokens
             text, model, batches, name = opened.files, opened.model, opened.batches, opened.name
-        plans = _rows(captured, arguments.slots, users_plans)
+        plans = _rows(captured, arguments.slots, user_plans)
         report = compare(
             captured,
             plans,
@@ -96,14 +96,14 @@ def run(arguments: argparse.Namespace) -> None:
             progress=step,
         )
         if arguments.lengths:
-            timed = [row for row in report.rows if row.name == OURS or row.name in users_plans]
+            timed = [row for row in report.rows if row.name == OURS or row.name in user_plans]
             each = [plans[row.budget][row.name] for row in timed]
             report = replace(report, whole_times=_whole_times(model, timed, each, arguments.lengths, step))
         sample = None
         if arguments.out is not None:
             step(0, 0, "a closer look at a few queries")
             first = arguments.slots[0]  # of rows that are the same at every budget
-            rows = [plans[None if r.name in users_plans else r.budget or first][r.name] for r in report.rows]
+            rows = [plans[None if r.name in user_plans else r.budget or first][r.name] for r in report.rows]
             sample = take(captured, rows, tokens=tokens, seed=arguments.seed)
     report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
     from fewkeys.report import print_table, save_figure
@@ -135,7 +135,7 @@ def _whole_times(
 
 
 def _rows(
-    captured: Capture, slots: list[int], users_plans: dict[str, Plan | ModelPlan]
+    captured: Capture, slots: list[int], user_plans: dict[str, Plan | ModelPlan]
 ) -> dict[int | None, dict[str, Any]]:
     """The standard rows at every budget, and the user's."""
     from fewkeys.judge.standard import standard_plans
@@ -145,6 +145,6 @@ def _rows(
     for count in slots:
         plans = standard_plans(count, is_causal=captured.is_causal, head_dim=captured.head_dim, length=length)
         rows[count] = dict(plans)
-    if taken := users_plans.keys() & rows[slots[0]].keys():
+    if taken := user_plans.keys() & rows[slots[0]].keys():
         raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
-    return rows | ({None: users_plans} if users_plans else {})
+    return rows | ({None: user_plans} if user_plans else {})

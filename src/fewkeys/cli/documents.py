@@ -61,7 +61,7 @@ def _reasons(skipped: dict[str, str]) -> str:
 
 
 def _first(skipped: dict[str, str], reason: str) -> str:
-    return next(name for name, own in skipped.items() if own == reason)
+    return next(name for name, skip_reason in skipped.items() if skip_reason == reason)
 
 
 def _files(folder: Path) -> Iterator[Path]:

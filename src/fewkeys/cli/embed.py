@@ -21,7 +21,7 @@ from fewkeys.core.version import VERSION
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-    from fewkeys.cli.vectors import Rows
+    from fewkeys.cli.vectors import TextRows
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
@@ -77,14 +77,14 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read, embed, write, and say what was done."""
+    """Read, embed, write, and print a summary."""
     out: Path = arguments.out
     _check_out(out)
     inputs.need("transformers", "sentence_transformers")
     documents, skipped = read_documents(arguments.texts)
     import torch
 
-    from fewkeys.cli.vectors import Kept, save
+    from fewkeys.cli.vectors import FinishedTexts, save
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
         encoder, plan, settings = _opened(arguments, step)
         texts = {document.key: document for document in documents}
         passes = dict(_passes(list(texts.values()), encoder, arguments.longer, settings["prompt"], step))
-        kept = Kept(out.parent / f".{out.name}.embedding", settings)
+        kept = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
         resumed = len(texts.keys() & kept.rows.keys())
         try:
             for key, rows in _embedded(encoder, plan, texts, passes, kept.rows, settings, step):
@@ -122,8 +122,8 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     step(0, 0, "loading the model")
     from fewkeys.integrations import embed, passes
     from fewkeys.integrations.interface import attention_modules
-    from fewkeys.integrations.known import weights_of
     from fewkeys.integrations.loading import load_encoder
+    from fewkeys.integrations.same_weights import weights_of
 
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
     with inputs.named_as_options(**options):
@@ -201,14 +201,14 @@ def _embedded(
     plan: Plan | ModelPlan,
     texts: dict[str, Document],
     passes: dict[str, tuple[list[tuple[int, int]], int]],
-    finished: dict[str, Rows],
+    finished: dict[str, TextRows],
     settings: dict[str, Any],
     step: Step,
-) -> Iterator[tuple[str, Rows]]:
+) -> Iterator[tuple[str, TextRows]]:
     """The rows of every text that is not finished, by its digest."""
     import torch
 
-    from fewkeys.cli.vectors import Rows
+    from fewkeys.cli.vectors import TextRows
     from fewkeys.integrations import embed
     from fewkeys.integrations.transformers import apply
 
@@ -227,9 +227,9 @@ def _embedded(
                     (len(chunks.tokens),), embed.estimated(before, applied.fallbacks), dtype=torch.float64
                 )
                 tokens, spans = torch.tensor(chunks.tokens), torch.tensor(chunks.spans) + first
-                parts.append(Rows(chunks.vectors.float().cpu(), spans, tokens, error))
+                parts.append(TextRows(chunks.vectors.float().cpu(), spans, tokens, error))
             done += passes[key][1]
-            yield key, Rows.joined(parts)
+            yield key, TextRows.joined(parts)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -237,17 +237,17 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _tell(
-    arguments: argparse.Namespace, documents: list[Document], rows: list[Rows], skipped: dict[str, str], facts: Any
+    arguments: argparse.Namespace, documents: list[Document], rows: list[TextRows], skipped: dict[str, str], facts: Any
 ) -> None:
     """Print what was written."""
-    from fewkeys.cli.vectors import Rows
+    from fewkeys.cli.vectors import TextRows
 
-    every, plan = Rows.joined(rows), facts.pop("plan")
+    every, plan = TextRows.joined(rows), facts.pop("plan")
     facts |= {"out": str(arguments.out), "texts": len(documents), "vectors": list(every.vectors.shape)}
     facts |= {"tokens": int(every.tokens.sum()), "error": float(every.error.mean()), "skipped": skipped}
     if arguments.json:
         columns = (*every.spans.T.tolist(), every.tokens.tolist(), every.error.tolist())
-        files = [document.name for document, own in zip(documents, rows, strict=True) for _ in own.tokens]
+        files = [document.name for document, text_rows in zip(documents, rows, strict=True) for _ in text_rows.tokens]
         names = ("path", "start", "stop", "tokens", "error")
         listed = [dict(zip(names, row, strict=True)) for row in zip(files, *columns, strict=True)]
         print(json.dumps(facts | {"plan": plan, "rows": listed}, indent=1))

@@ -45,7 +45,7 @@ def add_size(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
 
 
 def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
-    """What every command that computes takes: the folder for its results, a seed, threads, JSON in place of a table."""
+    """The options of every command that computes: the folder for results, a seed, threads, JSON in place of a table."""
     if out is not None:
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
@@ -80,7 +80,7 @@ def whole(text: str) -> int:
 
 
 def threads(text: str) -> int:
-    """A number of processor threads: at most `MOST_THREADS`; systems end a process that asks for very many."""
+    """A number of processor threads: at most `MOST_THREADS`; systems end a process that starts very many."""
     return _whole(text, 1, MOST_THREADS)
 
 

@@ -1,4 +1,4 @@
-"""The state of the past from rank to rank: as numbers of a size that the plan fixes, and gradients back."""
+"""Sends the state of the past from rank to rank, in tensors of a size that the plan fixes, and gradients back."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def take_over(like: State, parts: Parts, place: int, comm: Communicator, tie: Te
     Gradients go back to that rank where `tie` wants any.
     """
     numbers = _numbers(like, parts)
-    found = _TakeOver.apply(comm, tie, *numbers.values())  # type: ignore[no-untyped-call]
-    return _state(like, dict(zip(numbers, found, strict=True)), parts, place)
+    tensors = _TakeOver.apply(comm, tie, *numbers.values())  # type: ignore[no-untyped-call]
+    return _state(like, dict(zip(numbers, tensors, strict=True)), parts, place)
 
 
 def _numbers(state: State, parts: Parts) -> dict[str, Tensor]:
@@ -55,8 +55,8 @@ def _state(like: State, numbers: dict[str, Tensor], parts: Parts, place: int) ->
     sinks = (rows[:, :, :place] for rows in (numbers["sinks.key"], numbers["sinks.value"]))
     asked = numbers["asked"][:, :, :, : place - moved]
     answered = torch.ones((asked.shape[0], asked.shape[3]), dtype=torch.bool, device=asked.device)
-    found = like.with_tensors({**like.tensors(), **numbers, "asked": asked, "answered": answered})
-    return replace(found, moved=moved, near=Stretch(first, *near), sinks=Stretch(0, *sinks))
+    state = like.with_tensors({**like.tensors(), **numbers, "asked": asked, "answered": answered})
+    return replace(state, moved=moved, near=Stretch(first, *near), sinks=Stretch(0, *sinks))
 
 
 class _HandOn(torch.autograd.Function):

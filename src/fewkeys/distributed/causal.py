@@ -1,4 +1,4 @@
-"""Causal attention over token shards: each rank takes over the state of the ranks before it, and hands it on.
+"""Causal attention over token shards: each rank receives the state of the ranks before it, and sends its own on.
 
     state of all earlier ranks -> blocks of this shard, one after the other -> state for the next rank
                                   |
@@ -53,7 +53,7 @@ def attend(inputs: Inputs, plan: Plan, parts: Parts, first: int, comm: Communica
     past = State.empty(parts.means, key.detach(), value.detach(), gqa_ratio=inputs.gqa_ratio)
     past = replace(past, near=replace(past.near, key=past.near.key.clone().requires_grad_(wanted)))
     if comm.rank:
-        # Whichever of this rank's tensors a gradient is asked for, the earlier ranks' gradients pass as well.
+        # The gradients of earlier ranks pass through this rank, whatever tensors need gradients here.
         tie = key.new_zeros((), requires_grad=wanted)
         tie = sum((t[:, :, :0].sum().to(tie.dtype) for t in (inputs.query, inputs.key, inputs.value)), tie)
         past = take_over(past, parts, first, comm, tie)
@@ -68,7 +68,7 @@ def attend(inputs: Inputs, plan: Plan, parts: Parts, first: int, comm: Communica
 
 
 def _evicted(state: State, parts: Parts) -> Evicted:
-    """What leaves as each block but the last begins after `state.moved`; nothing where no means stand in for it."""
+    """The keys that each block but the last evicts, after `state.moved`; none if the plan has no means."""
     starts = range(state.moved + parts.unit, state.length, parts.unit)
     leaving = [range(parts.near_from(start - 1), parts.near_from(start)) for start in starts]
     near = state.near.tokens().but(state.sinks.tokens()).before(state.length if parts.means else 0)
@@ -90,8 +90,8 @@ def _output(inputs: Inputs, plan: Plan, parts: Parts, past: State, state: State,
     recent = RecentBlocks(*(parts.recent or (parts.unit,)))
     blocks = range(first // parts.unit, (first + count - 1) // parts.unit + 1)
     # One of the first block's stand-ins may be before its beginning: where no token of it has come yet.
-    own = slice(blocks.start - past.moved // parts.unit, None)
-    means = States(*(part[:, :, own] for part in (states.rows, states.excess, states.size)))
+    current = slice(blocks.start - past.moved // parts.unit, None)
+    means = States(*(part[:, :, current] for part in (states.rows, states.excess, states.size)))
     stand_ins = BlockStandIns(_beside_sinks(means, state.sinks, parts, blocks), inputs.head_dim)
     graph = Graph(local, columns=recent.select(local).columns)
     return dispatch.attend(Problem(local, graph, stand_ins, plan.weights)).to(inputs.query.dtype)

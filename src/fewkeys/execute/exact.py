@@ -78,7 +78,7 @@ def _masked(x: Inputs, seen: Tensor) -> Tensor:
 def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     query, scale = x.query, x.scale
     if scale <= 0 and x.bias is None:
-        # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.
+        # Torch's causal kernels hide keys before they scale: -inf would become +inf or NaN.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     fused = partial(
         scaled_dot_product_attention,
@@ -100,7 +100,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Torch's fused attention, whose gradients have none; theirs are those of plain operations."""
+    """Torch's fused attention, whose gradients torch cannot differentiate; second derivatives use plain operations."""
 
     @staticmethod
     def forward(ctx: Any, fused: partial[Tensor], *rows: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not torch.is_grad_enabled():
             wanted = [part for part in ctx.leaves if part.requires_grad]
-            found = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
-            return (None, *(next(found) if part.requires_grad else None for part in ctx.leaves))
+            gradients = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
+            return (None, *(next(gradients) if part.requires_grad else None for part in ctx.leaves))
         with sdpa_kernel(SDPBackend.MATH):
             rows = ctx.saved_tensors
             return (None, *gradients_of(rows, [(ctx.fused(*rows), gradient)]))

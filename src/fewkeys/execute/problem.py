@@ -1,4 +1,4 @@
-"""What every executor is given: all that was chosen, so that nothing but attending is left."""
+"""The input of every executor: all choices are made, so that only attention is left to compute."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
+SCORES_AT_ONCE = 2**22
+"""Scores, or numbers of gathered keys, that an executor holds at a time (16 MB in float32)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Queries, keys and values; the edges between them; what stands in for the other keys; how scores become weights.
+    """Queries, keys and values; the edges between them; the stand-ins for the other keys; how scores become weights.
 
     `graph` is of `inputs`, whose `impl` names the executor.
     """

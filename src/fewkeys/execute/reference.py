@@ -1,6 +1,6 @@
-"""The plan as its definition says, on dense matrices: the oracle of every test.
+"""The definition of a plan, on dense matrices: what every test compares with.
 
-All queries meet all keys under the graph's mask, the stand-ins are further columns, and the multiplicity of a
+Every query is scored against every key under the graph's mask. Stand-ins are further columns. The multiplicity of a
 stand-in is counted from the mask. float32, or float64 for float64 input, whatever the other dtypes.
 """
 
@@ -18,11 +18,8 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, Weights, positive
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns
-
-PIECE = 2**22
-"""Scores held at a time by `attend_in_pieces` (16 MB in float32)."""
 
 
 def unsupported(problem: Problem) -> None:
@@ -35,9 +32,9 @@ def attend(problem: Problem) -> Tensor:
 
 
 def attend_in_pieces(problem: Problem) -> Tensor:
-    """The same, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor knows."""
+    """The same, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor supports."""
     x = problem.inputs
-    step = max(1, PIECE // (x.batch * x.query_heads * x.keys))
+    step = max(1, SCORES_AT_ONCE // (x.batch * x.query_heads * x.keys))
     pieces = [_attend(problem, start, min(start + step, x.queries)) for start in range(0, x.queries, step)]
     return torch.cat(pieces, 2).to(x.query.dtype)
 

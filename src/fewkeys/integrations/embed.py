@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
-"""Poolings that mean the same for a part as for the whole text; the others stand for one token or weigh by place."""
+"""Poolings that mean the same for a part as for the whole text; the others read one token or weigh by place."""
 WATCH = Guard(sys.float_info.max, queries=8)
 """As `max_error` of `fewkeys.apply`: errors are estimated, and nothing is answered exactly because of them. Eight
 queries of every head are enough for a mean over all heads.

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a folder or the hub, quietly, or say in one line why that cannot be."""
+"""Load a model and its tokenizer from a folder or the hub, quietly, or raise an error of one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 HUB_SECONDS = 5.0
-"""How long the hub may take to say that it knows a model; transformers itself would retry for half a minute."""
+"""Seconds that the hub may take to confirm that a model exists; transformers would retry for half a minute."""
 
 _NO_GGUF = (
     "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
@@ -122,7 +122,7 @@ def _device(device: object) -> torch.device:
         ) from None
 
 
-def _is_folder(name: str, given: object) -> bool:
+def _is_folder(name: str, name_or_path: object) -> bool:
     """Whether `name` is a folder; `ValueError` when it is neither a folder nor fit to be a hub id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
@@ -133,7 +133,7 @@ def _is_folder(name: str, given: object) -> bool:
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}")
     if name and Path(name).exists():
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
-    path_like = not isinstance(given, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    path_like = not isinstance(name_or_path, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -149,8 +149,8 @@ def _folder_config(name: str) -> tuple[PreTrainedConfig, bool]:
     from transformers import AutoConfig
 
     if not (Path(name) / "config.json").is_file():
-        if found := sorted(Path(name).glob("*.gguf")):
-            raise ValueError(f"name_or_dir: {name} holds GGUF ({found[0].name}) and no config.json; {_NO_GGUF}")
+        if files := sorted(Path(name).glob("*.gguf")):
+            raise ValueError(f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}")
         raise ValueError(
             f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
         )

@@ -42,26 +42,6 @@ def print_timings(rows: Sequence[Timing]) -> None:
     screen.print(explained, style="dim", markup=False)
 
 
-def print_models(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per plan and length of whole models. Needs rich."""
-    cells = [
-        {
-            "tokens": f"{row['length']:,}",
-            "plan": row["name"],
-            "exact ms": f"{row['exact_ms']:,.0f}",
-            "ms": f"{row['ms']:,.0f}",
-            "exact / plan": f"{row['ratio']:.2f}",
-            "attention, exact": f"{row['exact_share']:.0%}",
-            "attention, plan": f"{row['share']:.0%}",
-        }
-        for row in rows
-    ]
-    columns = [
-        Column(name, [cell[name] for cell in cells], "left" if name == "plan" else "right", 0) for name in cells[0]
-    ]
-    print_columns(console(), columns)
-
-
 def _cells(row: Timing) -> dict[str, str]:
     prepare = None if row.select_ms is None or row.prepare_ms is None else row.select_ms + row.prepare_ms
     whole = None if prepare is None or row.attend_ms is None else prepare + row.attend_ms

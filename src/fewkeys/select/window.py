@@ -82,6 +82,6 @@ class Sinks(Counted):
         return Sharded(score=self._nearness, count=self.count)
 
     def _nearness(self, inputs: Inputs) -> Tensor:
-        """The nearer to the beginning, the larger."""
+        """Larger for keys nearer to the beginning."""
         place = torch.arange(inputs.keys, device=inputs.key.device) + inputs.whole.first_key
         return -place.double().expand(inputs.batch, inputs.kv_heads, -1)

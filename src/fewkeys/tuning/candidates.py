@@ -56,8 +56,7 @@ def splits(
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
-    `biased` says that scores have a bias of the distance: then causal without scans and running means, sinks and a
-    window first.
+    `biased`: scores have a bias of the distance; then causal without scans and running means, sinks and a window first.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
@@ -67,26 +66,26 @@ def splits(
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
-    found = [Candidate(first, slots)]
+    candidates = [Candidate(first, slots)]
     for level in SEARCHED if searched else LEVELS:
         size = max(2, round(slots * level))
         if size >= keys:
             continue
         if is_causal:
-            found += _searched(size, slots) if searched else _lists(size) if listed else _causal_splits(size)
+            candidates += _searched(size, slots) if searched else _lists(size) if listed else _causal_splits(size)
         else:
             shares = product(HEAVY, WINDOW, RANK)
-            found += [split for each in shares if (split := _split(size, *each, width)) is not None]
-    # A scan for so many keys keeps all of these, too, and a cache of it goes on beyond them.
-    found.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
-    return list(dict.fromkeys(found))
+            candidates += [split for each in shares if (split := _split(size, *each, width)) is not None]
+    # A scan for all keys of the capture keeps them all; in a longer cache it chooses.
+    candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
+    return list(dict.fromkeys(candidates))
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """What lies near a candidate: a little more or less of each share and of the slots, or other rules for the heavy
+    """The neighbours of a candidate: a little more or less of each share and of the slots, or other rules for the heavy
     keys.
     """
-    plan, found = candidate.plan, []
+    plan, candidates = candidate.plan, []
     if candidate.split is not None:
         shares = [list(candidate.split) for _ in range(2 * len(STEP))]
         for number, step in enumerate(STEP.values()):
@@ -97,12 +96,12 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
             (candidate.slots, heavy, window, rank) for heavy, window, rank in shares if min(heavy, window, rank) >= 0
         ]
         near += [(size, *candidate.split) for size in sizes]
-        found += [split for each in near if (split := _split(*each, width)) is not None]
+        candidates += [split for each in near if (split := _split(*each, width)) is not None]
     for number, part in enumerate(plan.parts):
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
-            found.append(Candidate(replace(plan, keep=keep), candidate.slots))
-    return found
+            candidates.append(Candidate(replace(plan, keep=keep), candidate.slots))
+    return candidates
 
 
 def _split(slots: int, heavy: float, window: float, rank: float, width: int) -> Candidate | None:
@@ -139,19 +138,19 @@ def _near(slots: int) -> Plan:
 
 def _causal_splits(slots: int) -> list[Candidate]:
     """In constant memory."""
-    found = []
+    candidates = []
     for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
         means = slots - (block + block // 2 + 1) - sinks
         if means > 0:
             recent: Selector = RecentBlocks(block)
             plan = Plan(Sinks(sinks) | recent if sinks else recent, RunningMeans(means), exact_if_faster=True)
-            found.append(Candidate(plan, slots))
-    return found + _lists(slots)
+            candidates.append(Candidate(plan, slots))
+    return candidates + _lists(slots)
 
 
 def _lists(slots: int) -> list[Candidate]:
     """Sinks, leverage (centred) and a window, with nothing for the other keys."""
-    found = []
+    candidates = []
     for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
         heavy = int(slots * share)
         if slots - heavy - sinks < 1:
@@ -161,5 +160,5 @@ def _lists(slots: int) -> list[Candidate]:
             keep = Leverage(heavy, centre=True) | keep
         if sinks:
             keep = Sinks(sinks) | keep
-        found.append(Candidate(Plan(keep, exact_if_faster=True), slots))
-    return found
+        candidates.append(Candidate(Plan(keep, exact_if_faster=True), slots))
+    return candidates

@@ -1,4 +1,4 @@
-"""Plans by the compiled kernels for the CPU, forward and, where somebody asks for gradients, backward."""
+"""Plans by the compiled kernels for the CPU: forward and, if gradients are needed, backward."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.graph.scan is not None:
         plain = placed(*by_scan.read(problem))
     elif isinstance(s, BlockStandIns):
-        steps = None if s.scan is None else s.scan.steps()
-        plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
+        plain = readable(x.query, x.key, x.value, s.states.rows)
     else:
         plain = readable(x.query, x.key, x.value, *forward.read(s))
     if not plain:
@@ -48,7 +47,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward` or `backward` has it."""
+    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts: by `forward` or `backward`."""
     if not _wants_gradient(problem):
         return forward.attend(problem)
     return backward.attend(problem)
@@ -90,6 +89,4 @@ def _wants_gradient(problem: Problem) -> bool:
         return wants_gradient(*by_scan.read(problem))
     if not isinstance(s, BlockStandIns):
         return wants_gradient(x.query, x.key, x.value, *forward.read(s))
-    # Means that have yet to be made depend on the keys and values, and on what they were before.
-    rows = s.states.rows if s.scan is None else s.scan.state.summary.rows
-    return wants_gradient(x.query, x.key, x.value, rows)
+    return wants_gradient(x.query, x.key, x.value, s.states.rows)

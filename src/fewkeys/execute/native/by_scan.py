@@ -32,13 +32,13 @@ def is_rounded(problem: Problem) -> bool:
 
 
 def read(problem: Problem) -> list[Tensor]:
-    """What the kernel reads that may want gradients; sums want them where keys or values do."""
+    """The inputs of the kernel that may need gradients; the sums need them if keys or values do."""
     x = problem.inputs
     return [x.query, x.key, x.value]
 
 
 def parts(problem: Problem) -> tuple[Tensor, ...]:
-    """What carries gradients, beside queries, keys and values."""
+    """The other tensors that carry gradients, beside queries, keys and values."""
     s = problem.stand_ins
     return (s.totals,) if isinstance(s, RangeStandIns) else ()
 
@@ -66,11 +66,11 @@ class ScanCall:
         query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
         codes = scanned.codes
         of, alive = scan(codes.packed, codes.sigma, query, scanned.sign, scanned.seen, x.valid, scanned.most)
-        held: dict[str, Tensor | None] = {}
+        arrays: dict[str, Tensor | None] = {}
         means: dict[str, Any] = {"steps": 1}
         if isinstance(s, RangeStandIns):
             reals = None if s.reals is None else s.reals.contiguous()
-            held = {"size": reals, "edges": s.edges.contiguous()}
+            arrays = {"size": reals, "edges": s.edges.contiguous()}
             total = Rows.of(dense(s.totals))
             means = {"total": total, "steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
         rows = {"key": key, "value": value}
@@ -79,13 +79,13 @@ class ScanCall:
         self._arguments = struct("ScanAttend")(
             of=of,
             **{name: Rows.of(tensor) for name, tensor in rows.items()},
-            **pointers(held),
+            **pointers(arrays),
             **means,
             value_dim=x.value_dim,
             causal=x.is_causal,
             scale=x.scale,
         )
-        self._alive = (alive, key, value, scanned.scale, held, s)
+        self._alive = (alive, key, value, scanned.scale, arrays, s)
 
     def attend(self, query: Tensor, keys: int, offset: int) -> Tensor:
         """The output for queries (B, Hq, Nq, D), the first of which stands at place `offset` of so many keys."""

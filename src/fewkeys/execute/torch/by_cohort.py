@@ -2,7 +2,7 @@
 
 Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product for all of its
 queries. A band is one product for every block of consecutive queries: its scores join those of the cohorts, and its
-weights go back to where the queries stand. So do the masses of stand-ins under a bias of distances.
+weights go back to the order of the queries. So do the masses of stand-ins under a bias of distances.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.execute.torch.distances import Distances
 from fewkeys.rest.base import CohortStandIns
-
-CHUNK = 2**22
-"""Scores held at a time (16 MB in float32), or those of one head."""
 
 
 def attend(problem: Problem) -> Tensor:
@@ -36,8 +33,10 @@ def attend(problem: Problem) -> Tensor:
     stand_ins = problem.stand_ins if isinstance(problem.stand_ins, CohortStandIns) else None
     per_head = x.gqa_ratio * x.queries * (columns.index.shape[3] + (0 if stand_ins is None else stand_ins.count))
     rows = []
-    for batch in _slices(x.batch, CHUNK // (x.kv_heads * per_head)):
-        row = [_attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, CHUNK // per_head)]
+    for batch in _slices(x.batch, SCORES_AT_ONCE // (x.kv_heads * per_head)):
+        row = [
+            _attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)
+        ]
         rows.append(torch.cat(row, 1))
     return torch.cat(rows).to(x.query.dtype)
 
@@ -150,7 +149,7 @@ class _Band:
         return working(stretches).unsqueeze(2)
 
     def _by_block(self, rows: Tensor) -> Tensor:
-        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), filled up with zeros."""
+        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), padded with zeros."""
         by_head = rows.unflatten(2, (self.inputs.gqa_ratio, -1))
         filled: Tensor = pad(by_head, (0, 0, 0, self.blocks * self.size - self.inputs.queries))
         by_block: Tensor = filled.unflatten(3, (self.blocks, self.size))

@@ -16,10 +16,10 @@ class Distances:
 
     def __init__(self, inputs: Inputs, bias: DistanceBias, size: int, band: tuple[int, int] | None) -> None:
         x = inputs
-        own = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
-        self.reach, self.size, self.keys = own.reach, size, x.keys
-        self.table = own.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
-        self.largest = own.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
+        reaching = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
+        self.reach, self.size, self.keys = reaching.reach, size, x.keys
+        self.table = reaching.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
+        self.largest = reaching.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
         self.band = band
 
     def of(self, place: Tensor, chunk: Chunk) -> Tensor:
@@ -28,9 +28,9 @@ class Distances:
         query = torch.arange(chunk.blocks * chunk.size, device=place.device).view(chunk.blocks, chunk.size, 1)
         distance = place.unsqueeze(2) - (query + chunk.first_key)
         index = (distance.clamp(-self.reach, self.reach) + self.reach).flatten(1).unsqueeze(1)
-        found = table.gather(-1, index.expand(*table.shape[:2], -1))
-        own: Tensor = found.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
-        return own
+        biases = table.gather(-1, index.expand(*table.shape[:2], -1))
+        by_query: Tensor = biases.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
+        return by_query
 
     def of_stand_ins(self, member: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, C): log of the mass that each stand-in has for each query, the bias of all keys included.
@@ -39,8 +39,8 @@ class Distances:
         """
         largest = self.largest[chunk.heads][:, None, :, None, None]
         mass = self.mass(member[chunk.heads], chunk.heads, chunk.first_key, chunk.blocks)
-        own: Tensor = (logarithm(mass) + largest).flatten(1, 3)
-        return own
+        log_mass: Tensor = (logarithm(mass) + largest).flatten(1, 3)
+        return log_mass
 
     def mass(self, held: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
         """(H, blocks, R, size, C): sums of `held` (H, Nk, C) over all keys outside the band, times exp(bias - largest).
