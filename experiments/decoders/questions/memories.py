@@ -156,8 +156,8 @@ class Streams:
             if self.from_first:
                 model.model(prefill.tokens, past_key_values=cache)
             else:
-                for call, layer, (key, value) in zip(prefill.calls, cache.layers, prefill.rows, strict=True):
-                    layer.calls[0].append(key, value, None, call.module.scaling)
+                for layer, (key, value) in zip(cache.layers, prefill.rows, strict=True):
+                    layer.calls[0].append(key, value)
             yield Memory(cache, lambda first, tokens: self._price(model, plan, cache, first, tokens))
         finally:
             cache.close()
