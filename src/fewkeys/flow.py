@@ -150,9 +150,12 @@ def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[T
     """The problem as the plan is written for it, in parts, and what makes the output of theirs.
 
     Padding is zero, squares of all entries have a float, and, where a causal plan looks at positions, no real key
-    stands after padding: sequences that are padded alike are then a part.
+    stands after padding: sequences that are padded alike are then a part. Where rows are read here and there, for
+    cohorts, those of a head lie side by side: models have those of all heads of a token side by side.
     """
     plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
+    if plan.keep is not None and plan.keep.cohort_lists > 1:
+        x = x.by_head()
     parts: Sequence[Inputs] = (x,)
     restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
     if x.valid is not None and plan.keep is not None and has_gaps(x):

@@ -180,12 +180,13 @@ struct Halves {
 };
 
 // What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.own_importance`.
-struct Forms {
-  const float *within;  // (sets, dim, dim)
-  const float *middle;  // (sets, dim): the mean key
-  float *form, *shift;  // (sets, dim + 1, dim), the last row zero; (sets, dim + 1)
+struct OwnImportance {
+  Rows key;
+  const float *within;  // (B Hkv, D, D)
+  const float *middle;  // (B Hkv, D): the mean key
+  float *own;           // (B Hkv, Nk)
   int64_t *indefinite;  // becomes 1 where rounding has left a matrix without a root
-  int64_t sets, dim;
+  int64_t batch, heads, keys, dim;
   float ridge;
 };
 
@@ -212,6 +213,7 @@ struct Tilts {
   const uint8_t *used;   // (B Hkv, H, S)
   float *level;          // (B Hkv, H, C): g_hc
   float *mass, *energy;  // (B Hkv, H, C)
+  float *size;           // (B Hkv, H, C): how many real keys of a cluster the cohort does not keep
   float *key_sum;        // (B Hkv, H, C, D): of centred keys
   float *value_sum;      // (B Hkv, H, C, Dv)
   float *together;       // (B Hkv, D, Dv): over all keys and cohorts, of e (k - middle) v^T; null: not asked
