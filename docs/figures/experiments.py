@@ -234,7 +234,14 @@ def _faster() -> str:
     return f"{plan / exact:.1f}"
 
 
+def _worst() -> str:
+    from experiments.worst.report import table as tables
+
+    return tables(read("experiments/worst/results/worst.json")).rstrip()
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "worst": _worst,
     "training": _training,
     "training.first": lambda: f"{_training_runs()[1][0]['seconds']:.0f}",
     "training.faster": _faster,

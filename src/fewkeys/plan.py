@@ -37,8 +37,6 @@ LEAST_SCANNED = OWN_BLOCK + 2
 """The fewest slots of a scan: its own block, a key and a mean."""
 MEANS_OF_SCAN = 32
 """A budget has a mean for so many slots."""
-REPLACED = ("KeyTree", "TreeMeans")
-"""Parts of earlier versions, in whose place `KeyScan` and `BlockMeans` are."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +163,6 @@ class Plan(hub.OnHub):
             found = build(_Description, data)
         except ValueError as error:
             raise ValueError(f"{damaged} ({error})") from None
-        for part in (*(found.keep or ()), found.rest):
-            if part.get("type") in REPLACED:
-                raise ValueError(
-                    f"plan: expected parts of this version, got {part['type']}, in whose place KeyScan and BlockMeans "
-                    "are; use budget(slots, is_causal=True), or tune again"
-                )
         try:
             keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
             rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
