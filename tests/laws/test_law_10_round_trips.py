@@ -33,9 +33,7 @@ rests = st.one_of(
 )
 
 
-@given(
-    parts=st.lists(selectors, max_size=3), rest=rests, exact_if_faster=st.booleans(), is_causal=st.booleans()
-)
+@given(parts=st.lists(selectors, max_size=3), rest=rests, exact_if_faster=st.booleans(), is_causal=st.booleans())
 def test_json(parts, rest, exact_if_faster, is_causal):
     keep = None
     for part in parts:

@@ -119,6 +119,15 @@ def test_own_importance_is_half_the_variance_of_a_cohorts_scores(impl):
     torch.testing.assert_close(own_importance(x, found), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("queries", "count"), [(15, 1), (64, 4), (512, 32), (1024, 32), (1365, 32), (1366, 64), (9000, 64)]
+)
+def test_short_inputs_have_fewer_cohorts(queries, count):
+    """Of 16 queries at least, and at most three times as many cohorts as a cohort has queries."""
+    rows = torch.randn(3, 1, 1, queries, 4, generator=torch.Generator().manual_seed(0))
+    assert cohorts(check_inputs(*rows), 64).count == count
+
+
 def told(x, h, clusters, kept):
     """What sums are told where scores decide nothing: random shares of the keys."""
     g = torch.Generator().manual_seed(5)
