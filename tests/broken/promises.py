@@ -186,15 +186,6 @@ PROMISES = (
         (Law("kernels/test_native_building", "flags_tell"),),
     ),
     Breakage(
-        "kernels that lose are not used: nor where the plan is to run as it is",
-        "flow.py",
-        "    if not plan.exact_if_faster:\n"
-        '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
-        "    if not plan.exact_if_faster and not torch_is_faster(inputs, plan):\n"
-        '        return Choice(inputs, plan, False, "it does not say exact_if_faster")\n',
-        (Law("parts/test_crossover", "kernels_that_lose"),),
-    ),
-    Breakage(
         "after a fork: both go on in the file that they share",
         "core/buffer.py",
         "elif self.folder is not None and self._forks != _forks:",

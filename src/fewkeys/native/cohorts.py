@@ -27,20 +27,18 @@ def halve(
     return output["place"], output["mean"], output["within"]
 
 
-def form(within: Tensor, middle: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
-    """`form` (B, H, D + 1, D) and `shift` (B, H, D + 1, 1) for `keys.statistics`, of L with `L L^T = within` but for a
-    ridge, and a mean query of zero. None where rounding has made a matrix indefinite.
+def own_importance(key: Tensor, within: Tensor, middle: Tensor, ridge: float) -> Tensor | None:
+    """`(k_j - middle)^T W (k_j - middle) / 2` (B, H, N) with W = `within` (B, H, D, D) but for a ridge, and `middle`
+    (B, H, 1, D). None where rounding has made a matrix indefinite.
     """
-    batch, heads, _, dim = within.shape
-    output = {
-        "form": within.new_empty((batch, heads, dim + 1, dim)),
-        "shift": within.new_empty((batch, heads, dim + 1, 1)),
-    }
-    held = {"within": within.contiguous(), "middle": middle.contiguous(), **output}
-    indefinite = ctypes.c_int64(0)
-    numbers = {"indefinite": ctypes.addressof(indefinite), "sets": batch * heads, "dim": dim, "ridge": ridge}
-    call("fewkeys_form", struct("Forms")(**pointers(held), **numbers))
-    return None if indefinite.value else (output["form"], output["shift"])
+    (key,), within, middle = alike(key), within.contiguous(), middle.contiguous()
+    batch, heads, keys, dim = key.shape
+    own, indefinite = within.new_empty((batch, heads, keys)), ctypes.c_int64(0)
+    sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "ridge": ridge}
+    tensors = pointers({"within": within, "middle": middle, "own": own})
+    problem = struct("OwnImportance")(key=Rows.of(key), **tensors, indefinite=ctypes.addressof(indefinite), **sizes)
+    call("fewkeys_own_importance", problem, key.dtype)
+    return None if indefinite.value else own
 
 
 def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -62,20 +60,20 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
 
 def tilt(
     key: Tensor, value: Tensor, facts: dict[str, Tensor | None], count: int, together: bool, **numbers: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Mass, energy, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Mass, energy, size, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
     `count` clusters. `facts` and `numbers`: the fields that `Tilts` of `problems.h` reads, by name.
     """
     (key, value), held = alike(key, value), _dense(facts)
     mean = held["mean"]
-    mass, energy, level = mean.new_empty((3, *mean.shape[:3], count)).unbind()
+    mass, energy, size, level = mean.new_empty((4, *mean.shape[:3], count)).unbind()
     key_sum, value_sum = (mean.new_empty((*level.shape, rows.shape[3])) for rows in (key, value))
     products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
-    sums = {"mass": mass, "energy": energy, "key_sum": key_sum, "value_sum": value_sum, "level": level}
+    sums = {"mass": mass, "energy": energy, "size": size, "key_sum": key_sum, "value_sum": value_sum, "level": level}
     args = _tilts(key, value, held | sums, numbers)
     args.together = None if products is None else products.data_ptr()
     call("fewkeys_tilt", args, key.dtype)
-    return mass, energy, key_sum, value_sum, level, products
+    return mass, energy, size, key_sum, value_sum, level, products
 
 
 def tilt_back(
