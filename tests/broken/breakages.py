@@ -205,8 +205,8 @@ BREAKAGES = (
     Breakage(
         "the first-order term is not taken back where a value is right",
         "native/stand_ins.h",
-        "-factor * std::min(std::max(direction[r], low[r]), high[r])",
-        "-0.0f * std::min(std::max(direction[r], low[r]), high[r])",
+        "-factor * std::clamp(direction[r], -reach[r], reach[r])",
+        "-0.0f * std::clamp(direction[r], -reach[r], reach[r])",
         (PREPARED,),
     ),
     Breakage(

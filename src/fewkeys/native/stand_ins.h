@@ -96,7 +96,7 @@ class Represent {
     }
     reach_along(head, pooled);
     const float *left = p.left + head * dim * p.rank, *right = p.right + head * p.rank * wide;
-    const float *low = p.bounds + head * 2 * p.rank, *high = low + p.rank;
+    const float *reach = p.bounds + (head * 2 + 1) * p.rank;
     for (int64_t c = 0; c < count; c++) {
       const float relative = energy[c] / std::max(spreads / all, 1e-30f);
       const float factor = p.factor[head * count + c] = std::min(std::sqrt(relative), p.largest_spread);
@@ -104,7 +104,7 @@ class Represent {
       for (int64_t d = 0; d < dim; d++) add(direction.data(), left + d * p.rank, reference[c * dim + d], p.rank);
       float *value = p.value + (head * count + c) * wide;
       for (int64_t r = 0; r < p.rank; r++)
-        add(value, right + r * wide, -factor * std::min(std::max(direction[r], low[r]), high[r]), wide);
+        add(value, right + r * wide, -factor * std::clamp(direction[r], -reach[r], reach[r]), wide);
     }
   }
 
@@ -136,7 +136,7 @@ class Represent {
     }
   }
 
-  // Writes the means of a cluster, its bias, and at which query its value is right; returns its spread.
+  // Writes the means of a cluster, its bias, and how far from the mean query its value is right; returns its spread.
   float spread_of(int64_t head, int64_t c, const float *sums) {
     const int64_t at = head * count + c;
     const float *asked = p.mean_query + head * dim, *mean = p.of.middle + head * dim;
@@ -155,7 +155,7 @@ class Represent {
     const float score = product(offset.data(), asked, dim), here = product(along.data(), along.data(), dim);
     const float seen = score + 0.5f * (product(turned.data(), offset.data(), dim) - score * score);
     p.bias[at] = std::clamp(p.tilt * (p.cluster_importance[at] - seen), -p.largest_tilt, p.largest_tilt);
-    for (int64_t d = 0; d < dim; d++) reference[c * dim + d] = p.tilt * (asked[d] + turned[d] - score * asked[d]);
+    for (int64_t d = 0; d < dim; d++) reference[c * dim + d] = p.tilt * (turned[d] - score * asked[d]);
     // A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
     const float whole = energy[c] / mass[c];
     return whole - here > 64 * std::numeric_limits<float>::epsilon() * whole ? whole - here : 0.0f;
@@ -164,12 +164,12 @@ class Represent {
   // Writes both factors of the pooled products, and how far queries reach along them.
   void reach_along(int64_t head, const float *pooled) {
     const float *asked = p.mean_query + head * dim, reach = p.reach / p.unit[head];
-    float *left = p.left + head * dim * p.rank, *low = p.bounds + head * 2 * p.rank;
+    float *left = p.left + head * dim * p.rank, *bounds = p.bounds + head * 2 * p.rank;
     subspace.find(p.second + head * dim * dim, pooled, left, p.right + head * p.rank * wide);
     for (int64_t r = 0; r < p.rank; r++) {
       float middle = 0.0f;
       for (int64_t d = 0; d < dim; d++) middle += asked[d] * left[d * p.rank + r];
-      low[r] = p.tilt * middle - reach, low[p.rank + r] = p.tilt * middle + reach;
+      bounds[r] = p.tilt * middle, bounds[p.rank + r] = reach;
     }
   }
 };
