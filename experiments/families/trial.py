@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.families.build import CannotBuildError, Kind, build
+from experiments.families.build import CannotBuildError, Kind, forms
 from experiments.families.inputs import Inputs, candidates
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations.interface import attach, exact
 
-YES, FLAG = "yes", "wrong flag"
+YES, FLAG, FORM = "yes", "wrong flag", "form"
 WINDOWS = "yes: every layer keeps its window"
 UNTRIED = "untried"
 REFUSED, FAILED, ITSELF = "no", "FAILED", "not even by itself"
@@ -50,20 +50,33 @@ def trial(kind: Kind) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model = build(kind)
-            inputs = understood(model)
+            model, inputs, form = _runnable(kind)
         except CannotBuildError as error:
             return {UNTRIED: str(error)}
         writes = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Seq2SeqLM"))
         writes = writes and model.can_generate() and "input_ids" in inputs
         decodes = writes and not model.config.is_encoder_decoder
-        return {
+        return ({FORM: form} if form else {}) | {
             FLAG: _flag(model, inputs),
             "apply": tried(lambda: _applied(model, inputs)),
             "generate": tried(lambda: _generated(model, inputs)) if writes else None,
             "cache": tried(lambda: _cached(model, inputs)) if decodes else None,
             "train": tried(lambda: _trained(model, inputs)),
         }
+
+
+def _runnable(kind: Kind) -> tuple[nn.Module, Inputs, str]:
+    """The first form of a type that runs by itself, by inputs that we know."""
+    reasons = []
+    try:
+        for form, model in forms(kind):
+            try:
+                return model, understood(model), form
+            except CannotBuildError as error:
+                reasons.append(error)
+    except CannotBuildError as error:
+        reasons.append(error)
+    raise reasons[0]
 
 
 def tried(work: Callable[[], str]) -> str:

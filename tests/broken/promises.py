@@ -67,13 +67,6 @@ PROMISES = (
         (Law("parts/test_bounded", "stated_multiple and torch"), Law("parts/test_bounded", "holds_of_anything")),
     ),
     Breakage(
-        "within the stated multiple: kernels round the middle together with what is near it",
-        "native/near.h",
-        "return product * p.scale - broadcast(p.bounds[head * 2 * p.rank + r]);",
-        "return product * p.scale;",
-        (Law("parts/test_bounded", "huge_scores and auto"),),
-    ),
-    Breakage(
         "derivatives of every kind: entmax's threshold carries first ones alone",
         "core/entmax.py",
         "for _ in range(2):",
