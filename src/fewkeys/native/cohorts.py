@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, Told, alike, pointers, struct
+from fewkeys.native.tensors import Rows, Told, alike, struct
 
 
 def halve(
@@ -25,7 +25,7 @@ def halve(
     held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **found}
     sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
     steps = {"sample": sample, "power": power, "refine": refine}
-    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes, **steps))
+    call("fewkeys_halve", struct("Halves")(**held, **sizes, **steps))
     return found["place"], found["mean"], found["within"]
 
 
@@ -41,7 +41,7 @@ def form(within: Tensor, middle: Tensor, ridge: float) -> tuple[Tensor, Tensor] 
     held = {"within": within.contiguous(), "middle": middle.contiguous(), **found}
     indefinite = ctypes.c_int64(0)
     told = {"indefinite": ctypes.addressof(indefinite), "sets": batch * heads, "dim": dim, "ridge": ridge}
-    call("fewkeys_form", struct("Forms")(**pointers(held), **told))
+    call("fewkeys_form", struct("Forms")(**held, **told))
     return None if indefinite.value else (found["form"], found["shift"])
 
 
@@ -56,7 +56,7 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
         torch.empty(shape, dtype=torch.int64, device="cpu"),
         torch.empty(shape, dtype=torch.uint8, device="cpu"),
     )
-    told = pointers({"mean": mean, "offset": offset, "index": index, "used": used})
+    told = {"mean": mean, "offset": offset, "index": index, "used": used}
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
     call("fewkeys_best", struct("Best")(key=Rows.of(key), **told, **sizes), key.dtype)
     return index, used.bool()
@@ -93,7 +93,7 @@ def tilt_back(
     (key, value), held = alike(key, value), _dense(given)
     coming = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
     found = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
-    told = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(coming | found))
+    told = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **(coming | found))
     call("fewkeys_tilt_back", told, key.dtype)
     return found["key"], found["value"]
 
@@ -107,7 +107,7 @@ def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[st
     batch, heads, keys, dim = key.shape
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
     sizes |= {"cohorts": held["mean"].shape[2], "count": held["level"].shape[3], "kept": held["index"].shape[3]}
-    return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, **numbers)
+    return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **held, **sizes, **numbers)
 
 
 def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
@@ -123,6 +123,6 @@ def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: f
         shapes |= {"factor": (count,), "left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
     output = {name: dense["mass"].new_empty((batch, heads, cohorts, *shape)) for name, shape in shapes.items()}
     sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
-    problem = struct("CohortStandIns")(**pointers(dense | output), **sizes, rank=rank, steps=steps, **numbers)
+    problem = struct("CohortStandIns")(**(dense | output), **sizes, rank=rank, steps=steps, **numbers)
     call("fewkeys_cohort_means", problem)
     return output | {"key": dense["key"], "value": dense["value"]}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, pointers, struct
+from fewkeys.native.tensors import Rows, alike, struct
 
 
 def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def _survey(key: Tensor, value: Tensor, **parts: Tensor) -> None:
     key, value = alike(key, value)
     held = {name: part.contiguous() for name, part in parts.items()}
     count = held["centre"].shape[2] if "centre" in held else 0
-    call("fewkeys_survey", struct("Survey")(**_rows(key, value), **pointers(held), count=count), key.dtype)
+    call("fewkeys_survey", struct("Survey")(**_rows(key, value), **held, count=count), key.dtype)
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
@@ -78,7 +78,7 @@ def _sums(
 ) -> Tensor:
     (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
-    held = pointers({"label": label, "share": share, "sums": sums, **others})
+    held = {"label": label, "share": share, "sums": sums, **others}
     call("fewkeys_label_sums", struct("Sums")(**_rows(key, value), **held, count=count), key.dtype)
     return sums
 
@@ -99,7 +99,7 @@ def frame(
     indefinite = ctypes.c_int64(0)
     told = struct("Framed")(
         **_rows(key, value),
-        **pointers(found | {"asked": asked, "real": real}),
+        **(found | {"asked": asked, "real": real}),
         query=Rows.of(query),
         indefinite=ctypes.addressof(indefinite),
         gqa_ratio=query.shape[1] // heads,
@@ -142,14 +142,14 @@ def cluster(
     own, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
     centre = form.new_empty((*own.shape, key.shape[3] + value.shape[3]))
     held |= {"centre": centre, "constant": constant}
-    lloyd = pointers(held | {"importance": own, "real": real})
+    lloyd = held | {"importance": own, "real": real}
     numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
     found = {"spread": spread, "importance": importance, "nearest": nearest, "square": square, "label": label}
-    survey = pointers({name: part for name, part in held.items() if name != "unit"} | found)
+    survey = {name: part for name, part in held.items() if name != "unit"} | found
     told = struct("Clustered")(
         some=struct("Lloyd")(**_rows(*rows), **lloyd, **numbers),
         all=struct("Survey")(**_rows(key, value), **survey, count=count),
-        **pointers({"distance": distance}),
+        distance=distance,
         near=near,
     )
     call("fewkeys_cluster", told, key.dtype)
@@ -174,10 +174,10 @@ def represent(
     shapes = {"key": (count, dim), "value": (count, value_dim), "bias": (count,), "factor": (count,)}
     shapes |= {"left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank), "share": (key.shape[2],)}
     found = {name: importance.new_empty((*key.shape[:2], *shape)) for name, shape in shapes.items()}
-    of = pointers({"label": held.pop("label"), "middle": held.pop("middle"), "share": found["share"]})
+    of = {"label": held.pop("label"), "middle": held.pop("middle"), "share": found["share"]}
     told = struct("Represented")(
         of=struct("Sums")(**_rows(key, value), **of, count=count),
-        **pointers(held | found),
+        **(held | found),
         rank=rank,
         steps=steps,
         **numbers,

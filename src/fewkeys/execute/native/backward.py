@@ -19,7 +19,7 @@ from fewkeys.execute import torch as by_torch
 from fewkeys.execute.native import by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers, round_up, struct
+from fewkeys.native.tensors import Rows, dense, round_up, struct
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, StandIns
 
@@ -98,7 +98,7 @@ def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Te
     given = (x.query, x.key, x.value, *(() if means is None else (means.rows,)))
     found = _zeros(given)
     told, _alive = forward.blocks(x, columns, means, gradient)
-    held = pointers(dict(zip(("query", "key", "value", "means"), found, strict=False)))
+    held = dict(zip(("query", "key", "value", "means"), found, strict=False))
     call("fewkeys_attend_blocks_back", struct("BlocksBack")(of=told, out=Rows.of(gradient), **held), x.query.dtype)
     return found
 
@@ -109,7 +109,7 @@ def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Te
     sizes = [told.entries, told.means, told.rank]
     shared = [key.new_zeros((*key.shape[:2], sum(sizes), dim)) for dim in (x.head_dim, round_up(x.value_dim))]
     names = ("query", "key", "value", "shared_key", "shared_value")
-    held = pointers(dict(zip(names, (*found, *shared), strict=True)))
+    held = dict(zip(names, (*found, *shared), strict=True))
     call("fewkeys_attend_back", struct("NearBack")(of=told, out=Rows.of(gradient), **held), x.query.dtype)
     list_key, mean_key, left = shared[0].split(sizes, 2)
     list_value, mean_value, _ = shared[1][..., : x.value_dim].split(sizes, 2)
