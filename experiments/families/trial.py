@@ -14,6 +14,7 @@ import torch
 from experiments.families.build import CannotBuildError, Kind, forms
 from experiments.families.inputs import Inputs, candidates
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
@@ -114,15 +115,20 @@ def understood(model: nn.Module) -> Inputs:
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """The outputs that are numbers; zero at padding, whose outputs mean nothing."""
+    """The outputs that are numbers; zero at padding, whose outputs mean nothing.
+
+    Where a model puts a token of its own before or after the others, padding is where either leaves it.
+    """
     torch.manual_seed(0)
     outputs = model(**inputs)
     real = inputs.get("attention_mask")
     parts = []
     for part in outputs.values() if hasattr(outputs, "values") else outputs:
         if isinstance(part, Tensor) and part.is_floating_point() and part.numel() and part.ndim:
-            if real is not None and part.shape[:2] == real.shape:
-                part = part.masked_fill(real.view(*real.shape, *[1] * (part.ndim - 2)) == 0, 0.0)
+            if real is not None and part.ndim > 1 and part.shape[:2] in (real.shape, (len(real), real.shape[1] + 1)):
+                more = part.shape[1] - real.shape[1]
+                seen = pad(real, (0, more), value=1) * pad(real, (more, 0), value=1)
+                part = part.masked_fill(seen.view(*seen.shape, *[1] * (part.ndim - 2)) == 0, 0.0)
             parts.append(part.float())
     return parts
 
