@@ -95,9 +95,10 @@ class Call:
         self.grad = torch.randn(batch, ratio * heads, queries, value_dim, generator=self.g, dtype=torch.float64)
 
     def __str__(self):
-        told = {name: x if not isinstance(x, torch.Tensor) else tuple(x.shape) for name, x in self.options.items()}
+        options = {name: x if not isinstance(x, torch.Tensor) else tuple(x.shape) for name, x in self.options.items()}
         shapes = [tuple(x.shape) for x in self.rows]
-        return f"{self.name}, {self.dtype}, {self.impl}, {self.layouts}, {self.state}, {shapes}, {told}, {self.wanted}"
+        how = f"{self.name}, {self.dtype}, {self.impl}, {self.layouts}, {self.state}"
+        return f"{how}, {shapes}, {options}, {self.wanted}"
 
     def answer(self, rows, impl, state="as it is"):
         """The output, and the gradients where they are asked for."""
@@ -133,9 +134,9 @@ def calls(seed):
     """
     call = Call(seed)
     forget()
-    before, random_state, refusal, found, again = [x.clone() for x in call.rows], torch.get_rng_state(), None, [], []
+    before, random_state, refusal, answers, again = [x.clone() for x in call.rows], torch.get_rng_state(), None, [], []
     try:
-        found = call.answer(call.rows, call.impl, call.state)
+        answers = call.answer(call.rows, call.impl, call.state)
         again = call.answer(call.rows, call.impl, "as it is" if call.state == "compiled" else call.state)
     except ValueError as error:
         refusal = str(error)
@@ -154,12 +155,12 @@ def calls(seed):
         return f"{call}: inputs have changed"
     if not torch.equal(torch.get_rng_state(), random_state):
         return f"{call}: torch's random numbers have moved on"
-    if not all(map(torch.equal, found, again)):
+    if not all(map(torch.equal, answers, again)):
         return f"{call}: another answer at the second time"
     dtype = torch.bfloat16 if call.state == "autocast" and call.dtype != torch.float64 else call.dtype
-    if found[0].dtype != dtype:
-        return f"{call}: {found[0].dtype}"
-    if not found[0].numel():
+    if answers[0].dtype != dtype:
+        return f"{call}: {answers[0].dtype}"
+    if not answers[0].numel():
         return None
-    wrong = compared([x.double() for x in found], want, call.right(), ROUNDINGS[dtype])
+    wrong = compared([x.double() for x in answers], want, call.right(), ROUNDINGS[dtype])
     return wrong and f"{call}: {wrong}"

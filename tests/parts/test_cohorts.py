@@ -119,19 +119,30 @@ def test_own_importance_is_half_the_variance_of_a_cohorts_scores(impl):
     torch.testing.assert_close(own_importance(x, found), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("queries", "count"), [(15, 1), (64, 4), (512, 32), (1024, 32), (1365, 32), (1366, 64), (9000, 64)]
+)
+def test_short_inputs_have_fewer_cohorts(queries, count):
+    """Of 16 queries at least, and at most three times as many cohorts as a cohort has queries."""
+    rows = torch.randn(3, 1, 1, queries, 4, generator=torch.Generator().manual_seed(0))
+    assert cohorts(check_inputs(*rows), 64).count == count
+
+
 def told(x, h, clusters, kept):
     """What sums are told where scores decide nothing: random shares of the keys."""
     g = torch.Generator().manual_seed(5)
     heads = (x.batch, x.kv_heads)
     index = torch.stack([torch.randperm(x.keys, generator=g)[:kept] for _ in range(4 * h)]).view(*heads, h, kept)
+    real = torch.ones(x.batch, x.keys, dtype=torch.bool) if x.valid is None else x.valid
+    is_real = real[:, None, None].expand(*index.shape[:3], -1).gather(-1, index)
     return {
         "label": torch.randint(clusters, (*heads, x.keys), generator=g),
-        "own": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
+        "half_variance": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
         "filled": torch.randint(1, h + 1, heads, generator=g),
         "middle": torch.randn(*heads, 1, x.head_dim, generator=g, dtype=x.key.dtype),
         "mean": torch.zeros(*heads, h, x.head_dim, dtype=x.key.dtype),
         "index": index,
-        "used": torch.rand(*heads, h, kept, generator=g) > 0.2,
+        "used": is_real & (torch.rand(*heads, h, kept, generator=g) > 0.2),
     }
 
 
@@ -143,7 +154,7 @@ def test_sums_have_exact_gradients():
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
     def found(k, v):
-        _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(None, facts, 3, True, WHOLE))
+        _, _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(None, facts, 3, True, WHOLE))
         return (*sums, together)
 
     assert torch.autograd.gradcheck(found, (key, value))
@@ -163,7 +174,7 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     for answer in (tilted._ByKernels.apply, tilted._by_torch):
         given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
         sums = answer(*given, TiltArgs(x.valid, facts, 6, True, WHOLE))
-        passed = torch.autograd.grad([sums[2], sums[3], sums[5]], given, coming)
+        passed = torch.autograd.grad([sums[3], sums[4], sums[6]], given, coming)
         found.append([*(part.detach() for part in sums), *passed])
     for one, other in zip(*found, strict=True):
         exact = one.dtype == torch.float32
@@ -212,8 +223,8 @@ def test_a_cohort_has_at_least_sixteen_queries(queries, ratio, count):
 def test_refusals():
     with pytest.raises(ValueError, match="Outliers cohorts: expected a power of two, got 3"):
         fk.Outliers(4, 4, cohorts=3)
-    with pytest.raises(ValueError, match=r"expected Window alone beside Outliers.* got Sinks"):
-        fk.Outliers(4, 4, cohorts=2) | fk.Window(3) | fk.Sinks(1)
+    with pytest.raises(ValueError, match=r"expected Window and Sinks alone beside Outliers.* got Leverage"):
+        fk.Outliers(4, 4, cohorts=2) | fk.Window(3) | fk.select.Leverage(1)
     with pytest.raises(ValueError, match=r"keep: ClusterMeans\(cohorts=4\) needs rules for the same cohorts"):
         fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4, cohorts=4))
     with pytest.raises(ValueError, match=r"cohorts=1, got Outliers"):
@@ -236,15 +247,3 @@ def test_budget_with_cohorts_has_their_lists_and_means():
 def test_budget_has_cohorts_that_halve_as_slots_double():
     slots = (1, 2, 64, 65, 128, 129, 256, 512, 1024, 2048, 50_000)
     assert [fk.budget(count).keep.cohort_lists for count in slots] == [1, 64, 64, 32, 32, 16, 16, 8, 4, 2, 1]
-    assert fk.budget(64, is_causal=True).without_cohorts() == fk.budget(64, is_causal=True)
-
-
-def test_a_plan_without_cohorts_is_the_budget_of_as_many_slots():
-    for slots in range(2, 700):
-        found = fk.budget(slots).without_cohorts()
-        assert found in (fk.budget(slots, cohorts=1), fk.budget(slots - 1, cohorts=1))
-        assert found.without_cohorts() is found
-    assert fk.budget(64).without_cohorts() == fk.budget(64, cohorts=1)
-    lists = fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.weights.Power(2.0))
-    assert lists.without_cohorts() == fk.Plan(fk.Outliers(9, 5), weights=fk.weights.Power(2.0))
-    assert not fk.budget(64).never_exact().without_cohorts().exact_if_faster

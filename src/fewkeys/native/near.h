@@ -217,10 +217,10 @@ class Shared {
   typename Products::Columns columns;
 
   explicit Shared(const Near &p)
-      : columns(p.dim, p.value_dim), p(p), count(p.entries + p.means + p.rank), wide(round_up(p.value_dim)),
-        rows(count * (p.dim + wide)) {}
+      : columns(p.dim, p.value_dim), p(p), count(p.entries + p.means + p.rank), wide(round_up(p.value_dim)) {}
 
   void read(int64_t b, int64_t h) {
+    rows.resize(count * (p.dim + wide));
     float *value = rows.data() + count * p.dim;
     gather_shared<typename Products::Number>(p, b, h, rows.data(), p.dim, value, wide);
     columns.read(rows.data(), p.dim, value, wide, count);

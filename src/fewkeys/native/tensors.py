@@ -1,4 +1,4 @@
-"""What compiled kernels may read, and how they are told where it lies."""
+"""Which tensors compiled kernels can read, and the arguments of kernels."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from fewkeys.native.build import missing
 
 DTYPES = (torch.float32, torch.bfloat16)
 FILL = 16
-"""Rows of values are filled up to a multiple of this, as `lanes.h` says."""
+"""Rows of values are padded to a multiple of this, as in `lanes.h`."""
 
 
 def suits(*tensors: Tensor | None) -> bool:
-    """Whether kernels can read these tensors, and whether nobody asks how the result depends on them."""
+    """Whether kernels can read these tensors, and no gradients are needed."""
     return readable(*tensors) and not wants_gradient(*tensors)
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether kernels can read these tensors, inside an `autograd.Function` if somebody asks for gradients."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return placed(*given) and missing() is None
+    """Whether kernels can read these tensors; if gradients are needed, inside an `autograd.Function`."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return placed(*present) and missing() is None
 
 
 def placed(*tensors: Tensor) -> bool:
-    """Whether kernels, where there are some, can read these tensors."""
+    """Whether kernels, if there are any, can read these tensors."""
     if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in tensors):
         return False
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
-    # Transforms and forward derivatives follow torch's operations; what a kernel does, they would not see.
+    # Transforms and forward derivatives follow torch's operations, and would miss what a kernel does.
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether somebody may ask for gradients."""
+    """Whether gradients may be needed."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -55,8 +55,8 @@ class Rows(ctypes.Structure):
         return Rows(tensor.data_ptr(), *tensor.stride()[:3])
 
 
-class Told(ctypes.Structure):
-    """What a kernel is told: a struct of `problems.h`. What is not given is zero.
+class KernelArgs(ctypes.Structure):
+    """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero.
 
     Tensors are contiguous, of the dtype that the struct declares, and must live as long as the call.
     """
@@ -69,30 +69,30 @@ class Told(ctypes.Structure):
         super().__init__(**{name: self._address(name, value) for name, value in values.items()})
 
     def _address(self, name: str, value: Any) -> Any:
-        """Where a tensor lies: read as another dtype, it would give numbers that look like any others."""
+        """The address of a tensor. Read as another dtype, it would give numbers that look like any others."""
         if not isinstance(value, Tensor):
             return value
-        wanted = _POINTED.get(self.kinds[name])
-        if wanted is not None and value.dtype not in wanted:
-            raise TypeError(f"{type(self).__name__}.{name}: expected {wanted[0]}, got {value.dtype}")
+        expected = _POINTED.get(self.kinds[name])
+        if expected is not None and value.dtype not in expected:
+            raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {value.dtype}")
         return value.data_ptr()
 
 
 @lru_cache
-def struct(name: str) -> type[Told]:
-    """The struct that `problems.h` declares under this name: of pointers, numbers and other structs of it."""
+def struct(name: str) -> type[KernelArgs]:
+    """The struct that `problems.h` declares under this name: of numbers and other structs of it."""
     text = re.sub("//.*", "", (Path(__file__).parent / "problems.h").read_text())
-    found = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
-    if found is None:
+    declared_fields = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
+    if declared_fields is None:
         raise ValueError(f"problems.h: expected a struct {name}, got none")
     fields: list[tuple[str, Any]] = []
     kinds = {}
-    for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", found[1]):
+    for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", declared_fields[1]):
         for field in declared.split(","):
             pointer, field_name = field.strip().startswith("*"), field.strip(" *\n")
             kinds[field_name] = kind
             fields.append((field_name, ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
-    return type(name, (Told,), {"_fields_": fields, "kinds": kinds})
+    return type(name, (KernelArgs,), {"_fields_": fields, "kinds": kinds})
 
 
 _KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}
@@ -104,7 +104,7 @@ _POINTED = {
     "int16_t": (torch.int16,),
     "uint8_t": (torch.uint8, torch.bool, torch.int8),
 }
-"""Dtypes of tensors by what the struct says that they are."""
+"""Dtypes of tensors, by the type of the pointer."""
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.derivatives import constants, gradients_of
+from fewkeys.core.derivatives import constants, gradients_by_torch
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -28,19 +28,22 @@ from fewkeys.sketch.cohorts import Cohorts, own_importance
 
 COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
+"""Exponents of tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tilted:
     """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
-    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `key` (B, Hkv, H, C, D): of
-    centred keys; `value` (B, Hkv, H, C, Dv); `importance` (B, Hkv, H, C): g_hc, without gradient; `together`
-    (B, Hkv, D, Dv): of products of centred keys and values, over all clusters and cohorts, or None.
+    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`) and `size` (the same: the number of these keys), all
+    without gradient; `key` (B, Hkv, H, C, D): of centred keys; `value` (B, Hkv, H, C, Dv); `importance`
+    (B, Hkv, H, C): g_hc, without gradient; `together` (B, Hkv, D, Dv): of products of centred keys and values, over all
+    clusters and cohorts, or None.
     """
 
     mass: Tensor
     energy: Tensor
+    size: Tensor
     key: Tensor
     value: Tensor
     importance: Tensor
@@ -69,23 +72,28 @@ def tilted_sums(
     Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
     """
     x, totals = inputs, inputs.whole.totals
-    facts = {"label": clusters.label, "own": own_importance(x, cohorts), "middle": frame(x).mean, "mean": cohorts.mean}
+    facts = {
+        "label": clusters.label,
+        "half_variance": own_importance(x, cohorts),
+        "middle": frame(x).mean,
+        "mean": cohorts.mean,
+    }
     facts |= {"index": index, "used": used, "filled": cohorts.filled}
     args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
     if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
         sums = _ByKernels.apply(x.key, x.value, args)  # type: ignore[no-untyped-call]
     else:
         sums = _by_torch(x.key, x.value, args)
-    mass, energy, key, value = map(totals.sum, sums[:4])
-    return Tilted(mass, energy, key, value, sums[4], None if sums[5] is None else totals.sum(sums[5]))
+    mass, energy, size, key, value = map(totals.sum, sums[:5])
+    return Tilted(mass, energy, size, key, value, sums[5], None if sums[6] is None else totals.sum(sums[6]))
 
 
 @dataclass(frozen=True, eq=False)
 class TiltArgs:
     """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), `own_importance`; "middle" and "mean",
-    of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
+    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk), `own_importance`; "middle" and
+    "mean", of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
     """
 
     real: Tensor | None
@@ -95,7 +103,7 @@ class TiltArgs:
     totals: Totals
 
 
-Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """The fields of `Tilted`, in order."""
 
 
@@ -106,7 +114,8 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         e = _weights(key.detach(), args.real, facts, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
-        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["own"]).unsqueeze(2))
+        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
+        size = _sizes(args, level)
     centred, values = working(key) - facts["middle"], working(value)
 
     def by_cluster(rows: Tensor) -> Tensor:
@@ -115,13 +124,22 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         return torch.stack([none.scatter_add(2, index, rows * weights.unsqueeze(-1)) for weights in e.unbind(2)], 2)
 
     products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
-    return mass, energy, by_cluster(centred), by_cluster(values), level, products
+    return mass, energy, size, by_cluster(centred), by_cluster(values), level, products
+
+
+def _sizes(args: TiltArgs, level: Tensor) -> Tensor:
+    """How many real keys of every cluster are outside a cohort's list, in the form of `level` (B, Hkv, H, C)."""
+    label, index, used = (args.facts[name] for name in ("label", "index", "used"))
+    real = torch.ones_like(level[:, :, 0, :1]) if args.real is None else args.real[:, None].to(level.dtype)
+    members = torch.zeros_like(level[:, :, 0]).scatter_add(-1, label, real.expand(label.shape))
+    listed = label.gather(-1, index.flatten(2)).view_as(index)
+    return members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, used.to(level.dtype))
 
 
 def _levels(key: Tensor, args: TiltArgs) -> Tensor:
     """g_hc, from a cluster's mean key and mean `k^T W k / 2`."""
     facts, real, totals = args.facts, args.real, args.totals
-    label, spread = facts["label"], facts["own"]
+    label, spread = facts["label"], facts["half_variance"]
     real_keys = torch.ones_like(spread) if real is None else real[:, None].to(spread.dtype).expand_as(spread)
     none = spread.new_zeros((*spread.shape[:2], args.count))
     size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
@@ -136,7 +154,7 @@ def _levels(key: Tensor, args: TiltArgs) -> Tensor:
 def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: Tensor) -> Tensor:
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
-    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["own"].unsqueeze(2)
+    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["half_variance"].unsqueeze(2)
     e = exponent.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])
@@ -151,20 +169,23 @@ class _ByKernels(torch.autograd.Function):
     def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         facts = {**args.facts, "real": args.real}
         sums = native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
-        ctx.save_for_backward(key, value, sums[4])
+        ctx.save_for_backward(key, value, sums[5])
         ctx.args = args
-        ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
+        ctx.mark_non_differentiable(*sums[:3], sums[5])
         return sums
 
     @staticmethod
-    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
+    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, _size: Tensor, *gradients: Any) -> Any:
         (key, value, level), args = ctx.saved_tensors, ctx.args
         to_key, to_value, _, to_products = gradients
+        of_sums = to_key, to_value, to_products
         if torch.is_grad_enabled():
-            sums = _by_torch(key, value, args)
-            pairs = [(sums[2], to_key), (sums[3], to_value), (sums[5], to_products)]
-            return *gradients_of([key, value], [(out, grad) for out, grad in pairs if out is not None]), None
+
+            def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+                _, _, _, key_sum, value_sum, _, products = _by_torch(key, value, args)
+                return key_sum, value_sum, products
+
+            return *gradients_by_torch(sums, (key, value), of_sums), None
         facts = {**args.facts, "real": args.real, "level": level}
-        output_gradients = to_key, to_value, to_products
-        results = native.tilt_back(key, value, facts, output_gradients, tilt=COHORT_TILT, largest=LARGEST_TILT)
+        results = native.tilt_back(key, value, facts, of_sums, tilt=COHORT_TILT, largest=LARGEST_TILT)
         return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None
