@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, Rows, alike, pointers, struct
+from fewkeys.native.tensors import KernelArgs, Rows, alike, struct
 
 
 def halve(
@@ -23,7 +23,7 @@ def halve(
     held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **output}
     sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
     steps = {"sample": sample, "power": power, "refine": refine}
-    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes, **steps))
+    call("fewkeys_halve", struct("Halves")(**held, **sizes, **steps))
     return output["place"], output["mean"], output["within"]
 
 
@@ -35,7 +35,7 @@ def own_importance(key: Tensor, within: Tensor, middle: Tensor, ridge: float) ->
     batch, heads, keys, dim = key.shape
     own, indefinite = within.new_empty((batch, heads, keys)), ctypes.c_int64(0)
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "ridge": ridge}
-    tensors = pointers({"within": within, "middle": middle, "own": own})
+    tensors = {"within": within, "middle": middle, "own": own}
     problem = struct("OwnImportance")(key=Rows.of(key), **tensors, indefinite=ctypes.addressof(indefinite), **sizes)
     call("fewkeys_own_importance", problem, key.dtype)
     return None if indefinite.value else own
@@ -52,7 +52,7 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
         torch.empty(shape, dtype=torch.int64, device="cpu"),
         torch.empty(shape, dtype=torch.uint8, device="cpu"),
     )
-    addresses = pointers({"mean": mean, "offset": offset, "index": index, "used": used})
+    addresses = {"mean": mean, "offset": offset, "index": index, "used": used}
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
     call("fewkeys_best", struct("Best")(key=Rows.of(key), **addresses, **sizes), key.dtype)
     return index, used.bool()
@@ -89,7 +89,7 @@ def tilt_back(
     (key, value), held = alike(key, value), _dense(facts)
     of_sums = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
     output = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
-    args = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(of_sums | output))
+    args = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **(of_sums | output))
     call("fewkeys_tilt_back", args, key.dtype)
     return output["key"], output["value"]
 
@@ -103,7 +103,7 @@ def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[st
     batch, heads, keys, dim = key.shape
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
     sizes |= {"cohorts": held["mean"].shape[2], "count": held["level"].shape[3], "kept": held["index"].shape[3]}
-    return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, **numbers)
+    return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **held, **sizes, **numbers)
 
 
 def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
@@ -119,6 +119,6 @@ def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: f
         shapes |= {"factor": (count,), "left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
     output = {name: dense["mass"].new_empty((batch, heads, cohorts, *shape)) for name, shape in shapes.items()}
     sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
-    problem = struct("CohortStandIns")(**pointers(dense | output), **sizes, rank=rank, steps=steps, **numbers)
+    problem = struct("CohortStandIns")(**(dense | output), **sizes, rank=rank, steps=steps, **numbers)
     call("fewkeys_cohort_means", problem)
     return output | {"key": dense["key"], "value": dense["value"]}

@@ -24,7 +24,7 @@ struct Near {
   const float *mean_key, *mean_value;      // (B Hkv, means, D or Dv)
   const float *left_factor, *right_factor; // (B Hkv, D, rank), (B Hkv, rank, Dv)
   const float *bias, *total, *factor;      // (B Hkv, means)
-  const float *bounds;                     // (B Hkv, 2, rank): of what queries are along the left factor
+  const float *bounds;                     // (B Hkv, 2, rank): middle and reach of what queries are along the left factor
   const int64_t *label;                    // (B Hkv, Nk)
   const float *share;                      // (B Hkv, Nk); null for cohorts
   const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null

@@ -9,7 +9,7 @@ import fewkeys.native as native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.rest.base import REACH, CohortStandIns, bounds_around
+from fewkeys.rest.base import REACH, CohortStandIns, bounds_around, within_reach
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
@@ -59,7 +59,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     left = product(pooled, right.mT)
     with constants():
         bounds = bounds_around(COHORT_TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
-    moved = (reference @ left.unsqueeze(2)).clamp(*bounds.split(1, 3))
+    moved = within_reach(reference @ left.unsqueeze(2), bounds)
     value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))
     left, right = (part.unsqueeze(2).expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))
     return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label, left, right, factor, bounds)
