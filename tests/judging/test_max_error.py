@@ -343,7 +343,7 @@ def test_a_refused_limit_leaves_the_model_alone():
 
     model = bert()
     before = run(model, input_ids=tokens())
-    for bad in (-1.0, "0.1", Guard(0.1)):
+    for bad in (-1.0, "0.1", [Guard(0.1)]):
         with pytest.raises((ValueError, TypeError), match=r"^max_error: expected"):
             fk.apply(model, WINDOW, max_error=bad)
     assert torch.equal(run(model, input_ids=tokens()), before)

@@ -46,5 +46,6 @@ def progress() -> Iterator[Step]:
 
 
 def _left(share: float, seconds: float) -> str:
-    """The time left after `seconds` for a share of the work; nothing before a tenth and at the end."""
-    return f", about {seconds / share - seconds:,.0f} s left" if 0.1 <= share < 1 else ""
+    """The time left after `seconds` for a share of the work; nothing before a tenth of it, nor in the last second."""
+    left = seconds / share - seconds if share >= 0.1 else 0.0
+    return f", about {left:,.0f} s left" if left >= 1 else ""
