@@ -33,7 +33,6 @@ help:
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/fewkeys compare --demo $(foreach file,$(TEXT),--text $(file)) --slots $(SLOTS) --out $(OUT)
-	$(BIN)/fewkeys report $(OUT) --html $(OUT)/report.html
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto

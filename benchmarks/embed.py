@@ -1,5 +1,8 @@
 """A folder of texts to vectors: `python benchmarks/embed.py [--model modernbert] [--texts 100] [--most 8000]`.
 
+Writes benchmarks/results/embed.json; `python -m docs.figures` then writes the table of docs/embedding.md. With
+`--texts 10 --most 4000` it takes a tenth of the time.
+
 `fewkeys embed` against `SentenceTransformer.encode` with exact attention, in batches of 32, which is its default, and
 text by text; and late chunks of 256 tokens under the plan against those of exact attention. Each is a process of its
 own: seconds from its start to its end, processor seconds of all its threads, and its peak of resident memory, also
@@ -102,8 +105,14 @@ def cosines(one: Path, other: Path) -> dict[str, float]:
     return {"vectors": len(found), "mean": float(found.mean()), "least": float(found.min())}
 
 
-def measured(folder: Path, model: str, text: str, count: int, most: int, slots: int) -> dict[str, Any]:
+def _plan(vectors: Path) -> str:
+    """The plan of a file of vectors."""
+    return str(fk.Plan.from_dict(json.loads(str(np.load(vectors)["settings"]))["plan"]))
+
+
+def measured(folder: Path, model: str, text: str, count: int, most: int, slots: int | None) -> dict[str, Any]:
     own, texts, one = folder / "model", folder / "texts", folder / "one"
+    plan = () if slots is None else ("--slots", slots)
     save_model(model, own)
     tokens = save_texts(texts, text, count, most)
     one.mkdir()
@@ -111,17 +120,19 @@ def measured(folder: Path, model: str, text: str, count: int, most: int, slots: 
     fk.Plan().save_pretrained(folder / "exact")
     embed = ("-m", "fewkeys", "embed", "--model", own)
     chunks = (*embed, "--chunk", CHUNK, texts)
-    run(*embed, "--out", folder / "warm.npz", "--slots", slots, texts / f"{count - 1:04}.txt")  # kernels, measurements
+    run(*embed, "--out", folder / "warm.npz", *plan, texts / f"{count - 1:04}.txt")  # kernels, measurements
+    run(*embed, "--out", folder / "warm.npz", "--chunk", CHUNK, *plan, texts / f"{count - 1:04}.txt")
     rows = {"one short text": run("-c", EXACT, own, one, folder / "one.npz", 1)}
     rows["exact, text by text"] = run("-c", EXACT, own, texts, folder / "exact.npz", 1)
     rows["exact, batches of 32"] = run("-c", EXACT, own, texts, folder / "batches.npz", 32)
-    rows["fewkeys embed"] = run(*embed, "--out", folder / "few.npz", "--slots", slots, texts)
+    rows["fewkeys embed"] = run(*embed, "--out", folder / "few.npz", *plan, texts)
     rows["exact late chunks"] = run(*chunks, "--out", folder / "exact chunks.npz", "--plan", folder / "exact")
-    rows["fewkeys embed, late chunks"] = run(*chunks, "--out", folder / "chunks.npz", "--slots", slots)
+    rows["fewkeys embed, late chunks"] = run(*chunks, "--out", folder / "chunks.npz", *plan)
     for row in rows.values():
         row["above_mb"] = row["peak_mb"] - rows["one short text"]["peak_mb"]
     return {
-        "plan": str(fk.budget(slots)),
+        "plan": _plan(folder / "few.npz"),
+        "plan_chunks": _plan(folder / "chunks.npz"),
         "texts": count,
         "tokens": {"least": min(tokens), "most": max(tokens), "sum": sum(tokens)},
         "rows": rows,
@@ -138,7 +149,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("minilm", "modernbert"), default="minilm")
     parser.add_argument("--texts", type=int, default=100)
     parser.add_argument("--most", type=int, default=8000, help="tokens of the longest text")
-    parser.add_argument("--slots", type=int, default=192)
+    parser.add_argument("--slots", type=int, help="default: that of fewkeys embed")
     parser.add_argument("--text", type=Path, default=TEXT, help="where the texts are taken from")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

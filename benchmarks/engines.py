@@ -30,12 +30,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from shapes import random_model
 from torch import Tensor
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import write_whole
-from fewkeys.integrations.whole import random_model
 from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 
 RESULTS = Path(__file__).parent / "results"

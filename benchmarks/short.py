@@ -11,12 +11,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from shapes import random_model
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.clock import clock
 from fewkeys.core.files import write_whole
-from fewkeys.integrations.whole import random_model
 
 RESULTS = Path(__file__).parent / "results" / "short.json"
 SHAPES = [(batch, length) for batch in (1, 32, 128) for length in (64, 256, 512, 1024) if batch * length <= 2**13]

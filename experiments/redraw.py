@@ -24,6 +24,7 @@ from experiments.sparsefinder import report as sparsefinder
 from experiments.sparsefinder.tags import Occupancy
 from experiments.training import picture as training
 from experiments.value_aware import figure as value_aware
+from experiments.worst import report as worst
 
 from fewkeys import ModelPlan
 from fewkeys.bench.timing import Timing
@@ -64,6 +65,8 @@ def main() -> None:
     encoders.save_picture(read(folder / "encoders.json"), folder / "encoders.png")
     folder = HERE / "training" / "results"
     training.save_picture(read(folder / "training.json"), folder / "training.png")
+    folder = HERE / "worst" / "results"
+    worst.save_picture(read(folder / "worst.json"), folder / "worst.png")
     for path in sorted((HERE / "peers" / "results").glob("*.png")):
         draw = peers.save_slots if path.stem == "smollm2" else peers.save_picture
         draw(read(path.with_suffix(".json")), path)

@@ -51,9 +51,9 @@ def meet(rank, world, folder, fault, call, victim, seed):
     q, k, v = (split(tensor, world, "even")[rank] for tensor in problem())
     CALLS[call](q, k, v, None)
     dist.barrier()
-    own = CALLS[call]
+    call_of_fault = CALLS[call]
     if rank == victim and fault in OTHERS:
-        own = OTHERS[fault]
+        call_of_fault = OTHERS[fault]
     elif rank == victim:
         time.sleep(draw.uniform(0.0, 0.02))
         if fault == "killed" and draw.random() < 0.5:  # in the middle of a call
@@ -65,14 +65,14 @@ def meet(rank, world, folder, fault, call, victim, seed):
             time.sleep(2 * TIMEOUT)
         else:
             os._exit(0)
-    begun, said = time.monotonic(), "no error"
+    begun, message = time.monotonic(), "no error"
     try:
         for _ in range(1 if fault in OTHERS else 200):
-            own(q, k, v, group)
+            call_of_fault(q, k, v, group)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - begun
-    (folder / f"{rank}.json").write_text(json.dumps([said, seconds]))
+    (folder / f"{rank}.json").write_text(json.dumps([message, seconds]))
     time.sleep(0.5)  # the operation itself may time out a little after the wait for it
     os._exit(0)
 
@@ -85,9 +85,9 @@ def wrong(folder, world, fault, call, victim):
         file = folder / f"{rank}.json"
         if not file.exists():
             return f"{fault}, {call}: rank {rank} of {world} did not end"
-        said, seconds = json.loads(file.read_text())
+        message, seconds = json.loads(file.read_text())
         kind = "RuntimeError" if fault in (*LOST, "another call") else "ValueError"
-        named = rank == victim or re.search(rf"ranks? ([0-9], )*{victim}\b", said)
-        if not said.startswith(kind) or not named or seconds > 2 * TIMEOUT + 5:
-            return f"{fault} on rank {victim}, {call}: rank {rank} of {world} after {seconds:.1f} s: {said}"
+        named = rank == victim or re.search(rf"ranks? ([0-9], )*{victim}\b", message)
+        if not message.startswith(kind) or not named or seconds > 2 * TIMEOUT + 5:
+            return f"{fault} on rank {victim}, {call}: rank {rank} of {world} after {seconds:.1f} s: {message}"
     return None

@@ -59,28 +59,30 @@ def leverage_scores_are_those_of_one_process(rank, world):
             tolerance = 1e-6 if power == 4 else rounding(k, power)
             assert tolerance <= 1e-6, (kind, power)
             for share in ("even", "uneven", "empty") if kind == "plain" else ("empty",):
-                found = fkd.leverage_scores(split(k, world, share)[rank], power)
-                own = split(expected, world, share)[rank]
-                torch.testing.assert_close(found, own, rtol=tolerance, atol=0, msg=told(kind, power, share))
+                actual = fkd.leverage_scores(split(k, world, share)[rank], power)
+                shards = split(expected, world, share)[rank]
+                torch.testing.assert_close(actual, shards, rtol=tolerance, atol=0, msg=label(kind, power, share))
     # Shards in different directions: what is zero throughout a shard is not zero throughout.
     k = keys("plain", d=4)
     k[:, :, :60, 2:] = k[:, :, 60:, :2] = 0
     for power in (1.0, 2.0):
-        found = fkd.leverage_scores(split(k, world, "even")[rank], power)
-        torch.testing.assert_close(found, split(levattention.leverage_scores(k, power), world, "even")[rank])
+        actual = fkd.leverage_scores(split(k, world, "even")[rank], power)
+        torch.testing.assert_close(actual, split(levattention.leverage_scores(k, power), world, "even")[rank])
     k = keys("scales")
-    found = fkd.leverage_scores(split(k, world)[rank], ridge=0.1)
-    torch.testing.assert_close(found, split(levattention.leverage_scores(k, ridge=0.1), world)[rank], rtol=1e-9, atol=0)
+    actual = fkd.leverage_scores(split(k, world)[rank], ridge=0.1)
+    torch.testing.assert_close(
+        actual, split(levattention.leverage_scores(k, ridge=0.1), world)[rank], rtol=1e-9, atol=0
+    )
 
 
 def float32_scores_are_the_float64_ones_rounded(rank, world):
     for dtype in (torch.float32, torch.bfloat16):
         k = keys("heavy tail").to(dtype)
         for power in (2.0, 3.0):
-            found = fkd.leverage_scores(split(k, world)[rank], power)
-            assert found.dtype == torch.float32
+            actual = fkd.leverage_scores(split(k, world)[rank], power)
+            assert actual.dtype == torch.float32
             exact = split(levattention.leverage_scores(k.float().double(), power), world)[rank]
-            torch.testing.assert_close(found.double(), exact, rtol=1.2e-7, atol=0)
+            torch.testing.assert_close(actual.double(), exact, rtol=1.2e-7, atol=0)
 
 
 def the_universal_set_is_the_very_same(rank, world):
@@ -88,9 +90,9 @@ def the_universal_set_is_the_very_same(rank, world):
         for eps in (0.03, 0.2):
             for power in {2.0, POWERS.get(kind, 2.0) if eps == 0.03 else 2.0}:
                 k = keys(kind, d=4, seed=int(100 * eps)).to(torch.float32 if power == 2 else torch.float64)
-                found = fkd.universal_set(split(k, world, "empty")[rank], eps, power)
-                own = split(levattention.universal_set(k, eps, power), world, "empty")[rank]
-                assert torch.equal(found, own), (kind, eps, power)
+                actual = fkd.universal_set(split(k, world, "empty")[rank], eps, power)
+                shards = split(levattention.universal_set(k, eps, power), world, "empty")[rank]
+                assert torch.equal(actual, shards), (kind, eps, power)
 
 
 PLANS = {
@@ -120,15 +122,17 @@ def attention_is_that_of_one_process(rank, world):
         # The bound of the docstring for the outputs; a gradient is a sum of as many terms for each query.
         bound = (2 * q.shape[3] * 0.7 * (q.abs() @ k.abs().repeat_interleave(2, 1).mT).amax() + k.shape[2]) * U
         for share in ("uneven", "empty"):
-            own = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
-            found = fkd.attention(*own, keep=keep, weights=weights, scale=0.7)
+            shards = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
+            actual = fkd.attention(*shards, keep=keep, weights=weights, scale=0.7)
             wanted = split(expected, world, share)[rank]
-            torch.testing.assert_close(found, wanted, rtol=0, atol=float(bound * v.abs().amax()), msg=told(name, share))
-            got = torch.autograd.grad((found * split(direction, world, share)[rank]).sum(), own)
+            torch.testing.assert_close(
+                actual, wanted, rtol=0, atol=float(bound * v.abs().amax()), msg=label(name, share)
+            )
+            got = torch.autograd.grad((actual * split(direction, world, share)[rank]).sum(), shards)
             for gradient, full in zip(got, gradients, strict=True):
                 limit = 10 * q.shape[2] * bound * (1 + full.abs().amax())
                 target = split(full, world, share)[rank]
-                torch.testing.assert_close(gradient, target, rtol=0, atol=float(limit), msg=told(name, share))
+                torch.testing.assert_close(gradient, target, rtol=0, atol=float(limit), msg=label(name, share))
 
 
 MEANS = {
@@ -166,23 +170,23 @@ def windows_and_means_are_those_of_one_process(rank, world):
         expected = fk.attention(*whole, **parts)
         gradients = torch.autograd.grad((expected * direction).sum(), whole)
         for share in ("even", "uneven", "empty"):
-            own = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
-            found = fkd.attention(*own, **parts)
+            shards = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
+            actual = fkd.attention(*shards, **parts)
             wanted = split(expected, world, share)[rank]
-            torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-8, msg=told(name, share))
-            got = torch.autograd.grad((found * split(direction, world, share)[rank]).sum(), own)
+            torch.testing.assert_close(actual, wanted, rtol=1e-7, atol=1e-8, msg=label(name, share))
+            got = torch.autograd.grad((actual * split(direction, world, share)[rank]).sum(), shards)
             for gradient, full in zip(got, gradients, strict=True):
                 target = split(full, world, share)[rank]
-                torch.testing.assert_close(gradient, target, rtol=1e-6, atol=1e-7, msg=told(name, share))
+                torch.testing.assert_close(gradient, target, rtol=1e-6, atol=1e-7, msg=label(name, share))
 
 
 def the_bytes_of_means_do_not_grow(rank, world):
     keep, rest, weights = MEANS["budget"]
     sent = []
     for n in (1600, 6400, 16000):
-        own = [split(tensor, world)[rank] for tensor in problem(n=n, dtype=torch.float32)]
+        shards = [split(tensor, world)[rank] for tensor in problem(n=n, dtype=torch.float32)]
         comm = fkd.Communicator()
-        fkd.attention(*own, keep=keep, rest=rest, weights=weights, group=comm)
+        fkd.attention(*shards, keep=keep, rest=rest, weights=weights, group=comm)
         sent.append(comm.bytes_sent)
     # The sample of Lloyd's steps has 16 to 32 keys per cluster.
     assert max(sent) < 2 * min(sent), sent
@@ -210,14 +214,14 @@ def causal_attention_is_that_of_one_process(rank, world):
         expected = fk.attention(*whole, **parts)
         gradients = torch.autograd.grad((expected * direction).sum(), whole)
         for share in ("even", "uneven", "empty"):
-            own = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
-            found = fkd.attention(*own, **parts)
+            shards = [split(tensor, world, share)[rank].detach().requires_grad_() for tensor in (q, k, v)]
+            actual = fkd.attention(*shards, **parts)
             wanted = split(expected, world, share)[rank]
-            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9, msg=told(name, share))
-            got = torch.autograd.grad((found * split(direction, world, share)[rank]).sum(), own)
+            torch.testing.assert_close(actual, wanted, rtol=1e-8, atol=1e-9, msg=label(name, share))
+            got = torch.autograd.grad((actual * split(direction, world, share)[rank]).sum(), shards)
             for gradient, full in zip(got, gradients, strict=True):
                 target = split(full, world, share)[rank]
-                torch.testing.assert_close(gradient, target, rtol=1e-7, atol=1e-8, msg=told(name, share))
+                torch.testing.assert_close(gradient, target, rtol=1e-7, atol=1e-8, msg=label(name, share))
 
 
 def a_causal_gradient_wanted_by_one_rank_arrives(rank, world):
@@ -226,25 +230,25 @@ def a_causal_gradient_wanted_by_one_rank_arrives(rank, world):
     value = v.clone().requires_grad_()
     fk.attention(q, k, value, plan=plan, is_causal=True).sum().backward()
     for who in (0, world - 1):
-        own = [split(tensor, world)[rank].detach() for tensor in (q, k, v)]
-        own[2].requires_grad_(rank == who)
-        fkd.attention(*own, keep=plan.keep, rest=plan.rest, is_causal=True).sum().backward()
+        shards = [split(tensor, world)[rank].detach() for tensor in (q, k, v)]
+        shards[2].requires_grad_(rank == who)
+        fkd.attention(*shards, keep=plan.keep, rest=plan.rest, is_causal=True).sum().backward()
         if rank == who:
-            torch.testing.assert_close(own[2].grad, split(value.grad, world)[rank])
+            torch.testing.assert_close(shards[2].grad, split(value.grad, world)[rank])
 
 
 def causal_bytes_do_not_grow(rank, world):
     sent = set()
     for n in (160, 1600, 6400):
-        own = [split(tensor, world)[rank] for tensor in problem(n=n, dtype=torch.float32)]
+        shards = [split(tensor, world)[rank] for tensor in problem(n=n, dtype=torch.float32)]
         comm = fkd.Communicator()
-        fkd.attention(*own, keep=CAUSAL["sinks"].keep, rest=fk.rest.RunningMeans(6), is_causal=True, group=comm)
+        fkd.attention(*shards, keep=CAUSAL["sinks"].keep, rest=fk.rest.RunningMeans(6), is_causal=True, group=comm)
         sent.add(comm.bytes_sent)
     assert len(sent) == 1
     assert rank + 1 < world or sent == {(world - 1) * (8 + RECORD)}
 
 
-def told(*where):
+def label(*where):
     return lambda text: f"{where}: {text}"
 
 
@@ -256,14 +260,14 @@ def low_precision_is_kept_and_rounded_once(rank, world):
         expected = fk.attention(*whole, keep=fk.select.KeyNorm(12))
         sign = torch.where(torch.arange(expected.numel()) % 3 > 0, 1.0, -1.0).view_as(expected)  # exact in any dtype
         gradients = torch.autograd.grad((expected * sign).sum(), whole)
-        own = [split(tensor, world)[rank].detach().requires_grad_() for tensor in (q, k, v)]
-        found = fkd.attention(*own, keep=fk.select.KeyNorm(12))
+        shards = [split(tensor, world)[rank].detach().requires_grad_() for tensor in (q, k, v)]
+        actual = fkd.attention(*shards, keep=fk.select.KeyNorm(12))
         with torch.no_grad():
-            without = fkd.attention(*own, keep=fk.select.KeyNorm(12))  # which rounds in another order
-        torch.testing.assert_close(without, found, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
-        got = torch.autograd.grad((found.float() * split(sign, world)[rank]).sum(), own)
+            without = fkd.attention(*shards, keep=fk.select.KeyNorm(12))  # which rounds in another order
+        torch.testing.assert_close(without, actual, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        got = torch.autograd.grad((actual.float() * split(sign, world)[rank]).sum(), shards)
         half, single = torch.finfo(dtype).eps / 2, 100 * torch.finfo(torch.float32).eps
-        for result, full in zip([found, *got], [expected, *gradients], strict=True):
+        for result, full in zip([actual, *got], [expected, *gradients], strict=True):
             assert result.dtype == dtype
             target = split(full, world)[rank]
             torch.testing.assert_close(
@@ -276,13 +280,13 @@ def a_gradient_wanted_by_one_rank_arrives(rank, world):
     q, k, v = problem()
     value = v.clone().requires_grad_()
     fk.attention(q, k, value, keep=fk.select.KeyNorm(9)).sum().backward()
-    own = [split(tensor, world)[rank] for tensor in (q, k, v)]
+    shards = [split(tensor, world)[rank] for tensor in (q, k, v)]
     if rank == world - 1:
-        own[2] = own[2].detach().requires_grad_()
-    found = fkd.attention(*own, keep=fk.select.KeyNorm(9))
-    found.sum().backward()
+        shards[2] = shards[2].detach().requires_grad_()
+    actual = fkd.attention(*shards, keep=fk.select.KeyNorm(9))
+    actual.sum().backward()
     if rank == world - 1:
-        torch.testing.assert_close(own[2].grad, split(value.grad, world)[rank])
+        torch.testing.assert_close(shards[2].grad, split(value.grad, world)[rank])
     assert not fkd.attention(q, k, v, keep=fk.select.KeyNorm(9)).requires_grad
 
 
@@ -290,18 +294,18 @@ def bytes_are_as_stated_and_do_not_grow(rank, world):
     header = (world - 1) * (8 + RECORD)
     for n in (160, 1600, 16000):
         q, k, v = problem(n=n, dtype=torch.float32)
-        own = [split(tensor, world)[rank] for tensor in (q, k, v)]
+        shards = [split(tensor, world)[rank] for tensor in (q, k, v)]
         comm = fkd.Communicator()
-        fkd.universal_set(own[1], 0.1, group=comm)
+        fkd.universal_set(shards[1], 0.1, group=comm)
         gram = 2 * (8 * 4 * 36) * (world - 1) // world
         assert comm.bytes_sent == header + 2 * gram
         comm = fkd.Communicator()
-        fkd.attention(*own, keep=fk.RandomKeys(10), group=comm)
+        fkd.attention(*shards, keep=fk.RandomKeys(10), group=comm)
         most = header + (world - 1) * (8 + 4 * 4 * 10 + 4 * 4 * 10 * 11)
         assert header < comm.bytes_sent <= most
         comm = fkd.Communicator()
-        own = [tensor.detach().requires_grad_() for tensor in own]
-        out = fkd.attention(*own, keep=fk.select.Leverage(10), group=comm)
+        shards = [tensor.detach().requires_grad_() for tensor in shards]
+        out = fkd.attention(*shards, keep=fk.select.Leverage(10), group=comm)
         most = header + 2 * gram + (world - 1) * (8 + 8 * 4 * 10 + 4 * 4 * 10 * 11)
         assert header + 2 * gram < comm.bytes_sent <= most
         # The shards padded to the longest, as an all-gather sends them.
@@ -389,8 +393,8 @@ def a_part_of_the_ranks_may_be_the_group(rank, world):
         raises(TypeError, "group: expected a process group with this process in it", lambda: fkd.Communicator(group))
         return
     k, comm = problem()[1], fkd.Communicator(group)
-    found = fkd.leverage_scores(split(k, world - 1, "even")[rank - 1], group=comm)
-    torch.testing.assert_close(found, split(levattention.leverage_scores(k), world - 1, "even")[rank - 1])
+    actual = fkd.leverage_scores(split(k, world - 1, "even")[rank - 1], group=comm)
+    torch.testing.assert_close(actual, split(levattention.leverage_scores(k), world - 1, "even")[rank - 1])
     # Nothing here keeps a group alive: one that is there at the interpreter's end can abort it.
     dist.destroy_process_group(group)
     group = None

@@ -45,11 +45,11 @@ class Way:
     def attend(self, *tensors, **options):
         return fk.attention(*tensors, impl=self.impl, **options)
 
-    def assert_close(self, found, expected, times=1.0):
+    def assert_close(self, actual, expected, times=1.0):
         """Equal but for `times` as many roundings as one answer has."""
-        found, expected = found.detach().double(), expected.detach().double()
-        off = (found - expected).abs().max() if found.numel() else torch.tensor(0.0)
-        limit = times * self.unit * expected.abs().max() if found.numel() else 1.0
+        actual, expected = actual.detach().double(), expected.detach().double()
+        off = (actual - expected).abs().max() if actual.numel() else torch.tensor(0.0)
+        limit = times * self.unit * expected.abs().max() if actual.numel() else 1.0
         assert off <= limit, f"{self}: off by {off:.3g}, expected at most {limit:.3g}"
 
 
@@ -94,7 +94,7 @@ def runs(names, forms, gradients=False):
     one for every plan, and through the reference and torch in float32 for every third plan.
     `gradients`: only ways that have them.
     """
-    found = []
+    cases_run = []
     for turn, name in enumerate(names):
         for place, form in enumerate(forms):
             for way in ways(name, FORMS[form].is_causal, gradients):
@@ -102,5 +102,5 @@ def runs(names, forms, gradients=False):
                 thin = way in (Way("reference", torch.float64), Way("torch", torch.float32)) and turn % 3
                 if name not in OFTEN and (not its_turn or thin):
                     continue
-                found.append(pytest.param(name, form, way, id=f"{name}-{form}-{way}"))
-    return found
+                cases_run.append(pytest.param(name, form, way, id=f"{name}-{form}-{way}"))
+    return cases_run

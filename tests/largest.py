@@ -45,10 +45,10 @@ class Largest(TorchDispatchMode):
 
     @staticmethod
     def work(name, args, kwargs, result):
-        given = [x.numel() for x in tensors([args, kwargs])]
+        sizes = [x.numel() for x in tensors([args, kwargs])]
         returned = [x.numel() for x in tensors(result)]
         if name in PICKING:
             return sum(returned)
         if name in PLACING:
-            return max(given[1:], default=0)  # all but what is written into
-        return max([*given, *returned], default=0)
+            return max(sizes[1:], default=0)  # all but what is written into
+        return max([*sizes, *returned], default=0)

@@ -7,6 +7,7 @@ import torch
 import fewkeys as fk
 from captures import captured
 from fewkeys.integrations.compare import compare
+from fewkeys.judge.row import WholeTime
 from fewkeys.judge.sample import QUERIES, Sample, take
 
 TOP, WINDOW, BUDGET = "top-k per query (oracle)", "window", "fewkeys budget"
@@ -15,13 +16,19 @@ PLANS = {
     16: {WINDOW: fk.Plan(fk.Window(16)), BUDGET: fk.budget(16), "moments": fk.Plan(fk.Window(8), fk.rest.Moments())},
     None: {"exact": fk.Plan(), "</script><b>mine</b>": fk.Plan(fk.Window(3), fk.rest.UniformSample(4))},
 }
+TIMES = {(8, 16): 2.0, (8, 64): 4.0, (8, 256): 8.0, (16, 16): 3.0, (16, 64): 6.0, (16, 256): 12.0}
+"""Milliseconds of whole models under `BUDGET` by budget and length; exact attention takes 1, 5 and 32."""
+EXACT = {16: 1.0, 64: 5.0, 256: 32.0}
 TOKENS = ["[CLS]", "</script>", "##ing", *(f"word{i}" for i in range(37))]
 
 
-def small():
-    """A report of 2 layers of 4 heads, and its sample."""
+def small(timed=False):
+    """A report of 2 layers of 4 heads, and its sample; `timed`: with times of whole models."""
     capture = captured(batches=1, size=1)
     report = compare(capture, PLANS)
+    if timed:
+        times = [WholeTime(BUDGET, slots, n, 3, ms, EXACT[n]) for (slots, n), ms in TIMES.items()]
+        report = replace(report, whole_times=times)
     plans = {name: plan for rows in PLANS.values() for name, plan in rows.items()}
     return report, take(
         capture, [PLANS.get(row.budget, {}).get(row.name, plans[row.name]) for row in report.rows], tokens=TOKENS

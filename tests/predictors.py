@@ -31,9 +31,9 @@ def predicted(grouping, heads, dim, *, rank=3, edges=False, raw=False, seed=0):
     if isinstance(grouping, sparsefinder.Clusters):
         fitted = sparsefinder.Centroids(torch.randn(heads, grouping.count * grouping.rounds, rank, generator=g))
     elif isinstance(grouping, sparsefinder.ClusterPairs):
-        own, theirs = (torch.randn(heads, grouping.count, rank, generator=g) for _ in range(2))
+        query_centroids, key_centroids = (torch.randn(heads, grouping.count, rank, generator=g) for _ in range(2))
         pairs = torch.rand(heads, grouping.count, grouping.count, generator=g) < 0.3
-        fitted = Joined(own, theirs, pairs)
+        fitted = Joined(query_centroids, key_centroids, pairs)
     elif edges and isinstance(grouping, sparsefinder.Buckets) and grouping.kind == "equal_size":
         fitted = Edges(*(torch.randn(heads, rank, grouping.beta - 1, generator=g).sort(-1).values for _ in range(2)))
     return sparsefinder.Predicted(grouping, project, fitted)

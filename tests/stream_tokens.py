@@ -44,17 +44,17 @@ class Tokens:
 
 def whole(plan, tokens):
     """Attention on the whole of each sequence, without its padding."""
-    found = torch.zeros(*tokens.query.shape[:3], tokens.value.shape[3], dtype=tokens.value.dtype)
+    output = torch.zeros(*tokens.query.shape[:3], tokens.value.shape[3], dtype=tokens.value.dtype)
     for row, real in enumerate(tokens.real):
         if not real.any():
             continue
-        own = (rows[row : row + 1, :, real] for rows in (tokens.query, tokens.key, tokens.value))
-        found[row : row + 1, :, real] = fk.attention(*own, plan=plan, is_causal=True, impl="torch")
-    return found
+        real_rows = (rows[row : row + 1, :, real] for rows in (tokens.query, tokens.key, tokens.value))
+        output[row : row + 1, :, real] = fk.attention(*real_rows, plan=plan, is_causal=True, impl="torch")
+    return output
 
 
-def same(found, want):
-    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-10)
+def same(actual, want):
+    torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-10)
 
 
 SIZES = st.lists(st.one_of(st.just(1), st.integers(1, 140)), min_size=1, max_size=14)

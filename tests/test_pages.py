@@ -108,9 +108,9 @@ def measured() -> dict[str, Any]:
 
 
 def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 @pytest.fixture(autouse=True)

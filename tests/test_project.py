@@ -123,11 +123,11 @@ def test_public_names_are_few_and_documented():
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 def test_rooms_show_what_is_public_and_documented(room):
-    found = {name: getattr(room, name) for name in dir(room)}
-    assert found
-    assert not any(inspect.ismodule(value) or name.startswith("_") for name, value in found.items())
-    assert all(value.__module__.startswith("fewkeys.") for value in found.values() if isinstance(value, type))
-    assert all(inspect.getdoc(value) for value in found.values())
+    public = {name: getattr(room, name) for name in dir(room)}
+    assert public
+    assert not any(inspect.ismodule(value) or name.startswith("_") for name, value in public.items())
+    assert all(value.__module__.startswith("fewkeys.") for value in public.values() if isinstance(value, type))
+    assert all(inspect.getdoc(value) for value in public.values())
 
 
 def test_a_name_that_lives_in_a_room_is_shown_the_way_there():
@@ -165,12 +165,12 @@ def test_the_parts_of_papers_are_loaded_when_a_plan_names_them(tmp_path):
 
 
 def test_a_class_cannot_take_the_name_of_a_part_that_is_not_loaded():
-    told = run(
+    message = run(
         "from fewkeys.select import Selector",
         "try: type('Reformer', (Selector,), {}, listed=True)",
         "except ValueError as error: print(error)",
     )
-    assert told.startswith("Reformer: expected a name that is not in a catalogue yet")
+    assert message.startswith("Reformer: expected a name that is not in a catalogue yet")
 
 
 def test_the_table_of_cases_has_all_that_is_listed():
@@ -198,7 +198,7 @@ def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):
 
 def test_a_part_that_does_not_say_what_it_costs_does_not_exist():
     for kind, others in ((Selector, ("select", "covers")), (Rest, ("prepare", "slots"))):
-        free = type("Free", (kind,), dict.fromkeys(others, lambda self, *given: None))
+        free = type("Free", (kind,), dict.fromkeys(others, lambda self, *arguments: None))
         with pytest.raises(TypeError, match="abstract method work"):
             free()
 
@@ -229,9 +229,9 @@ def test_rooms_wait_until_they_are_asked_for():
     loaded = run("import sys, fewkeys", f"print(*{rooms}, 'torch' in sys.modules)")
     assert set(loaded.split()) == {"core", "False"}
     loaded = run("import sys, fewkeys", "fewkeys.attention, fewkeys.budget", f"print(*{rooms}, *sys.modules)").split()
-    assert {"distributed", "integrations", "papers", "tuning", "streaming"}.isdisjoint(loaded)
+    assert {"distributed", "integrations", "papers", "tuning", "memory"}.isdisjoint(loaded)
     assert "torch.distributed.elastic" not in loaded
-    told = run(
+    printed = run(
         "import json, pydoc, fewkeys as fk",
         "found = [dir(fk), pydoc.render_doc(fk)]",
         "import fewkeys.integrations.transformers, fewkeys.call, fewkeys.distributed",
@@ -239,7 +239,7 @@ def test_rooms_wait_until_they_are_asked_for():
         "again = callable(fk.attention), callable(fk.apply), apply is fk.apply, distributed is fk.distributed",
         "print(json.dumps([*found, again]))",
     )
-    names, text, again = json.loads(told)
+    names, text, again = json.loads(printed)
     assert "Window" in names
     assert "apply(model" in text
     assert again == [True] * 4
@@ -264,8 +264,8 @@ def test_source_files_are_short():
 
 def test_the_demo_text_never_changes():
     """The README's figures are printed from it. A new text means new figures: then change both."""
-    found = hashlib.sha256(demo.TEXT.read_bytes()).hexdigest()
-    assert found == "19cc39998cc0c3c292e135ec4c25e780e7081b5ca6833dd34bf86d466df46ad2"
+    digest = hashlib.sha256(demo.TEXT.read_bytes()).hexdigest()
+    assert digest == "ebf8a16e43afc8b2b0ec834e75e056cab86b18eb79db66c9967a4e7828cd0106"
 
 
 def test_links_lead_somewhere():

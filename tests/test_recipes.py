@@ -123,9 +123,9 @@ def test_a_new_part_is_one_file_and_one_line(title, room, table, word, name, kee
     catalogue = copied / "src" / "fewkeys" / room / "__init__.py"
     catalogue.write_text(catalogue.read_text() + line)
     names = {"table": table, "case": case, "word": word, "room": room, "name": name, "keep": keep, "rest": rest}
-    told = follow(copied, FOLLOW_PART.format(**names))
-    assert told.startswith("missed")
-    assert int(re.search(r"(\d+) passed", told)[1]) > 10
+    printed = follow(copied, FOLLOW_PART.format(**names))
+    assert printed.startswith("missed")
+    assert int(re.search(r"(\d+) passed", printed)[1]) > 10
 
 
 @pytest.mark.long
@@ -141,8 +141,8 @@ def test_a_new_way_to_run_is_one_file_and_one_line(copied):
             assert len(re.findall(f"^{re.escape(start)}", text, re.M)) == 1, start
             text = re.sub(f"^{re.escape(start)}.*$", lambda _, new=line: new, text, flags=re.M)
         place.write_text(text)
-    told = follow(copied, FOLLOW_WAY)
-    assert int(re.search(r"(\d+) passed", told)[1]) > 10
+    printed = follow(copied, FOLLOW_WAY)
+    assert int(re.search(r"(\d+) passed", printed)[1]) > 10
 
 
 PIECE = r"^   (?:In )?`([^`\n]+)`(?:, above `([^`\n]+)`)?:\n\n   ```\w+\n(.*?)^   ```"
@@ -165,6 +165,6 @@ def test_a_new_kernel_is_a_header_and_its_declarations(copied):
     # Quick to compile: what it computes is the same.
     sets = copied / "src" / "fewkeys" / "native" / "sets.py"
     sets.write_text(sets.read_text().replace('"-O3"', '"-O0"'))
-    told = follow(copied, FOLLOW_KERNEL, FEWKEYS_CACHE=str(copied / "cache"))
+    printed = follow(copied, FOLLOW_KERNEL, FEWKEYS_CACHE=str(copied / "cache"))
     assert "longest" in (copied / "src" / "fewkeys" / "native" / "problems.h").read_text()
-    assert int(re.search(r"(\d+) passed", told)[1]) > 20
+    assert int(re.search(r"(\d+) passed", printed)[1]) > 20

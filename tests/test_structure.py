@@ -29,8 +29,8 @@ ARROWS = {name: set(imported(path)) - {name} for name, path in FILES.items()}
 
 def room(module: str) -> str:
     """The folder of a module, or the file that lies beside the folders."""
-    found = module.split(".")[1]
-    return f"{found}/" if (ROOT / "src" / "fewkeys" / found).is_dir() else f"{found}.py"
+    name = module.split(".")[1]
+    return f"{name}/" if (ROOT / "src" / "fewkeys" / name).is_dir() else f"{name}.py"
 
 
 def test_no_module_imports_itself_through_others():
@@ -41,9 +41,9 @@ def test_rooms_import_only_what_lies_below_them():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("| room | holds |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`([\w./]+)`", line.split("|")[1]) for line in text.splitlines() if "`" in line]
     height = {name: -row for row, names in enumerate(rows) for name in names}
-    own = {name for name in FILES if name not in {"fewkeys", "fewkeys.__main__"}}
-    assert {room(name) for name in own} == set(height)
-    arrows = {(room(a), room(b)) for a in own for b in ARROWS[a] & own if room(a) != room(b)}
+    modules = {name for name in FILES if name not in {"fewkeys", "fewkeys.__main__"}}
+    assert {room(name) for name in modules} == set(height)
+    arrows = {(room(a), room(b)) for a in modules for b in ARROWS[a] & modules if room(a) != room(b)}
     assert not {(a, b) for a, b in arrows if height[a] < height[b]}
     TopologicalSorter({a: {b for start, b in arrows if start == a} for a in height}).prepare()
 
@@ -58,5 +58,5 @@ def test_only_commands_import_the_papers():
 def test_files_are_written_in_one_place():
     """By `core.files.write_whole`: whole or not at all. Compilers write for themselves."""
     writes = re.compile(r"\.write_(text|bytes)\(|open\([^()]*\"[wax]b?\"")
-    found = {path.name for path in FILES.values() if writes.search(path.read_text())}
-    assert found == {"files.py", "build.py"}
+    writers = {path.name for path in FILES.values() if writes.search(path.read_text())}
+    assert writers == {"files.py", "build.py"}

@@ -40,33 +40,33 @@ LEFT_TO_TORCH = {
 
 def reasons(way):
     """By part: why the way cannot answer its cases, None for those that it can."""
-    found = {}
+    by_part = {}
     for case in CASES.values():
         plan = case.part
         shape = CAUSAL_SHAPES["causal grouped"] if plan.rest.needs_causal else SHAPES["grouped"]
         x = check_inputs(*shape.draw(dtype=torch.float32), **shape.options, impl="torch")
         reason = support(prepare(x, plan), way)
         for part in (*plan.parts, plan.rest):
-            found.setdefault(type(part), []).append(reason)
-    return found
+            by_part.setdefault(type(part), []).append(reason)
+    return by_part
 
 
 @needs_compiler
 @pytest.mark.parametrize("way", [way for way in WAYS if way.impl == "native"], ids=str)
 def test_every_part_has_a_kernel_or_a_reason(way):
-    found = reasons(way)
-    assert set(found) == {*SELECTORS, *RESTS}
-    lost = {kind for kind, given in found.items() if None not in given}
+    by_part = reasons(way)
+    assert set(by_part) == {*SELECTORS, *RESTS}
+    lost = {kind for kind, message in by_part.items() if None not in message}
     assert lost == set(LEFT_TO_TORCH)
     for kind, reason in LEFT_TO_TORCH.items():
         # Other weights are refused before anything else is looked at, and a rest may stand beside a part that is.
-        own = [given for given in found[kind] if "weights" not in given]
-        assert any(re.search(reason, given) for given in own), (kind, own)
+        messages = [message for message in by_part[kind] if "weights" not in message]
+        assert any(re.search(reason, message) for message in messages), (kind, messages)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way.impl in ("reference", "torch")], ids=str)
 def test_torch_and_the_reference_answer_everything(way):
-    assert not any(reason for given in reasons(way).values() for reason in given)
+    assert not any(reason for messages in reasons(way).values() for reason in messages)
 
 
 def test_every_executor_is_among_the_ways():

@@ -113,6 +113,22 @@ def _costs() -> str:
     return f"{_lost('fewkeys')[0]:.1f} % of perplexity on a stretch of 2,048 tokens"
 
 
+def _encoders() -> str:
+    """Mean error and worst head of `budget(slots)` on every encoder at its largest length, and the oracle's error."""
+    from experiments.encoders.choose import by_place
+    from experiments.encoders.models import ENCODERS
+
+    places, rows = by_place(read("experiments/encoders/results/encoders.json")["errors"]), []
+    for name, encoder in ENCODERS.items():
+        length = max(encoder.lengths)
+        errors = [places.get((name, length, slots)) for slots in (64, 192)]
+        shown = ["" if plans is None else "{:.3f}, {:.2f}".format(*plans["fk.budget"]) for plans in errors]
+        oracle = ["" if plans is None else f"{plans['best keys'][0]:.3f}" for plans in errors]
+        rows.append([encoder.title, f"{length:,}", shown[0], oracle[0], shown[1], oracle[1]])
+    titles = [cell for slots in (64, 192) for cell in (f"{slots} slots: error, worst head", "oracle")]
+    return table(["encoder", "tokens", *titles], rows)
+
+
 def _vision(data: str) -> str:
     sys.path.insert(0, str(ROOT / "experiments/levattention"))  # its scripts find one another so
     from vit_report import text
@@ -234,7 +250,14 @@ def _faster() -> str:
     return f"{plan / exact:.1f}"
 
 
+def _worst() -> str:
+    from experiments.worst.report import table as tables
+
+    return tables(read("experiments/worst/results/worst.json")).rstrip()
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "worst": _worst,
     "training": _training,
     "training.first": lambda: f"{_training_runs()[1][0]['seconds']:.0f}",
     "training.faster": _faster,
@@ -242,6 +265,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "training.exact": lambda: f"{_training_runs()[0][-1]['exact']:.2f}",
     "training.plan": lambda: f"{_training_runs()[1][-1]['exact']:.2f}",
     "training.seconds": lambda: f"{_training_runs()[0][-1]['seconds']:.0f}",
+    "encoders": _encoders,
     "decoders": _decoders,
     "decoders.ours-256": lambda: _cost([_decoder("text", "fewkeys", 256)]),
     "decoders.evicting-256": lambda: _cost(_evicting(256)),

@@ -201,11 +201,51 @@ def _modernbert() -> str:
     )
 
 
+EMBED = "benchmarks/results/embed.json"
+
+
+def _embed() -> str:
+    """Every way to embed the folder, against exact attention in batches of 32 or, for chunks, by the same command."""
+    run = read(EMBED)["minilm"]
+    rows = run["rows"]
+    cosines = {"fewkeys embed": run["cosine"], "fewkeys embed, late chunks": run["cosine_chunks"]}
+    cells = []
+    for name, row in rows.items():
+        if name != "one short text":
+            exact = rows["exact late chunks" if "chunks" in name else "exact, batches of 32"]
+            cosine = cosines.get(name)
+            shown = "" if cosine is None else f"{cosine['mean']:.4f}, {cosine['least']:.4f}"
+            faster = f"{exact['seconds'] / row['seconds']:.2f}"
+            cells.append(
+                [name, f"{row['seconds']:,.0f}", f"{row['cpu_seconds']:,.0f}", faster, f"{row['above_mb']:,.0f}", shown]
+            )
+    return table(
+        [
+            "",
+            "seconds",
+            "of the processor",
+            "exact / this",
+            "peak memory above one short text, MB",
+            "cosine: mean, least",
+        ],
+        cells,
+    )
+
+
+def _embed_texts() -> str:
+    run = read(EMBED)["minilm"]
+    tokens, machine = run["tokens"], run["machine"]
+    sizes = f"{tokens['least']:,} to {tokens['most']:,} tokens, {tokens['sum']:,} in all"
+    return f"{run['texts']} texts of {sizes}; {machine['cpu']}, threads in use: {machine['threads']}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "demo": _demo,
     "demo.budget": lambda: f"{_demo_row(OURS)['error']:.3f}",
     "demo.cosine": lambda: f"{_demo_row(OURS)['cosine']:.4f}",
     "demo.oracle": lambda: f"{_demo_row('top-k per query (oracle)')['error']:.3f}",
+    "embed": _embed,
+    "embed.texts": _embed_texts,
     "modernbert": _modernbert,
     "neighbours": _neighbours,
     "neighbours.slots": _slots_needed,

@@ -30,7 +30,7 @@ PAGES = {
         ["apply", "cache", "pipeline", "capture", "captures.Capture", "compare", "judge.result.Report", "tune"],
     ),
     "quality": ("Quality control", ["spot_check", "judge.spot_check.SpotCheck", "Guard", "guard.fallback.Fallbacks"]),
-    "streams": ("Streams", ["stream", "streaming.Stream"]),
+    "streams": ("Streams", ["stream", "memory.Stream"]),
     "levattention": (
         "LevAttention",
         [f"papers.levattention.{name}" for name in dir(fk.papers.levattention)],

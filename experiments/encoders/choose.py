@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import exp, log
 from typing import Any
 
@@ -36,16 +37,14 @@ class Errors:
         """Those that have a plan at every number of slots."""
         self._names = {slots: [str(cells[i]) for i in everywhere] for slots, cells in tried.items()}
         self.slots = sorted(tried)
-        biased = {place for place, plans in self._at.items() if self._names[place[2]][0] not in plans}
-        self._places = [place for place in self._at if place not in biased]
-        self.models = list(dict.fromkeys(place[0] for place in self._places))
+        self.models = list(dict.fromkeys(place[0] for place in self._at))
 
     def of(self, rule: Rule, model: str) -> dict[tuple[int, int], Sequence[float]]:
         """By length and slots."""
         i = self.rules.index(rule)
         return {
             (length, slots): self._at[name, length, slots][self._names[slots][i]]
-            for name, length, slots in self._places
+            for name, length, slots in self._at
             if name == model
         }
 
@@ -57,17 +56,22 @@ class Errors:
             for place in each[0]
         }
 
-    def excess(self, rule: Rule, models: Sequence[str]) -> float:
-        """How many times the least errors it has, mean error and worst head alike; every model counts the same."""
-        each = []
-        for model in models:
-            own, least = self.of(rule, model), self.least(model)
-            each.append(mean_ratio([own[place][k] / least[place][k] for place in own for k in (0, 1)]))
-        return mean_ratio(each)
+    @cached_property
+    def excess(self) -> dict[str, dict[Rule, float]]:
+        """By model and rule, how many times the least errors the rule has there, mean error and worst head alike."""
+        return {model: {rule: self._excess(rule, model) for rule in self.rules} for model in self.models}
 
-    def best(self, models: Sequence[str]) -> Rule:
-        """The rule of the least excess on these models."""
-        return min(self.rules, key=lambda rule: self.excess(rule, models))
+    def _excess(self, rule: Rule, model: str) -> float:
+        own, least = self.of(rule, model), self.least(model)
+        return mean_ratio([own[place][k] / least[place][k] for place in own for k in (0, 1)])
+
+    def beside_best(self, rule: Rule, model: str) -> float:
+        """The rule's excess beside that of the best rule for the model."""
+        return self.excess[model][rule] / min(self.excess[model].values())
+
+    def order(self, models: Sequence[str]) -> list[Rule]:
+        """The rules, the best first: the one that is nearest to the best rule on the model where it is farthest."""
+        return sorted(self.rules, key=lambda rule: max(self.beside_best(rule, model) for model in models))
 
 
 def conclusions(found: Found) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def conclusions(found: Found) -> dict[str, Any]:
         raise ValueError(f"--models: expected two at least, got {', '.join(errors.models) or 'none'}")
     held_out = []
     for model in errors.models:
-        rule, own = errors.best([name for name in errors.models if name != model]), errors.best([model])
+        rule, own = (errors.order(names)[0] for names in ([n for n in errors.models if n != model], [model]))
         chosen, best, least = errors.of(rule, model), errors.of(own, model), errors.least(model)
         ratios = {
             f"{kind} beside {name}": mean_ratio([chosen[place][k] / other[place][k] for place in chosen])
@@ -87,11 +91,11 @@ def conclusions(found: Found) -> dict[str, Any]:
             for name, other in (("best rule", best), ("best at each", least))
         }
         held_out.append({"model": model, "rule": str(rule), "best rule": str(own), **_short(ratios)})
-    rule = errors.best(errors.models)
-    excess = {name: errors.excess(rule, [name]) for name in errors.models}
+    order = errors.order(errors.models)
+    rule = order[0]
+    excess = {name: errors.beside_best(rule, name) for name in errors.models}
     numbers = {str(slots): str(rule.cell(slots, cohorts_of(slots))) for slots in errors.slots}
-    order = sorted(errors.rules, key=lambda rule: errors.excess(rule, errors.models))
-    next_best = {str(other): errors.excess(other, errors.models) for other in order[:10]}
+    next_best = {str(rule): max(errors.beside_best(rule, name) for name in errors.models) for rule in order[:10]}
     return {
         "held_out": held_out,
         "rule": str(rule),

@@ -11,9 +11,11 @@ from experiments.encoders.models import ENCODERS
 
 from fewkeys.report.style import Look, draw, logarithmic, name_lines, save, say, sheet
 
-CHOSEN, WITHOUT, SHARED, ORACLE = "the rule", "cohorts, no window", "fk.budget, 1 cohort", "best keys"
+CHOSEN, BUDGET, WITHOUT = "the rule", "fk.budget", "cohorts, no window"
+SHARED, ORACLE = "fk.budget, 1 cohort", "best keys"
 NAMES = {
     CHOSEN: "rule chosen on the others",
+    BUDGET: "fk.budget",
     WITHOUT: "cohorts, no window",
     SHARED: "one cohort and a window",
     "random keys + window": "random keys + window",
@@ -22,6 +24,7 @@ NAMES = {
 }
 LOOKS = {
     CHOSEN: Look("#009e73", width=3.4),
+    BUDGET: Look("#cc79a7"),
     WITHOUT: Look("#d55e00"),
     SHARED: Look("#0072b2"),
     "random keys + window": Look("#767676", width=1.3, marker="x"),
@@ -32,20 +35,18 @@ LOOKS = {
 
 def lines(data: dict[str, Any], model: str) -> dict[str, dict[int, Sequence[float]]]:
     """By row and slots the mean error and that of the worst head, at the model's largest length. The rule is the one
-    that the other models chose; for a model that has no rules' figures there is none.
+    that the other models chose.
     """
     at, length, errors = by_place(data["errors"]), max(ENCODERS[model].lengths), Errors(data["errors"])
-    rule = next((row["rule"] for row in data["chosen"]["held_out"] if row["model"] == model), data["chosen"]["rule"])
-    chosen = next(known for known in errors.rules if str(known) == rule)
-    own = errors.of(chosen, model) if model in errors.models else {}
-    found: dict[str, dict[int, Sequence[float]]] = {name: {} for name in NAMES}
+    rule = next(row["rule"] for row in data["chosen"]["held_out"] if row["model"] == model)
+    chosen = errors.of(next(known for known in errors.rules if str(known) == rule), model)
+    rows: dict[str, dict[int, Sequence[float]]] = {name: {} for name in NAMES}
     for (name, long, slots), plans in at.items():
         if (name, long) == (model, length):
-            plans = plans | ({CHOSEN: own[long, slots]} if own else {})
-            for line in found:
-                if line in plans:
-                    found[line][slots] = plans[line]
-    return {line: points for line, points in found.items() if points}
+            for line, error in {**plans, CHOSEN: chosen[long, slots]}.items():
+                if line in rows:
+                    rows[line][slots] = error
+    return rows
 
 
 def table(data: dict[str, Any]) -> str:
@@ -63,7 +64,9 @@ def table(data: dict[str, Any]) -> str:
         told.append(f"| {row['model']} | {row['rule']} | " + " | ".join(f"{row[kind]:.2f}" for kind in kinds) + " |")
     told += [
         "",
-        f"On all models: {chosen['rule']}.",
+        f"On all models: {chosen['rule']}. Beside the best single rule for each: "
+        + ", ".join(f"{model} {ratio:.2f}" for model, ratio in chosen["excess"].items())
+        + ".",
         "",
         "| slots | outliers, window, means, rank, cohorts |",
         "| --- | --- |",

@@ -22,7 +22,7 @@ import torch
 from experiments.encoders.choose import conclusions
 from experiments.encoders.judge import Problem, best_keys, error, problem
 from experiments.encoders.models import ENCODERS, captured
-from experiments.encoders.report import ORACLE, SHARED, WITHOUT, save_picture, table
+from experiments.encoders.report import BUDGET, ORACLE, SHARED, WITHOUT, save_picture, table
 from experiments.encoders.shares import WITHOUT_WINDOW, cells, cohorts_of
 
 import fewkeys as fk
@@ -78,8 +78,8 @@ def _judged(errors: dict[str, Any], name: str, length: int, x: Problem) -> Itera
         if ORACLE not in plans:
             plans[ORACLE] = _short(best_keys(x, slots))
         for plan, made in (compared(slots) | {str(cell): cell.plan() for cell in cells(slots)}).items():
-            if plan not in plans and (found := error(x, made)) is not None:
-                plans[plan] = _short(found)
+            if plan not in plans:
+                plans[plan] = _short(error(x, made))
         yield
     spent = perf_counter() - begun
     print(f"{name}, {length} tokens: {x.scores.shape[0] * x.scores.shape[1]} heads, {spent:.0f} s", file=sys.stderr)
@@ -89,6 +89,7 @@ def compared(slots: int) -> dict[str, fk.Plan]:
     """The plans beside the rules, by their names."""
     window = slots // 4 | 1
     return {
+        BUDGET: fk.budget(slots).never_exact(),
         WITHOUT: WITHOUT_WINDOW.cell(slots, cohorts_of(slots)).plan(),
         SHARED: fk.budget(slots, cohorts=1).never_exact(),
         "random keys + window": fk.Plan(fk.RandomKeys(slots - window) | fk.Window(window)),

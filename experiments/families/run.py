@@ -67,8 +67,8 @@ runs and is right, not how good a plan is for a trained model; `fewkeys compare`
   without a first-order term: the other stand-ins are defined for softmax alone.
 - A bias of the distance is part of the score. ALiBi (BLOOM, MPT, Falcon) is one more dimension of queries and keys, so
   that every plan knows it. T5's and MPNet's table is exact on kept keys; a stand-in has the logarithm of the mean of
-  exp(bias) over the keys that it speaks for, as the query sees them. Plans need a window and lists that all queries
-  share, with `ClusterMeans` or nothing beside them: `budget(slots)` runs without cohorts.
+  exp(bias) over the keys that it speaks for, as the query sees them. Plans need a window and lists, with
+  `ClusterMeans` or nothing beside them, as `budget(slots)` has them.
 - {flags} rows have attention modules whose flag `is_causal` is not what their mask says; the mask counts.
 - A number in brackets points to the reason, below the table: the first part of what the error says. "itself": the
   small model does not do this by itself, either.

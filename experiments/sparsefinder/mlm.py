@@ -5,7 +5,8 @@
 Gives all-MiniLM-L6-v2 (or the BERT-type encoder in --model) a masked-language-model head and trains it with dense
 1.5-entmax on the text; fits Sparsefinder on its queries and keys; compares the graphs of all methods with the gold
 graphs on the held-out end of the text, recall against sparsity, and accuracy and perplexity of masked tokens with the
-attention of every layer replaced. Finished steps are in --work; a stopped run goes on.
+attention of every layer replaced. Finished steps are in --work; a stopped run goes on. `--softmax` trains the model's
+twin into --work, the same but for softmax in place of entmax, and ends there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -69,10 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, action="append", required=True, help="text file, plain or .gz; repeatable")
     parser.add_argument("--model", type=Path, help="folder of a BERT-type checkpoint with its tokenizer")
-    parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md and figure.png")
+    parser.add_argument("--out", type=Path, help="folder for results.json, table.md and figure.png")
     parser.add_argument("--work", type=Path, default=Path("out/sparsefinder/mlm"), help="folder for finished steps")
+    parser.add_argument("--softmax", action="store_true", help="only train the twin, with softmax: WORK/model")
     parser.add_argument("--quick", action="store_true", help="a minute instead of an hour; the figures mean nothing")
     given = parser.parse_args(arguments)
+    if given.out is None and not given.softmax:
+        parser.error("--out: expected a folder for results, got none")
     try:
         _run(given, QUICK if given.quick else Settings())
     except ValueError as error:
@@ -85,10 +90,13 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
     learned, held = read(given.text)
     work = given.work
     stated = {"settings": asdict(settings), "model": given.model and given.model.name}
+    stated |= {"softmax": True} if given.softmax else {}
     if (work / "run.json").is_file() and read_json(work, "run.json") != stated:
         raise ValueError(f"--work: {work} holds a run of other settings; choose another folder")
     write_json(work, "run.json", stated)
-    model, tokenizer = _model(given.model, settings, learned, work)
+    model, tokenizer = _model(given.model, settings, learned, work, nullcontext if given.softmax else dense_entmax)
+    if given.softmax:
+        return
     with quiet():
         train, test = (_rows(text, tokenizer, settings) for text in (learned, held))
     if len(test) < settings.graph_windows or len(train) < settings.fit_windows * 1.1:
@@ -114,8 +122,10 @@ def _run(given: argparse.Namespace, settings: Settings) -> None:
     _say(report.table(results))
 
 
-def _model(folder: Path | None, settings: Settings, text: str, work: Path) -> tuple[Any, Any]:
-    """The trained masked language model and its tokenizer."""
+def _model(
+    folder: Path | None, settings: Settings, text: str, work: Path, attention: Callable[[Any], AbstractContextManager]
+) -> tuple[Any, Any]:
+    """The masked language model, trained under `attention(model)`, and its tokenizer."""
     from transformers import AutoModelForMaskedLM
 
     model, tokenizer = load_encoder(folder)
@@ -129,7 +139,7 @@ def _model(folder: Path | None, settings: Settings, text: str, work: Path) -> tu
             optimiser, lambda s: min((s + 1) / warm, max(0.0, (settings.steps - s) / (settings.steps - warm + 1)))
         )
         start, recent = perf_counter(), []
-        with dense_entmax(model):
+        with attention(model):
             for step, rows in zip(
                 range(settings.steps), windows(ids, settings.length - 2, settings.batch, generator), strict=False
             ):
@@ -146,6 +156,7 @@ def _model(folder: Path | None, settings: Settings, text: str, work: Path) -> tu
                     _say(f"training: step {step + 1}/{settings.steps}, loss {mean:.3f}, {perf_counter() - start:.0f} s")
         with quiet():
             model.save_pretrained(work / "model")
+            tokenizer.save_pretrained(work / "model")
     with quiet():
         return AutoModelForMaskedLM.from_pretrained(work / "model", local_files_only=True).eval(), tokenizer
 

@@ -10,7 +10,7 @@
 run plans in a Hugging Face model, `spot_check` watches them there. `metrics` measures, `distributed` splits tokens over
 processes, `papers` holds what was published before: LevAttention, Sparsefinder, Value-aware Approximate Attention.
 
-Importing the package imports none of this: each name is imported when it is first asked for.
+Importing the package imports none of this: each name is imported when it is first used.
 """
 
 from importlib import import_module as _import_module
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fewkeys.integrations.spot_check import spot_check as spot_check
     from fewkeys.integrations.transformers import apply as apply
     from fewkeys.integrations.transformers import capture as capture
+    from fewkeys.memory.stream import stream as stream
     from fewkeys.model_plan import ModelPlan as ModelPlan
     from fewkeys.plan import Plan as Plan
     from fewkeys.plan import budget as budget
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from fewkeys.select import Sinks as Sinks
     from fewkeys.select import TopK as TopK
     from fewkeys.select import Window as Window
-    from fewkeys.streaming.stream import stream as stream
     from fewkeys.tuning.tune import tune as tune
     from fewkeys.weights import Softmax as Softmax
 
@@ -75,7 +75,7 @@ _MODULES = {
     "Sinks": "select",
     "TopK": "select",
     "Window": "select",
-    "stream": "streaming.stream",
+    "stream": "memory.stream",
     "tune": "tuning.tune",
     "Softmax": "weights",
 }
@@ -88,7 +88,7 @@ def _place(name: str) -> str | None:
     """Where a name lives that is public in one of the rooms, or the class of what `capture` and `stream` return."""
     if name.startswith("_") or _find_spec(f"{__name__}.{name}") is not None:
         return None
-    rooms = [_import_module(f"{__name__}.{room}") for room in (*_ROOMS, "captures", "streaming")]
+    rooms = [_import_module(f"{__name__}.{room}") for room in (*_ROOMS, "captures", "memory")]
     rooms += [_import_module(f"{__name__}.papers.{paper}") for paper in dir(rooms[_ROOMS.index("papers")])]
     return next((f"{room.__name__}.{name}" for room in rooms if name in dir(room)), None)
 

@@ -54,8 +54,8 @@ def attention(
             `fewkeys.tune` finds them.
         is_causal: query i sees keys 0 .. i + query_offset only.
         scale: factor on the scores; default 1 / sqrt(D).
-        lengths: (B,) integers: the first so many keys of each sequence are real. The output at padded queries of
-            self-attention is defined but meaningless.
+        lengths: (B,) integers: how many keys of each sequence, the first ones, are real. The output at padded queries
+            of self-attention is defined but meaningless.
         key_mask: bool (B, Nk), True for real keys, wherever they stand; instead of `lengths`.
         query_offset: position of the first query among the keys (0 aligns upper-left, as torch's SDPA does; Nk - Nq
             for decoding with a cache).

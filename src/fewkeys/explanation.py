@@ -61,9 +61,6 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
         raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
     explanation = _of_choice(choice)
-    if choice.plan is not plan:
-        reason = f"{explanation.reason}; without cohorts, which do not support a distance bias"
-        explanation = replace(explanation, reason=reason)
     if choice.is_exact:
         return explanation
     problems = [flow.prepare(part, choice.plan) for part in flow.canonicalise(choice)[0]]

@@ -83,8 +83,6 @@ def attend(inputs: Inputs, plan: Plan | Sequence[Plan], guard: Guard | None = No
 
 def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
     """Who answers, whatever the data. Raises `ValueError` where the plan has no meaning for such inputs."""
-    # A bias of the distance is of single queries, and knows no cohorts of them.
-    plan = plan if inputs.bias is None else plan.without_cohorts()
     plan.check(inputs)
     if plan.keep is None:
         return Choice(inputs, plan, True, "the plan keeps every key")

@@ -50,8 +50,8 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
         """The plans of a dictionary by layer, 0 .. L - 1: one for the layer, or one for each key head."""
         if set(plans) != set(range(len(plans))):
             raise ValueError(f"plans: expected every layer from 0 on, got {sorted(plans)}; name those in between")
-        given = (plans[layer] for layer in range(len(plans)))
-        return cls(tuple((own,) if isinstance(own, Plan) else tuple(own) for own in given))
+        by_layer = (plans[layer] for layer in range(len(plans)))
+        return cls(tuple((item,) if isinstance(item, Plan) else tuple(item) for item in by_layer))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -81,14 +81,15 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> ModelPlan:
         """The plans that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT or "layers" not in data:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {found!r}")
+            kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"model plan: expected a description of format {FORMAT} with layers, got {kind!r}")
         try:
-            found = build(_Description, data)
-            plans = [Plan.from_dict(plan, learned) for plan in found.plans]
-            if any(number not in range(len(plans)) for layer in found.layers for number in layer):
+            description = build(_Description, data)
+            plans = [Plan.from_dict(plan, learned) for plan in description.plans]
+            if any(number not in range(len(plans)) for layer in description.layers for number in layer):
                 raise ValueError(f"plan numbers beyond the {len(plans)} plans")
-            return cls(tuple(tuple(plans[number] for number in layer) for layer in found.layers), found.record)
+            layers = tuple(tuple(plans[number] for number in layer) for layer in description.layers)
+            return cls(layers, description.record)
         except ValueError as error:
             raise ValueError(
                 f"model plan: expected what ModelPlan.to_dict() writes, got a damaged description ({error})"

@@ -36,9 +36,7 @@ OWN_BLOCK = BLOCK // 2 + 1
 LEAST_SCANNED = OWN_BLOCK + 2
 """The fewest slots of a scan: its own block, a key and a mean."""
 MEANS_OF_SCAN = 32
-"""A budget has a mean for so many slots."""
-REPLACED = ("KeyTree", "TreeMeans")
-"""Parts of earlier versions, in whose place `KeyScan` and `BlockMeans` are."""
+"""A budget has one mean for this many slots."""
 
 
 @dataclass(frozen=True)
@@ -109,27 +107,6 @@ class Plan(hub.OnHub):
         """The same plan without leave to give way to exact attention where that is faster."""
         return replace(self, exact_if_faster=False) if self.exact_if_faster else self
 
-    def without_cohorts(self) -> Plan:
-        """The plan where all queries of a head share one list and one set of means; itself, where they do already.
-
-        It runs where queries cannot be sorted into cohorts: scores with a bias of the distance, or with a sink of the
-        layer's own. Beside means it is `budget(slots, cohorts=1)` of as many slots; lists alone stay as long as they
-        are.
-        """
-        if self.keep is None or self.keep.cohort_lists == 1:
-            return self
-        if not isinstance(self.rest, ClusterMeans):
-            parts = [replace(part, cohorts=1) if isinstance(part, Outliers) else part for part in self.parts]
-            return replace(self, keep=united(parts))
-        kept = sum(
-            part.size if isinstance(part, Window) else part.count
-            for part in self.parts
-            if isinstance(part, Window | Outliers)
-        )
-        paid = kept + self.rest.count + self.rest.rank
-        shared = budget(paid + (_factors(paid) if self.rest.rank else 0), cohorts=1)
-        return replace(shared, weights=self.weights, exact_if_faster=self.exact_if_faster)
-
     def slots(self, kept: float, head_dim: int, value_dim: int) -> float:
         """What a query pays, given the mean number of keys it keeps: kept keys plus the price of the stand-ins."""
         return kept + self.rest.slots(head_dim, value_dim)
@@ -158,25 +135,18 @@ class Plan(hub.OnHub):
     def from_dict(cls, data: Mapping[str, Any], learned: Mapping[str, Learned] | None = None) -> Plan:
         """The plan that `to_dict` described. `learned`: by fingerprint, the learned values that it points to."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"plan: expected a description of format {FORMAT}, got {found!r}")
+            kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
         damaged = "plan: expected what Plan.to_dict() writes, got a damaged description"
         try:
-            found = build(_Description, data)
+            description = build(_Description, data)
         except ValueError as error:
             raise ValueError(f"{damaged} ({error})") from None
-        for part in (*(found.keep or ()), found.rest):
-            if part.get("type") in REPLACED:
-                raise ValueError(
-                    f"plan: expected parts of this version, got {part['type']}, in whose place KeyScan and BlockMeans "
-                    "are; use budget(slots, is_causal=True), or tune again"
-                )
         try:
-            keep = [unpack("keep", part, SELECTORS, learned) for part in found.keep or ()]
-            rest, weights = unpack("rest", found.rest, RESTS), unpack("weights", found.weights, WEIGHTS)
-            return cls(
-                None if found.keep is None else united(keep), rest, weights, found.exact_if_faster, found.is_causal
-            )
+            keep = [unpack("keep", part, SELECTORS, learned) for part in description.keep or ()]
+            rest, weights = unpack("rest", description.rest, RESTS), unpack("weights", description.weights, WEIGHTS)
+            selector = None if description.keep is None else united(keep)
+            return cls(selector, rest, weights, description.exact_if_faster, description.is_causal)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{damaged} ({error})") from None
 
@@ -234,7 +204,7 @@ def budget(
 ) -> Plan:
     """The recommended plan for `slots` key slots per query.
 
-    `memory` is of causal plans: "all" keeps every key at hand, so that each query chooses its own by the codes of all
+    `memory` is of causal plans: "all" keeps every key in memory, so that each query chooses its own by the codes of all
     (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for
     shards. Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
 
@@ -244,12 +214,12 @@ def budget(
     cluster means. The number of cohorts is a power of two, by default about 4096 / slots, at most 64: 64 up to 64
     slots, 16 for 192. More have less error and take longer to prepare. With `cohorts=1` all queries of a head share a
     list, three sixteenths of the slots, and means, and a quarter of the slots is a window. The shares were chosen on
-    encoders of text, speech, images and molecules, each left out once (experiments/encoders). Where queries cannot be
-    sorted into cohorts, `Plan.without_cohorts` runs.
+    encoders of text, speech, images and molecules, each left out once (experiments/encoders).
 
-    With all keys at hand, 17 slots are the query's own block, on average over the block, a 32nd of the slots are means
-    of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about half of
-    the slots are recent blocks of keys, on average over a block, and the others means of everything before them.
+    With all keys in memory, 17 slots are the query's own block, on average over the block, a 32nd of the slots are
+    means of what is not kept, at least one, and the others are keys that the query chooses. In constant memory, about
+    half of the slots are recent blocks of keys, on average over a block, and the others means of everything before
+    them.
 
     The plan sets `exact_if_faster`: on inputs so short that exact attention is faster, `impl="auto"` uses it; and
     `is_causal`: a causal plan refuses calls without causality.

@@ -53,7 +53,7 @@ RANGES = Law("parts/test_codes", "ranges_hold_every_key")
 SUMS = Law("parts/test_cohorts", "kernel_adds_up")
 APART = Law("parts/test_cohorts", "stay_where_they_are or smallest_scores")
 SHARDS = Law("parts/test_distributed", "")
-BIASED = Law("parts/test_distance_bias", "cohorts_give_way")
+BIASED = Law("parts/test_distance_bias", "torch_is_the_reference")
 TORCH_WORK = Law("09_linear_cost", "memory_and_operations and norm")
 
 COHORTS = Law("02_impls_agree", "what_kernels_prepare_is and cohorts")
@@ -184,8 +184,8 @@ BREAKAGES = (
     Breakage(
         "neighbours by torch: stand-ins speak for keys that the window keeps",
         "execute/torch/by_cohort.py",
-        "(size - take(band.counts(s), place))",
-        "size",
+        "spoken_for - take(band.counts(s), place)",
+        "spoken_for",
         (AROUND,),
     ),
     Breakage(
@@ -196,17 +196,17 @@ BREAKAGES = (
         (SHARDS,),
     ),
     Breakage(
-        "stand-ins keep the mass that their mean key would give them",
-        "native/stand_ins.h",
-        "p.tilt * (p.cluster_importance[at] - seen)",
-        "0.0f * (p.cluster_importance[at] - seen)",
+        "stand-ins of cohorts keep the mass that their mean key would give them",
+        "native/cohort_means.h",
+        "p.tilt * (p.level[first + c] - along - 0.5f * square)",
+        "0.0f * (p.level[first + c] - along - 0.5f * square)",
         (PREPARED,),
     ),
     Breakage(
-        "the first-order term is not taken back where a value is right",
-        "native/stand_ins.h",
-        "-factor * std::min(std::max(direction[r], low[r]), high[r])",
-        "-0.0f * std::min(std::max(direction[r], low[r]), high[r])",
+        "the first-order term of cohorts is not taken back where a value is right",
+        "native/cohort_means.h",
+        "-factor * std::min(std::max(x, low[r]), high[r])",
+        "-0.0f * std::min(std::max(x, low[r]), high[r])",
         (PREPARED,),
     ),
     Breakage(
@@ -330,9 +330,9 @@ BREAKAGES = (
     ),
     Breakage(
         "past: keys of the next step are absorbed",
-        "native/prefill.h",
-        "inflow->make(prepared, ahead[prepared % AHEAD]);",
-        "inflow->make(std::min(prepared + 1, p.past->steps - 1), ahead[prepared % AHEAD]);",
+        "native/scan.h",
+        "inflow.make(step - 1, now);",
+        "inflow.make(std::min(step, p.steps - 1), now);",
         (CAUSAL, ONCE),
     ),
     Breakage(
@@ -450,8 +450,8 @@ BREAKAGES = (
     Breakage(
         "scans: a query chooses among the keys of its own block, too",
         "select/key_scan.py",
-        "seen = position // BLOCK * BLOCK if x.is_causal",
-        "seen = (position // BLOCK + 1) * BLOCK if x.is_causal",
+        "position.bitwise_and_(-BLOCK).clamp_max_",
+        "position.bitwise_and_(-BLOCK).add_(BLOCK).clamp_max_",
         (RANGES, SCANS),
     ),
     Breakage(
@@ -464,8 +464,8 @@ BREAKAGES = (
     Breakage(
         "scans: two ranges begin at one block",
         "rest/block_means.py",
-        "min(s, max(c, int(s ** (c / self.count) + 1e-9)))",
-        "min(s, int(s ** (c / self.count) + 1e-9))",
+        "min(s, max(c, int(s ** (c / count) + 1e-9)))",
+        "min(s, int(s ** (c / count) + 1e-9))",
         (RANGES,),
     ),
     Breakage(
@@ -511,10 +511,10 @@ BREAKAGES = (
         (SHARDS,),
     ),
     Breakage(
-        "a bias of the distance: queries in cohorts",
-        "flow.py",
-        "plan = plan if inputs.bias is None else plan.without_cohorts()",
-        "plan = plan",
+        "a bias of the distance: a list's keys stay in the means of cohorts",
+        "execute/torch/by_cohort.py",
+        "left = mass - ((self.of_list",
+        "left = mass - 0 * ((self.of_list",
         (BIASED,),
     ),
 )

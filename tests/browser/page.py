@@ -28,6 +28,7 @@ def files(tmp_path_factory):
     report, sample = small()
     save_page(report, folder / "small.html", sample)
     save_page(report, folder / "bare.html")
+    save_page(*((shown := small(timed=True))[0], folder / "timed.html", shown[1]))
     save_page(*((shown := large(report))[0], folder / "large.html", shown[1]))
     return folder
 
@@ -70,7 +71,7 @@ def test_filters_filter_the_table_and_both_charts(visit):
         assert "window" not in names
         assert "fewkeys budget" in names
     page.get_by_label("8", exact=True).uncheck()
-    assert page.locator("#table tbody th").all_inner_texts()[:2] == ["fewkeys budget *", "moments"]
+    assert page.locator("#table tbody th").all_inner_texts()[:2] == ["fewkeys budget 16 *", "moments 16"]
     assert "of 8 rows" in page.locator("#shown").inner_text()
     page.get_by_label("Methods: none").click()
     assert rows(page).count() == 0
@@ -81,7 +82,7 @@ def test_the_table_sorts_both_ways(visit):
     column = page.locator("#table thead th", has_text="error")
 
     def errors():
-        return [float(text) for text in page.locator("#table tbody td:nth-child(6)").all_inner_texts()]
+        return [float(text) for text in page.locator("#table tbody td:nth-child(2)").all_inner_texts()]
 
     column.locator("button").click()
     assert (column.get_attribute("aria-sort"), errors()) == ("ascending", sorted(errors()))
@@ -130,6 +131,54 @@ def test_a_point_of_the_chart_says_what_it_is_and_becomes_plan_a(visit):
     box = point.bounding_box()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     assert "Plan A: moments" in page.locator("#look").inner_text()
+
+
+def test_it_opens_with_a_sentence_pictures_and_a_query_whose_kept_keys_are_seen(visit):
+    page = visit("timed")
+    assert page.locator("h1").inner_text().startswith("At 16 tokens use exact attention; from about 80 on budget(16)")
+    heights = [page.locator(place).bounding_box()["y"] for place in ("h1", "#time", "#filters", "#table")]
+    assert heights == sorted(heights)
+    assert heights[1] < 300
+    assert page.locator("#table tbody th").all_inner_texts()[:3] == [
+        "exact",
+        "fewkeys budget 8 *",
+        "fewkeys budget 16 *",
+    ]
+    lines = page.evaluate("document.getElementById('time').data.map((line) => [line.name, line.y])")
+    assert lines == [
+        ["fewkeys budget, 8 slots", [2, 4, 8]],
+        ["fewkeys budget, 16 slots", [3, 6, 12]],
+        ["exact", [1, 5, 32]],
+    ]
+    box = page.locator("#look .tokens").first
+    frame = box.bounding_box()
+    for place in (".asked", ".kept"):
+        token = box.locator(place).first.bounding_box()
+        assert frame["y"] <= token["y"] <= frame["y"] + frame["height"]
+    heavy = page.evaluate(
+        "at('exact', state.layer, state.head, state.query)"
+        ".filter((w, j) => w >= 327 && view(state.plans[0]).kept[j]).length"
+    )
+    assert heavy >= 5
+
+
+def test_a_star_marks_the_best_at_each_number_of_slots(visit):
+    stars = [name for name in visit().locator("#table tbody th").all_inner_texts() if name.endswith("*")]
+    assert stars == ["fewkeys budget 8 *", "fewkeys budget 16 *"]
+
+
+@pytest.mark.parametrize("name", ["small", "timed"])
+def test_a_phone_shows_name_error_and_time_first(visit, name):
+    page = visit(name, width=390)
+    frame = page.locator("#rows .scroll").bounding_box()
+    head = page.locator("#table thead th")
+    seen = [
+        one.inner_text()
+        for one in head.all()
+        if (box := one.bounding_box()) and box["x"] + box["width"] <= frame["x"] + frame["width"] + 1
+    ]
+    assert [text.strip(" ↑") for text in seen[:2]] == ["plan", "error"]
+    assert seen[2:4] == (["ms", "speed"] if name == "small" else ["ms at 16", "ms at 64"])
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)])

@@ -29,19 +29,19 @@ def main():
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--sanitize", action="store_true", help="the sanitized kernels, too")
     parser.add_argument("--out", type=Path, help="where the JSON goes; parts that it has already stay there")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
-    from campaign.parts import PARTS, SHARES, told
+    from campaign.parts import PARTS, SHARES, promise_of
 
-    names = [SANITIZED if name == "sanitized" else name for name in given.parts.split(",") if name]
-    names = names or [*PARTS, *[SANITIZED] * given.sanitize]
-    results = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    names = [SANITIZED if name == "sanitized" else name for name in arguments.parts.split(",") if name]
+    names = names or [*PARTS, *[SANITIZED] * arguments.sanitize]
+    results = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     shares = sum(SHARES.get(name, 1) for name in names)
     for name in names:
-        minutes = given.minutes * SHARES.get(name, 1) / shares
-        first, only = (given.first, False) if given.seed is None else (given.seed, True)
+        minutes = arguments.minutes * SHARES.get(name, 1) / shares
+        first, only = (arguments.first, False) if arguments.seed is None else (arguments.seed, True)
         tried, failed = (sanitized if name == SANITIZED else count_up(PARTS[name]()))(first, minutes, only)
-        promise = told("kernels" if name == SANITIZED else name)
+        promise = promise_of("kernels" if name == SANITIZED else name)
         seeds = [first, first + tried - 1]
         results[name] = {
             "promise": promise,
@@ -51,9 +51,9 @@ def main():
             "failed": failed,
         }
         print(f"{name:20} tried {tried:7} failed {len(failed):3}  {failed[:1] or ''}", flush=True)
-        if given.out:
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(json.dumps(results, indent=1) + "\n")
+        if arguments.out:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     return any(results[name]["failed"] for name in names)
 
 
@@ -96,9 +96,7 @@ def sanitized(first, minutes, only):
         }
         while not tried or (not only and time.monotonic() < end):
             left = minutes if end is None else (end - time.monotonic()) / 60
-            code = (
-                f"from campaign.__main__ import told_apart; told_apart({first + tried}, {left}, {only}, {str(said)!r})"
-            )
+            code = f"from campaign.__main__ import run_again; run_again({first + tried}, {left}, {only}, {str(said)!r})"
             end = end or time.monotonic() + 60 * minutes
             process = subprocess.run(
                 [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True, check=False
@@ -111,7 +109,7 @@ def sanitized(first, minutes, only):
     return tried, failed
 
 
-def told_apart(first, minutes, only, path):
+def run_again(first, minutes, only, path):
     """Tries seeds of `kernels`, and says at every moment in a file at which it is, and what has failed."""
     from campaign.kernels import kernels
 

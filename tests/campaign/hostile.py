@@ -18,8 +18,8 @@ import torch
 
 import fewkeys as fk
 from fewkeys import cli, native
+from fewkeys.memory import Stream
 from fewkeys.native import build, sets
-from fewkeys.streaming import Stream
 from integrations.test_report import BYTES, VALUES, Skipped, places, report
 
 SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
@@ -34,18 +34,18 @@ def in_a_child(work):
     if not child:
         try:
             torch.set_num_threads(1)  # the parent's threads are not here
-            said = work() or ""
+            message = work() or ""
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said[:1000].encode() + b".")
+            message = f"{type(error).__name__}: {error}"
+        os.write(writing, message[:1000].encode() + b".")
         os._exit(0)
     os.close(writing)
 
     def wait():
         with open(reading, "rb") as pipe:
-            said = pipe.read().decode()
+            message = pipe.read().decode()
         code = os.waitpid(child, 0)[1]
-        return said[:-1] or None if said.endswith(".") else f"ended with {code}"
+        return message[:-1] or None if message.endswith(".") else f"ended with {code}"
 
     return wait
 
@@ -68,24 +68,24 @@ def forks(seed):
 
         def future(memory, number):
             """The outputs of random operations."""
-            own, outputs = random.Random(f"{seed} {number}"), []
+            draws, outputs = random.Random(f"{seed} {number}"), []
             g.manual_seed(1000 * seed + number)
-            for _ in range(own.randint(1, 5)):
-                action = own.choice(["feed", "feed", "crop", "select", "copy", "save"])
+            for _ in range(draws.randint(1, 5)):
+                action = draws.choice(["feed", "feed", "crop", "select", "copy", "save"])
                 if action == "crop":
                     try:
-                        memory.crop(max(1, memory.length - own.randint(0, 90)))
+                        memory.crop(max(1, memory.length - draws.randint(0, 90)))
                     except ValueError:
                         continue
                 elif action == "select":
-                    memory.select(torch.tensor([own.randrange(2), own.randrange(2)]))
+                    memory.select(torch.tensor([draws.randrange(2), draws.randrange(2)]))
                 elif action == "copy":
                     memory = copy.deepcopy(memory)
                 elif action == "save":
                     path = Path(folder) / f"stream {number}"
                     memory.save(path)
                     memory = Stream.load(path, folder=how.get("folder"))
-                outputs.append(feed(memory, own.choice([1, 5, 40, 130])))
+                outputs.append(feed(memory, draws.choice([1, 5, 40, 130])))
             return outputs
 
         wanted = [future(copy.deepcopy(stream), number) for number in (0, 1)]
@@ -126,8 +126,8 @@ class Libraries:
             del os.environ["CXX"]
         folder = home / "first"
         wait = in_a_child(lambda: self.tried(folder, 60.0))
-        if said := wait():
-            raise RuntimeError(said)
+        if message := wait():
+            raise RuntimeError(message)
         (self.name,) = (path.name for path in folder.glob("*.so"))
 
     def attend(self):
@@ -182,13 +182,13 @@ class Libraries:
             elif locked == "unwritable":
                 folder.chmod(folder.stat().st_mode & 0o577)  # of others, as it was
             wait = in_a_child(lambda: self.tried(folder, draw.uniform(0.0, 0.3)))
-            said = wait()
+            message = wait()
             if holder is not None:
                 holder.kill()
                 holder.wait()
             for path, usual in undo:
                 path.chmod(usual)
-            return said and f"{opened} {mode:o}, lock: {locked}: {said}"
+            return message and f"{opened} {mode:o}, lock: {locked}: {message}"
 
 
 def reports(seed):
@@ -214,7 +214,7 @@ def reports(seed):
         more = ["--html", str(Path(folder) / "page.html")] if draw.random() < 0.1 else []
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.main(["report", str(path), *more])
-    said = err.getvalue()
-    if code not in (0, 2) or (code == 2) != bool(said) or said.count("\n") > 1:
-        return f"code {code}: {said[:200]!r}"
+    message = err.getvalue()
+    if code not in (0, 2) or (code == 2) != bool(message) or message.count("\n") > 1:
+        return f"code {code}: {message[:200]!r}"
     return None

@@ -55,9 +55,9 @@ class Caches:
                     if not ids.shape[1]:
                         kept[0, : min(pad, kept.shape[1] - 1)] = 0
                     ids, real = torch.cat([ids, new], 1), torch.cat([real, kept], 1)
-                    found = self.logits(ids, real, new.shape[1], cache)
+                    actual = self.logits(ids, real, new.shape[1], cache)
                     want = self.wanted(ids, real, new.shape[1])
-                    off = (found - want)[kept.bool()].abs().max().item()
+                    off = (actual - want)[kept.bool()].abs().max().item()
                     if not off <= 1e-6:
                         return f"{name}: {off:.2g} off after {ids.shape[1]}"
                 elif action == "crop" and ids.shape[1]:
@@ -89,8 +89,8 @@ class Caches:
     def logits(self, ids, real, count, cache):
         """Of the last `count` tokens, the others being in the cache."""
         place = (real.cumsum(1) - 1).clamp_min(0)[:, -count:]
-        given = {"attention_mask": real, "position_ids": place, "past_key_values": cache, "use_cache": True}
-        return self.model(ids[:, -count:], **given).logits
+        arguments = {"attention_mask": real, "position_ids": place, "past_key_values": cache, "use_cache": True}
+        return self.model(ids[:, -count:], **arguments).logits
 
     def wanted(self, ids, real, count):
         """From the whole sequence: leaves that are rounded in one piece, others by the applied plan."""
@@ -119,8 +119,8 @@ def _command(arguments):
 
 
 def _every_call(folder):
-    found = Capture.load(folder)
-    return [list(found.calls(layer)) for layer in range(found.layers)]
+    capture = Capture.load(folder)
+    return [list(capture.calls(layer)) for layer in range(capture.layers)]
 
 
 def _results(folder):

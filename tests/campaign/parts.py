@@ -23,7 +23,7 @@ from campaign.models import Caches, Commands
 from campaign.numbers import derivatives, magnitudes
 from distributed_faults import CALLS, LOST, OTHERS, meet, wrong
 from fewkeys.core.records import parse
-from fewkeys.streaming import Stream
+from fewkeys.memory import Stream
 from parts.test_loaders import WRITTEN, damaged
 
 SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
@@ -287,8 +287,8 @@ class Ranks:
         fault, world = draw.choice([*LOST, *OTHERS]), draw.choice([2, 3])
         call, victim = "lists" if fault in OTHERS else draw.choice(sorted(CALLS)), draw.randrange(world)
         with tempfile.TemporaryDirectory() as name:
-            told = (world, Path(name), fault, call, victim, seed)
-            ranks = [self.context.Process(target=meet, args=(rank, *told)) for rank in range(world)]
+            promise_of = (world, Path(name), fault, call, victim, seed)
+            ranks = [self.context.Process(target=meet, args=(rank, *promise_of)) for rank in range(world)]
             for rank in ranks:
                 rank.start()
             for number, rank in enumerate(ranks):
@@ -323,7 +323,7 @@ SHARES = {"files": 5, "kernels": 2, "kernels, sanitized": 2, "streams": 2, "cach
 """Of the time, where it is not one."""
 
 
-def told(part):
+def promise_of(part):
     """What a part promises, in a line."""
     made = PARTS[part]
     text = (made if isinstance(made, type) else made()).__doc__

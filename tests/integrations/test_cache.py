@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import fewkeys as fk
-from fewkeys.streaming import Stream, coded
+from fewkeys.memory import Stream, coded
 from tiny_models import GROUPED, bert, close, gpt2, llama, padded, tokens
 
 ALL = fk.Plan(fk.select.RecentBlocks(32, 9), fk.rest.RunningMeans(2))

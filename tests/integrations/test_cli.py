@@ -20,14 +20,16 @@ from encoders import WORDS, tokenizer
 from fewkeys import cli, demo
 from fewkeys.captures.capture import Capture
 from fewkeys.cli import inputs
+from fewkeys.cli.progress import progress
 from fewkeys.core.files import read_json
 from fewkeys.cost.crossover import Expected
 from fewkeys.integrations.transformers import apply, load_model
 from fewkeys.judge.result import Report
 from fewkeys.judge.sample import Sample
-from fewkeys.judge.standard import standard_plans
+from fewkeys.judge.standard import OURS, standard_plans
 from fewkeys.model_plan import ModelPlan
 from fewkeys.native import build
+from fewkeys.report.headline import headline
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = " ".join(WORDS[i * i % 11] for i in range(400)) + "\n"
@@ -58,27 +60,6 @@ def words(tmp_path):
     path = tmp_path / "words.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_whole_models_are_timed(causal, encoder, decoder, tmp_path, capsys):
-    """Both ways, of the shape that is named, longer than the model itself; transformers is left as it was."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    given = ["--model", str(decoder if causal else encoder), "--lengths", "8,96", "--plans", "budget:64"]
-    given += ["--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--json"]
-    assert cli.main(["bench", "--whole", *given, *["--causal"] * causal]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "out" / "models.json").read_text()) == found
-    assert [(row["name"], row["length"]) for row in found["rows"]] == [("budget:64", 8), ("budget:64", 96)]
-    assert all(0 < row[way] < 1 for row in found["rows"] for way in ("exact_share", "share"))
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
-
-
-def test_whole_models_read_no_text(words, tmp_path, capsys):
-    assert cli.main(["bench", "--whole", "--model", "minilm", "--text", str(words), "--out", str(tmp_path)]) == 2
-    assert "--whole: expected --model, and neither --text" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -120,7 +101,7 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     model, out = request.getfixturevalue(kind), tmp_path / "a" / "b"
     code, shown, err = run(model=model, out=out)
     assert code == 0, err
-    assert left(out) == ["pareto.pdf", "pareto.png", "results.json", "sample.safetensors"]
+    assert left(out) == ["pareto.pdf", "pareto.png", "report.html", "results.json", "sample.safetensors"]
     assert (out / "pareto.png").read_bytes()[:4] == b"\x89PNG"
     report = Report.load(out / "results.json")
     names = set(standard_plans(4))
@@ -135,6 +116,52 @@ def test_compare_prints_a_table_and_leaves_both_files(run, request, kind, tmp_pa
     assert report.row("random keys", 4).token_cosine < 1.0
     assert ("left out: moments at 4, 8 slots" in shown) == (kind == "decoder")
     assert left(tmp_path) == ["a", "words.txt"]  # nothing temporary is left
+
+
+def test_compare_names_its_page_and_times_whole_models(run, tmp_path):
+    """At every length a time of each recommended plan, longer than the model itself takes; the page has them."""
+    out = tmp_path / "out"
+    code, shown, err = run(out=out, lengths="16,96")
+    assert code == 0, err
+    assert shown.splitlines()[-1] == f"Open {(out / 'report.html').resolve().as_uri()}"
+    report = Report.load(out / "results.json")
+    assert [(item.name, item.budget, item.length) for item in report.whole_times] == [
+        (OURS, slots, length) for length in (16, 96) for slots in (4, 8)
+    ]
+    assert "ms at 96" in shown
+    assert "times of whole models at 96 tokens" in err
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert headline(report) in page
+    assert '"lengths":[16,96]' in page
+
+
+def test_a_capture_has_no_model_to_time(run, tmp_path):
+    assert run("capture", out=tmp_path / "capture")[0] == 0
+    options = {"capture": tmp_path / "capture", "text": None, "model": None}
+    refused(run(**options, lengths="16", sequences=None, length=None), "--lengths: expected --model or --demo")
+
+
+def test_the_demo_writes_its_page_where_it_says(monkeypatch, tmp_path, encoder, words, capsys):
+    """Without --out and --lengths it has both; the model and the text are stood in for by small ones."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "model_folder", lambda: encoder)
+    monkeypatch.setattr(demo, "TEXT", words)
+    monkeypatch.setattr("fewkeys.cli.compare.DEMO_LENGTHS", [8, 16])
+    monkeypatch.setattr(inputs, "need", lambda *_: None)
+    assert cli.main(["compare", "--demo", "--sequences=2", "--length=32", "--slots=4"]) == 0
+    assert f"Open {(tmp_path / 'out' / 'demo' / 'report.html').as_uri()}" in capsys.readouterr().out
+    assert [item.length for item in Report.load("out/demo/results.json").whole_times] == [8, 16]
+
+
+def test_lines_of_progress_say_the_time_left(monkeypatch, capsys):
+    """From a tenth of the steps of one total on, each total by itself."""
+    clock = iter([0.0, 0.0, 3.0, 30.0, 100.0, 100.0, 101.0])
+    monkeypatch.setattr("fewkeys.cli.progress.monotonic", lambda: next(clock))
+    with progress() as step:
+        for done, total, what in ((0, 40, "a"), (1, 40, "b"), (10, 40, "c"), (0, 2, "d"), (1, 2, "e")):
+            step(done, total, what)
+    lines = [line.removeprefix("fewkeys: ") for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["a", "b", "c, about 90 s left", "d", "e, about 1 s left"]
 
 
 def test_json_is_all_that_is_on_stdout(run, tmp_path):
@@ -286,7 +313,7 @@ def test_an_existing_folder_keeps_its_other_files(run, tmp_path):
     (out / "notes.txt").write_text("mine", encoding="utf-8")
     (out / "results.json").write_text("old", encoding="utf-8")
     assert run(out=out, slots=4)[0] == 0
-    assert left(out) == ["notes.txt", "pareto.pdf", "pareto.png", "results.json", "sample.safetensors"]
+    assert left(out) == ["notes.txt", "pareto.pdf", "pareto.png", "report.html", "results.json", "sample.safetensors"]
     Report.load(out / "results.json")
 
 

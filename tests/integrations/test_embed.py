@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn.functional import normalize
 
 import encoders
@@ -18,6 +19,7 @@ from fewkeys.integrations import embed as late
 from fewkeys.integrations.loading import load_encoder
 from fewkeys.plan import MODEL_FILE
 
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 15}
 modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
 
 
@@ -45,6 +47,7 @@ def folder(tmp_path):
     (root / "empty.txt").touch()
     (root / "sub" / "blank.txt").write_text(" \n\t")
     (root / "latin.txt").write_bytes(b"caf\xe9")
+    (root / "paper.pdf").write_bytes(b"%PDF-1.4\n1 0 obj\nendobj\n%%EOF\n")
     (root / "sub" / "picture.png").write_bytes(b"\x89PNG\0\0words")
     (root / "dead").symlink_to(root / "nothing")
     (root / "sub" / "round").symlink_to(root)
@@ -80,6 +83,7 @@ def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
         "empty.txt": "is empty or blank",
         "blank.txt": "is empty or blank",
         "latin.txt": "is not UTF-8",
+        "paper.pdf": "is a PDF (pdftotext extracts its text)",
         "picture.png": "is binary",
     }
     encoder, plan = load_encoder(long), fk.budget(192)
@@ -113,8 +117,15 @@ def test_late_chunks_by_a_plan_beside_the_model(long, folder, tmp_path, capsys):
     assert len(set(found["error"][:4].tolist())) == 1
     assert (found["error"] > 0).tolist() == [True] * 4 + [False]
     assert "at most" in capsys.readouterr().out
-    assert run(beside, "--out", out, "--slots", 8, *files) == 0
-    assert fk.Plan.from_dict(json.loads(str(columns(out)["settings"]))["plan"]) == fk.budget(8)
+    for options, own in (
+        (["--slots", 8], fk.budget(8)),
+        (["--slots", 512, "--chunk", 256], fk.budget(512, cohorts=embed.CHUNK_COHORTS)),
+    ):
+        assert run(beside, "--out", out, *options, *files) == 0
+        assert fk.Plan.from_dict(json.loads(str(columns(out)["settings"]))["plan"]) == own
+    assert run(long, "--out", out, "--chunk", 256, *files) == 0
+    default = fk.budget(embed.CHUNK_SLOTS, cohorts=embed.CHUNK_COHORTS)
+    assert fk.Plan.from_dict(json.loads(str(columns(out)["settings"]))["plan"]) == default
 
 
 @pytest.mark.parametrize(
@@ -159,8 +170,8 @@ def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_pa
 
     monkeypatch.setattr(late, "late_chunks", counted)
     monkeypatch.setattr(vectors, "SECONDS", -1.0)  # a file for every text
-    remove = vectors.Kept.remove
-    monkeypatch.setattr(vectors.Kept, "remove", lambda kept: None)
+    remove = vectors.FinishedTexts.remove
+    monkeypatch.setattr(vectors.FinishedTexts, "remove", lambda kept: None)
     assert run(long, "--out", out, folder) == 0
     files = sorted(work.glob("*.safetensors"))
     assert len(files) == len(passes) == 5
@@ -172,7 +183,7 @@ def test_what_is_damaged_or_of_other_settings_is_done_again(long, folder, tmp_pa
     (folder / "0.txt").write_text(words(77, 9))
     assert run(long, "--out", out, folder) == 0
     assert len(passes) == 6 + 1
-    monkeypatch.setattr(vectors.Kept, "remove", remove)
+    monkeypatch.setattr(vectors.FinishedTexts, "remove", remove)
     assert run(long, "--out", out, "--prompt", "a ", folder) == 0
     assert len(passes) == 7 + 6
     assert not work.exists()
@@ -280,6 +291,9 @@ def test_bad_models_are_one_line(folder, short, tmp_path, capsys):
     wrong = tmp_path / "wrong"
     fk.ModelPlan(((fk.budget(8),),) * 3).save_pretrained(wrong)
     assert (wrong / MODEL_FILE).is_file()
+    decoder = tmp_path / "decoder"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(decoder)
+    encoders.tokenizer().save_pretrained(decoder)
     by_one = encoders.save_encoder(tmp_path / "cls", encoders.bert(), pooling="cls")
     file = folder / "sub" / "marked.txt"
     for model, options, message in (
@@ -287,6 +301,7 @@ def test_bad_models_are_one_line(folder, short, tmp_path, capsys):
         (wrong, [], "is not a model folder (it has no config.json)"),
         (short, ["--plan", wrong], "--plan: expected one plan for each of 2 attention layers, got 3"),
         (by_one, ["--chunk", 5], "--chunk: expected an encoder that pools by mean"),
+        (decoder, [], "--model: expected a model that makes embeddings, got "),
     ):
         assert run(model, "--out", tmp_path / "v.npz", *options, file) == 2
         assert message in capsys.readouterr().err

@@ -14,7 +14,7 @@ import huggingface_hub
 
 import fewkeys as fk
 from fewkeys.captures import Capture
-from fewkeys.integrations.known import check_known
+from fewkeys.integrations.same_weights import check_same_weights
 from tiny_models import bert, gpt2, llama, run, tokens
 
 COMMIT = "0" * 40
@@ -120,7 +120,7 @@ def test_a_plan_knows_its_model():
         for same in (model, bert().bfloat16()):
             fk.apply(same, tuned).restore()
         fk.apply(gpt2(), plan).restore()
-        check_known(tuned, [])  # whose weights are no plain numbers
+        check_same_weights(tuned, [])  # whose weights are no plain numbers
     with torch.no_grad():
         model.encoder.layer[1].attention.self.query.weight.mul_(1.1)
     with pytest.warns(UserWarning, match=r"^plan: tuned on owner/model, and this model's attention has other weights"):

@@ -22,9 +22,11 @@ from fewkeys import cli
 from fewkeys.core.clock import in_words
 from fewkeys.judge.pareto import best, front, oracle
 from fewkeys.judge.result import SCHEMA, Report
-from fewkeys.judge.row import Row, Skipped
+from fewkeys.judge.row import Row, Skipped, WholeTime
+from fewkeys.judge.standard import OURS
 from fewkeys.report import print_table, save_figure
 from fewkeys.report.figure import LOOKS
+from fewkeys.report.headline import headline
 from fewkeys.report.style import spread
 from fewkeys.report.table import advice, title
 
@@ -171,8 +173,9 @@ def test_the_table_shows_every_row_number_and_reason():
     text = shown(
         report(skipped=[Skipped("leverage", 16, "cannot be causal"), Skipped("leverage", 32, "cannot be causal")])
     )
-    for name in ["exact", "top-k per query (oracle)", "window", "fewkeys budget *", "moments *", "tiny-model"]:
+    for name in ["exact", "top-k per query (oracle)", "window", "fewkeys budget *", "tiny-model"]:
         assert name in text
+    assert "moments *" not in text  # less error, for twice the slots
     line = next(line for line in text.splitlines() if "window" in line)
     assert line.split() == [
         "window",
@@ -181,7 +184,8 @@ def test_the_table_shows_every_row_number_and_reason():
         "0.450",
         "0.850",
         "1.00",
-        "(1.0)",
+        "L1",
+        "H0",
         "0.750",
         "0.9000",
         "4.0",
@@ -238,6 +242,67 @@ def test_the_advice_names_plan_price_and_bound():
     assert "no method stayed within" in advice(report([row(slots=99.0)]))[0]
 
 
+def timed(*series):
+    """A report with times of whole models at 512, 2,048 and 8,192 tokens: by slots, exact's time over the plan's."""
+    rows = [row(OURS, slots, slots=float(slots), error=error) for slots, error, _ in series]
+    times = [
+        WholeTime(OURS, slots, length, 3, 60.0, 60.0 * ratio)
+        for slots, _, ratios in series
+        for length, ratio in zip((512, 2048, 8192), ratios, strict=True)
+    ]
+    return replace(report([row("exact", None, "exact", 64.0, 0.0), *rows]), whole_times=times)
+
+
+@pytest.mark.parametrize(
+    ("series", "sentence"),
+    [
+        (
+            [(16, 0.3, (0.5, 2.0, 8.0)), (64, 0.08, (0.5, 2.0, 8.0)), (128, 0.04, (0.5, 2.0, 8.0))],
+            "At 512 tokens use exact attention; from about 1,000 on budget(64) is faster, at an error of 8 % (measured "
+            "at 64 tokens): 8.0 times as fast at 8,192.",
+        ),
+        (
+            [(16, 0.3, (1.5, 2.0, 8.0)), (32, 0.2, (1.5, 2.0, 3.0))],
+            "From 512 tokens on budget(32) is faster than exact attention, at an error of 20 % (measured at 64 "
+            "tokens): 3.0 times as fast at 8,192.",
+        ),
+        (
+            [(64, 0.012, (0.2, 0.5, 0.9))],
+            "Use exact attention up to 8,192 tokens: budget(64) is not faster there, at an error of 1.2 % (measured at "
+            "64 tokens).",
+        ),
+    ],
+)
+def test_the_headline_says_from_where_on_which_plan_is_faster(series, sentence):
+    """The fewest slots with a small error; without one, the least error; the length between those measured."""
+    given = timed(*series)
+    assert headline(given) == sentence
+    text = " ".join(shown(given).split())
+    assert text.endswith(sentence)
+    assert "ms at 8,192" in text
+    assert "speed" not in text
+    assert Report.from_dict(given.to_dict()) == given
+
+
+def test_the_headline_at_one_length():
+    assert headline(report()) == (
+        "At 64 tokens use exact attention: budget(16), with an error of 10 %, takes 4.0 times as long."
+    )
+    fast = report([row(budget=None, ms=0.5)])
+    assert headline(fast) == "At 64 tokens window is 2.0 times as fast as exact attention, at an error of 50 %."
+    assert headline(report([row(slots=99.0)])) == "No method stayed within its budget."
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "nobody"}, {"length": 0}, {"turns": 0}, {"ms": 0.0}, {"exact_ms": -1.0}, {"budget": 7}]
+)
+def test_times_of_whole_models_are_checked(change):
+    data = timed((16, 0.1, (1.0, 2.0, 3.0))).to_dict()
+    data["whole_times"][1].update(change)
+    with pytest.raises(ValueError, match=r"whole_times\[1\]"):
+        Report.from_dict(data)
+
+
 def test_the_title_names_model_and_size_without_folders():
     assert title(report()) == "tiny-model · 3 sequences × 64 tokens · 2 layers × 2 heads"
     assert title(replace(report(), tokens=100)) == "tiny-model · 3 sequences, 100 tokens · 2 layers × 2 heads"
@@ -255,6 +320,12 @@ def test_the_figure_is_a_picture_of_the_expected_size(tmp_path):
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", data[16:24]) == (1440, 900)
     assert (tmp_path / "all.png").stat().st_size > (tmp_path / "none.png").stat().st_size
+
+
+def test_every_standard_row_has_a_colour_of_its_own():
+    """Black is exact attention's, and no two swatches of the page look alike."""
+    colours = [look.color for look in LOOKS.values()]
+    assert len({*colours, "#000000"}) == len(colours) + 1
 
 
 def test_the_figure_is_the_same_bytes_twice(tmp_path):

@@ -33,7 +33,7 @@ def said_with(model, batch, counts, layer, change):
     attachment = attach(model, answer)
     try:
         with torch.no_grad():
-            return float(Sensitivity(0)._felt(model(**batch), counts).double())
+            return float(Sensitivity(0)._score(model(**batch), counts).double())
     finally:
         attachment.detach()
 
@@ -66,7 +66,7 @@ def test_gradients_are_what_finite_differences_say(name, labelled):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_on_average_an_error_is_felt_by_what_it_does_to_what_the_model_says(name):
+def test_gradients_predict_what_errors_do_on_average(name):
     """E (g . e)^2 is twice the divergence of predictions, or the squared change of hidden states by their length."""
     model, ids = MODELS[name]().double(), tokens(1, 6)
     error = 1e-3 * torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -177,4 +177,4 @@ def test_scores_by_gradients_are_those_by_definition():
         )
         felt = ((few - whole) * call.gradient).sum(-1).square() * call.key_mask[:, None]
         total, count = total + felt.double().sum((0, 2)), count + int(call.key_mask.sum())
-    torch.testing.assert_close(found.felt[:, 0], (total / count).view(2, 2).mean(1), rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(found.output_change[:, 0], (total / count).view(2, 2).mean(1), rtol=1e-3, atol=1e-7)

@@ -1,7 +1,5 @@
 """Caps and learned sinks that a model adds to its scores, and parts of encoder-decoders."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -89,13 +87,24 @@ def test_a_sink_is_one_more_column_without_a_value(plan):
     close(found, weights @ value.repeat_interleave(2, 1))
 
 
-def test_cohorts_give_way_to_a_sink():
-    """The sink is kept by all queries, which lists of cohorts cannot say."""
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("count", [60, 14])
+def test_a_sink_is_kept_by_every_cohort(count, ratio):
+    """Also where few queries leave a single cohort."""
     draw = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 1, 4, 60, 8, generator=draw).unbind()
-    call, plan = AttentionInputs(query, key, value, 0.4, False, sink=torch.randn(4, generator=draw)), fk.budget(24)
-    shared = plan.without_cohorts()
-    assert in_terms(call, plan) == replace(shared, keep=shared.keep | fk.Sinks(1))
+    query, sink = torch.randn(2, 4, count, 8, generator=draw), torch.randn(4, generator=draw)
+    key, value = torch.randn(2, 2, 4 // ratio, count, 8, generator=draw)
+    call = AttentionInputs(query, key, value, 0.4, False, sink=sink)
+    own, plan = with_sink(call), in_terms(call, fk.budget(24).never_exact())
+    graph = plan.keep.graph(own.query, own.key, own.value)
+    assert graph.columns.place is not None
+    assert graph.to_mask()[..., 0].all()
+    auto, by_torch, reference = (
+        fk.attention(own.query, own.key, own.value, plan=plan, **own.options(impl=impl))
+        for impl in ("auto", "torch", "reference")
+    )
+    close(auto, reference)
+    close(by_torch, reference)
 
 
 def test_what_captures_and_caches_do_not_know_is_refused():

@@ -16,7 +16,7 @@ from fewkeys.integrations.transformers import capture
 from fewkeys.plan import Plan
 from fewkeys.tuning import tune as module
 from fewkeys.tuning.allocate import _spend, within_error, within_slots
-from fewkeys.tuning.candidates import SINKS, Candidate, splits, variants
+from fewkeys.tuning.candidates import Candidate, splits, variants
 from fewkeys.tuning.score import layer_error, score_layer
 from tiny_models import MODELS, tokens
 
@@ -64,7 +64,7 @@ def test_scores_are_the_errors_by_definition(lengths, known, monkeypatch):
         expected = by_definition(taken, 1, candidate.plan, weight.double())
         torch.testing.assert_close(scores.relative[:, index], expected[0], rtol=1e-3, atol=1e-6)
         torch.testing.assert_close(scores.added[:, index], expected[1], rtol=1e-3, atol=1e-6)
-    assert not scores.felt.any()
+    assert not scores.output_change.any()
 
 
 def test_the_error_of_a_layer_is_that_of_its_heads_together(monkeypatch):
@@ -317,9 +317,3 @@ def test_what_is_left_is_spent_where_a_slot_gains_most():
     none = torch.zeros(2, dtype=torch.int64)
     assert _spend(cost, slots, none, 1.25).tolist() == [0, 1]
     assert _spend(cost, slots, none, 1.35).tolist() == [1, 1]
-
-
-def test_near_a_candidate_the_means_pay_for_sinks():
-    first = splits(64, is_causal=False, keys=1000, width=64, biased=True)[0]
-    found = [one for one in variants(first, width=64) if any(isinstance(part, fk.Sinks) for part in one.plan.parts)]
-    assert [first.plan.rest.count - one.plan.rest.count for one in found] == [SINKS]

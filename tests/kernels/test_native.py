@@ -262,11 +262,6 @@ def test_statistics_clusters_and_sums(form, dtype):
     torch.testing.assert_close(closeness.gather(-1, label.unsqueeze(-1)).squeeze(-1), nearest, rtol=1e-5, atol=1e-5)
     assert (label == 3).any()
     assert not (label == 7).any()  # of equals the first
-    middle = torch.randn(*k.shape[:2], 1, v.shape[-1])
-    *together, square, again = native.survey(k, v, form, shift, centre, constant, middle)
-    assert all(torch.equal(*pair) for pair in zip(together, (spread, importance, nearest), strict=True))
-    assert torch.equal(again, label)
-    torch.testing.assert_close(square, (v.float() - middle).square().sum(-1), rtol=1e-5, atol=1e-5)
 
     share = torch.rand(k.shape[:3]) * (torch.rand(k.shape[:3]) > 0.3)
     sums = native.label_sums(k, v, label, share, 13)

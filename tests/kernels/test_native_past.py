@@ -1,4 +1,4 @@
-"""Compiled kernels of causal plans: the past moves on as torch moves it, and may be read while it does."""
+"""Compiled kernels of causal plans: the past moves on as torch moves it."""
 
 from dataclasses import replace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import fewkeys as fk
-from cases import CAUSAL_SHAPES, RUNNING_PLANS
 from fewkeys import native
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.validation import check_inputs
@@ -17,7 +16,7 @@ from fewkeys.past import native as past_native
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import Scan, States
 from fewkeys.past.state import State
-from fewkeys.past.tokens import Tokens
+from fewkeys.past.tokens import Stretch
 from fewkeys.rest import BlockStandIns
 from native_cases import CLOSE, needs_compiler, without
 
@@ -124,26 +123,6 @@ def test_no_key_is_lost_where_costs_overflow():
         assert sizes.sum(-1).eq(torch.arange(6) * 16).all()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("plan", [p for p in RUNNING_PLANS.values() if isinstance(p.weights, fk.Softmax)], ids=str)
-def test_means_may_be_read_while_they_are_made(plan, dtype, threads):
-    """Of many more blocks than are held at a time, by helpers or not; to the last bit."""
-    shape = replace(CAUSAL_SHAPES["causal grouped"], queries=1100, keys=1100, value_dim=19)
-    shape = replace(shape, lengths=(1100, 777), batch=2, query_heads=2 if threads == 3 else 6)
-    x = check_inputs(*shape.draw(dtype=dtype), **shape.options)
-    graph = plan.keep.select(x)
-    made, fresh = (plan.rest.prepare(x, graph, plan.weights) for _ in range(2))
-    assert made.states is made.means.states
-    assert made.scan is None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    found, want = (native_plans.attend(Problem(x, graph, means, plan.weights)) for means in (fresh, made))
-    torch.set_num_threads(before)
-    assert torch.equal(found, want)
-    assert fresh.scan is not None  # nobody made them all
-
-
 def test_step_by_step_is_all_at_once():
     """To the last bit, as a stream must go on as a sequence does; also in lower precision."""
     g = torch.Generator().manual_seed(0)
@@ -155,7 +134,7 @@ def test_step_by_step_is_all_at_once():
         past = made_past(10, 8, 8)
         for step in range(5):
             part = slice(16 * step, 16 * step + 16)
-            rows = Evicted.at_once(Tokens.at(0, key[:, :, part].float(), value[:, :, part].float()))
+            rows = Evicted.at_once(Stretch(0, key[:, :, part].float(), value[:, :, part].float()).tokens())
             _, past = Scan(past, query[:, :, part].float() * 0.3, None, 1.0, rows, True).run()
             assert torch.equal(states.rows[:, :, step + 1], past.summary.rows)
             assert torch.equal(states.excess[:, :, step + 1], past.summary.excess)

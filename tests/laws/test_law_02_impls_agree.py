@@ -72,7 +72,7 @@ def test_chunking_does_not_matter(monkeypatch):
     shape, plan = SHAPES["grouped"], SOME_PLANS["outliers + window, first-order means, softmax"]
     whole = fk.attention(*shape.draw(), plan=plan, impl="torch")
     for size in (1, 700, 9000):
-        monkeypatch.setattr(by_block, "CHUNK", size)
+        monkeypatch.setattr(by_block, "CACHED_SCORES", size)
         torch.testing.assert_close(fk.attention(*shape.draw(), plan=plan, impl="torch"), whole, rtol=1e-9, atol=1e-10)
 
 

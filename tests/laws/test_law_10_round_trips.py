@@ -33,12 +33,12 @@ rests = st.one_of(
 )
 
 
-@given(parts=st.lists(selectors, max_size=3), rest=rests, exact_if_faster=st.booleans())
-def test_json(parts, rest, exact_if_faster):
+@given(parts=st.lists(selectors, max_size=3), rest=rests, exact_if_faster=st.booleans(), is_causal=st.booleans())
+def test_json(parts, rest, exact_if_faster, is_causal):
     keep = None
     for part in parts:
         keep = part if keep is None else keep | part
-    plan = Plan(keep, rest, fk.Softmax(), exact_if_faster)
+    plan = Plan(keep, rest, fk.Softmax(), exact_if_faster, is_causal)
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 

@@ -126,7 +126,7 @@ def told(x, h, clusters, kept):
     index = torch.stack([torch.randperm(x.keys, generator=g)[:kept] for _ in range(4 * h)]).view(*heads, h, kept)
     return {
         "label": torch.randint(clusters, (*heads, x.keys), generator=g),
-        "own": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
+        "half_variance": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
         "filled": torch.randint(1, h + 1, heads, generator=g),
         "middle": torch.randn(*heads, 1, x.head_dim, generator=g, dtype=x.key.dtype),
         "mean": torch.zeros(*heads, h, x.head_dim, dtype=x.key.dtype),
@@ -212,8 +212,8 @@ def test_a_cohort_has_at_least_sixteen_queries(queries, ratio, count):
 def test_refusals():
     with pytest.raises(ValueError, match="Outliers cohorts: expected a power of two, got 3"):
         fk.Outliers(4, 4, cohorts=3)
-    with pytest.raises(ValueError, match=r"expected Window alone beside Outliers.* got Sinks"):
-        fk.Outliers(4, 4, cohorts=2) | fk.Window(3) | fk.Sinks(1)
+    with pytest.raises(ValueError, match=r"expected Window and Sinks alone beside Outliers.* got Leverage"):
+        fk.Outliers(4, 4, cohorts=2) | fk.Window(3) | fk.select.Leverage(1)
     with pytest.raises(ValueError, match=r"keep: ClusterMeans\(cohorts=4\) needs rules for the same cohorts"):
         fk.Plan(fk.Outliers(4, 4, cohorts=2), fk.ClusterMeans(4, cohorts=4))
     with pytest.raises(ValueError, match=r"cohorts=1, got Outliers"):
@@ -236,15 +236,3 @@ def test_budget_with_cohorts_has_their_lists_and_means():
 def test_budget_has_cohorts_that_halve_as_slots_double():
     slots = (1, 2, 64, 65, 128, 129, 256, 512, 1024, 2048, 50_000)
     assert [fk.budget(count).keep.cohort_lists for count in slots] == [1, 64, 64, 32, 32, 16, 16, 8, 4, 2, 1]
-    assert fk.budget(64, is_causal=True).without_cohorts() == fk.budget(64, is_causal=True)
-
-
-def test_a_plan_without_cohorts_is_the_budget_of_as_many_slots():
-    for slots in range(2, 700):
-        found = fk.budget(slots).without_cohorts()
-        assert found in (fk.budget(slots, cohorts=1), fk.budget(slots - 1, cohorts=1))
-        assert found.without_cohorts() is found
-    assert fk.budget(64).without_cohorts() == fk.budget(64, cohorts=1)
-    lists = fk.Plan(fk.Outliers(9, 5, cohorts=8), weights=fk.weights.Power(2.0))
-    assert lists.without_cohorts() == fk.Plan(fk.Outliers(9, 5), weights=fk.weights.Power(2.0))
-    assert not fk.budget(64).never_exact().without_cohorts().exact_if_faster

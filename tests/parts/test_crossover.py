@@ -129,6 +129,17 @@ def test_grouped_heads_are_measured_as_they_run(monkeypatch, folder):
     assert set(seen) == {(6, 2)}
 
 
+def test_biases_of_the_distance_are_measured_as_they_run(monkeypatch, folder):
+    """With a bias on either side, and by torch alone, since kernels know none."""
+    calls = []
+    monkeypatch.setattr(crossover, "fastest", lambda points, _: calls.append(points) or ([1.0, 2.0] * 3, True))
+    x = check_inputs(*problem(3000), distance_bias=torch.zeros(1, 5))
+    assert expected(x, PLAN).plan_by_torch is None
+    ((exact_call, *_, attend),) = calls
+    assert exact_call.args[0].bias is not None
+    assert attend.args[0].inputs.bias is not None
+
+
 def measure_numbers(monkeypatch, found):
     monkeypatch.setattr(crossover, "_measured", lambda *_: (tuple(next(found) for _ in range(3)), True))
 

@@ -7,7 +7,7 @@ import fewkeys as fk
 from fewkeys.cost import decoding
 from fewkeys.cost.crossover import Line
 from fewkeys.cost.decoding import NEVER, crossing, exact_length, through
-from fewkeys.streaming.coded import _one_token
+from fewkeys.memory.coded import _one_token
 
 PLAN = fk.budget(64, is_causal=True)
 ROWS = [torch.zeros(1, heads, 1, 16) for heads in (4, 2, 2)]

@@ -10,9 +10,8 @@ import fewkeys as fk
 from captures import captured
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
 from fewkeys.judge.sample import take
+from fewkeys.memory import Stream
 from fewkeys.papers import sparsefinder, value_aware
-from fewkeys.streaming import Stream
-from fewkeys.streaming.by_head import HeadStreams
 
 ALL = {**PLANS, **RUNNING_PLANS}
 
@@ -78,9 +77,9 @@ def a_stream(plan):
 
 def heads_of_two_plans():
     _, k, v = LONG
-    streams = HeadStreams([fk.Plan(fk.Window(9) | fk.Sinks(2)), fk.Plan(fk.Window(5) | fk.Sinks(2))])
-    streams.append(k, v, None, 0.3)
-    return streams.attend(k)
+    stream = Stream([fk.Plan(fk.Window(9) | fk.Sinks(2)), fk.Plan(fk.Window(5) | fk.Sinks(2))], scale=0.3)
+    stream.append(k, v)
+    return stream.attend(k)
 
 
 def a_table(capture):

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import fewkeys as fk
+import fewkeys.execute.exact
+from fewkeys.core.distances import DistanceBias
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.flow import prepare
@@ -18,6 +20,11 @@ FEW = {
     "means beside one list": fk.Plan(fk.Outliers(4, 6), fk.ClusterMeans(6)),
     "moments": fk.Plan(fk.Window(7), fk.rest.Moments()),
     "a list for every query": fk.Plan(fk.TopK(5)),
+    "cohorts, a window and first-order means": fk.Plan(
+        fk.Outliers(4, 6, cohorts=8) | fk.Window(7), fk.ClusterMeans(6, rank=2, cohorts=8)
+    ),
+    "cohorts without a window, sinks": fk.Plan(fk.Outliers(4, 6, cohorts=4) | fk.Sinks(2), fk.ClusterMeans(6, 0, 4)),
+    "lists of cohorts": fk.Plan(fk.Outliers(4, 6, cohorts=4) | fk.Window(7)),
 }
 
 
@@ -40,7 +47,15 @@ def spread(table, first, queries, keys):
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
 @pytest.mark.parametrize("plan", [EXACT, WINDOW], ids=str)
-@pytest.mark.parametrize("shape", [{}, {"is_causal": True}, {"queries": 40, "is_causal": True, "query_offset": 110}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"is_causal": True},
+        {"queries": 40, "query_offset": 50},
+        {"queries": 40, "is_causal": True, "query_offset": 110},
+    ],
+)
 def test_keeping_every_key_is_the_definition(plan, shape, impl):
     query, key, value, options = problem(**shape)
     found = fk.attention(query, key, value, plan=plan, impl=impl, **options | {"key_mask": None})
@@ -50,6 +65,16 @@ def test_keeping_every_key_is_the_definition(plan, shape, impl):
     if "is_causal" in shape:
         scores = scores.masked_fill(~torch.ones(query.shape[2], 150).tril(first).bool(), -torch.inf)
     torch.testing.assert_close(found, scores.softmax(-1) @ value.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_exact_attention_makes_masks_piece_by_piece(is_causal, monkeypatch):
+    query, key, value, options = problem(is_causal=is_causal)
+    whole = fk.attention(query, key, value, plan=EXACT, **options)
+    monkeypatch.setattr(fewkeys.execute.exact, "ROWS", 32)
+    torch.testing.assert_close(fk.attention(query, key, value, plan=EXACT, **options), whole)
+    bias = DistanceBias(options["distance_bias"]).from_last(0, 150, 150)
+    assert bias.untyped_storage().nbytes() == 4 * 299 * 8
 
 
 @pytest.mark.parametrize("plan", FEW.values(), ids=FEW)
@@ -69,14 +94,17 @@ def test_torch_is_the_reference_also_in_gradients(plan, reach):
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize("window", [1, 9, 61])
-def test_a_stand_in_has_the_mean_of_the_exponential(window, impl):
+@pytest.mark.parametrize("cohorts", [1, 4])
+def test_a_stand_in_has_the_mean_of_the_exponential(cohorts, window, impl):
     """Keys and values of two kinds, so that scores know nothing of distances: then it is exact."""
     query, key, value, options = problem()
     kind = torch.rand(150, generator=torch.Generator().manual_seed(1)) < 0.3
     key, value = (torch.where(kind[:, None], rows[:, :, :1], rows[:, :, 1:2]) for rows in (key, value))
-    few = fk.attention(query, key, value, plan=fk.Plan(fk.Window(window), fk.ClusterMeans(2)), impl=impl, **options)
-    exact = fk.attention(query, key, value, plan=EXACT, **options)
-    torch.testing.assert_close(few, exact, rtol=1e-4, atol=1e-5)  # clusters' statistics are in float32
+    kept = fk.Window(window) if cohorts == 1 else fk.Outliers(1, 2, cohorts) | fk.Window(window)
+    plan = fk.Plan(kept, fk.ClusterMeans(2, 0, cohorts))
+    few = fk.attention(query, key, value, plan=plan, impl=impl, **options)
+    exact, real = fk.attention(query, key, value, plan=EXACT, **options), options["key_mask"][:, None, :, None]
+    torch.testing.assert_close(few * real, exact * real, rtol=1e-4, atol=1e-5)  # clusters' statistics are in float32
 
 
 def test_oracles_know_it():
@@ -113,11 +141,12 @@ def test_one_number_for_all_distances_changes_nothing(impl, number):
         torch.testing.assert_close(found, want)
 
 
-def test_few_keys_cost_no_more_than_without():
+@pytest.mark.parametrize("cohorts", [1, 16])
+def test_few_keys_cost_no_more_than_without(cohorts):
     """The bias of T5's kind: falling with the distance, constant beyond."""
     query, key, value, _ = problem(queries=400, keys=400)
     far = torch.arange(-64, 65).abs().double().clamp(1)
-    table, plan = -far.log() * torch.tensor([0.2, 0.5, 1.0, 2.0])[:, None], fk.budget(48, cohorts=1).never_exact()
+    table, plan = -far.log() * torch.tensor([0.2, 0.5, 1.0, 2.0])[:, None], fk.budget(48, cohorts=cohorts).never_exact()
     error = {}
     for name, bias in (("with", table), ("without", None)):
         given = {"distance_bias": bias}
@@ -130,7 +159,7 @@ def test_few_keys_cost_no_more_than_without():
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (fk.Plan(fk.KeyScan(64)), "whose queries keep a window and lists, got extra edges, cohorts or a scan"),
+        (fk.Plan(fk.KeyScan(64)), "whose queries keep a window and lists, got extra edges or a scan"),
         (
             fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0)),
             r"expected Softmax\(\) with stand-ins, got Power",
@@ -172,14 +201,9 @@ def test_kernels_know_of_it():
     assert EXECUTORS["native"].unsupported(own) == "expected no distance_bias, got one"
 
 
-def test_cohorts_give_way():
-    """A plan of cohorts runs as its form without; prepared as it is, it is refused."""
+def test_padding_is_deleted_keys_beside_cohorts():
     query, key, value, options = problem()
-    plan = fk.budget(64, cohorts=4).never_exact()
-    found, wanted = (fk.attention(query, key, value, plan=own, **options) for own in (plan, plan.without_cohorts()))
-    assert torch.equal(found, wanted)
-    told = fk.explain(query, key, value, plan=plan, **options)
-    assert told.reason.endswith("without cohorts, which do not support a distance bias")
-    assert "cohorts" not in fk.explain(query, key, value, plan=plan, key_mask=options["key_mask"]).reason
-    with pytest.raises(ValueError, match=r"^distance_bias: expected a plan .* got extra edges, cohorts or a scan"):
-        prepare(check_inputs(query, key, value, **options), plan)
+    real, plan = options.pop("key_mask")[0], FEW["cohorts, a window and first-order means"]
+    padded = fk.attention(query, key, value, plan=plan, key_mask=real.expand(2, -1), **options)
+    cut = (rows[:, :, real] for rows in (query, key, value))
+    torch.testing.assert_close(padded[:, :, real], fk.attention(*cut, plan=plan, **options))

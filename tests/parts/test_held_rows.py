@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import fewkeys as fk
 from fewkeys.core import buffer
 from fewkeys.execute import dispatch
-from fewkeys.streaming import Stream
-from fewkeys.streaming.rows import LARGEST, Held, HeldRows
+from fewkeys.memory import Stream
+from fewkeys.memory.base import Held
+from fewkeys.memory.rows import LARGEST, HeldRows
 from tiny_models import llama, tokens
 
 PLAN = fk.Plan(fk.KeyScan(25), fk.BlockMeans(4))

@@ -7,7 +7,7 @@ import torch
 
 import fewkeys as fk
 from cases import CAUSAL_PLANS
-from fewkeys.streaming import Stream, files
+from fewkeys.memory import Stream, files
 from odd_keys import EXTREME
 
 PLANS = {
@@ -112,8 +112,22 @@ def test_merged_with_others(large):
     assert feed(streams[0], q, k, v, [64, 86]).isfinite().all()
 
 
-NUMBERS = ["near.key", "near.value", "sinks.key", "summary.rows", "summary.excess", "summary.seen.key", "asked"]
-NUMBERS += ["summary.seen.value", "summary.seen.square", "queries.total", "queries.square", "heavy0.sums.gram"]
+NUMBERS = [
+    "state.near.key",
+    "state.near.value",
+    "state.sinks.key",
+    "state.summary.rows",
+    "state.summary.excess",
+    "state.summary.seen.key",
+    "state.asked",
+]
+NUMBERS += [
+    "state.summary.seen.value",
+    "state.summary.seen.square",
+    "state.queries.total",
+    "state.queries.square",
+    "heavy0.sums.gram",
+]
 
 
 @pytest.mark.parametrize("by", [1e10, 1e19, 1e30, 1e37])
@@ -124,7 +138,8 @@ def test_files_of_huge_numbers(tmp_path, by):
     feed(stream, q, k, v, [150])
     facts, tensors = stream.contents()
     for name in NUMBERS:
-        files.write(tmp_path / "stream", facts, tensors | {f"0.{name}": (tensors[f"0.{name}"] * by).clamp(max=3e38)})
+        huge = {f"0.{name}": (tensors[f"0.{name}"] * by).clamp(max=3e38)}
+        files.write(tmp_path / "stream", "stream", [(facts, tensors | huge)])
         found = feed(Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
         assert found.isfinite().all(), name
 

@@ -18,10 +18,10 @@ from fewkeys.captures.capture import INDEX, Capture
 from fewkeys.core import tensor_files
 from fewkeys.core.records import build, parse
 from fewkeys.core.tensor_files import Form, check
+from fewkeys.memory import Stream
 from fewkeys.papers import sparsefinder
 from fewkeys.papers.levattention import key_sketch
 from fewkeys.papers.sparsefinder.groupings import Edges
-from fewkeys.streaming import Stream, files
 from tiny_models import llama, tokens
 
 HEAVY = fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(6))
@@ -203,14 +203,24 @@ def test_json_written_by_hand_needs_no_checksum_and_edited_json_none_any_more(tm
 
 
 def rewritten(path: Path, change) -> None:
-    facts, tensors = tensor_files.read(path, files.KIND)
+    header, tensors = tensor_files.read(path, "stream")
+    facts = header["streams"][0] | {"format": header["format"]}
+    tensors = {name.removeprefix("0/"): tensor for name, tensor in tensors.items()}
     change(facts, tensors)
-    tensor_files.write(path, files.KIND, facts, tensors)
+    header = {"format": facts.pop("format"), "streams": [facts]}
+    tensor_files.write(path, "stream", header, {f"0/{name}": tensor for name, tensor in tensors.items()})
 
 
 def changed(name, change):
     def apply(facts, tensors):
         tensors[name] = change(tensors[name])
+
+    return apply
+
+
+def both(name, change):
+    def apply(facts, tensors):
+        tensors |= {f"{name}.{part}": change(tensors[f"{name}.{part}"]) for part in ("key", "value")}
 
     return apply
 
@@ -225,58 +235,65 @@ def told(name, value, *inside):
 
 
 CRAFTED = {
-    "wide size": changed("0.summary.size", lambda x: torch.ones(2, 2, 4096)),
-    "narrow size": changed("0.summary.size", lambda x: x[..., :2]),
-    "narrow excess": changed("0.summary.excess", lambda x: x[..., :1]),
-    "narrow square": changed("0.queries.square", lambda x: x[..., :2]),
-    "narrow total": changed("0.queries.total", lambda x: x[..., :1]),
-    "fewer dimensions": changed("0.asked", lambda x: x[0]),
-    "another dtype": changed("0.summary.rows", torch.Tensor.double),
-    "whole numbers": changed("0.summary.rows", lambda x: x.long()),
-    "fewer heads": changed("0.sinks.key", lambda x: x[:, :1]),
-    "sinks beyond": changed("0.sinks.place", lambda x: x + 10**6),
+    "wide size": changed("0.state.summary.size", lambda x: torch.ones(2, 2, 4096)),
+    "narrow size": changed("0.state.summary.size", lambda x: x[..., :2]),
+    "narrow excess": changed("0.state.summary.excess", lambda x: x[..., :1]),
+    "narrow square": changed("0.state.queries.square", lambda x: x[..., :2]),
+    "narrow total": changed("0.state.queries.total", lambda x: x[..., :1]),
+    "fewer dimensions": changed("0.state.asked", lambda x: x[0]),
+    "another dtype": changed("0.state.summary.rows", torch.Tensor.double),
+    "whole numbers": changed("0.state.summary.rows", lambda x: x.long()),
+    "fewer heads": changed("0.state.sinks.key", lambda x: x[:, :1]),
+    "more sinks": both("0.state.sinks", lambda x: torch.cat([x, x], 2)),
     "heavy before": changed("0.heavy0.rows.place", lambda x: x - 10**6),
     "more heavy": changed("0.heavy0.number", lambda x: torch.cat([x, x], -1)),
     "sums of another shape": changed("0.heavy0.sums.gram", lambda x: x[..., :3]),
-    "near elsewhere": changed("0.near.place", lambda x: x + 1),
-    "not a number": changed("0.summary.rows", lambda x: x * torch.nan),
-    "infinite sums": changed("0.queries.total", lambda x: x + torch.inf),
-    "negative size": changed("0.summary.size", lambda x: -x),
-    "too many": changed("0.summary.size", lambda x: x * 10**6),
-    "free and taken": changed("0.summary.excess", lambda x: torch.full_like(x, -torch.inf)),
-    "no generator": changed("generator", lambda x: x[:5]),
-    "another generator": changed("generator", lambda x: torch.full_like(x, 255)),
-    "one missing": lambda facts, tensors: tensors.pop("0.answered"),
+    "more near": both("0.state.near", lambda x: torch.cat([x] * 9, 2)),
+    "fewer near": both("0.state.near", lambda x: x[:, :, 9:]),
+    "not a number": changed("0.state.summary.rows", lambda x: x * torch.nan),
+    "infinite sums": changed("0.state.queries.total", lambda x: x + torch.inf),
+    "negative size": changed("0.state.summary.size", lambda x: -x),
+    "too many": changed("0.state.summary.size", lambda x: x * 10**6),
+    "free and taken": changed("0.state.summary.excess", lambda x: torch.full_like(x, -torch.inf)),
+    "no generator": changed("generator0", lambda x: x[:5]),
+    "another generator": changed("generator0", lambda x: torch.full_like(x, 255)),
+    "one missing": lambda facts, tensors: tensors.pop("0.state.answered"),
     "one more": lambda facts, tensors: tensors.update(other=torch.ones(1)),
     "longer": told("length", 10**9),
     "shorter": told("length", -1),
-    "moved beyond": told("moved", 400, "held", "groups", 0, "held"),
-    "moved as text": told("moved", "0", "held", "groups", 0, "held"),
+    "moved beyond": told("moved", 400, "groups", 0, "held"),
+    "moved as text": told("moved", "0", "groups", 0, "held"),
     "scale": told("scale", "big"),
+    "no plans": told("plans", []),
+    "more plans": lambda facts, tensors: facts.update(plans=facts["plans"] * 3),
+    "the plan before": told("plan", -1, "groups", 0),
+    "the next plan": told("plan", 1, "groups", 0),
     "format": told("format", 1),
-    "no plan": told("plan", None),
-    "another plan": told("plan", fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2), fk.rest.RunningMeans(9)).to_dict()),
+    "no plan": told("plans", [None]),
+    "another plan": told(
+        "plans", [fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2), fk.rest.RunningMeans(9)).to_dict()]
+    ),
     "nothing held": lambda facts, tensors: tensors.clear(),
 }
 SCAN = fk.budget(24, is_causal=True)
 CRAFTED_SCAN = {
     "sequences twice": changed("0.rows", torch.zeros_like),
     "sequences beyond": changed("1.rows", lambda x: x + 2),
-    "fewer values": changed("0.value", lambda x: x[:, :, :-1]),
-    "fewer tokens": changed("1.key", lambda x: x[:, :, 1:]),
-    "another head": changed("1.key", lambda x: x[:, :1]),
-    "not a number": changed("0.key", lambda x: x * torch.nan),
-    "values of another type": changed("0.value", torch.Tensor.double),
-    "gaps beyond": told("gaps", [[0, 10**6]], "held", "groups", 0),
-    "gaps that fall": told("gaps", [[9, 5]], "held", "groups", 0),
-    "gaps that are none": told("gaps", [[5]], "held", "groups", 0),
-    "fewer gaps": told("gaps", [], "held", "groups", 0),
-    "one missing": lambda facts, tensors: tensors.pop("1.value"),
-    "one more": lambda facts, tensors: tensors.update({"2.key": torch.ones(1)}),
-    "another fact": told("sealed", 10**6, "held", "groups", 0, "held"),
-    "groups of text": told("groups", ["a"], "held"),
-    "fewer groups": lambda facts, tensors: facts["held"]["groups"].pop(),
-    "no groups": told("groups", [], "held"),
+    "fewer values": changed("0.rows.value", lambda x: x[:, :, :-1]),
+    "fewer tokens": changed("1.rows.key", lambda x: x[:, :, 1:]),
+    "another head": changed("1.rows.key", lambda x: x[:, :1]),
+    "not a number": changed("0.rows.key", lambda x: x * torch.nan),
+    "values of another type": changed("0.rows.value", torch.Tensor.double),
+    "gaps beyond": told("gaps", [[0, 10**6]], "groups", 0),
+    "gaps that fall": told("gaps", [[9, 5]], "groups", 0),
+    "gaps that are none": told("gaps", [[5]], "groups", 0),
+    "fewer gaps": told("gaps", [], "groups", 0),
+    "one missing": lambda facts, tensors: tensors.pop("1.rows.value"),
+    "one more": lambda facts, tensors: tensors.update({"2.rows.key": torch.ones(1)}),
+    "another fact": told("sealed", 10**6, "groups", 0, "held"),
+    "groups of text": told("groups", ["a"]),
+    "fewer groups": lambda facts, tensors: facts["groups"].pop(),
+    "no groups": told("groups", []),
     "shorter": told("length", 3),
 }
 
@@ -321,7 +338,7 @@ def test_a_tensor_of_any_other_shape_or_dtype_is_refused(data):
             a_stream(path, tokens=data.draw(st.sampled_from([3, 40, 101])))
         else:
             a_scan(path)
-        facts, tensors = tensor_files.read(path, files.KIND)
+        facts, tensors = tensor_files.read(path, "stream")
         name = data.draw(st.sampled_from(sorted(tensors)))
         shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=5)))
         dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool, torch.uint8]))
@@ -329,12 +346,14 @@ def test_a_tensor_of_any_other_shape_or_dtype_is_refused(data):
         if shape == tuple(tensors[name].shape) and dtype == tensors[name].dtype:
             return
         tensors[name] = wrong
-        tensor_files.write(path, files.KIND, facts, tensors)
+        tensor_files.write(path, "stream", facts, tensors)
         try:
             stream = Stream.load(path)
         except ValueError:
             return
-        assert (name == "asked" and shape[2:3] != tensors[name].shape[2:3]) or stream.length == facts["length"]
+        assert (name.endswith("asked") and shape[2:3] != tensors[name].shape[2:3]) or stream.length == facts["streams"][
+            0
+        ]["length"]
         stream.append(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8))
         assert stream.attend(torch.ones(2, 4, 1, 8)).isfinite().all()
 

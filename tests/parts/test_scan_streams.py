@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
+from fewkeys.memory import Stream, coded, files
 from fewkeys.sketch.codes import BLOCK
-from fewkeys.streaming import Stream, coded, files
 from stream_tokens import SIZES, TOKENS, Tokens, same, whole
 
 PLANS = {
@@ -188,7 +188,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     tokens.feed(stream)
     facts, tensors = stream.contents()
     short = {name: rows[:, :, 1:] if name.endswith("key") else rows for name, rows in tensors.items()}
-    files.write(path, facts, short)
+    files.write(path, "stream", [(facts, short)])
     with pytest.raises(ValueError, match=r"^path: expected a file that Stream.save wrote"):
         Stream.load(path)
 
@@ -203,3 +203,27 @@ def test_a_query_beyond_all_bounds_is_answered(size):
         stream.append(key[:, :, part], value[:, :, part])
         found.append(stream.attend(query[:, :, part]))
     assert torch.cat(found, 2).isfinite().all()
+
+
+@pytest.mark.parametrize("leaves", ["model", "int8"])
+def test_tokens_of_one_block_follow_whatever_was_done_to_the_stream(leaves):
+    """What a kernel is told of a block serves all of its tokens: not those of another order, copy, block or length."""
+    plan, tokens, order = PLANS["means"], Tokens.draw(2), torch.tensor([1, 0])
+    tokens = Tokens(*(rows.float() for rows in (tokens.query, tokens.key, tokens.value)), tokens.real)
+    want = tokens.feed(fk.stream(plan, leaves=leaves))
+
+    def follow(stream, start, stop, index=slice(None)):
+        for place in range(start, stop):
+            one = tokens.select(index)[place : place + 1]
+            found = one.feed(stream)
+            torch.testing.assert_close(found, want[index][:, :, place : place + 1], rtol=1e-5, atol=1e-5)
+
+    stream = fk.stream(plan, leaves=leaves)
+    tokens[:195].feed(stream)
+    follow(stream, 195, 203)
+    copied = copy.deepcopy(stream)
+    stream.select(order)
+    follow(stream, 203, 210, order)
+    stream.crop(198)
+    follow(stream, 198, 330, order)  # beyond 324, rows move to a larger buffer
+    follow(copied, 203, 206)

@@ -94,12 +94,6 @@ def test_running_leverage_scores_all_keys_so_far(centre):
     assert mask[0, 0, -1].nonzero().flatten().tolist() == sorted(held)
 
 
-def test_lists_for_cohorts_have_no_alternatives():
-    """Nothing else stands beside means for cohorts."""
-    assert fk.Outliers(4, 6).alternatives == (fk.select.Leverage(4, centre=True), fk.select.KeyNorm(4))
-    assert fk.Outliers(4, 6, cohorts=2).alternatives == ()
-
-
 @given(
     keep=st.sampled_from(
         [fk.Window(7), fk.Window(30), fk.select.RecentBlocks(8), fk.select.RecentBlocks(4, 3), fk.Sinks(9)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import fewkeys as fk
 from cases import CASES, CAUSAL_PLANS, CAUSAL_SHAPES, RUNNING_PLANS
-from fewkeys.streaming import Stream
-from fewkeys.streaming.parts import parts_of
+from fewkeys.memory import Stream
+from fewkeys.memory.parts import parts_of
 
 PLANS = {
     name: plan

@@ -33,8 +33,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         inner = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        own = [self, *(choices[word] for choices in inner for word in self._given if word in choices)]
-        options = [name for one in own for name in one._option_string_actions if name.startswith("--")]
+        parsers = [self, *(choices[word] for choices in inner for word in self._given if word in choices)]
+        options = [name for one in parsers for name in one._option_string_actions if name.startswith("--")]
         for word in self._given:
             name = word.partition("=")[0]
             if word.startswith("--") and name not in options and (near := get_close_matches(name, options, 1)):

@@ -45,11 +45,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default cpu)")
     parser.add_argument("--causal", action="store_true", help="causal attention")
-    parser.add_argument(
-        "--whole", action="store_true",
-        help="time whole models of random weights, and attention's share of them: --model names a shape (minilm, base, "
-        "modernbert, smollm2) or a model whose shape is taken; no text is read",
-    )  # fmt: skip
     parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
     add_impl(parser)
     add_common(parser, "folder for the results", seed=False)
@@ -58,9 +53,6 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Time, print, and write the JSON and the pictures."""
-    if arguments.whole:
-        _run_whole(arguments)
-        return
     real = arguments.demo or arguments.model is not None
     inputs.prepare(arguments, "matplotlib", real=real)
     if arguments.text and not real:
@@ -114,34 +106,6 @@ def run(arguments: argparse.Namespace) -> None:
     if real:
         files |= picture("error", lambda path: save_error(rows, path, title=what))
     deliver(arguments, files, text, lambda: print_timings(rows))
-
-
-def _run_whole(arguments: argparse.Namespace) -> None:
-    """The same of whole models."""
-    inputs.prepare(arguments)
-    if arguments.model is None or arguments.text or arguments.backward or arguments.device != "cpu":
-        raise ValueError("--whole: expected --model, and neither --text, --backward nor another --device")
-    import json
-    from dataclasses import asdict
-
-    import torch
-
-    from fewkeys.bench.machine import machine, versions
-    from fewkeys.integrations.whole import DECODERS, time_model
-    from fewkeys.report.speed import print_models
-
-    causal, dtype = arguments.causal or arguments.model in DECODERS, getattr(torch, arguments.dtype)
-    rows: list[dict[str, Any]] = []
-    each = [(name, length) for name in arguments.plans for length in arguments.lengths]
-    with progress() as step:
-        for number, (name, length) in enumerate(each):
-            step(number, len(each), f"{length} tokens, {name}")
-            rows.append({"name": name, **asdict(time_model(arguments.model, _plan(name, causal), length, dtype=dtype))})
-    settings = {"model": arguments.model, "dtype": arguments.dtype, "causal": causal}
-    result = {"machine": machine(), "versions": versions(with_transformers=True), "settings": settings, "rows": rows}
-    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
-    files = {"models.json": lambda path: write_whole(path, text)}
-    deliver(arguments, files, text, lambda: print_models(rows))
 
 
 def _problem(arguments: argparse.Namespace, real: bool, step: Step) -> Draw:

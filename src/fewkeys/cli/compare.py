@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.cli import inputs
 from fewkeys.cli.files import deliver, picture
 from fewkeys.cli.options import add_common, add_impl, add_model, add_size, add_text, budgets, named_path, share
-from fewkeys.cli.progress import progress
+from fewkeys.cli.progress import Step, progress
 
 if TYPE_CHECKING:
     from fewkeys.captures.capture import Capture
+    from fewkeys.judge.row import Row, WholeTime
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
 RESULTS, SAMPLE = "results.json", "sample.safetensors"
 """What `fewkeys report` reads."""
+PAGE = "report.html"
+DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
+SECONDS = 5.0
+"""For the times of whole models at one length, about."""
 
 
 def add_to(commands: Any) -> None:
@@ -27,7 +33,8 @@ def add_to(commands: Any) -> None:
         help="judge approximations of attention on a model and a text",
         description="Judge approximations of attention on a model and a text: error of the attention output, effect on "
         "the whole model (unless it is a capture), time against exact attention. Prints a table; --out also writes "
-        f"{RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png, pareto.pdf; fewkeys report shows them.",
+        f"{PAGE}, a page for the browser, {RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png, "
+        f"pareto.pdf. With --demo, --out is {DEMO_OUT} and --lengths {','.join(map(str, DEMO_LENGTHS))}, unless named.",
     )
     add_model(parser, capture=True)
     add_text(parser)
@@ -35,6 +42,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--slots", type=budgets, default=[16, 32, 64, 128], metavar="N,N,...",
         help="slots per query: keys and stand-ins that a query may pay (default 16,32,64,128)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", type=budgets, metavar="N,N,...",
+        help="also time a whole model of the same shape, with random weights, on one text of so many tokens: exact "
+        "attention against the recommended plans and those of --plan",
     )  # fmt: skip
     parser.add_argument(
         "--plan", action="append", type=named_path, default=[], metavar="DIR",
@@ -48,9 +60,14 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Compare, print, and write what --out asks for."""
-    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
-    own = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
-    if len(own) < len(arguments.plan):
+    if arguments.demo:
+        arguments.out = arguments.out or DEMO_OUT
+        arguments.lengths = arguments.lengths or DEMO_LENGTHS
+    if arguments.capture and arguments.lengths:
+        raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
+    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib", "plotly")))
+    user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
+    if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
     with progress() as step:
         opened = None if arguments.capture else inputs.open_model(arguments, step)
@@ -58,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
         from fewkeys.judge.sample import take
+        from fewkeys.judge.standard import OURS
 
         if opened is None:
             captured, tokens = inputs.open_capture(arguments)
@@ -66,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
             step(0, 1, "exact attention of every layer")
             captured, tokens = capture(opened.model, opened.batches), opened.tokens
             text, model, batches, name = opened.files, opened.model, opened.batches, opened.name
-        plans = _rows(captured, arguments.slots, own)
+        plans = _rows(captured, arguments.slots, user_plans)
         report = compare(
             captured,
             plans,
@@ -77,22 +95,48 @@ def run(arguments: argparse.Namespace) -> None:
             seed=arguments.seed,
             progress=step,
         )
+        if arguments.lengths:
+            timed = [row for row in report.rows if row.name == OURS or row.name in user_plans]
+            each = [plans[row.budget][row.name] for row in timed]
+            report = replace(report, whole_times=_whole_times(model, timed, each, arguments.lengths, step))
         sample = None
         if arguments.out is not None:
             step(0, 0, "a closer look at a few queries")
             first = arguments.slots[0]  # of rows that are the same at every budget
-            rows = [plans[None if r.name in own else r.budget or first][r.name] for r in report.rows]
+            rows = [plans[None if r.name in user_plans else r.budget or first][r.name] for r in report.rows]
             sample = take(captured, rows, tokens=tokens, seed=arguments.seed)
     report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
     from fewkeys.report import print_table, save_figure
+    from fewkeys.report.page import save_page
 
     files = {RESULTS: report.save, **picture("pareto", lambda path: save_figure(report, path))}
     if sample is not None:
         files[SAMPLE] = sample.save
+    files[PAGE] = lambda path: save_page(report, path, sample)
     deliver(arguments, files, report.to_json(), lambda: print_table(report))
+    if arguments.out is not None and not arguments.json:
+        print(f"Open {(arguments.out / PAGE).resolve().as_uri()}")
 
 
-def _rows(captured: Capture, slots: list[int], own: dict[str, Plan | ModelPlan]) -> dict[int | None, dict[str, Any]]:
+def _whole_times(
+    model: Any, rows: list[Row], plans: list[Plan | ModelPlan], lengths: list[int], step: Step
+) -> list[WholeTime]:
+    """Times of a model of this shape with random weights, exact and under the plan of each row, length by length."""
+    from fewkeys.integrations.whole import of_shape, time_model
+    from fewkeys.judge.row import WholeTime
+
+    times = []
+    for number, length in enumerate(lengths):
+        step(number, len(lengths), f"times of whole models at {length:,} tokens")
+        timings = time_model(of_shape(model.config, length, model.dtype), plans, length, seconds=SECONDS)
+        for row, timing in zip(rows, timings, strict=True):
+            times.append(WholeTime(row.name, row.budget, length, timing.turns, timing.ms, timing.exact_ms))
+    return times
+
+
+def _rows(
+    captured: Capture, slots: list[int], user_plans: dict[str, Plan | ModelPlan]
+) -> dict[int | None, dict[str, Any]]:
     """The standard rows at every budget, and the user's."""
     from fewkeys.judge.standard import standard_plans
 
@@ -101,6 +145,6 @@ def _rows(captured: Capture, slots: list[int], own: dict[str, Plan | ModelPlan])
     for count in slots:
         plans = standard_plans(count, is_causal=captured.is_causal, head_dim=captured.head_dim, length=length)
         rows[count] = dict(plans)
-    if taken := own.keys() & rows[slots[0]].keys():
+    if taken := user_plans.keys() & rows[slots[0]].keys():
         raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")
-    return rows | ({None: own} if own else {})
+    return rows | ({None: user_plans} if user_plans else {})

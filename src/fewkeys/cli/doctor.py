@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     plans = {"budget(192)": fk.budget(192), "budget(256, is_causal=True)": fk.budget(256, is_causal=True)}
     with progress() as step:
         step(0, 1, "kernels for this processor, compiled now unless they have been")
-        found = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
+        processor = machine() | {"instructions": torch.backends.cpu.get_cpu_capability()}
         auto = {}
         for number, (name, plan) in enumerate(plans.items()):
             step(number, len(plans), f"the speed of {name} and of exact attention, measured at their first use")
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     facts = {
         "versions": versions(with_transformers=True),
-        "machine": found | {"gpu": gpu},
+        "machine": processor | {"gpu": gpu},
         "library": str(place() or "none that is kept"),
         "cache": str(cache_folder()),
         "extras": {extra: find_spec(module) is not None for extra, module in EXTRAS.items()},
@@ -69,7 +69,7 @@ AUTO = ("tokens", "runs", "exact_ms", "plan_ms")
 
 
 def _auto(plan: Any, length: int, is_causal: bool) -> tuple[int, str, float | None, float | None]:
-    """What `impl="auto"` does with the plan at a length, and the milliseconds expected where it asked for them."""
+    """What `impl="auto"` does with the plan at a length, and the expected milliseconds if it compares them."""
     import torch
 
     from fewkeys.core.validation import check_inputs
@@ -89,14 +89,14 @@ def _show(facts: dict[str, Any]) -> None:
     screen = console()
     have = [name for name, there in facts["extras"].items() if there]
     lack = [name for name, there in facts["extras"].items() if not there]
-    own = facts["machine"]
+    machine = facts["machine"]
     lines = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
-        "processor": f"{own['cpu']}, {own['cores']} cores, threads in use: {own['threads']}",
-        "instructions": f"{own['instructions']} (as torch has it)",
-        "kernels": own["kernels"],
+        "processor": f"{machine['cpu']}, {machine['cores']} cores, threads in use: {machine['threads']}",
+        "instructions": f"{machine['instructions']} (as torch has it)",
+        "kernels": machine["kernels"],
         "library": facts["library"],
-        "gpu": own["gpu"] or "none that torch finds",
+        "gpu": machine["gpu"] or "none that torch finds",
         "cache": facts["cache"],
         "extras": ", ".join(have) + (f"; not installed: pip install 'fewkeys[{','.join(lack)}]'" if lack else ""),
     }

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+PDF = b"%PDF-"
+"""How such a file begins; it may be ASCII throughout."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -58,7 +61,7 @@ def _reasons(skipped: dict[str, str]) -> str:
 
 
 def _first(skipped: dict[str, str], reason: str) -> str:
-    return next(name for name, own in skipped.items() if own == reason)
+    return next(name for name, skip_reason in skipped.items() if skip_reason == reason)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -76,6 +79,8 @@ def _text(path: Path) -> tuple[str, str]:
         data = path.read_bytes()
     except OSError as error:
         return "", f"cannot be read ({error.strerror})"
+    if data.startswith(PDF):
+        return "", "is a PDF (pdftotext extracts its text)"
     if b"\0" in data:
         return "", "is binary"
     try:

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         settings = {name: getattr(arguments, name) for name in names}
         finder = Sparsefinder.fit(seen, **settings, directory=work, progress=step)
         raw = Sparsefinder.raw(seen, alpha=arguments.alpha, seed=arguments.seed)
-        found = judge(
+        rows = judge(
             {"projected": finder, "raw": raw},
             unseen,
             _groupings(unseen, arguments.margin),
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
         "settings": asdict(finder.settings),
         "sequences": {"seen": seen.sequences, "held_out": unseen.sequences},
         "window": WINDOW,
-        "rows": [asdict(row) for row in found],
+        "rows": [asdict(row) for row in rows],
     }
     with staging(arguments.out) as staged:
         finder.save_pretrained(staged)
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(report, indent=1))
         return
-    _print_table(found, seen, unseen)
+    _print_table(rows, seen, unseen)
     print(f"Written: {arguments.out / 'sparsefinder.json'}, its tensors and fit.json")
 
 
@@ -128,8 +128,8 @@ def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
     from fewkeys.integrations.transformers import capture
 
     step(0, 1, "entmax attention of every layer")
-    found = capture(opened.model, opened.batches, weights=Entmax(arguments.alpha))
-    return replace(found, model_name=opened.name)
+    captured = capture(opened.model, opened.batches, weights=Entmax(arguments.alpha))
+    return replace(captured, model_name=opened.name)
 
 
 def _groupings(capture: Capture, margin: float) -> list[Any]:

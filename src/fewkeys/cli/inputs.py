@@ -1,4 +1,4 @@
-"""What every command starts from: what must be installed, a model, its tokenizer, and a text."""
+"""The inputs of every command: required packages, a model, its tokenizer, and a text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Opened:
 def prepare(arguments: argparse.Namespace, *modules: str, real: bool = True, table: bool = True) -> None:
     """Raise `ValueError` before any work is done, where results could not be written or something is not installed.
 
-    `modules` are needed beside what the options ask for; `real`: whether a model is needed where no capture is named;
+    `modules` are needed beside those of the options; `real`: whether a model is needed where no capture is named;
     `table`: whether one is printed without --json.
     """
     if arguments.out is not None:
@@ -71,8 +71,8 @@ def need(*modules: str) -> None:
         return
     extras = {EXTRAS.get(name, "report") for name in missing}
     extras -= {inner for extra in extras for inner in INCLUDED.get(extra, ())}
-    told = "is needed for this and is" if len(missing) == 1 else "are needed for this and are"
-    raise ValueError(f"{', '.join(missing)} {told} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
+    verb = "is needed for this and is" if len(missing) == 1 else "are needed for this and are"
+    raise ValueError(f"{', '.join(missing)} {verb} not installed; pip install 'fewkeys[{','.join(sorted(extras))}]'")
 
 
 def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
@@ -103,16 +103,16 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
 
 
 def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
-    """What `--capture` names, and the tokens of its first sequence, where they were stored."""
+    """The capture that `--capture` names, and the tokens of its first sequence, if they were stored."""
     if arguments.text:
         raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
     from fewkeys.captures.capture import Capture
 
     with named_as_options(directory="--capture"):
-        found = Capture.load(arguments.capture)
+        captured = Capture.load(arguments.capture)
     path = arguments.capture / OPENED
-    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return replace(found, model_name=told.get("model", found.model_name)), told.get("tokens", [])
+    facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return replace(captured, model_name=facts.get("model", captured.model_name)), facts.get("tokens", [])
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:

@@ -18,7 +18,9 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture
     which = parser.add_mutually_exclusive_group(required=required)
     which.add_argument("--model", metavar="ID_OR_DIR", help="Hugging Face model folder or hub id")
     which.add_argument(
-        "--demo", action="store_true", help="all-MiniLM-L6-v2, as installed by fewkeys[demo], and a text of its own"
+        "--demo",
+        action="store_true",
+        help="all-MiniLM-L6-v2, of fewkeys[demo], and a text from Newton's Opticks",
     )
     if capture:
         which.add_argument(
@@ -43,7 +45,7 @@ def add_size(parser: argparse.ArgumentParser, sequences: int = 8) -> None:
 
 
 def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bool = True, seed: bool = True) -> None:
-    """What every command that computes takes: the folder for its results, a seed, threads, JSON in place of a table."""
+    """The options of every command that computes: the folder for results, a seed, threads, JSON in place of a table."""
     if out is not None:
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
@@ -78,7 +80,7 @@ def whole(text: str) -> int:
 
 
 def threads(text: str) -> int:
-    """A number of processor threads: at most `MOST_THREADS`; systems end a process that asks for very many."""
+    """A number of processor threads: at most `MOST_THREADS`; systems end a process that starts very many."""
     return _whole(text, 1, MOST_THREADS)
 
 

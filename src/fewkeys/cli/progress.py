@@ -6,25 +6,29 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from time import monotonic
 
 Step = Callable[[int, int, str], None]
 
 
 @contextmanager
 def progress() -> Iterator[Step]:
-    """A progress bar on stderr; where that is no terminal, or rich is missing, one line for each new step.
+    """A progress bar on stderr; where that is no terminal, or rich is missing, one line for each new step. Both
+    show the time left: that of the steps with the same total.
 
     A step of total 0 is set-up, which may still find the input wrong: it shows only in the bar, so that a refusal
     stays one line.
     """
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        last = ""
+        last, size, start = "", 0, 0.0
 
         def say(done: int, total: int, what: str) -> None:
-            nonlocal last
+            nonlocal last, size, start
+            if total != size:
+                size, start = total, monotonic()
             if total and what != last:
                 last = what
-                print(f"fewkeys: {what}", file=sys.stderr, flush=True)
+                print(f"fewkeys: {what}{_left(done / total, monotonic() - start)}", file=sys.stderr, flush=True)
 
         yield say
         return
@@ -39,3 +43,8 @@ def progress() -> Iterator[Step]:
             bar.update(task, completed=done, total=total if done else None, description=what)
 
         yield show
+
+
+def _left(share: float, seconds: float) -> str:
+    """The time left after `seconds` for a share of the work; nothing before a tenth and at the end."""
+    return f", about {seconds / share - seconds:,.0f} s left" if 0.1 <= share < 1 else ""

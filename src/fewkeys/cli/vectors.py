@@ -1,4 +1,4 @@
-"""Rows of vectors: kept text by text while a run lasts, written to one file at its end."""
+"""Rows of vectors: stored text by text during a run, written to one file at its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class TextRows:
     """The rows of one text: `vectors` (R, d), characters `spans` (R, 2), `tokens` (R,), and the plan's `error` (R,)."""
 
     vectors: Tensor
@@ -35,26 +35,26 @@ class Rows:
     error: Tensor
 
     @staticmethod
-    def joined(parts: Sequence[Rows]) -> Rows:
+    def joined(parts: Sequence[TextRows]) -> TextRows:
         """The rows of all parts, in order."""
         names = ("vectors", "spans", "tokens", "error")
-        return Rows(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        return TextRows(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
-class Kept:
+class FinishedTexts:
     """Finished texts by their digest, in memory and in files of `folder`, for as long as `settings` are the same."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self._settings = folder, dict(settings)
-        self.rows: dict[str, Rows] = {}
-        self._new: dict[str, Rows] = {}
+        self.rows: dict[str, TextRows] = {}
+        self._new: dict[str, TextRows] = {}
         self._written = monotonic()
         if _settings(folder) != settings:
             self.remove()
         for path in sorted(folder.glob("*.safetensors")):
             self.rows.update(_read(path))
 
-    def add(self, key: str, rows: Rows) -> None:
+    def add(self, key: str, rows: TextRows) -> None:
         """Keep the rows of a text; they are on the disk after `SECONDS` at most."""
         self.rows[key] = self._new[key] = rows
         if monotonic() - self._written > SECONDS:
@@ -64,7 +64,7 @@ class Kept:
         """Put all rows on the disk."""
         if self._new:
             write_json(self.folder, SETTINGS, self._settings)
-            every = Rows.joined(list(self._new.values()))
+            every = TextRows.joined(list(self._new.values()))
             counts = {key: len(rows.tokens) for key, rows in self._new.items()}
             tensor_files.write(self.folder / f"{secrets.token_hex(8)}.safetensors", KIND, counts, vars(every))
         self._new, self._written = {}, monotonic()
@@ -81,7 +81,7 @@ def _settings(folder: Path) -> Any:
         return None
 
 
-def _read(path: Path) -> dict[str, Rows]:
+def _read(path: Path) -> dict[str, TextRows]:
     """The rows of texts in a file; none, where it is damaged."""
     try:
         counts, tensors = tensor_files.read(path, KIND)
@@ -93,16 +93,16 @@ def _read(path: Path) -> dict[str, Rows]:
         path.unlink(missing_ok=True)
         return {}
     parts = {name: tensor.split(list(counts.values())) for name, tensor in tensors.items()}
-    return {key: Rows(**{name: own[i] for name, own in parts.items()}) for i, key in enumerate(counts)}
+    return {key: TextRows(**{name: arrays[i] for name, arrays in parts.items()}) for i, key in enumerate(counts)}
 
 
-def save(path: Path, names: Sequence[str], rows: Sequence[Rows], settings: Mapping[str, Any]) -> None:
+def save(path: Path, names: Sequence[str], rows: Sequence[TextRows], settings: Mapping[str, Any]) -> None:
     """Write the rows of texts to `path`, NumPy's .npz or .parquet by its ending, whole or not at all.
 
     Columns: path, start, stop (characters), tokens, error, vectors.
     """
-    every, text = Rows.joined(rows), json.dumps(settings)
-    files = [name for name, own in zip(names, rows, strict=True) for _ in own.tokens]
+    every, text = TextRows.joined(rows), json.dumps(settings)
+    files = [name for name, text_rows in zip(names, rows, strict=True) for _ in text_rows.tokens]
     start, stop = every.spans.unbind(1)
     columns = {"start": start, "stop": stop, "tokens": every.tokens, "error": every.error}
     arrays = {name: tensor.numpy() for name, tensor in columns.items()}

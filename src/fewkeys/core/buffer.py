@@ -44,16 +44,9 @@ class Buffer:
     folder: str | None = None
     _forks: int = field(default_factory=lambda: _forks)
 
-    @staticmethod
-    def of(rows: Tensor) -> Buffer:
-        """A buffer in memory that holds a copy of rows (..., N, X)."""
-        buffer = Buffer(rows[..., :0, :])
-        buffer.append(rows)
-        return buffer
-
     @property
     def rows(self) -> Tensor:
-        return self.held[..., : self.count, :]
+        return self.held.narrow(-2, 0, self.count)
 
     def make_room(self, count: int) -> None:
         """Make room for `count` rows in all, before writing them. `OSError`, without a change, on a full disk."""
@@ -68,22 +61,22 @@ class Buffer:
         """Add rows (..., N, X) at the end."""
         total = self.count + rows.shape[-2]
         self.make_room(total)
-        self.held[..., self.count : total, :] = rows
+        self.held.narrow(-2, self.count, rows.shape[-2]).copy_(rows)
         self.count = total
 
-    def select(self, index: Tensor) -> Buffer:
-        """The sequences `index` of the first dimension, in new memory or a new file."""
-        shape = (len(index), *self.held.shape[1:])
-        storage = allocated(shape, self.held, self.folder)
-        storage[..., : self.count, :] = self.rows[index]
-        return Buffer(storage, self.count, self.least, self.folder)
+    def holding(self, rows: Tensor) -> Buffer:
+        """A buffer of the same kind with a copy of rows (..., N, X), in new memory or a new file."""
+        shape = (*rows.shape[:-2], max(rows.shape[-2], self.held.shape[-2]), rows.shape[-1])
+        storage = allocated(shape, rows, self.folder)
+        storage[..., : rows.shape[-2], :] = rows
+        return Buffer(storage, rows.shape[-2], self.least, self.folder)
 
     def bytes(self) -> int:
         """Bytes in memory; files do not count."""
         return 0 if self.folder is not None else self.held.numel() * self.held.itemsize
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
-        return self.select(torch.arange(len(self.held), device=self.held.device))
+        return self.holding(self.rows)
 
     def _move(self, room: int) -> None:
         storage = allocated((*self.held.shape[:-2], room, self.held.shape[-1]), self.held, self.folder)

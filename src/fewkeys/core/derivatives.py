@@ -1,8 +1,8 @@
-"""Constants for all kinds of derivatives; and second derivatives of kernels by torch's operations."""
+"""Constants for all kinds of derivatives; and derivatives of kernels by torch's operations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 
 import torch
@@ -35,7 +35,7 @@ def are_transformed(*tensors: Tensor) -> bool:
 
 
 def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
-    """The gradients of those `inputs` that require one, None for the others, with a graph for second derivatives.
+    """The gradients of those `inputs` that require one, None for the others; differentiable if gradients are enabled.
 
     outputs: pairs of an output of torch's operations and its gradient.
     """
@@ -44,5 +44,22 @@ def gradients_of(inputs: Sequence[Tensor], outputs: Sequence[tuple[Tensor, Tenso
     if not wanted or not pairs:
         return [None] * len(inputs)
     results, gradients = ([pair[i] for pair in pairs] for i in (0, 1))
-    parts = iter(torch.autograd.grad(results, wanted, gradients, create_graph=True, allow_unused=True))
+    again = torch.is_grad_enabled()
+    parts = iter(torch.autograd.grad(results, wanted, gradients, create_graph=again, allow_unused=True))
     return [next(parts) if tensor.requires_grad else None for tensor in inputs]
+
+
+def gradients_by_torch(
+    compute: Callable[..., Sequence[Tensor | None]], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """`gradients_of` for outputs of a kernel, which `compute(*inputs)` computes again by torch's operations.
+
+    gradients: of the outputs; None where an output has none.
+    """
+    # Inputs may depend on each other: as views or copies, each has its part of the gradient alone.
+    again = torch.is_grad_enabled()
+    leaves = [rows.view_as(rows) if again else rows.detach().requires_grad_(rows.requires_grad) for rows in inputs]
+    with torch.enable_grad():
+        outputs = compute(*leaves)
+    pairs = zip(outputs, gradients, strict=True)
+    return gradients_of(leaves, [(out, grad) for out, grad in pairs if out is not None and grad is not None])

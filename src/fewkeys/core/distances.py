@@ -13,8 +13,8 @@ class DistanceBias:
     """The bias of the score of a query at place i and key j: `table[h, clamp(j - i, -R, R) + R]`.
 
     table (Hq, 2 R + 1), in working precision. The keys of a stand-in have many distances; its bias is the logarithm of
-    the mean of exp(bias) over its keys that the query sees, with their weights in the stand-in. If scores and distances
-    were independent inside a cluster, its mass would be exact.
+    the mean of exp(bias) over its keys that the query sees, with their weights in the stand-in, or with equal weights
+    where cohorts have stand-ins. If scores and distances were independent inside a cluster, its mass would be exact.
     """
 
     table: Tensor
@@ -29,7 +29,7 @@ class DistanceBias:
         """The largest bias (Hq,), without gradient."""
         return self.table.detach().amax(-1)
 
-    def heads(self, index: Tensor, ratio: int) -> DistanceBias:
+    def heads(self, index: Tensor | slice, ratio: int) -> DistanceBias:
         """The bias for the key heads `index`; `ratio` query heads read each."""
         return DistanceBias(self.table.unflatten(0, (-1, ratio))[index].flatten(0, 1))
 
@@ -41,13 +41,20 @@ class DistanceBias:
 
     def of(self, first: int, stop: int, keys: int) -> Tensor:
         """The bias (Hq, queries, keys) of queries at places first .. stop - 1. As large as their scores."""
-        heads, places = (torch.arange(*ends, device=self.table.device) for ends in ((len(self.table),), (first, stop)))
-        return self.rows(heads[:, None], places, keys)
+        return self.from_last(first, stop, keys).flip(1)
+
+    def from_last(self, first: int, stop: int, keys: int) -> Tensor:
+        """The same with the last query first: overlapping pieces of (Hq, queries + keys - 1) numbers, a view."""
+        distance = torch.arange(1 - stop, keys - first, device=self.table.device)
+        return self.at(torch.arange(len(self.table), device=distance.device)[:, None], distance).unfold(1, keys, 1)
 
     def rows(self, head: Tensor, place: Tensor, keys: int) -> Tensor:
         """The bias (..., keys) of queries of heads `head` (...) at places `place` (...)."""
-        distance = torch.arange(keys, device=place.device) - place.unsqueeze(-1)
-        return self.table[head.unsqueeze(-1), distance.clamp(-self.reach, self.reach) + self.reach]
+        return self.at(head.unsqueeze(-1), torch.arange(keys, device=place.device) - place.unsqueeze(-1))
+
+    def at(self, head: Tensor, distance: Tensor) -> Tensor:
+        """The bias of heads and distances `j - i`, of shapes that broadcast."""
+        return self.table[head, distance.clamp(-self.reach, self.reach) + self.reach]
 
 
 def logarithm(mass: Tensor) -> Tensor:

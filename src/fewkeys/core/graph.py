@@ -244,8 +244,8 @@ def _join_bands(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[i
 def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Columns | None:
     if a is None or b is None:
         return a or b
-    # Shared lists, and those of coarser blocks, are repeated for the finer blocks.
-    a, b = sorted((a, b), key=lambda columns: (-columns.blocks, columns.size))
+    # Shared lists, and those of coarser blocks, are repeated for the finer blocks, or for cohorts.
+    a, b = sorted((a, b), key=lambda columns: (columns.place is None, -columns.blocks, columns.size))
     if a.blocks > b.blocks or a.size < b.size:
         b = _refine(b, a, inputs.offset)
     keys = inputs.keys
@@ -254,7 +254,7 @@ def _join_columns(a: Columns | None, b: Columns | None, inputs: Inputs) -> Colum
     index, order = index.sort(-1)
     used = used.gather(-1, order)
     used[..., 1:] &= index[..., 1:] != index[..., :-1]
-    return Columns(index.clamp_max(keys - 1), used, a.size)
+    return Columns(index.clamp_max(keys - 1), used, a.size, a.place)
 
 
 def _refine(coarse: Columns, fine: Columns, offset: int) -> Columns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ def working(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of `working` tensors."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def lowered(tensor: Tensor) -> Tensor:
     """`tensor` in the dtype of autocast if that is on, as torch's attention does; float64 stays."""
     kind = tensor.device.type
@@ -25,14 +30,23 @@ def lowered(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
+class full_precision(ContextDecorator):  # noqa: N801 (used as a function)
     """Autocast is off inside; also a decorator."""
-    with ExitStack() as stack:
-        for kind in KINDS:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+
+    _stack: ExitStack | None = None
+
+    def _recreate_cm(self) -> full_precision:
+        return full_precision()
+
+    def __enter__(self) -> None:
+        if any(map(torch.is_autocast_enabled, KINDS)):
+            self._stack = ExitStack()
+            for kind in filter(torch.is_autocast_enabled, KINDS):
+                self._stack.enter_context(torch.autocast(kind, enabled=False))
+
+    def __exit__(self, *error: object) -> None:
+        if self._stack is not None:
+            self._stack.close()
 
 
 @contextmanager

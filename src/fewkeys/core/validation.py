@@ -83,9 +83,8 @@ def largest_entries(*tensors: Tensor) -> list[float]:
     """The largest magnitude of each; NaN or infinity if an entry is. Costs one read of each."""
     if torch.compiler.is_compiling():  # the numbers are unknown
         return [0.0] * len(tensors)
-    ends = [end for tensor in tensors for end in (tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2))]
-    magnitudes: list[float] = torch.stack(ends).abs().tolist()
-    return [max(pair) for pair in zip(magnitudes[::2], magnitudes[1::2], strict=True)]
+    ends = [tensor.detach().aminmax() if tensor.numel() else tensor.new_zeros(2) for tensor in tensors]
+    return [max(abs(low.item()), abs(high.item())) for low, high in ends]
 
 
 def check_finite(**tensors: Tensor) -> None:

@@ -42,6 +42,8 @@ SHIPPED = 0.3
 since the operations of plans come in smaller pieces."""
 EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
 HEADS = 2
+REACH = 128
+"""Of the biases of distances that are tried, as T5 and MPNet have it."""
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
 """Turns end once `CALM_TURNS` of them in a row lowered no time by more than `CALM`."""
 CALM = 0.03
@@ -73,6 +75,7 @@ class Setting:
     gqa_ratio: int
     threads: int
     kernels: str
+    is_biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ def _expected(x: Inputs, plan: Plan) -> Expected | None:
     compiled = x.query.device.type == "cpu" and x.query.dtype in DTYPES
     setting = Setting(
         *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, heads, x.gqa_ratio),
-        *(torch.get_num_threads(), identity() if compiled else "none"),
+        *(torch.get_num_threads(), identity() if compiled else "none", x.bias is not None),
     )
     lines = _lines(setting, plan)
     if lines is None:
@@ -166,7 +169,7 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], obje
     for length in EXACT_LENGTHS:
         x = _inputs(setting, length)
         points.append((x.query_heads * length * visible_keys(x), partial(exact.attend, x, plan.weights)))
-    impls: tuple[Impl, ...] = ("auto",) if setting.kernels == "none" else ("auto", "torch")
+    impls: tuple[Impl, ...] = ("auto",) if setting.kernels == "none" or setting.is_biased else ("auto", "torch")
     for impl in impls:
         sizes = [replace(_inputs(setting, length), impl=impl) for length in PLAN_LENGTHS]
 
@@ -190,7 +193,8 @@ def _inputs(setting: Setting, length: int) -> Inputs:
     query, key, value = (
         torch.randn(size, generator=draw, device="cpu", dtype=torch.float32).to(*kind) for size in sizes
     )
-    return check_inputs(query, key, value, is_causal=s.is_causal)
+    bias = query.new_zeros((query.shape[1], 2 * REACH + 1), dtype=torch.float32) if s.is_biased else None
+    return check_inputs(query, key, value, is_causal=s.is_causal, distance_bias=bias)
 
 
 def _through(points: Sequence[tuple[float, float]]) -> Line:

@@ -1,4 +1,4 @@
-"""Before anything else is sent, ranks compare what they were called with: a small header from each to all.
+"""Before any other message, ranks compare their arguments: each sends a small header to all.
 
 A collective on tensors of different shapes hangs, or mixes up numbers. Here every rank sees every header and raises
 the same error, also where one rank's own arguments were refused before the others could notice.
@@ -18,23 +18,23 @@ from fewkeys.distributed.communicator import Communicator
 
 @contextmanager
 def checking(comm: Communicator, call: str) -> Iterator[None]:
-    """For the checks of this rank's arguments: what they raise is also told to the other ranks, which wait for it."""
+    """Around the checks of this rank's arguments: errors are also sent to the other ranks, which wait for them."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        # Where the others cannot be told, what is wrong here matters more.
+        # If the others cannot be reached, this rank's own error matters more.
         with suppress(RuntimeError):
             comm.exchange({"call": call, "refused": str(error)})
         raise
 
 
-def agree(comm: Communicator, call: str, same: Mapping[str, Any], own: object = None) -> list[Any]:
-    """What is each rank's `own`, a JSON value, once every rank is in the same call with the same arguments `same`.
+def agree(comm: Communicator, call: str, same: Mapping[str, Any], different: object = None) -> list[Any]:
+    """The `different` of every rank, a JSON value each, once all ranks are in the same call with the same `same`.
 
-    Raises on every rank: `RuntimeError` where they are in different calls, `ValueError` where arguments differ or a
-    rank refused its own.
+    Raises on every rank: `RuntimeError` where they are in different calls, `ValueError` where `same` differs or a rank
+    refused its arguments.
     """
-    records = comm.exchange({"call": call, "same": dict(same), "own": own})
+    records = comm.exchange({"call": call, "same": dict(same), "different": different})
     for rank, record in enumerate(records):
         if record["call"] != call:
             raise RuntimeError(
@@ -51,7 +51,7 @@ def agree(comm: Communicator, call: str, same: Mapping[str, Any], own: object = 
                     f"{name}: expected the same on every rank, got {value} on rank 0 and {record['same'][name]} on "
                     f"rank {rank}"
                 )
-    return [record["own"] for record in records]
+    return [record["different"] for record in records]
 
 
 def check_shard(comm: Communicator, name: str, tensor: Tensor) -> Tensor:

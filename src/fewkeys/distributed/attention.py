@@ -1,4 +1,4 @@
-"""Attention over token shards: local queries, and the keys that matter of all ranks."""
+"""Attention over token shards: local queries, and the kept keys of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fewkeys.distributed.agreement import agree, check_tokens, checking, occupie
 from fewkeys.distributed.communicator import Communicator, communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
-from fewkeys.distributed.selection import Kept, select
+from fewkeys.distributed.selection import KeptKeys, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -111,12 +111,12 @@ def attention(
     }
     tensors = (inputs.key, inputs.value, *((inputs.query,) if is_causal or plan.scanned else ()))
     wants = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    own = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
-    tokens, wanted = [count for count, _, _ in own], any(wants for _, _, wants in own)
+    sizes = agree(comm, call, same, [inputs.keys, inputs.queries, wants])
+    tokens, wanted = [count for count, _, _ in sizes], any(wants for _, _, wants in sizes)
     check_tokens(tokens)
     if parts is not None:
         return causal.attend(inputs, plan, parts, sum(tokens[: comm.rank]), comm, wanted)
-    asked = [count for _, count, _ in own]
+    asked = [count for _, count, _ in sizes]
     if plan.scanned:
         return scan.attend(replace(inputs, is_causal=is_causal), plan, tokens, asked, comm, wanted)
     if by_cohort is not None:
@@ -136,27 +136,27 @@ def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale:
         raise ValueError(f"value: expected {key.shape[2]} tokens like key, got {value.shape[2]}")
     inputs = check_inputs(occupied(query), occupied(key), occupied(value), scale=scale)
     comm.check_device("key", inputs.key)
-    # Now that they have passed: the tensors themselves, which may be empty, for the gradients' sake.
+    # After the checks: the tensors themselves, which may be empty, so that gradients flow.
     return replace(inputs, query=query, key=key, value=value)
 
 
-def _gather(inputs: Inputs, kept: Kept, comm: Communicator, wanted: bool) -> Tensor:
+def _gather(inputs: Inputs, kept: KeptKeys, comm: Communicator, wanted: bool) -> Tensor:
     """The kept keys and values of all ranks, (B, Hkv, ranks x width, D + Dv), in working precision.
 
     Rank r's own come from place r x width on, width being the largest count of a rank; the rest is zero. `wanted`: a
     rank's keys or values want gradients, which the backward pass of all ranks must bring.
     """
-    own = torch.cat([inputs.key, inputs.value], -1)
-    own = own.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, own.shape[-1]))
-    if wanted and not own.requires_grad:
-        own.requires_grad_()
-    return gather(own, kept.counts, comm)
+    kept_rows = torch.cat([inputs.key, inputs.value], -1)
+    kept_rows = kept_rows.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, kept_rows.shape[-1]))
+    if wanted and not kept_rows.requires_grad:
+        kept_rows.requires_grad_()
+    return gather(kept_rows, kept.counts, comm)
 
 
-def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tensor:
+def _attend(inputs: Inputs, rows: Tensor, kept: KeptKeys, weights: Weights) -> Tensor:
     key, value = rows.split([inputs.head_dim, inputs.value_dim], -1)
     if not inputs.queries:
-        # No output, but a part in the graph: the other ranks' backward pass waits for this one's.
+        # No output, but a node in the graph: the backward passes of other ranks wait for this one.
         query = working(inputs.grouped_query())
         empty: Tensor = query @ key.mT.unsqueeze(2) @ value.unsqueeze(2)
         return empty.flatten(1, 2).to(inputs.query.dtype)
@@ -166,6 +166,6 @@ def _attend(inputs: Inputs, rows: Tensor, kept: Kept, weights: Weights) -> Tenso
     # In order of position, as one process lists them, and without the places in between.
     index = used.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     index = index[..., : max(1, int(used.sum(-1).max()))]
-    known = Inputs(inputs.query, key, value, inputs.scale)
+    gathered = Inputs(inputs.query, key, value, inputs.scale)
     columns = Columns.shared(index, used.gather(-1, index), inputs.queries)
-    return dispatch.attend(Problem(known, Graph(known, columns=columns), None, weights)).to(inputs.query.dtype)
+    return dispatch.attend(Problem(gathered, Graph(gathered, columns=columns), None, weights)).to(inputs.query.dtype)

@@ -1,4 +1,4 @@
-"""The state of the past from rank to rank: as numbers of a size that the plan fixes, and gradients back."""
+"""Sends the state of the past from rank to rank, in tensors of a size that the plan fixes, and gradients back."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from fewkeys.distributed.communicator import Communicator
-from fewkeys.past.state import State, tensors_of, with_tensors
-from fewkeys.past.tokens import Tokens
-from fewkeys.streaming.parts import Parts
+from fewkeys.memory.parts import Parts
+from fewkeys.past.state import State
+from fewkeys.past.tokens import Stretch
 
 
 def hand_on(state: State, parts: Parts, comm: Communicator) -> Tensor:
@@ -29,8 +29,8 @@ def take_over(like: State, parts: Parts, place: int, comm: Communicator, tie: Te
     Gradients go back to that rank where `tie` wants any.
     """
     numbers = _numbers(like, parts)
-    found = _TakeOver.apply(comm, tie, *numbers.values())  # type: ignore[no-untyped-call]
-    return _state(like, dict(zip(numbers, found, strict=True)), parts, place)
+    tensors = _TakeOver.apply(comm, tie, *numbers.values())  # type: ignore[no-untyped-call]
+    return _state(like, dict(zip(numbers, tensors, strict=True)), parts, place)
 
 
 def _numbers(state: State, parts: Parts) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def _numbers(state: State, parts: Parts) -> dict[str, Tensor]:
     The latest near tokens stand last, sinks and queries first. All are real, so the position tells which these are.
     """
     reach = 0 if parts.recent is None else parts.recent.size * parts.recent.blocks
-    held = {name: tensor for name, tensor in tensors_of(state).items() if tensor.is_floating_point()}
+    held = {name: tensor for name, tensor in state.tensors().items() if tensor.is_floating_point()}
     for name in ("near.key", "near.value"):
         held[name] = pad(held[name], (0, 0, reach - state.near.count, 0))
     for name, most in (("sinks.key", parts.sinks), ("sinks.value", parts.sinks), ("asked", parts.unit)):
@@ -55,8 +55,8 @@ def _state(like: State, numbers: dict[str, Tensor], parts: Parts, place: int) ->
     sinks = (rows[:, :, :place] for rows in (numbers["sinks.key"], numbers["sinks.value"]))
     asked = numbers["asked"][:, :, :, : place - moved]
     answered = torch.ones((asked.shape[0], asked.shape[3]), dtype=torch.bool, device=asked.device)
-    found = with_tensors(like, {**tensors_of(like), **numbers, "asked": asked, "answered": answered})
-    return replace(found, length=place, moved=moved, near=Tokens.at(first, *near), sinks=Tokens.at(0, *sinks))
+    state = like.with_tensors({**like.tensors(), **numbers, "asked": asked, "answered": answered})
+    return replace(state, moved=moved, near=Stretch(first, *near), sinks=Stretch(0, *sinks))
 
 
 class _HandOn(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Causal attention over token shards: each rank takes over the state of the ranks before it, and hands it on.
+"""Causal attention over token shards: each rank receives the state of the ranks before it, and sends its own on.
 
     state of all earlier ranks -> blocks of this shard, one after the other -> state for the next rank
                                   |
@@ -23,14 +23,14 @@ from fewkeys.distributed.carry import hand_on, take_over
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
+from fewkeys.memory.parts import Parts, parts_of
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import States, advance
 from fewkeys.past.state import State
-from fewkeys.past.tokens import Tokens
+from fewkeys.past.tokens import Stretch
 from fewkeys.plan import Plan
 from fewkeys.rest import BlockStandIns
 from fewkeys.select import RecentBlocks
-from fewkeys.streaming.parts import Parts, parts_of
 
 
 def check_causal(plan: Plan) -> Parts:
@@ -53,12 +53,12 @@ def attend(inputs: Inputs, plan: Plan, parts: Parts, first: int, comm: Communica
     past = State.empty(parts.means, key.detach(), value.detach(), gqa_ratio=inputs.gqa_ratio)
     past = replace(past, near=replace(past.near, key=past.near.key.clone().requires_grad_(wanted)))
     if comm.rank:
-        # Whichever of this rank's tensors a gradient is asked for, the earlier ranks' gradients pass as well.
+        # The gradients of earlier ranks pass through this rank, whatever tensors need gradients here.
         tie = key.new_zeros((), requires_grad=wanted)
         tie = sum((t[:, :, :0].sum().to(tie.dtype) for t in (inputs.query, inputs.key, inputs.value)), tie)
         past = take_over(past, parts, first, comm, tie)
     query = working(inputs.grouped_query().detach()) * inputs.scale
-    state = past.append(Tokens.at(first, key, value), query, sinks=parts.sinks)
+    state = past.append(key, value, query, sinks=parts.sinks)
     states, after = advance(state, _evicted(state, parts), parts.unit, tilted=isinstance(plan.weights, Softmax))
     after = after.trim(parts.needed_from(after.moved))
     token = hand_on(after, parts, comm) if comm.rank + 1 < comm.size else key.new_zeros(())
@@ -68,11 +68,11 @@ def attend(inputs: Inputs, plan: Plan, parts: Parts, first: int, comm: Communica
 
 
 def _evicted(state: State, parts: Parts) -> Evicted:
-    """What leaves as each block but the last begins after `state.moved`; nothing where no means stand in for it."""
+    """The keys that each block but the last evicts, after `state.moved`; none if the plan has no means."""
     starts = range(state.moved + parts.unit, state.length, parts.unit)
     leaving = [range(parts.near_from(start - 1), parts.near_from(start)) for start in starts]
-    near = state.near.but(state.sinks).before(state.length if parts.means else 0)
-    return Evicted.by_place(near, state.first, leaving)
+    near = state.near.tokens().but(state.sinks.tokens()).before(state.length if parts.means else 0)
+    return Evicted.by_place(near, state.near.first, leaving)
 
 
 def _output(inputs: Inputs, plan: Plan, parts: Parts, past: State, state: State, states: States) -> Tensor:
@@ -84,25 +84,25 @@ def _output(inputs: Inputs, plan: Plan, parts: Parts, past: State, state: State,
         whole = sum((tensor.sum() for tensor in held), torch.zeros(()))
         return inputs.query[..., :1].expand(-1, -1, -1, inputs.value_dim) * whole
     origin = parts.near_from(first)
-    near = state.between(range(origin, state.length))
+    near = state.near.between(origin, state.length)
     # Positions are counted from the first key in reach, which begins a block.
     local = Inputs(working(inputs.query), near.key, near.value, inputs.scale, True, first - origin)
     recent = RecentBlocks(*(parts.recent or (parts.unit,)))
     blocks = range(first // parts.unit, (first + count - 1) // parts.unit + 1)
     # One of the first block's stand-ins may be before its beginning: where no token of it has come yet.
-    own = slice(blocks.start - past.moved // parts.unit, None)
-    means = States(*(part[:, :, own] for part in (states.rows, states.excess, states.size)))
+    current = slice(blocks.start - past.moved // parts.unit, None)
+    means = States(*(part[:, :, current] for part in (states.rows, states.excess, states.size)))
     stand_ins = BlockStandIns(_beside_sinks(means, state.sinks, parts, blocks), inputs.head_dim)
     graph = Graph(local, columns=recent.select(local).columns)
     return dispatch.attend(Problem(local, graph, stand_ins, plan.weights)).to(inputs.query.dtype)
 
 
-def _beside_sinks(means: States, sinks: Tokens, parts: Parts, blocks: range) -> States:
+def _beside_sinks(means: States, sinks: Stretch, parts: Parts, blocks: range) -> States:
     """The stand-ins of every block, and the sinks that its recent blocks do not reach: each stands in for itself."""
     if not sinks.count:
         return means
     reach = torch.tensor([parts.near_from(block * parts.unit) for block in blocks], device=means.rows.device)
-    shown = sinks.place.unsqueeze(2) < reach[:, None]
+    shown = sinks.tokens().place.unsqueeze(2) < reach[:, None]
     rows = torch.cat([sinks.key, sinks.value], -1).unsqueeze(2).expand(-1, -1, len(blocks), -1, -1)
     excess = torch.zeros_like(shown, dtype=means.excess.dtype).masked_fill(~shown, -torch.inf)
     return States(

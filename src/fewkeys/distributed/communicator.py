@@ -21,13 +21,13 @@ if TYPE_CHECKING:  # torch may be built without them
     from torch.distributed import ProcessGroup, Work
 
 TIMEOUT = 60.0
-"""Seconds that a rank waits for the others, unless told otherwise."""
+"""Seconds that a rank waits for the others by default."""
 
 GRACE = 1.0
 """Seconds that a rank in which a collective failed waits for the others to say that it failed there too."""
 
 RECORD = 512
-"""Records are sent in multiples of so many bytes."""
+"""Records are padded to a multiple of this many bytes."""
 
 
 _begun: Counter[str] = Counter()
@@ -107,25 +107,25 @@ class Communicator:
         """All ranks' tensors in rank order, of the same shape and dtype on each."""
         from torch._C._distributed_c10d import AllgatherOptions  # exported nowhere else, and absent from some builds
 
-        own = tensor.detach().contiguous()
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        local = tensor.detach().contiguous()
+        parts = [torch.empty_like(local) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.timeout)
-        self._run(lambda: self.group.allgather([found], [own], options), f"an all-gather of {_size(own)}")
-        self.bytes_sent += own.numel() * own.element_size() * (self.size - 1)
-        return found
+        self._run(lambda: self.group.allgather([parts], [local], options), f"an all-gather of {_size(local)}")
+        self.bytes_sent += local.numel() * local.element_size() * (self.size - 1)
+        return parts
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor to rank `to`, which must be in `receive`."""
-        own = tensor.detach().contiguous()
-        self._run(lambda: self.group.send([own], to, 0), f"rank {to} to take {_size(own)}")
-        self.bytes_sent += own.numel() * own.element_size()
+        local = tensor.detach().contiguous()
+        self._run(lambda: self.group.send([local], to, 0), f"rank {to} to take {_size(local)}")
+        self.bytes_sent += local.numel() * local.element_size()
 
     def receive(self, like: Tensor, sender: int) -> Tensor:
         """The tensor that rank `sender` sends, in the shape and dtype of `like`."""
-        found = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self._run(lambda: self.group.recv([found], sender, 0), f"{_size(found)} from rank {sender}")
-        return found
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self._run(lambda: self.group.recv([received], sender, 0), f"{_size(received)} from rank {sender}")
+        return received
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors in rank order, whose first dimensions may differ: their lengths go first, then the rows.
@@ -136,9 +136,9 @@ class Communicator:
         longest = max(lengths)
         if longest == 0:
             return [tensor] * self.size
-        own = tensor.new_zeros((longest, *tensor.shape[1:]))
-        own[: tensor.shape[0]] = tensor.detach()
-        return [part[:length] for part, length in zip(self.all_gather(own), lengths, strict=True)]
+        padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor.detach()
+        return [part[:length] for part, length in zip(self.all_gather(padded), lengths, strict=True)]
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """All ranks' records, of JSON values, in rank order."""
@@ -172,26 +172,26 @@ class Communicator:
         )
 
     def _tell(self) -> None:
-        """Leave word of how many collectives this rank has begun: who is behind is who the others wait for."""
+        """Write to the store how many collectives this rank has begun: the others wait for the rank that is behind."""
         _begun[self._name] += 1
-        with suppress(Exception):  # without a store, or once it is gone, nobody can be told
+        with suppress(Exception):  # without a store the others cannot be informed
             _store().set(f"{self._name}/{self.rank}", str(_begun[self._name]))
 
     def _missing(self) -> str:
-        """Which ranks have not come to this collective, or came and do not say that it failed, as the store knows."""
+        """The ranks that have not begun this collective, or have not reported that it failed, by the store."""
         try:
             _store().set(f"{self._name}/failed/{self.rank}", str(_begun[self._name]))
             late, silent = self._behind(self._name), self._silent()
-            # Who was late may be here by now, and may have said that it failed: then it was not the one.
+            # A late rank may have arrived and reported the failure by now: then it is not the missing one.
             lost = self._behind(self._name) or silent or late
-        except Exception:  # whatever a store raises: it lives in a process that is gone
+        except Exception:  # any error of a store whose process has ended
             return "rank 0, which keeps what the ranks know of each other, or another rank,"
         if not lost:
             return "a rank that had come to it"
         return f"rank {lost[0]}" if len(lost) == 1 else f"one of the ranks {', '.join(lost)}"
 
     def _silent(self) -> list[str]:
-        """The ranks that have not said, before the grace is over, that this collective failed there."""
+        """The ranks that do not report, within the grace period, that this collective failed there."""
         end = time.monotonic() + GRACE
         while (silent := self._behind(f"{self._name}/failed")) and time.monotonic() < end:
             time.sleep(GRACE / 20)

@@ -14,15 +14,15 @@ from fewkeys.distributed.agreement import agree
 from fewkeys.distributed.communicator import Communicator
 
 
-def gather(own: Tensor, counts: Tensor, comm: Communicator) -> Tensor:
+def gather(rows: Tensor, counts: Tensor, comm: Communicator) -> Tensor:
     """The rows (B, H, n_r, F) of all ranks, (B, H, ranks x width, F), in working precision.
 
     counts (ranks, B, H): how many of each rank's rows count. Rank r's own come from place r x width on, width being the
     largest count of a rank; the rest is zero.
     """
     width = max(1, int(counts.max()))
-    own = pad(own, (0, 0, 0, width - own.shape[2]))
-    gathered: Tensor = _Gather.apply(own, comm)  # type: ignore[no-untyped-call]
+    rows = pad(rows, (0, 0, 0, width - rows.shape[2]))
+    gathered: Tensor = _Gather.apply(rows, comm)  # type: ignore[no-untyped-call]
     return gathered.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
@@ -30,9 +30,9 @@ class _Gather(torch.autograd.Function):
     """Tensors of all ranks, stacked, in working precision; each rank gets the sum of its tensor's gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm, ctx.dtype = comm, own.dtype
-        return working(torch.stack(comm.all_gather(own)))
+    def forward(ctx: Any, rows: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm, ctx.dtype = comm, rows.dtype
+        return working(torch.stack(comm.all_gather(rows)))
 
     @staticmethod
     @once_differentiable

@@ -34,8 +34,8 @@ class OverRanks(Totals):
         self.comm = comm
 
     def sum(self, part: Tensor) -> Tensor:
-        found: Tensor = _Sum.apply(part, self.comm)  # type: ignore[no-untyped-call]
-        return found
+        total: Tensor = _Sum.apply(part, self.comm)  # type: ignore[no-untyped-call]
+        return total
 
     def max(self, part: Tensor) -> Tensor:
         return self.comm.all_reduce(part, "max")

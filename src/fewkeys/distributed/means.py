@@ -22,7 +22,7 @@ from fewkeys.core.precision import working
 from fewkeys.distributed.communicator import Communicator
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import OverRanks
-from fewkeys.distributed.selection import Kept, kept_of, select
+from fewkeys.distributed.selection import KeptKeys, kept_of, select
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
@@ -44,7 +44,7 @@ def check_parts(plan: Plan) -> tuple[Sharded, ...]:
 
 
 def whole(inputs: Inputs, tokens: list[int], asked: list[int], comm: Communicator, wanted: bool = False) -> Inputs:
-    """The problem of this rank, that knows of the whole sequence.
+    """The problem of this rank, with the statistics of the whole sequence.
 
     `tokens`, `asked`: all ranks' numbers of keys and queries. `wanted`: some rank wants gradients, so that all ranks
     pass them on.
@@ -65,18 +65,18 @@ def attend(
 ) -> Tensor:
     """The output (B, Hq, Nq, Dv) of this rank's queries; arguments as of `whole`."""
     first = sum(tokens[: comm.rank])
-    own = whole(inputs, tokens, asked, comm, wanted)
+    x = whole(inputs, tokens, asked, comm, wanted)
     with torch.no_grad():
-        kept = _kept(own, rules, comm)
+        kept = _kept(x, rules, comm)
     listed = kept.index.shape[-1]
-    used = torch.arange(listed, device=own.key.device) < kept.counts[comm.rank].unsqueeze(-1)
-    graph = Graph(own, columns=Columns.shared(kept.index, used, max(1, own.queries)))
-    stand_ins = plan.rest.prepare(own, graph, plan.weights)
+    used = torch.arange(listed, device=x.key.device) < kept.counts[comm.rank].unsqueeze(-1)
+    graph = Graph(x, columns=Columns.shared(kept.index, used, max(1, x.queries)))
+    stand_ins = plan.rest.prepare(x, graph, plan.weights)
     if stand_ins is not None and not isinstance(stand_ins, StandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
     reach = max(rule.band for rule in rules)
     left, right = (reach // 2, (reach - 1) // 2) if reach else (0, 0)
-    rows = torch.cat([working(own.key), working(own.value)], -1)
+    rows = torch.cat([working(x.key), working(x.value)], -1)
     edges = edges_of(rows, tokens, left, right, comm)
     heavy = gather(rows.gather(2, kept.index.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1])), kept.counts, comm)
     near = torch.cat([edges[0], rows, edges[1]], 2)
@@ -88,13 +88,13 @@ def attend(
         label, share = _shares(stand_ins, tokens, left, right, comm)
         stand_ins = replace(stand_ins, label=pad(label, (0, heavy.shape[2])), share=pad(share, (0, heavy.shape[2])))
     # No collectives below this line.
-    if not own.queries:
-        return nothing(own, [*edges, heavy], stand_ins)
-    key, value = torch.cat([pad(near, (0, 0, 0, far)), heavy], 2).split([own.head_dim, own.value_dim], -1)
+    if not x.queries:
+        return nothing(x, [*edges, heavy], stand_ins)
+    key, value = torch.cat([pad(near, (0, 0, 0, far)), heavy], 2).split([x.head_dim, x.value_dim], -1)
     place = torch.arange(key.shape[2], device=key.device)
-    real = ((place < near.shape[2]) | (place >= base)).expand(own.batch, -1)
-    local = Inputs(working(own.query), key, value, own.scale, offset=edges[0].shape[2], valid=real)
-    columns = Columns.shared(index, used, own.queries) if index.shape[-1] else None
+    real = ((place < near.shape[2]) | (place >= base)).expand(x.batch, -1)
+    local = Inputs(working(x.query), key, value, x.scale, offset=edges[0].shape[2], valid=real)
+    columns = Columns.shared(index, used, x.queries) if index.shape[-1] else None
     joined = Graph(local, (left, right) if reach else None, columns)
     return dispatch.attend(Problem(local, joined, stand_ins, plan.weights)).to(inputs.query.dtype)
 
@@ -104,9 +104,9 @@ def _shares(stand_ins: StandIns, tokens: list[int], left: int, right: int, comm:
     """Labels and shares (B, H, .) of this rank's and the neighbouring keys; `right` free rows; and what is missing."""
     share = stand_ins.share
     # Labels are small: every floating dtype holds them exactly.
-    own = torch.stack([stand_ins.label.to(share.dtype), share], -1)
-    before, after = edges_of(own, tokens, left, right, comm)
-    label, share = torch.cat([before, own, after], 2).unbind(-1)
+    local = torch.stack([stand_ins.label.to(share.dtype), share], -1)
+    before, after = edges_of(local, tokens, left, right, comm)
+    label, share = torch.cat([before, local, after], 2).unbind(-1)
     label = label.long()
     near = share.new_zeros(stand_ins.total.shape).scatter_add_(-1, label, share)
     missing = comm.all_reduce(stand_ins.total) - near
@@ -114,16 +114,16 @@ def _shares(stand_ins: StandIns, tokens: list[int], left: int, right: int, comm:
     return torch.cat([pad(label, (0, right)), each], 2), torch.cat([pad(share, (0, right)), missing], 2)
 
 
-def _kept(own: Inputs, rules: Sequence[Sharded], comm: Communicator) -> Kept:
+def _kept(inputs: Inputs, rules: Sequence[Sharded], comm: Communicator) -> KeptKeys:
     """The keys that any rule but bands keeps."""
-    marked = torch.zeros(own.key.shape[:3], dtype=torch.bool, device=own.key.device)
+    marked = torch.zeros(inputs.key.shape[:3], dtype=torch.bool, device=inputs.key.device)
     for rule in rules:
         if rule.score is not None:
-            marked = marked | _marks(select(rule, own, comm), marked, comm)
+            marked = marked | _marks(select(rule, inputs, comm), marked, comm)
     return kept_of(marked, comm)
 
 
-def _marks(kept: Kept, like: Tensor, comm: Communicator) -> Tensor:
+def _marks(kept: KeptKeys, like: Tensor, comm: Communicator) -> Tensor:
     used = torch.arange(kept.index.shape[-1], device=like.device) < kept.counts[comm.rank].unsqueeze(-1)
     hits = torch.zeros(like.shape, dtype=torch.int32, device=like.device)
     return hits.scatter_add_(-1, kept.index, used.to(torch.int32)) > 0
@@ -131,13 +131,13 @@ def _marks(kept: Kept, like: Tensor, comm: Communicator) -> Tensor:
 
 def edges_of(rows: Tensor, tokens: list[int], left: int, right: int, comm: Communicator) -> tuple[Tensor, Tensor]:
     """The rows (B, H, ., F) that stand up to `left` before and `right` after this rank's own."""
-    found = []
+    edges = []
     for count, before in ((left, True), (right, False)):
         counts = [min(count, n) for n in tokens]
-        mine = counts[comm.rank]
-        part = rows[:, :, rows.shape[2] - mine :] if before else rows[:, :, :mine]
+        sent = counts[comm.rank]
+        part = rows[:, :, rows.shape[2] - sent :] if before else rows[:, :, :sent]
         if not count:
-            found.append(part)
+            edges.append(part)
             continue
         every = torch.tensor(counts, device=rows.device).view(-1, 1, 1).expand(-1, *rows.shape[:2])
         stacked = gather(part, every, comm).unflatten(2, (comm.size, -1))
@@ -145,12 +145,12 @@ def edges_of(rows: Tensor, tokens: list[int], left: int, right: int, comm: Commu
         unused = stacked[:, :, :, :0].sum() if stacked.requires_grad else 0.0
         ranks = range(comm.rank) if before else range(comm.rank + 1, comm.size)
         beside = torch.cat([rows[:, :, :0], *(stacked[:, :, rank, : counts[rank]] for rank in ranks)], 2)
-        found.append((beside[:, :, max(0, beside.shape[2] - count) :] if before else beside[:, :, :count]) + unused)
-    return found[0], found[1]
+        edges.append((beside[:, :, max(0, beside.shape[2] - count) :] if before else beside[:, :, :count]) + unused)
+    return edges[0], edges[1]
 
 
 def columns_of(
-    kept: Kept, tokens: list[int], near: range, base: int | Tensor, comm: Communicator
+    kept: KeptKeys, tokens: list[int], near: range, base: int | Tensor, comm: Communicator
 ) -> tuple[Tensor, Tensor]:
     """Where the kept keys of all ranks stand among this rank's rows: at their own place where it holds the keys `near`,
     else from `base` on, in the order in which `gather` stacks them. `base`: a number, or one for each head (H, 1).
@@ -168,11 +168,11 @@ def columns_of(
     return index.gather(-1, order), used.gather(-1, order)
 
 
-def nothing(own: Inputs, rows: list[Tensor], stand_ins: StandIns | CohortStandIns | None) -> Tensor:
+def nothing(inputs: Inputs, rows: list[Tensor], stand_ins: StandIns | CohortStandIns | None) -> Tensor:
     """No output, but a part in the graph: the other ranks' backward pass waits for this one's."""
     parts = [*rows]
     if stand_ins is not None:
         parts += [stand_ins.key, stand_ins.value]
         parts += [part for part in (stand_ins.left, stand_ins.right) if part is not None]
-    tie = sum((part.sum() for part in parts), working(own.key).new_zeros(()))
-    return own.query[..., :1].expand(-1, -1, -1, own.value_dim) * tie.to(own.query.dtype)
+    tie = sum((part.sum() for part in parts), working(inputs.key).new_zeros(()))
+    return inputs.query[..., :1].expand(-1, -1, -1, inputs.value_dim) * tie.to(inputs.query.dtype)

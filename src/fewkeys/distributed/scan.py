@@ -65,8 +65,8 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
     if isinstance(plan.rest, BlockMeans):
         means = plan.rest.of_totals(whole, shard.totals(comm), None)
     first = sum(asked[: comm.rank])
-    own = slice(first, first + asked[comm.rank])
-    parts = [shard.scored(every, chosen, places, means, own, start) for start in range(0, whole.queries, BLOCK)]
+    local = slice(first, first + asked[comm.rank])
+    parts = [shard.scored(every, chosen, places, means, local, start) for start in range(0, whole.queries, BLOCK)]
     # A rank without keys may have no scores.
     tops = [pad(score.detach(), (0, 1), value=-torch.inf).amax(-1, keepdim=True) for score, _ in parts]
     top = comm.all_reduce(torch.cat(tops, 2), "max").split(BLOCK, 2)
@@ -74,7 +74,7 @@ def attend(inputs: Inputs, plan: Plan, tokens: list[int], asked: list[int], comm
     for (score, values), highest in zip(parts, top, strict=True):
         weight = (score - highest).exp()
         mixed.append(torch.cat([shard.mix(weight, values), weight.sum(-1, keepdim=True)], -1))
-    joined = OverRanks(comm).sum(torch.cat(mixed, 2))[:, :, own]
+    joined = OverRanks(comm).sum(torch.cat(mixed, 2))[:, :, local]
     return (joined[..., :-1] / positive(joined[..., -1:])).to(x.query.dtype)
 
 
@@ -102,10 +102,11 @@ class _Shard:
         return pad(OverRanks(comm).sum(zeros.index_add(2, block, rows)).cumsum(2), (0, 0, 1, 0))
 
     def scored(
-        self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, own: slice, start: int
+        self, query: Tensor, chosen: Tensor, places: Tensor, means: RangeStandIns | None, local: slice, start: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The scores (B, Hq, M, keys) of the queries of a block from `start` on with what this rank attends to for
-        them, -inf where it does not, and the values: of the own block, chosen keys and means. `own`: its own queries.
+        them, -inf where it does not, and the values: of the own block, chosen keys and means. `local`: the range of its
+        own queries.
         """
         x = self.whole
         stop = min(start + BLOCK, x.queries)
@@ -127,7 +128,7 @@ class _Shard:
             at = (torch.searchsorted(means.edges[step], kept.clamp_min(0), right=True) - 1).clamp_max(means.count - 1)
             size = means.size[:, None, None, None, step].expand(*kept.shape[:-1], -1)
             left = size - torch.zeros_like(size).scatter_add_(-1, at, (kept >= 0).to(size.dtype))
-            elsewhere = (asking[start:] < own.start) | (asking[start:] >= own.stop)
+            elsewhere = (asking[start:] < local.start) | (asking[start:] >= local.stop)
             score = rows @ means.key[:, :, None, step].mT + left.clamp_min(1).log()
             columns.append(score.masked_fill((left <= 0) | elsewhere[:, None], -torch.inf))
             held = (*held, means.value[:, :, None, step])
@@ -177,8 +178,8 @@ def _choose(shard: _Shard, count: int, comm: Communicator) -> tuple[Tensor, Tens
     best = of_all[..., 0].argsort(dim=-1, descending=True, stable=True)[..., :count]
     kept = torch.zeros_like(of_all[..., 0], dtype=torch.bool).scatter_(-1, best, True) & (of_all[..., 0] > NONE)
     before = sum(len(part) for part in offered[: comm.rank])
-    mine = kept[..., before : before + index.shape[-1]]
-    return index.masked_fill(~mine, -1).long(), of_all[..., 1].masked_fill(~kept, -1).long()
+    is_local = kept[..., before : before + index.shape[-1]]
+    return index.masked_fill(~is_local, -1).long(), of_all[..., 1].masked_fill(~kept, -1).long()
 
 
 def _best(shard: _Shard, level: Tensor, sigma: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from fewkeys.select.base import Sharded
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class KeptKeys:
     """The keys of all ranks that are kept.
 
     `index` (B, Hkv, S): this rank's kept keys as positions in its shard, ascending, at the head of each list;
@@ -24,15 +24,15 @@ class Kept:
     counts: Tensor
 
 
-def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> Kept:
-    """The keys that a rule keeps of all ranks, the same as in one process; `inputs` knows of the whole sequence."""
+def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
+    """The keys that a rule keeps of all ranks, the same as in one process; `inputs.whole` is the whole sequence."""
     if rule.score is None:
         raise ValueError(f"keep: expected a rule that scores keys, got {rule}")
     score = rule.score(inputs)
     return best(score, rule.count, comm) if rule.count is not None else kept_of(score >= (rule.least or 0.0), comm)
 
 
-def best(score: Tensor, count: int, comm: Communicator) -> Kept:
+def best(score: Tensor, count: int, comm: Communicator) -> KeptKeys:
     """The `count` keys of largest score (B, Hkv, N_local) of all ranks.
 
     Round 1: the best `count` of each rank, of which only the scores are sent. Round 2: the best of these. So keys and
@@ -46,12 +46,12 @@ def best(score: Tensor, count: int, comm: Communicator) -> Kept:
     won = torch.zeros_like(candidates, dtype=torch.bool).scatter_(-1, best, True)
     parts = won.split([part.shape[0] for part in gathered], -1)
     order = _listed(parts[comm.rank])
-    return Kept(local.gather(-1, order), torch.stack([part.sum(-1) for part in parts]))
+    return KeptKeys(local.gather(-1, order), torch.stack([part.sum(-1) for part in parts]))
 
 
-def kept_of(marked: Tensor, comm: Communicator) -> Kept:
+def kept_of(marked: Tensor, comm: Communicator) -> KeptKeys:
     """The keys that the ranks mark, (B, Hkv, N_local) bool on each."""
-    return Kept(_listed(marked), torch.stack(comm.all_gather(marked.sum(-1))))
+    return KeptKeys(_listed(marked), torch.stack(comm.all_gather(marked.sum(-1))))
 
 
 def _listed(marked: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The door to the executors: one switch, `impl`, and no silent way around it.
+"""Chooses the executor: one switch, `impl`, and no silent fallback.
 
 All executors give the same answer up to rounding, at different speeds.
 """

@@ -20,8 +20,8 @@ from fewkeys.execute import reference
 from fewkeys.execute.problem import Problem
 
 ROWS = 512
-"""Queries of a causal call whose mask is made at once. They skip the keys after the last of them, as torch's own causal
-kernel does, which knows neither padding nor queries that begin late; and no mask has n x n entries."""
+"""Queries of a causal or biased call whose mask is made at once: no mask has n x n entries. Causal ones skip the keys
+after the last of them, as torch's own causal kernel does, which knows neither padding nor queries that begin late."""
 
 
 def attend(inputs: Inputs, weights: Weights) -> Tensor:
@@ -43,25 +43,22 @@ def _attend(inputs: Inputs, weights: Weights) -> Tensor:
         x = inputs.clear()
         return reference.attend_in_pieces(Problem(x, Graph(x, full=True), None, weights))
     x = inputs
-    if x.bias is not None:
-        seen = visible(x, 0, x.queries)
-        empty = ~seen.any(-1, keepdim=True)
-        bias = x.bias.of(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)
-        return _sdpa(x, bias.masked_fill(~(seen | empty), -torch.inf), False).masked_fill(empty, 0.0)
-    if x.is_causal and x.offset == 0 and x.valid is None:
+    if x.bias is not None and not x.is_causal and x.valid is None and x.query.device.type == "cpu":
+        # Biases of reversed queries take no memory. Kernels of other devices want whole rows.
+        bias = x.bias.from_last(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)
+        return _sdpa(replace(x, query=x.query.flip(2)), bias.unsqueeze(0), False).flip(2)
+    if x.is_causal and x.offset == 0 and x.valid is None and x.bias is None:
         return _sdpa(x, None, True)
     # With an offset of all keys or more, causality hides nothing.
     causal = x.is_causal and x.offset < x.keys - 1
-    if not causal and x.valid is None:
-        return _sdpa(x, None, False)
-    if not causal:
-        return _masked(x, x.valid[:, None, None])  # type: ignore[index]
+    if not causal and x.bias is None:
+        return _sdpa(x, None, False) if x.valid is None else _masked(x, x.valid[:, None, None])
     outputs = []
     for start in range(0, x.queries, ROWS):
         stop = min(x.queries, start + ROWS)
-        last = min(x.keys, stop + x.offset)
+        last = min(x.keys, stop + x.offset) if causal else x.keys
         query, key, value = x.query[:, :, start:stop], x.key[:, :, :last], x.value[:, :, :last]
-        part = replace(x, query=query, key=key, value=value)
+        part = replace(x, query=query, key=key, value=value, offset=x.offset + start)
         outputs.append(_masked(part, visible(x, start, stop)[..., :last]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
@@ -70,14 +67,18 @@ def _masked(x: Inputs, seen: Tensor) -> Tensor:
     """Attention to the keys that are `seen`, broadcastable to (B, Hq, Nq, Nk)."""
     # A row that sees nothing would be 0 / 0: it is allowed everything and then set to zero.
     empty = ~seen.any(-1, keepdim=True)
-    output = _sdpa(x, seen | empty, False)
+    mask = seen | empty
+    if x.bias is not None:
+        bias = x.bias.of(x.offset, x.offset + x.queries, x.keys).to(x.query.dtype)
+        mask = bias.masked_fill(~mask, -torch.inf)
+    output = _sdpa(x, mask, False)
     return output.masked_fill(empty, 0.0) if bool(empty.any()) else output
 
 
 def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
     query, scale = x.query, x.scale
     if scale <= 0 and x.bias is None:
-        # Torch's causal kernels hide keys before they scale: -inf would become +inf, or no number.
+        # Torch's causal kernels hide keys before they scale: -inf would become +inf or NaN.
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
     fused = partial(
         scaled_dot_product_attention,
@@ -99,7 +100,7 @@ def _sdpa(x: Inputs, mask: Tensor | None, is_causal: bool) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Torch's fused attention, whose gradients have none; theirs are those of plain operations."""
+    """Torch's fused attention, whose gradients torch cannot differentiate; second derivatives use plain operations."""
 
     @staticmethod
     def forward(ctx: Any, fused: partial[Tensor], *rows: Tensor) -> Tensor:
@@ -114,8 +115,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if not torch.is_grad_enabled():
             wanted = [part for part in ctx.leaves if part.requires_grad]
-            found = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
-            return (None, *(next(found) if part.requires_grad else None for part in ctx.leaves))
+            gradients = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=True))
+            return (None, *(next(gradients) if part.requires_grad else None for part in ctx.leaves))
         with sdpa_kernel(SDPBackend.MATH):
             rows = ctx.saved_tensors
             return (None, *gradients_of(rows, [(ctx.fused(*rows), gradient)]))

@@ -1,4 +1,4 @@
-"""What every executor is given: all that was chosen, so that nothing but attending is left."""
+"""The input of every executor: all choices are made, so that only attention is left to compute."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.rest.base import AnyStandIns, BlockStandIns, StandIns
+from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
+
+SCORES_AT_ONCE = 2**22
+"""Scores, or numbers of gathered keys, that an executor holds at a time (16 MB in float32)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Queries, keys and values; the edges between them; what stands in for the other keys; how scores become weights.
+    """Queries, keys and values; the edges between them; the stand-ins for the other keys; how scores become weights.
 
     `graph` is of `inputs`, whose `impl` names the executor.
     """
@@ -39,9 +42,9 @@ class Problem:
     def unbiased(self) -> str | None:
         """Why such a problem has no answer with a bias of distances; None where it has."""
         graph, columns = self.graph, self.graph.columns
-        if graph.extra is not None or graph.scan is not None or (columns is not None and columns.place is not None):
-            return "expected a plan whose queries keep a window and lists, got extra edges, cohorts or a scan"
-        if self.stand_ins is None:
+        if graph.extra is not None or graph.scan is not None:
+            return "expected a plan whose queries keep a window and lists, got extra edges or a scan"
+        if self.stand_ins is None or isinstance(self.stand_ins, CohortStandIns):
             return None
         if not isinstance(self.stand_ins, StandIns) or (columns is not None and columns.blocks > 1):
             return "expected stand-ins that serve all queries, got some by blocks"

@@ -1,6 +1,6 @@
-"""The plan as its definition says, on dense matrices: the oracle of every test.
+"""The definition of a plan, on dense matrices: what every test compares with.
 
-All queries meet all keys under the graph's mask, the stand-ins are further columns, and the multiplicity of a
+Every query is scored against every key under the graph's mask. Stand-ins are further columns. The multiplicity of a
 stand-in is counted from the mask. float32, or float64 for float64 input, whatever the other dtypes.
 """
 
@@ -18,11 +18,8 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, Weights, positive
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns
-
-PIECE = 2**22
-"""Scores held at a time by `attend_in_pieces` (16 MB in float32)."""
 
 
 def unsupported(problem: Problem) -> None:
@@ -35,9 +32,9 @@ def attend(problem: Problem) -> Tensor:
 
 
 def attend_in_pieces(problem: Problem) -> Tensor:
-    """The same, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor knows."""
+    """The same, some queries at a time: memory O(n (D + Dv)). For graphs that no other executor supports."""
     x = problem.inputs
-    step = max(1, PIECE // (x.batch * x.query_heads * x.keys))
+    step = max(1, SCORES_AT_ONCE // (x.batch * x.query_heads * x.keys))
     pieces = [_attend(problem, start, min(start + step, x.queries)) for start in range(0, x.queries, step)]
     return torch.cat(pieces, 2).to(x.query.dtype)
 
@@ -72,7 +69,7 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
         return _beside_means(query, scores, value, [per_query_head(part)[:, :, block] for part in parts], weights)
 
     if isinstance(stand_ins, CohortStandIns):
-        return _beside_cohort_means(problem, stand_ins, start, query, kept, scores)
+        return _beside_cohort_means(problem, stand_ins, start, query, kept, scores, bias)
     if isinstance(stand_ins, RangeStandIns):
         step = stand_ins.step(inputs, start, stop)
         key, mean = (per_query_head(part)[:, :, step] for part in (stand_ins.key, stand_ins.value))
@@ -123,7 +120,13 @@ def _beside_means(query: Tensor, scores: Tensor, value: Tensor, means: Sequence[
 
 
 def _beside_cohort_means(
-    problem: Problem, stand_ins: CohortStandIns, start: int, query: Tensor, kept: Tensor, scores: Tensor
+    problem: Problem,
+    stand_ins: CohortStandIns,
+    start: int,
+    query: Tensor,
+    kept: Tensor,
+    scores: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
     """Kept keys beside the stand-ins of each query's cohort; queries of no cohort see nothing."""
     x, columns = problem.inputs, problem.graph.columns
@@ -141,12 +144,14 @@ def _beside_cohort_means(
 
     real = torch.ones_like(kept[:1, :1, :1]) if x.valid is None else x.valid[:, None, None]
     cluster = one_hot(stand_ins.label, stand_ins.count).to(query.dtype).repeat_interleave(x.gqa_ratio, 1)
-    spoken_for = (real & ~kept).to(query.dtype) @ cluster
-    multiplicity = per_query(stand_ins.mass) * (spoken_for / per_query(stand_ins.size).clamp_min(1))
+    unkept = (real & ~kept).to(query.dtype)
     extra = (per_query(stand_ins.key) @ query.unsqueeze(-1)).squeeze(-1) + per_query(stand_ins.bias)
-    extra = extra.masked_fill((multiplicity <= 0) | (cohort < 0).unsqueeze(-1), -torch.inf)
-    weight, weight_extra = problem.weights.kernel([scores, extra])
-    weight_extra = weight_extra * multiplicity
+    if x.bias is not None and bias is not None:
+        largest = x.bias.largest[:, None, None]
+        unkept, extra = unkept * (bias - largest).exp(), extra + largest
+    spoken_for = unkept @ cluster / per_query(stand_ins.size).clamp_min(1)
+    extra = extra + logarithm(per_query(stand_ins.mass) * spoken_for)
+    weight, weight_extra = problem.weights.kernel([scores, extra.masked_fill((cohort < 0).unsqueeze(-1), -torch.inf)])
     total = weight.sum(-1, keepdim=True) + weight_extra.sum(-1, keepdim=True)
     output = weight @ per_query_head(x.value) + (weight_extra.unsqueeze(-2) @ per_query(stand_ins.value)).squeeze(-2)
     s = stand_ins

@@ -1,1 +1,1 @@
-"""A few queries answered exactly, and exact attention where a plan fails them."""
+"""Checks a few queries exactly, and falls back to exact attention where a plan fails."""

@@ -1,4 +1,4 @@
-"""Falling back to exact attention where a plan's error is too large, and counting how often."""
+"""Falls back to exact attention where a plan's error is too large, and counts how often."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ mean. The normal interval then covers too seldom, because a sample that misses t
 and a small variance. Four corrections restore coverage (measured by `experiments/value_aware/spot_check_coverage.py`):
 
 * The variance is estimated over groups of neighbouring stretches, which on average gives at least the true one
-  (`fewkeys.guard.sample.Sample.spread`).
+  (`fewkeys.guard.sample.QuerySample.spread`).
 * Student's t in place of the normal quantile, with degrees of freedom from the variances themselves (Welch 1947,
   Biometrika 34): where one group has most of the variance, it has few.
 * The upper end is taken on the scale of the logarithm (delta method), `mean exp(t s / mean)`, which is above

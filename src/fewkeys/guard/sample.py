@@ -17,16 +17,14 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.metrics import relative_error
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights
+from fewkeys.execute.problem import SCORES_AT_ONCE
 
 GROUP = 8
 """Neighbouring strata that share one estimate of the variance."""
 
-SCORES = 2**22
-"""Scores that `exact_rows` holds at a time (16 MB in float32)."""
-
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class QuerySample:
     """Queries drawn for an exact answer.
 
     `index` (B, Hq, m) holds their positions, `size` (B, m) the number of queries in each stratum. A sequence of at most
@@ -101,7 +99,7 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: t
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
 
 
-def draw(inputs: Inputs, places: Tensor) -> Sample:
+def draw(inputs: Inputs, places: Tensor) -> QuerySample:
     """One query from each of m strata, at the relative place in it given by `places` in [0, 1).
 
     places: broadcastable to (B, Hq, m). Real queries are those of real tokens that see at least one key.
@@ -115,7 +113,7 @@ def draw(inputs: Inputs, places: Tensor) -> Sample:
     rank = (edge[:, None, :-1] + inside).clamp_max(inputs.queries - 1)
     order = torch.argsort((~real).to(torch.uint8), stable=True, dim=-1)
     rank = rank.expand(-1, inputs.query_heads, -1)
-    return Sample(order.unsqueeze(1).expand(-1, inputs.query_heads, -1).gather(-1, rank), size)
+    return QuerySample(order.unsqueeze(1).expand(-1, inputs.query_heads, -1).gather(-1, rank), size)
 
 
 def real_queries(inputs: Inputs) -> Tensor:
@@ -140,7 +138,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     query = working(x.query).gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.head_dim)) * x.scale
     query = query.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(2, 3)
     key, value = working(x.key).mT, working(x.value)
-    step = max(1, SCORES // (x.batch * x.kv_heads * x.keys))
+    step = max(1, SCORES_AT_ONCE // (x.batch * x.kv_heads * x.keys))
     heads = torch.arange(x.query_heads, device=index.device).view(x.kv_heads, -1).repeat_interleave(rows, 1)
     parts = []
     for place, part, head in zip(by_key_head.split(step, 2), query.split(step, 2), heads.split(step, 1), strict=True):
@@ -157,7 +155,7 @@ def exact_rows(inputs: Inputs, weights: Weights, index: Tensor) -> Tensor:
     return output
 
 
-def sampled_errors(inputs: Inputs, weights: Weights, output: Tensor, sample: Sample) -> Tensor:
+def sampled_errors(inputs: Inputs, weights: Weights, output: Tensor, sample: QuerySample) -> Tensor:
     """`|o~_i - o_i| / |o_i|` (B, Hq, m), in float64, of the plan's output (B, Hq, Nq, Dv) at the sampled queries."""
     with torch.no_grad():
         rows = output.gather(2, sample.index.unsqueeze(-1).expand(-1, -1, -1, output.shape[-1]))

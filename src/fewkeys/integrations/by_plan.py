@@ -40,11 +40,11 @@ class ByPlan:
             )
         if self._gives_way(plan, inputs):
             return exact(module, inputs)
-        own = with_sink(inputs)
+        call = with_sink(inputs)
         guard = self.guards[layer] if self.guards and inputs.window is None else None
         plans = in_terms(inputs, plan)
         return attention(
-            own.query, own.key, own.value, plan=plans, max_error=guard, **own.options(self.generator, self.impl)
+            call.query, call.key, call.value, plan=plans, max_error=guard, **call.options(self.generator, self.impl)
         )
 
     def _gives_way(self, plan: LayerPlan | None, inputs: AttentionInputs) -> bool:

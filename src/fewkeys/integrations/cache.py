@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from fewkeys.integrations import interface
 from fewkeys.integrations.patterns import SLIDING, layer_kinds, layer_window
+from fewkeys.memory.base import Held, LeafType
+from fewkeys.memory.stream import Stream
 from fewkeys.plan import Plan
 from fewkeys.select import Window
-from fewkeys.streaming.by_head import HeadStreams
-from fewkeys.streaming.coded import Coded
-from fewkeys.streaming.rows import Held, LeafType
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -65,7 +64,7 @@ def cache(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
     layers, how = _layers(model, plan), Held.of(leaves, folder, "int8")
-    scans = any(Coded.suits(one) for plans, _ in layers for one in plans)
+    scans = any(one.scanned for plans, _ in layers for one in plans)
     if not scans and Held.of(leaves, folder, "model") != Held():
         raise ValueError(f"leaves, folder: expected None without a layer of KeyScan, got {leaves}, {folder}")
     return StreamCache(model, layers, how)
@@ -103,6 +102,6 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
     for layer, window in enumerate(windows):
         one = own[layer] if window is None else Plan(Window(window))
         plans = (one,) if isinstance(one, Plan) else tuple(one)
-        HeadStreams(plans)
+        Stream(plans)
         layers.append((plans, window))
     return layers

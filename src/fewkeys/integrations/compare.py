@@ -31,7 +31,7 @@ AnyPlan = Plan | ModelPlan
 Plans = Mapping[str, AnyPlan] | Mapping[int | None, Mapping[str, AnyPlan]] | Sequence[AnyPlan]
 
 COPIED = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "is_causal", "sequences")
-"""What a report says of a capture in the capture's own words."""
+"""Facts of a capture that a report repeats."""
 TIMED = 6
 """Timings per plan, at least: one in each layer, more where there are fewer layers."""
 
@@ -117,7 +117,7 @@ def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
         groups = [(None, {str(plan): plan for plan in plans})]
     elif all(isinstance(value, Mapping) for value in plans.values()):
         groups = list(plans.items())
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for budget, rows in groups:
         for name, plan in rows.items():
             if not isinstance(plan, Plan | ModelPlan):
@@ -130,23 +130,23 @@ def _entries(plans: Plans, capture: Capture) -> tuple[list[Entry], list[int]]:
                     f"plans: expected {capture.layers} layers of {capture.kv_heads} plans under {name!r}, got {heads}; "
                     "tune on this model"
                 )
-            own = None if isinstance(plan, Plan) and plan.keep is None else budget
-            if all((name, own) != (other.name, other.budget) for other in found):
-                found.append(Entry(name, own, plan, Tally(capture.layers, capture.query_heads)))
-    if not found:
+            entry_budget = None if isinstance(plan, Plan) and plan.keep is None else budget
+            if all((name, entry_budget) != (other.name, other.budget) for other in entries):
+                entries.append(Entry(name, entry_budget, plan, Tally(capture.layers, capture.query_heads)))
+    if not entries:
         raise ValueError("plans: expected at least one plan, got none; standard_plans(64) gives the usual rows")
-    return found, [budget for budget, _ in groups if budget is not None]
+    return entries, [budget for budget, _ in groups if budget is not None]
 
 
 def _lengths(capture: Capture) -> list[int]:
     """Valid tokens of every sequence."""
-    found: list[int] = []
+    lengths: list[int] = []
     for call in capture.calls(0):
         if call.key_mask is None:
-            found += [call.key.shape[2]] * call.key.shape[0]
+            lengths += [call.key.shape[2]] * call.key.shape[0]
         else:
-            found += call.key_mask.sum(-1).tolist()
-    return found
+            lengths += call.key_mask.sum(-1).tolist()
+    return lengths
 
 
 def _judge_layers(
@@ -183,7 +183,7 @@ def _judge_model(
 ) -> None:
     """Fill the effects of all entries."""
     what = "whole model"
-    found = effects(
+    model_effects = effects(
         model,
         batches,
         [entry.plan for entry in entries],
@@ -191,7 +191,7 @@ def _judge_model(
         generator=lambda i: entries[i].generator(f"{seed}/model", model.device),
         done=lambda sequences: counter(sequences, what),
     )
-    for entry, effect in zip(entries, found, strict=True):
+    for entry, effect in zip(entries, model_effects, strict=True):
         entry.effect = effect
 
 

@@ -32,8 +32,8 @@ def effects(
     """The effect of each plan on `model` over `batches` of token ids (or mappings with an attention mask).
 
     Costs one forward pass per batch and plan, and one exact one per batch; keeps the hidden states of one batch.
-    `impl` is that of `fewkeys.apply`, `generator(i)` gives plan i its randomness, `done(sequences)` is told after each
-    pass.
+    `impl` is that of `fewkeys.apply`, `generator(i)` gives plan i its randomness, `done(sequences)` is called after
+    each pass.
     """
     model = unwrapped(model)
     pooled: list[list[Tensor]] = [[] for _ in plans]

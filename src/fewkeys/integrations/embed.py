@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fewkeys.guard.fallback import Fallbacks
+from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.passes import Places, Span, longest, read_tokens, resolved_prompt
 from fewkeys.integrations.passes import split as split
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 OVER_TOKENS = ("mean", "mean_sqrt_len_tokens", "max")
-"""Poolings that mean the same for a part as for the whole text; the others stand for one token or weigh by place."""
-WATCH = sys.float_info.max
-"""As `max_error` of `fewkeys.apply`: errors are estimated, and nothing is ever answered exactly because of them."""
+"""Poolings that mean the same for a part as for the whole text; the others read one token or weigh by place."""
+WATCH = Guard(sys.float_info.max, queries=8)
+"""As `max_error` of `fewkeys.apply`: errors are estimated, and nothing is answered exactly because of them. Eight
+queries of every head are enough for a mean over all heads.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Families whose attention modules ask no interface: one of their methods, restated to ask it.
+"""Families whose attention modules do not use the interface: one of their methods is replaced by one that does.
 
 As long as the model's attention runs through fewkeys, `Restated` stands in such a module in place of that method (by
 the instance: classes stay as they are). It makes queries, keys and values as the module does, asks the attention
@@ -52,13 +52,13 @@ class Restated:
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """How a module is restated; None: it asks by itself, or has no attention that is known."""
+    """How a module is rewritten; None: it uses the interface itself, or has no known attention."""
     kind = type(module)
     return FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
 
 
 def restate(module: nn.Module) -> None:
-    """Let a module ask the interface from now on; nothing where it does already."""
+    """Make a module use the interface from now on; nothing if it does already."""
     family = family_of(module)
     if family is None:
         return
@@ -134,8 +134,8 @@ def _falcon(
         key, value = layer_past.update(key, value, module.layer_idx)
     more: dict[str, Any] = {"scaling": module.inv_norm_factor}
     if alibi is not None:
-        own = alibi.reshape(len(query), module.num_heads, -1) * module.inv_norm_factor
-        more["key_bias"] = _latest(own, key, layer_past, module.layer_idx)
+        slopes = alibi.reshape(len(query), module.num_heads, -1) * module.inv_norm_factor
+        more["key_bias"] = _latest(slopes, key, layer_past, module.layer_idx)
     dropout = 0.0 if alibi is None else module.attention_dropout.p
     return module.dense(_ask(module, query, key, value, attention_mask, dropout, **more)), None
 
@@ -183,7 +183,7 @@ def _gpt_neo(
 
 
 def _latest(bias: Tensor, key: Tensor, past: Any, layer: int) -> Tensor:
-    """The bias of the keys at hand. Of a stream, whose keys before are elsewhere, those of the newest places."""
+    """The bias of the keys of this call. A stream holds earlier keys elsewhere: there, that of the latest places."""
     if streams.waiting(key) and bias.shape[-1] != past.get_seq_length(layer) + key.shape[2]:
         raise ValueError(
             "attention_mask: expected one over all tokens so far, so that new ones know their places, got none; pass "

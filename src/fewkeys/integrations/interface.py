@@ -1,13 +1,11 @@
-"""The door between transformers and this package: who answers the attention calls of a model, and with which mask.
+"""How transformers calls this package: the attention function and the mask function of a model.
 
-transformers asks two registries by one name: the attention function, and the function that builds its mask (`masks`).
-Both are registered here, once, on first use; a model switched to the name without a mask function would silently lose
-its padding.
+transformers looks both up in registries, under one name. Both are registered here, once, on first use: with an
+attention function but no mask function (`masks`), a model would silently lose its padding. Some modules do not use the
+registries; `families` makes those that it lists do so.
 
-Modules that do not ask by themselves are made to where it is known how (`families`).
-
-Who answers stands in the attention modules (`door`); where nobody does, the model's own attention is answered exactly.
-Nothing that is kept refers to a model: a model that is dropped takes its entries with it.
+Each attention module holds a stack of plans (`plan_stack`). If no plan is in force, the call is answered by exact
+attention. Nothing global refers to a model, so dropping a model drops its entries.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import lowered
 from fewkeys.integrations import packed, streams, switch
-from fewkeys.integrations.door import Answer, Application, Door, door, go, stand
 from fewkeys.integrations.families import NAME, family_of
 from fewkeys.integrations.masks import key_mask, read_mask, visible
 from fewkeys.integrations.patterns import check_honoured
+from fewkeys.integrations.plan_stack import Answer, Application, PlanStack, plan_stack, push, remove
 from fewkeys.integrations.terms import check_sink, distance_bias, in_terms, plain, with_key_bias, with_sink
 
 if TYPE_CHECKING:
@@ -61,10 +59,10 @@ class Attachment:
         self._hook = model.register_forward_pre_hook(_refuse_output_attentions, with_kwargs=True)
         for layer, module in enumerate(self._alive()):
             if application is not None:
-                stand(layer, module, application)
+                push(layer, module, application)
 
     def enter(self) -> None:
-        """From now on, answer in the present context alone."""
+        """From now on, answer only in the current context."""
         if self._application is not None:
             self._application.enter()
 
@@ -75,7 +73,7 @@ class Attachment:
         if self._release.alive:
             for module in self._alive():
                 if self._application is not None:
-                    go(module, self._application)
+                    remove(module, self._application)
             self._hook.remove()
             self._release()
 
@@ -84,7 +82,7 @@ class Attachment:
 
 
 def attach(model: PreTrainedModel, answer: Answer | None) -> Attachment:
-    """Let `answer` answer every attention call of `model` from now on, or, if None, whoever answers already.
+    """Let `answer` answer every attention call of `model` from now on; None: leave the stacks of plans as they are.
 
     Raises `TypeError` for what is not a transformers model and `ValueError` for one whose attention cannot be
     replaced; the model is then as it was.
@@ -105,8 +103,8 @@ def unwrapped(model: object) -> PreTrainedModel:
     if isinstance(model, PreTrainedModel):
         return model
     inside = [] if not isinstance(model, nn.Module) else [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    parts = {id(part) for found in inside for part in found.modules() if part is not found}
-    outermost = [found for found in inside if id(found) not in parts]
+    parts = {id(part) for inner in inside for part in inner.modules() if part is not inner}
+    outermost = [inner for inner in inside if id(inner) not in parts]
     if len(outermost) != 1:
         raise TypeError(
             f"model: expected a transformers PreTrainedModel, or a module around one, got {type(model).__name__} with "
@@ -152,7 +150,7 @@ def _asks_interface(kind: type) -> bool:
 
 
 def register() -> None:
-    """Let transformers find us by name; a process that a model was sent to does so on its arrival."""
+    """Register both functions under our name; a process that receives a copied model does so, too."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -160,23 +158,23 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _mask)
 
 
-def _arrived(found: tuple[int, Answer] | None) -> Door:
-    """A door that came with a copy of its module, perhaps into a process that knows no fewkeys yet."""
+def _copied_stack(innermost: tuple[int, Answer] | None) -> PlanStack:
+    """The stack of a copied module, perhaps in a process that has not imported fewkeys yet."""
     register()
-    return Door() if found is None else Door(((found[0], Application(found[1])),))
+    return PlanStack() if innermost is None else PlanStack(((innermost[0], Application(innermost[1])),))
 
 
-copyreg.pickle(Door, lambda own: (_arrived, (own.innermost(),)))
+copyreg.pickle(PlanStack, lambda stack: (_copied_stack, (stack.innermost(),)))
 
 
 def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     """The call as the model's own SDPA implementation answers it: the same function, mask and bits.
 
-    What that does not know, caps, sinks and biases of distances, is answered exactly by `fewkeys.attention`.
+    SDPA has no caps, sinks and biases of distances: calls with these are answered exactly by `fewkeys.attention`.
     """
     if not plain(inputs):
-        own = with_sink(inputs)
-        return by_token(attention(own.query, own.key, own.value, plan=in_terms(inputs, None), **own.options()))
+        call = with_sink(inputs)
+        return by_token(attention(call.query, call.key, call.value, plan=in_terms(inputs, None), **call.options()))
     mask = None
     queries, keys = inputs.query.shape[2], inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and 1 < queries != keys):
@@ -187,8 +185,9 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
 
 
 def by_token(output: Tensor) -> Tensor:
-    """The output (B, Hq, Nq, Dv) in the layout in which the model goes on with it, so that its output projection is
-    given this very memory, and can be found by it.
+    """The output (B, Hq, Nq, Dv) in the memory layout that the model's output projection reads.
+
+    `ProjectionFinder` recognises the projection by the address of its input.
     """
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -209,11 +208,11 @@ def _sdpa(
 
 
 def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool | None) -> bool:
-    """Whether a call is causal in which no key is hidden by more than that; `by_mask`: as the mask says, None: no mask.
+    """Whether a call without padding or window is causal. `by_mask`: what its mask says, None without a mask.
 
-    "eager" goes by the mask. The other implementations drop such a mask, and go by the argument, or else by the flag of
-    the module, which is wrong in some models (AIMv2): a plan does not change what they are. An argument that is not the
-    flag may say no more than whether there is a mask (Moonshine).
+    "eager" follows the mask. The other implementations drop such a mask and follow the argument, or without one the
+    flag of the module. The flag is wrong in some models (AIMv2), which a plan does not mend. An argument that differs
+    from the flag may only say whether there is a mask (Moonshine).
     """
     if switch.own_implementation(module) == "eager":
         return bool(by_mask)
@@ -227,7 +226,7 @@ def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool 
 
 
 def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> None:
-    if kwargs is None:  # a call of another thread, while torch is taking the hook in: it is not ours
+    if kwargs is None:  # another thread's call, while torch registers the hook: not one of ours
         return
     wanted = kwargs.get("output_attentions")
     if wanted if wanted is not None else getattr(module.config, "output_attentions", False):
@@ -261,14 +260,13 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out.
 
-    key_bias, window: of families that are restated alone. position_bias: (B or 1, Hq, Nq, Nk), of distances.
+    key_bias, window: only of the families that `families` rewrites. position_bias: (B or 1, Hq, Nq, Nk), of distances.
     """
     check_honoured(module, dropout, kwargs)
-    applied = door(module)
-    found = None if applied is None else applied.innermost()
-    is_plain = found is None and kwargs.get("s_aux") is None and position_bias is None
+    innermost = plan_stack(module).innermost()
+    is_plain = innermost is None and kwargs.get("s_aux") is None and position_bias is None
     if is_plain and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1:
-        # A call that began before the switch, in a thread that has nothing to do with it.
+        # A call of another thread that built its mask before the switch.
         return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
     if attention_mask is None:
         real, causal, own_window = None, _is_causal_unmasked(module, is_causal, None), None
@@ -301,6 +299,6 @@ def _attention_forward(
     else:
         real = packed.real_tokens(inputs, kwargs)
         inputs = inputs if real is None else packed.in_rows(inputs, real)
-        output = exact(module, inputs) if found is None else found[1](found[0], module, inputs)
+        output = exact(module, inputs) if innermost is None else innermost[1](innermost[0], module, inputs)
         output = output if real is None else packed.in_one_row(output, real)
     return output.transpose(1, 2).contiguous(), None

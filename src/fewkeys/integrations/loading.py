@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer from a folder or the hub, quietly, or say in one line why that cannot be."""
+"""Load a model and its tokenizer from a folder or the hub, quietly, or raise an error of one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 HUB_SECONDS = 5.0
-"""How long the hub may take to say that it knows a model; transformers itself would retry for half a minute."""
+"""Seconds that the hub may take to confirm that a model exists; transformers would retry for half a minute."""
 
 _NO_GGUF = (
     "name the model's folder with safetensors, or write one: of transformers, AutoTokenizer and "
@@ -65,16 +65,23 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
     """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode.
 
     Weights are read from safetensors only and no code of the repository is run. Nothing is printed. A folder without
-    `modules.json` names no pooling: sentence-transformers takes the mean of all tokens.
+    `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A decoder that was saved to
+    predict tokens needs that file.
 
     Raises `TypeError` and `ValueError`, one line that names the remedy, as `load_model` does; `ModuleNotFoundError`
     where sentence-transformers is missing.
     """
     need_sentence_transformers()
     with quiet():
-        name, _, offline = _located(name_or_dir)
+        name, config, offline = _located(name_or_dir)
         from sentence_transformers import SentenceTransformer
+        from sentence_transformers.util import is_sentence_transformer_model
 
+        if _is_generator(config) and not is_sentence_transformer_model(name, local_files_only=offline):
+            raise ValueError(
+                f"name_or_dir: expected a model that makes embeddings, got {name}, a decoder that predicts tokens "
+                f"({config.model_type}); name a sentence-transformers model, whose folder has modules.json"
+            )
         how = {"use_safetensors": True, "dtype": torch.float32}
         try:
             encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=how)
@@ -115,7 +122,7 @@ def _device(device: object) -> torch.device:
         ) from None
 
 
-def _is_folder(name: str, given: object) -> bool:
+def _is_folder(name: str, name_or_path: object) -> bool:
     """Whether `name` is a folder; `ValueError` when it is neither a folder nor fit to be a hub id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
@@ -126,7 +133,7 @@ def _is_folder(name: str, given: object) -> bool:
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}")
     if name and Path(name).exists():
         raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
-    path_like = not isinstance(given, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    path_like = not isinstance(name_or_path, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -142,8 +149,8 @@ def _folder_config(name: str) -> tuple[PreTrainedConfig, bool]:
     from transformers import AutoConfig
 
     if not (Path(name) / "config.json").is_file():
-        if found := sorted(Path(name).glob("*.gguf")):
-            raise ValueError(f"name_or_dir: {name} holds GGUF ({found[0].name}) and no config.json; {_NO_GGUF}")
+        if files := sorted(Path(name).glob("*.gguf")):
+            raise ValueError(f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}")
         raise ValueError(
             f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
         )
@@ -180,13 +187,18 @@ def _hub_config(name: str) -> tuple[PreTrainedConfig, bool]:
         raise ValueError(f"name_or_dir: the configuration of {name} is not usable: {_line(error)}") from None
 
 
-def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | None) -> PreTrainedModel:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+def _is_generator(config: PreTrainedConfig) -> bool:
+    """Whether the model was saved with a head that predicts the next token."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    generator = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(
-        architecture.endswith(_GENERATORS) for architecture in config.architectures or ()
-    )
-    factory: Any = AutoModelForCausalLM if generator else AutoModel
+    saved = config.architectures or ()
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(_GENERATORS) for name in saved)
+
+
+def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | None) -> PreTrainedModel:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM if _is_generator(config) else AutoModel
     try:
         model, info = factory.from_pretrained(
             name,

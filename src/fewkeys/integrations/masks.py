@@ -1,6 +1,6 @@
 """The mask that a model builds by our mask function, and what the attention function reads from it.
 
-Nothing of size n x n is built. A mask says which keys are real and which pattern the model asked for:
+Nothing of size n x n is built. A mask holds the real keys and the pattern that the model requested:
 
     (B, Nk)         causal
     (B, 1, 1, Nk)   every query sees every key
@@ -30,10 +30,10 @@ LOWEST = -1e4
 
 
 class KeyMask(Tensor):
-    """A mask that models may move and slice.
+    """A mask that models can move and slice.
 
     A module with an attention of its own, beside the interface, adds the mask to its scores (B, H, Nq, Nk): it gets
-    what the mask stands for. A model that computes anything else with a causal mask, or with a window, has keys or
+    what the mask means. A model that computes anything else with a causal mask, or with a window, has keys or
     scores of its own: `ValueError`.
     """
 
@@ -77,7 +77,7 @@ _COMPUTING = _ADDING | {
 
 
 class Keys(NamedTuple):
-    """What a mask says: the real keys (B, Nk), None: all; whether the call is causal; its window, None: every key."""
+    """A mask's content: the real keys (B, Nk), None: all; whether the call is causal; its window, None: every key."""
 
     real: Tensor | None
     is_causal: bool
@@ -99,7 +99,7 @@ def key_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor:
-    """What a mask function of transformers is given, in short. `ValueError` for patterns that are not honoured."""
+    """The arguments of a mask function of transformers, in short. `ValueError` for patterns that are not honoured."""
     pattern = pattern_of(mask_function, local_size, kv_offset + kv_length, config)
     if pattern.causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(
@@ -126,9 +126,9 @@ def key_mask(
 
 
 def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
-    """What the mask of a call says; `shape`: (B, Nk). `ValueError` for masks that are not honoured.
+    """The content of a call's mask; `shape`: (B, Nk). `ValueError` for masks that are not honoured.
 
-    What one of ours says stays with it, since all layers share it.
+    It is stored with a mask of ours, since all layers share it.
     """
     if not isinstance(mask, KeyMask) or torch.compiler.is_compiling():
         return _read(module, mask, shape)
@@ -163,7 +163,10 @@ def _decoded(mask: Tensor) -> Keys:
     """What the head of this file lists, read."""
     rows = mask if mask.ndim == 2 else mask[:, 0, 0]
     window = None if mask.dtype == torch.bool else int(rows.max()) or None
-    is_whole = rows.shape[1] > 1 and rows.stride(1) == 0
+    if rows.shape[1] == 1 and not torch.compiler.is_compiling():  # a decoded token
+        is_whole = bool(rows.all())
+    else:
+        is_whole = rows.shape[1] > 1 and rows.stride(1) == 0
     return Keys(None if is_whole else rows.bool(), mask.ndim == 2, window)
 
 

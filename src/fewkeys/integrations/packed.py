@@ -16,12 +16,12 @@ from torch import Tensor
 from fewkeys.captures.capture import AttentionInputs
 
 NAMES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""What says so; of these the first is read."""
+"""The arguments of packed sequences; only the first is read."""
 
 
-def real_tokens(inputs: AttentionInputs, given: Mapping[str, Any]) -> Tensor | None:
+def real_tokens(inputs: AttentionInputs, arguments: Mapping[str, Any]) -> Tensor | None:
     """Where the tokens of the one row go in rows of their own (B, longest); None: no call of several sequences."""
-    starts = given.get("cu_seq_lens_q")
+    starts = arguments.get("cu_seq_lens_q")
     if starts is None or len(starts) <= 2:
         return None
     lengths, tokens = starts.diff(), inputs.query.shape[2]

@@ -1,4 +1,4 @@
-"""A text as the tokens of a SentenceTransformer: what one pass reads, and how to cut what is longer."""
+"""A text as the tokens of a SentenceTransformer: the length of one pass, and how to cut longer texts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_encoder(encoder: object) -> None:
 
 
 def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str | None) -> str:
-    """What stands before the text, as `encoder.encode` decides it."""
+    """The prompt before the text, as `encoder.encode` chooses it."""
     check_encoder(encoder)
     if name is not None and prompt is not None:
         raise ValueError("prompt, prompt_name: expected at most one of the two, got both")
@@ -80,8 +80,8 @@ def resolved_prompt(encoder: SentenceTransformer, name: str | None, prompt: str 
         return prompt
     name = encoder.default_prompt_name if name is None else name
     if name is not None and name not in encoder.prompts:
-        known = ", ".join(map(repr, sorted(encoder.prompts)))
-        raise ValueError(f"prompt_name: expected one of {known}, got {name!r}; or give the text itself as prompt")
+        names = ", ".join(map(repr, sorted(encoder.prompts)))
+        raise ValueError(f"prompt_name: expected one of {names}, got {name!r}; or give the text itself as prompt")
     return "" if name is None else encoder.prompts[name] or ""
 
 

@@ -1,4 +1,4 @@
-"""What a model asks of its attention beside queries, keys and values: what is honoured, and what is refused.
+"""The options of a model's attention beside queries, keys and values: which are honoured, and which are refused.
 
 Honoured: causal and bidirectional attention, padding, and windows that a layer has of its own.
 """
@@ -58,7 +58,7 @@ def pattern_of(
     reach: int,
     config: PreTrainedConfig | None,
 ) -> Pattern:
-    """The pattern of a mask function of transformers, told by what it is made of; `ValueError` for all others.
+    """The pattern of a mask function of transformers, recognised by its parts; `ValueError` for all others.
 
     reach: keys up to the last one.
     """
@@ -112,13 +112,13 @@ def layer_window(module: nn.Module) -> int | None:
 
     Moshi's configuration has a window that its model never asks for.
     """
-    own = vars(module)
+    attributes = vars(module)
     kinds, window = layer_kinds(getattr(module, "config", None))
-    layer = own.get("layer_idx", own.get("layer_id"))
+    layer = attributes.get("layer_idx", attributes.get("layer_id"))
     if kinds is not None and layer is not None and kinds[layer] not in SLIDING:
         return None
-    if "sliding_window" in own:
-        window = own["sliding_window"]
+    if "sliding_window" in attributes:
+        window = attributes["sliding_window"]
     elif kinds is None and not any("sliding" in name for name in vars(sys.modules[type(module).__module__])):
         return None
     return window if isinstance(window, int) else None
@@ -133,14 +133,14 @@ def layer_kinds(config: Any) -> tuple[Sequence[str] | None, Any]:
 
 
 def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` for each wish of the model that is not honoured."""
+    """Raise `ValueError` for every option of the model that is not honoured."""
     if dropout:
         raise ValueError(
             f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
         )
-    known = _INERT if kwargs.get("cu_seq_lens_q") is None else _INERT | packed.NAMES
-    for name, given in kwargs.items():
-        if name not in known and given is not None and given is not False:
+    ignored = _INERT if kwargs.get("cu_seq_lens_q") is None else _INERT | packed.NAMES
+    for name, value in kwargs.items():
+        if name not in ignored and value is not None and value is not False:
             raise ValueError(
                 f"{name}: {type(module).__name__} hands this to its attention, and it is not honoured here; "
                 "use a model or a call without it"

@@ -1,4 +1,4 @@
-"""Questions about a long context, which is read once: every answer goes on from a fork of one cache."""
+"""Questions about a long context, which is read once: every answer continues a fork of one cache."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ class Pipeline:
             answers = []
             for asked in [question] if questions is None else questions:
                 ids = torch.cat([read, self._ids(f"{asked}{after}{answer_prefix}", False)], 1)
-                given = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
-                given |= {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True, **how}
-                if given.get("stop_strings") is not None:
-                    given.setdefault("tokenizer", self.tokenizer)
+                arguments = {"attention_mask": torch.ones_like(ids), "past_key_values": copy.deepcopy(memory)}
+                arguments |= {"max_new_tokens": max_new_tokens, "do_sample": False, "use_cache": True, **how}
+                if arguments.get("stop_strings") is not None:
+                    arguments.setdefault("tokenizer", self.tokenizer)
                 model: Any = self.model  # torch's types make every attribute a tensor
-                written = model.generate(ids, **given)
+                written = model.generate(ids, **arguments)
                 answers.append(str(self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)))
         finally:
             memory.close()
         return {"answer": answers[0]} if questions is None else {"answers": answers}
 
     def _parts(self, context: str) -> tuple[str, str]:
-        """What stands before and after the question."""
+        """The text before and after the question."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             return f"{context}\n\n", "\n"
-        said = [{"role": "user", "content": f"{context}\n\n{_MARK}"}]
-        text = self.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        messages = [{"role": "user", "content": f"{context}\n\n{_MARK}"}]
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         before, _, after = str(text).partition(_MARK)
         return before, after
 
@@ -80,8 +80,8 @@ class Pipeline:
         """(1, N); special tokens before the first text, unless the chat has them."""
         special = is_first and getattr(self.tokenizer, "chat_template", None) is None
         ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
-        found: torch.Tensor = ids.to(self.model.device)
-        return found
+        on_device: torch.Tensor = ids.to(self.model.device)
+        return on_device
 
 
 def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[LayerPlan], **held: Any) -> Pipeline:

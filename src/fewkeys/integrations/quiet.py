@@ -1,4 +1,4 @@
-"""Keep transformers and its hub client from printing while we work; what they have to say comes as our errors."""
+"""Keep transformers and its hub client from printing while we work; their problems become our errors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a model's answer feels of an error in the output of an attention head: gradients, for `fewkeys.tune`.
+"""How much a model's predictions change with an error in the output of an attention head, for `fewkeys.tune`.
 
-One backward pass a batch tells it. Let s be a random number made of what the model says on the tokens that count,
+One backward pass for each batch. Let s be a random number made of the model's output on the tokens that count,
 
     a model that predicts tokens    s = sum_t log p_t(y_t)            y_t drawn from p_t, the softmax of its logits
     any other                       s = sum_t (r_t . h_t) / |h_t|     r_t random signs, h_t its last hidden states
 
-and g = ds / do the gradient by the output o of a head at a query. An error e in that output then changes what the
-model says, to second order and on average over the random numbers, by
+and g = ds / do the gradient by the output o of a head at a query. An error e in that output then changes the
+predictions, to second order and on average over the random numbers, by
 
     E (g . e)^2  =  2 sum_t KL(p_t || p_t changed)      or      sum_t |change of h_t|^2 / |h_t|^2
 
@@ -48,63 +48,64 @@ class Sensitivity:
         self._leaves: list[Tensor] = []
 
     def follow(self, output: Tensor) -> Tensor:
-        """The same output, by which there will be a gradient."""
+        """The same output, for which `gradients` returns a gradient."""
         self._leaves.append(torch.zeros_like(output, requires_grad=True))
         return output + self._leaves[-1]
 
     @torch.enable_grad()
-    def gradients(self, said: Any, counts: Tensor) -> list[Tensor]:
+    def gradients(self, result: Any, counts: Tensor) -> list[Tensor]:
         """The gradient ds / do of every output that was followed since the last call.
 
-        said: what the model returned; counts: bool (B, N), the tokens that count.
+        result: what the model returned; counts: bool (B, N), the tokens that count.
         """
-        felt = self._felt(said, counts)
+        score = self._score(result, counts)
         leaves, self._leaves = self._leaves, []
-        return list(torch.autograd.grad(felt, leaves))
+        return list(torch.autograd.grad(score, leaves))
 
-    def _felt(self, said: Any, counts: Tensor) -> Tensor:
-        logits = said.get("logits")
+    def _score(self, result: Any, counts: Tensor) -> Tensor:
+        """The random number s."""
+        logits = result.get("logits")
         if logits is not None:
             log_p = logits[counts].float().log_softmax(-1)
             drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=self._generator)
             likely: Tensor = log_p.gather(1, drawn.to(log_p.device)).sum()
             return likely
-        hidden = said["last_hidden_state"][counts].float()
+        hidden = result["last_hidden_state"][counts].float()
         signs = torch.randint(0, 2, hidden.shape, generator=self._generator).to(hidden) * 2 - 1
         size = torch.linalg.vector_norm(hidden.detach(), dim=-1).clamp_min(1e-30)
         turned: Tensor = ((hidden * signs).sum(-1) / size).sum()
         return turned
 
 
-def speaker(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that says something: all of it where it predicts tokens, else its base."""
+def model_with_head(model: PreTrainedModel) -> nn.Module:
+    """The model with its head if that predicts tokens, else its base."""
     return model.base_model if model.get_output_embeddings() is None else model
 
 
-def counted(model: PreTrainedModel, batch: Mapping[str, Any], said: Any, part: str | None) -> Tensor:
+def counted(model: PreTrainedModel, batch: Mapping[str, Any], result: Any, part: str | None) -> Tensor:
     """Which tokens (B, N) count: real ones, and of those, where the batch has `labels`, those with one.
 
     The label of a token is predicted by the token before it, but by its own place in encoders and encoder-decoders.
     """
-    told = said.get("logits", said.get("last_hidden_state"))
-    if told is None:
+    output = result.get("logits", result.get("last_hidden_state"))
+    if output is None:
         raise ValueError(
-            f"gradients: expected a model that returns logits or last hidden states, got {sorted(said)} of "
+            f"gradients: expected a model that returns logits or last hidden states, got {sorted(result)} of "
             f"{type(model).__name__}; capture without gradients, or a part of the model"
         )
-    shape = tuple(told.shape[:2])
-    whole = model.config.is_encoder_decoder and part != "encoder"
-    mask = batch.get("decoder_attention_mask" if whole else "attention_mask")
-    found = torch.ones(shape, dtype=torch.bool) if mask is None or mask.shape != shape else mask.bool().cpu()
+    shape = tuple(output.shape[:2])
+    has_decoder = model.config.is_encoder_decoder and part != "encoder"
+    mask = batch.get("decoder_attention_mask" if has_decoder else "attention_mask")
+    real = torch.ones(shape, dtype=torch.bool) if mask is None or mask.shape != shape else mask.bool().cpu()
     labels = batch.get("labels")
     if labels is None:
-        return found
+        return real
     if not isinstance(labels, Tensor) or tuple(labels.shape) != shape or labels.is_floating_point():
         came = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"labels: expected integers for every token, {shape}, {IGNORED} where none counts, got {came}")
-    own = labels.cpu() != IGNORED
-    if not whole and any(is_causal(module) for module in attention_modules(model)):
-        own = torch.cat([own[:, 1:], torch.zeros_like(own[:, :1])], 1)
-    if not bool((found & own).any()):
+    labelled = labels.cpu() != IGNORED
+    if not has_decoder and any(is_causal(module) for module in attention_modules(model)):
+        labelled = torch.cat([labelled[:, 1:], torch.zeros_like(labelled[:, :1])], 1)
+    if not bool((real & labelled).any()):
         raise ValueError(f"labels: expected some that are not {IGNORED}, got none; label what counts")
-    return found & own
+    return real & labelled

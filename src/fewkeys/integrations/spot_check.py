@@ -104,18 +104,18 @@ def _check_model(
     # One source for all calls: samples that repeat each other would not be independent.
     source = torch.Generator("cpu").manual_seed(0) if generator is None else generator
 
-    def hear(layer: int, call: AttentionInputs, output: Tensor) -> Tensor:
-        own = plans[layer]
-        if own is not None and call.window is None:
-            checks[layer] += check_call(call.checked(generator), own, queries, source)
+    def on_attention(layer: int, call: AttentionInputs, output: Tensor) -> Tensor:
+        plan = plans[layer]
+        if plan is not None and call.window is None:
+            checks[layer] += check_call(call.checked(generator), plan, queries, source)
         return output
 
     count = 0
-    for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, hear):
+    for _ in exact_passes(model, [batches] if isinstance(batches, Tensor | Mapping) else batches, on_attention):
         count += 1
     if count == 0:
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
-    found = [layer for layer in checks if layer]
-    if not found:
+    checked = [layer for layer in checks if layer]
+    if not checked:
         raise ValueError("model: expected layers that see every key, got windows alone, which every plan keeps")
-    return overall(found, confidence)
+    return overall(checked, confidence)

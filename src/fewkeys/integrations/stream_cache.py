@@ -6,7 +6,6 @@ import copy
 import os
 import weakref
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -21,14 +20,22 @@ from fewkeys.integrations import interface, streams
 from fewkeys.integrations.families import NAME
 from fewkeys.integrations.streams import Length
 from fewkeys.integrations.terms import plain
+from fewkeys.memory import Stream, files
+from fewkeys.memory.base import Held
 from fewkeys.plan import Plan
-from fewkeys.streaming import files
-from fewkeys.streaming.by_head import HeadStreams
-from fewkeys.streaming.rows import Held
+
+DRAFT = 24
+"""Tokens that a cache can always take back: what assisted and prompt-lookup decoding propose, and some more."""
+
+
+def stream_of(plans: Sequence[Plan], how: Held) -> Stream:
+    """The empty stream of a layer, of one plan for all key heads or one for each; `how` counts where one scans."""
+    held = (how.dtype, how.folder) if any(plan.scanned for plan in plans) else (None, None)
+    return Stream(plans[0] if len(plans) == 1 else plans, leaves=held[0], folder=held[1], undo=DRAFT)
 
 
 class StreamLayer(CacheLayerMixin):
-    """One layer of a `StreamCache`: the streams of its key heads.
+    """One layer of a `StreamCache`: its stream.
 
     `calls`: one for each attention call that the layer makes of the same keys, all but the first with other values
     (DiffLlama: two). `window`: of the layer's own, None: it sees every key.
@@ -48,7 +55,7 @@ class StreamLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.plans, self.window, self.how = plans, window, how
-        self.calls = [HeadStreams(plans, how)]
+        self.calls = [stream_of(plans, how)]
         self.expected: tuple[Tensor, Tensor] | None = None
         self.closed = False
         self._length, self._answered = 0, 0
@@ -89,7 +96,7 @@ class StreamLayer(CacheLayerMixin):
                 f"{inputs.window}; use fewkeys.apply and the model's own cache"
             )
         if self._answered == len(self.calls):
-            self.calls.append(HeadStreams(self.plans, self.how))
+            self.calls.append(stream_of(self.plans, self.how))
         answering = self.calls[self._answered]
         if answering.length != self._length:
             raise ValueError(
@@ -97,7 +104,8 @@ class StreamLayer(CacheLayerMixin):
                 f"before, got {self._answered + 1}; use the cache with the model it was made for"
             )
         self._answered += 1
-        answering.append(inputs.key, inputs.value, inputs.key_mask, inputs.scale)
+        answering.scale = inputs.scale
+        answering.append(inputs.key, inputs.value, inputs.key_mask)
         return answering.attend(inputs.query)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -116,7 +124,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.calls, self.expected = [HeadStreams(self.plans, self.how)], None
+        self.calls, self.expected = [stream_of(self.plans, self.how)], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
@@ -124,8 +132,8 @@ class StreamLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences."""
-        for streams_of_call in self.calls:
-            streams_of_call.select(indices)
+        for stream in self.calls:
+            stream.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
@@ -137,19 +145,19 @@ class StreamLayer(CacheLayerMixin):
         """Take back the newest `-tokens_to_remove` tokens; `ValueError` where they are summarised already."""
         self.check_crop(tokens_to_remove)
         length = self.get_seq_length() + tokens_to_remove
-        for streams_of_call in self.calls:
-            streams_of_call.crop(length)
+        for stream in self.calls:
+            stream.crop(length)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise what `crop` would raise, and take nothing back."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove: expected zero or less, got {tokens_to_remove}")
-        for streams_of_call in self.calls:
-            streams_of_call.check_crop(self.get_seq_length() + tokens_to_remove)
+        for stream in self.calls:
+            stream.check_crop(self.get_seq_length() + tokens_to_remove)
 
     def memory(self) -> int:
         """Bytes held."""
-        return sum(streams_of_call.memory() for streams_of_call in self.calls)
+        return sum(stream.memory() for stream in self.calls)
 
     def offload(self) -> None:
         """Streams stay where they are."""
@@ -190,8 +198,7 @@ class StreamCache(Cache):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything held to one safetensors file, whole or not at all."""
-        parts = [part for own in self._own for streams_of_call in own.calls for part in streams_of_call.contents()]
-        files.write_all(path, parts)
+        files.write(path, "cache", [stream.contents() for own in self._own for stream in own.calls])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """This cache, going on from what `save` wrote under the same plans.
@@ -200,21 +207,17 @@ class StreamCache(Cache):
         """
         model = self._model()
         device = "cpu" if model is None else model.device
-        empty = [HeadStreams(own.plans, own.how) for own in self._own]
-        counts = [len(streams_of_call.streams) for streams_of_call in empty]
         try:
-            held = files.read_all(path)
-            calls = max(1, len(held) // sum(counts))
-            if len(held) != calls * sum(counts):
-                raise ValueError(f"expected {sum(counts)} streams for each attention call, got {len(held)}")
-            parts = iter(held)
+            held = iter(streams := files.read(path, "cache"))
+            calls, rest = divmod(len(streams), len(self._own))
+            if rest or not calls:
+                raise ValueError(f"expected as many streams of each layer, got {len(streams)}")
             restored = [
-                [streams.restored([*islice(parts, count)], device) for _ in range(calls)]
-                for streams, count in zip(empty, counts, strict=True)
+                [stream_of(own.plans, own.how).restore(*next(held), device) for _ in range(calls)] for own in self._own
             ]
         except files.FAULTS as error:
             raise ValueError(
-                f"path: expected a file that a cache's save wrote, of the {len(counts)} layers of this cache with "
+                f"path: expected a file that a cache's save wrote, of the {len(self._own)} layers of this cache with "
                 f"their plans, got {path} ({error})"
             ) from None
         for own, calls_of_layer in zip(self._own, restored, strict=True):

@@ -1,8 +1,7 @@
-"""The configurations that name a model's attention implementation: switched to ours while somebody needs it, with the
-modules below them that ask for attention only when told to (`families`).
+"""Switches the attention implementation that a model's configurations name to ours, and back.
 
-A configuration goes back to its own implementation when nobody holds it any more, and no call of another thread is
-under way whose mask is ours: it would hand the mask to an implementation that cannot read it.
+A configuration is switched back when the last plan is removed, and no call of another thread still uses a mask of ours:
+the model's own implementation could not read that mask. Modules of `families` are rewritten and restored with it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fewkeys.integrations.door import LOCK
 from fewkeys.integrations.families import NAME, family_of, give_back, restate
+from fewkeys.integrations.plan_stack import LOCK
 from fewkeys.integrations.quiet import quiet
 
 if TYPE_CHECKING:
@@ -26,33 +25,34 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Held:
-    """A configuration, its own implementation, how many hold it switched, and living masks by the thread they serve."""
+class SwitchedConfig:
+    """A switched configuration, its own implementation, how many hold it switched, and its living masks by thread."""
 
     config: PreTrainedConfig
-    own: str | None
+    implementation: str | None
     holders: int = 0
     masks: Counter[int] = field(default_factory=Counter)
     modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
-    def let_go(self, waiting: bool) -> None:
-        """Give the configuration its own implementation back, if nobody needs ours."""
-        if self.holders or waiting or held.get(id(self.config)) is not self:
+    def restore(self, in_use: bool) -> None:
+        """Give the configuration its own implementation back, unless ours is `in_use` or held."""
+        if self.holders or in_use or held.get(id(self.config)) is not self:
             return
         del held[id(self.config)]
-        if self.config._attn_implementation == NAME:  # else somebody set another one, which stays
-            self.config._attn_implementation = {"": self.own}  # this configuration alone, not those inside it
+        if self.config._attn_implementation == NAME:  # another one that a user has set stays
+            # This configuration alone, not those inside it.
+            self.config._attn_implementation = {"": self.implementation}
         for module in self.modules:
             give_back(module)
 
-    def gone(self, thread: int) -> None:
-        """A mask that served this thread is gone."""
+    def mask_freed(self, thread: int) -> None:
+        """A mask of this thread was freed."""
         with LOCK:
             self.masks[thread] -= 1
-            self.let_go(any(self.masks.values()))
+            self.restore(any(self.masks.values()))
 
 
-held: dict[int, Held] = {}
+held: dict[int, SwitchedConfig] = {}
 """By id of a configuration."""
 
 
@@ -60,10 +60,10 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Every configuration in `model` that names an attention implementation, outer before inner, each once."""
     from transformers import PreTrainedModel
 
-    found: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, PreTrainedConfig] = {}
 
     def add(config: PreTrainedConfig) -> None:
-        found.setdefault(id(config), config)
+        configs.setdefault(id(config), config)
         for name in config.sub_configs:
             inner = getattr(config, name, None)
             if inner is not None:
@@ -72,7 +72,7 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             add(module.config)
-    return list(found.values())
+    return list(configs.values())
 
 
 def hold(configs: list[PreTrainedConfig], modules: list[nn.Module]) -> None:
@@ -81,9 +81,9 @@ def hold(configs: list[PreTrainedConfig], modules: list[nn.Module]) -> None:
     """
     with LOCK:
         for config in configs:
-            entry = held.setdefault(id(config), Held(config, config._attn_implementation))
+            entry = held.setdefault(id(config), SwitchedConfig(config, config._attn_implementation))
             if config._attn_implementation != NAME:  # set to another one since it was first held
-                entry.own = config._attn_implementation
+                entry.implementation = config._attn_implementation
             entry.holders += 1
         held[id(configs[0])].modules.update(modules)
 
@@ -92,16 +92,16 @@ def release(configs: list[PreTrainedConfig]) -> None:
     """The end of one `hold`."""
     with LOCK:
         for config in configs:
-            found = held[id(config)]
-            found.holders -= 1
-            mine = threading.get_ident()
-            found.let_go(any(count for thread, count in found.masks.items() if thread != mine))
+            entry = held[id(config)]
+            entry.holders -= 1
+            this_thread = threading.get_ident()
+            entry.restore(any(count for thread, count in entry.masks.items() if thread != this_thread))
 
 
 def own_implementation(module: nn.Module) -> str | None:
-    """What answers the attention calls of a module when nobody holds its configuration; None: not known."""
+    """The module's own attention implementation; None where its configuration is not switched."""
     entry = held.get(id(getattr(module, "config", None)))
-    return None if entry is None else entry.own
+    return None if entry is None else entry.implementation
 
 
 def switch(model: PreTrainedModel) -> None:
@@ -110,10 +110,10 @@ def switch(model: PreTrainedModel) -> None:
 
     for module in model.modules():  # the outermost first; some parts hold a configuration of their own
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
-            own = [part for part in module.modules() if family_of(part)]
-            for part in own:
+            restated = [part for part in module.modules() if family_of(part)]
+            for part in restated:
                 restate(part)
-            if own:  # which transformers itself does not switch
+            if restated:  # which transformers itself does not switch
                 module.config._attn_implementation = {"": NAME}
                 continue
             with quiet():
@@ -127,10 +127,10 @@ def switch(model: PreTrainedModel) -> None:
 
 
 def watch(config: PreTrainedConfig, mask: Tensor) -> None:
-    """A call with our mask is under way for as long as the mask lives."""
-    found = None if torch.compiler.is_compiling() else held.get(id(config))
-    if found is not None:
+    """Count a call that uses our mask, for as long as the mask lives."""
+    entry = None if torch.compiler.is_compiling() else held.get(id(config))
+    if entry is not None:
         thread = threading.get_ident()
         with LOCK:
-            found.masks[thread] += 1
-        weakref.finalize(mask, found.gone, thread).atexit = False
+            entry.masks[thread] += 1
+        weakref.finalize(mask, entry.mask_freed, thread).atexit = False

@@ -112,8 +112,7 @@ def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
     held = plan.keep.remembered
     if held is not None and (held.first or held.scan):
         return plan
-    plan = plan.without_cohorts()
-    return plan if plan.keep is None else replace(plan, keep=plan.keep | Sinks(1))
+    return replace(plan, keep=plan.keep | Sinks(1))
 
 
 def plain(inputs: AttentionInputs) -> bool:

@@ -46,7 +46,7 @@ def batches(
 
 
 def positions(model: Any) -> int | None:
-    """The longest sequence that `model` takes, None if it does not say.
+    """The longest sequence that `model` takes, None if unknown.
 
     Where position embeddings keep rows for padding (as in RoBERTa), those do not count.
     """
@@ -72,13 +72,13 @@ def _specials(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def _tokens(texts: Sequence[str], tokenizer: Any, enough: int) -> list[int]:
     """Tokens of the texts without special ones: all of them, or the first ones once there are `enough`."""
-    found: list[int] = []
+    tokens: list[int] = []
     for text in texts:
         for piece in _pieces(text):
-            found += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-            if len(found) >= enough:
-                return found
-    return found
+            tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(tokens) >= enough:
+                return tokens
+    return tokens
 
 
 def _pieces(text: str) -> list[str]:

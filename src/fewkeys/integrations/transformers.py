@@ -1,4 +1,4 @@
-"""Hugging Face transformers: run a plan inside a model (`apply`), and keep what its attention is given (`capture`).
+"""Hugging Face transformers: run a plan inside a model (`apply`), and store the inputs of its attention (`capture`).
 
 Both work through transformers' own attention and mask interfaces (`fewkeys.integrations.interface`) and leave the
 model's code, weights and class alone.
@@ -24,11 +24,11 @@ from fewkeys.core.weights import Softcap, Weights
 from fewkeys.guard.fallback import Fallbacks, Guard
 from fewkeys.integrations.by_plan import ByPlan, LayerPlan
 from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
-from fewkeys.integrations.known import check_known, weights_of
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.patterns import layer_window
 from fewkeys.integrations.projections import ProjectionFinder
-from fewkeys.integrations.sensitivity import Sensitivity, counted, speaker
+from fewkeys.integrations.same_weights import check_same_weights, weights_of
+from fewkeys.integrations.sensitivity import Sensitivity, counted, model_with_head
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 
@@ -48,7 +48,7 @@ def apply(
     *,
     impl: Impl = "auto",
     generator: torch.Generator | None = None,
-    max_error: float | None = None,
+    max_error: float | Guard | None = None,
 ) -> Applied:
     """Replace attention in every layer of `model` by `plan`, at once, until `restore` or the end of a `with`.
 
@@ -76,7 +76,8 @@ def apply(
     copies of the model, also in other processes. docs/serving.md has examples.
 
     max_error: as in `fewkeys.attention`: heads where the plan's estimated error is above it are answered exactly, and
-    `fallbacks` of what is returned says how often that happened. Decoded tokens are then answered exactly.
+    `fallbacks` of the result counts them. Decoded tokens are then answered exactly. Of a `Guard` its limit and number
+    of queries are taken: every layer counts by itself.
 
     Nested calls: the innermost still active answers. Calls made on `model` raise `ValueError` for what is not
     honoured: attention dropout, chunks of the model's own, packed causal sequences, prepared 4-D masks, static caches,
@@ -90,8 +91,10 @@ def apply(
     modules = attention_modules(model)
     plans = tuple(plans_per_layer(plan, modules))
     if isinstance(plan, ModelPlan):
-        check_known(plan, [module for module, own in zip(modules, plans, strict=True) if own is not None])
-    guards = None if max_error is None else tuple(Guard(max_error) for _ in plans)
+        planned = [module for module, layer_plan in zip(modules, plans, strict=True) if layer_plan is not None]
+        check_same_weights(plan, planned)
+    limit = max_error if isinstance(max_error, Guard | None) else Guard(max_error)
+    guards = None if limit is None else tuple(Guard(limit.max_error, queries=limit.queries) for _ in plans)
     check_impl(impl)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
@@ -141,13 +144,13 @@ def capture(
     """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
     output projections.
 
-    batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`, ...);
-    padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table. Models that
-    see or hear: pixel_values of shape (B, C, H, W), input_features of shape (B, features, frames), or mappings with
-    them. directory: a new or empty folder; None: a temporary one that goes with the returned object. The model runs its
-    base part once per batch without gradients, with its exact attention (SDPA), even inside `apply`; afterwards it is
-    as it was. Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. Layers
-    whose own attention is a window are left out: every plan leaves them as they are.
+    batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`,
+    ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table.
+    Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features, frames), or
+    mappings with them. directory: a new or empty folder; None: a temporary one that goes with the returned object.
+    The model runs its base part once per batch without gradients, with its exact attention (SDPA), even inside
+    `apply`; afterwards it is as it was. Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D
+    + Hkv Dv) numbers. Layers whose own attention is a window are left out: every plan leaves them as they are.
 
     weights: what the model's own attention is made of, where it was trained with another kernel than softmax:
     `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
@@ -156,11 +159,11 @@ def capture(
     for which batches also hold `decoder_input_ids`; what is captured has the layers of this part alone. Padding by
     `decoder_attention_mask` marks the queries of cross-attention.
 
-    gradients: keep by every attention output the gradient of what the model says, so that `fewkeys.tune` can judge
-    heads by what their errors do to the model's predictions (`fewkeys.integrations.sensitivity` has the equation).
+    gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can judge
+    heads by what their errors do to them (`fewkeys.integrations.sensitivity` has the equation).
     One backward pass a batch, and the memory of one; disk: layers x tokens x Hq Dv more numbers. The whole model runs,
-    with its head where that predicts tokens. `labels` of a batch, as for training, say which tokens count: those whose
-    label is not -100. seed: of the random numbers of gradients.
+    with its head where that predicts tokens. `labels` of a batch, as for training, mark the tokens that count by
+    other numbers than -100. seed: of the random numbers of gradients.
 
     Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
     for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
@@ -169,10 +172,10 @@ def capture(
     check_readable(model, part)
     if isinstance(batches, Tensor | Mapping):
         raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
-    felt = Sensitivity(seed) if gradients else None
+    sensitivity = Sensitivity(seed) if gradients else None
     writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
     projections = ProjectionFinder(model)
-    own: list[int] = []
+    captured: list[int] = []
     modules = attention_modules(model)
     encoder = () if part is None else tuple(model.get_encoder().modules())
     targets: Tensor | None = None
@@ -180,11 +183,11 @@ def capture(
     def noted() -> Iterator[Batch]:
         nonlocal targets
         for batch in batches:
-            given = batch.get("decoder_attention_mask") if isinstance(batch, Mapping) else None
-            targets = given.bool() if isinstance(given, Tensor) and not bool(given.all()) else None
+            mask = batch.get("decoder_attention_mask") if isinstance(batch, Mapping) else None
+            targets = mask.bool() if isinstance(mask, Tensor) and not bool(mask.all()) else None
             yield batch
 
-    def hear(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
+    def on_attention(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
         if inputs.window is not None:
             return output
         if part is not None:
@@ -193,27 +196,27 @@ def capture(
                 return output
         if part == "cross":
             inputs = replace(inputs, query_mask=targets)
-        if layer not in own:
-            own.append(layer)
+        if layer not in captured:
+            captured.append(layer)
         writer.write(inputs)
-        if felt is not None:
-            output = felt.follow(output)
-        projections.attended(own.index(layer), output)
+        if sensitivity is not None:
+            output = sensitivity.follow(output)
+        projections.attended(captured.index(layer), output)
         return output
 
     try:
         with projections:
-            for given, said in exact_passes(model, noted(), hear, weights, part, gradients):
-                if not own:
+            for arguments, result in exact_passes(model, noted(), on_attention, weights, part, gradients):
+                if not captured:
                     raise ValueError(
                         f"model: every layer of {type(model).__name__} attends within a window of its own, which every "
                         "plan keeps, so there is nothing to capture; use a model with layers that see every key"
                     )
-                if felt is not None:
-                    writer.write_gradients(felt.gradients(said, counted(model, given, said, part)))
+                if sensitivity is not None:
+                    writer.write_gradients(sensitivity.gradients(result, counted(model, arguments, result, part)))
                 writer.end_batch()
-        writer.write_projections(projections.found)
-        return writer.finish(weights_of([modules[layer] for layer in own]))
+        writer.write_projections(projections.matrices)
+        return writer.finish(weights_of([modules[layer] for layer in captured]))
     except BaseException:
         writer.abort()
         raise
@@ -239,18 +242,18 @@ def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
 def exact_passes(
     model: PreTrainedModel,
     batches: Iterable[Batch],
-    hear: Callable[[int, AttentionInputs, Tensor], Tensor],
+    on_attention: Callable[[int, AttentionInputs, Tensor], Tensor],
     weights: Weights | None = None,
     part: Part | None = None,
     gradients: bool = False,
 ) -> Iterator[tuple[Mapping[str, Any], Any]]:
     """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
 
-    `hear(layer, inputs, output)` is told of every attention call, and returns the output that goes on. `weights`: the
-    model's own kernel, where it is not softmax. `part`: "encoder" runs the encoder alone. `gradients`: follow them, and
-    run the head of a model that predicts tokens. Afterwards the model is as it was.
+    `on_attention(layer, inputs, output)` is called at every attention call, and returns the output that the model goes
+    on with. `weights`: the model's own kernel, where it is not softmax. `part`: "encoder" runs the encoder alone.
+    `gradients`: enable them, and run the head of a model that predicts tokens. Afterwards the model is as it was.
     """
-    runs = model.get_encoder() if part == "encoder" else speaker(model) if gradients else model.base_model
+    runs = model.get_encoder() if part == "encoder" else model_with_head(model) if gradients else model.base_model
 
     def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
@@ -262,20 +265,20 @@ def exact_passes(
                 + "; fewkeys.apply knows it: compare the outputs of the model"
             )
         output = exact(module, inputs) if weights is None else _exact_by(weights, inputs)
-        return hear(layer, inputs, output)
+        return on_attention(layer, inputs, output)
 
     for index, batch in enumerate(batches):
-        given = _arguments(model, part, batch, index)
+        arguments = _arguments(model, part, batch, index)
         if "use_cache" in inspect.signature(runs.forward).parameters:
-            given["use_cache"] = False
+            arguments["use_cache"] = False
         attachment = attach(model, answer)
         attachment.enter()
         try:
             with torch.set_grad_enabled(gradients):
-                said = runs(**{name: item for name, item in given.items() if name != "labels"})
+                result = runs(**{name: item for name, item in arguments.items() if name != "labels"})
         finally:
             attachment.detach()
-        yield given, said
+        yield arguments, result
 
 
 def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPlan | None]:
@@ -304,12 +307,12 @@ def plans_per_layer(plan: object, modules: Sequence[nn.Module]) -> list[LayerPla
         raise ValueError(f"plan: expected one plan for each of {layers} attention layers{also}, got {len(plans)}")
     if len(plans) == layers:
         return plans
-    own = dict(zip(whole, plans, strict=True))
-    return [own.get(layer) for layer in range(layers)]
+    plan_of = dict(zip(whole, plans, strict=True))
+    return [plan_of.get(layer) for layer in range(layers)]
 
 
 def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
-    """What one batch has for the part of the model that runs, on the model's device."""
+    """The arguments of a batch for the part of the model that runs, on the model's device."""
     name = model.main_input_name
     if isinstance(batch, Tensor):
         batch = {name: batch}
@@ -321,10 +324,10 @@ def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: 
         _check_ids(model, batch.get(name), index)
     else:
         _check_numbers(name, batch.get(name), index)
-    given = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
+    arguments = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
     if part == "encoder":
-        given = {name: item for name, item in given.items() if not name.startswith("decoder_")}
-    return given
+        arguments = {name: item for name, item in arguments.items() if not name.startswith("decoder_")}
+    return arguments
 
 
 _SHAPES = {
@@ -334,12 +337,13 @@ _SHAPES = {
 }
 
 
-def _check_numbers(name: str, given: object, index: int) -> None:
+def _check_numbers(name: str, values: object, index: int) -> None:
     """Check images and sounds."""
     axes = _SHAPES.get(name, "any number of dimensions")
     ranks = (axes.count(",") + 1,) if name in _SHAPES else range(1, 9)
-    if not isinstance(given, Tensor) or given.ndim not in ranks or not given.is_floating_point() or not given.numel():
-        raise ValueError(f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {_came(given)}")
+    is_array = isinstance(values, Tensor) and values.ndim in ranks and values.is_floating_point()
+    if not isinstance(values, Tensor) or not is_array or not values.numel():
+        raise ValueError(f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {_came(values)}")
 
 
 def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
@@ -359,8 +363,8 @@ def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
         )
 
 
-def _came(given: object) -> str:
-    return f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+def _came(item: object) -> str:
+    return f"{item.dtype} of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
 
 
 def _exact_by(weights: Weights, inputs: AttentionInputs) -> Tensor:

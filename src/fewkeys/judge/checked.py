@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fewkeys.core.records import build
-from fewkeys.judge.row import Row, Skipped
+from fewkeys.judge.row import Row, Skipped, WholeTime
 
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "sequences", "length", "tokens")
 KINDS = ("exact", "oracle", "method")
@@ -61,6 +61,18 @@ def check_report(
         _check_row(f"rows[{number}]", row, sizes["layers"], sizes["query_heads"])
     for item in skipped:
         _count("skipped: budget", 1 if item.budget is None else item.budget)
+
+
+def check_times(times: Sequence[WholeTime], rows: Sequence[Row]) -> None:
+    """Raise `ValueError` for times of whole models that are no times, or of plans without a row."""
+    names = {(row.name, row.budget) for row in rows}
+    for number, item in enumerate(times):
+        name = f"whole_times[{number}]"
+        _expect(name, "the name and budget of a row", (item.name, item.budget), (item.name, item.budget) in names)
+        _count(f"{name}.length", item.length)
+        _count(f"{name}.turns", item.turns)
+        for time in (item.ms, item.exact_ms):
+            _expect(name, "times above 0", time, time > 0)
 
 
 def _check_row(name: str, row: Row, layers: int, heads: int) -> None:

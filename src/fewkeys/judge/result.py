@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fewkeys.core.files import write_whole
 from fewkeys.core.records import build, parse, seal, unseal
-from fewkeys.judge.checked import SIZES, check_report
-from fewkeys.judge.row import Row, Skipped
+from fewkeys.judge.checked import SIZES, check_report, check_times
+from fewkeys.judge.row import Row, Skipped, WholeTime
 from fewkeys.judge.short import as_html, as_text
 
 SCHEMA = "fewkeys.report/1"
@@ -26,8 +26,9 @@ class Report:
     """All rows of one comparison, and the settings to repeat it.
 
     The JSON form is an object with these keys and `"schema": "fewkeys.report/1"`; `Row` and `Skipped` describe the
-    objects in `rows` and `skipped`. Numbers that do not exist are null, never NaN. Nothing depends on the date. Only
-    `ms`, `exact_ms`, `versions` and `machine` depend on the machine (up to rounding).
+    objects in `rows`, `skipped`
+    and `whole_times`. Numbers that do not exist are null, never NaN. Nothing depends on the date. Only
+    times, `versions` and `machine` depend on the machine (up to rounding).
 
     Attributes:
         model: name or folder of the model.
@@ -40,6 +41,7 @@ class Report:
         machine: "cpu", "cores", "threads", "platform", "device".
         rows: one per plan and budget, in the order given.
         skipped: plans that gave no row.
+        whole_times: of whole models at other lengths, where they were asked for (`fewkeys compare --lengths`).
     """
 
     model: str
@@ -57,6 +59,7 @@ class Report:
     machine: dict[str, Any]
     rows: list[Row]
     skipped: list[Skipped]
+    whole_times: list[WholeTime] = field(default_factory=list)
 
     def __str__(self) -> str:
         return as_text(self.rows, self.skipped)
@@ -92,6 +95,7 @@ class Report:
             report = build(cls, {key: value for key, value in data.items() if key != "schema"})
             sizes = {name: getattr(report, name) for name in SIZES}
             check_report(sizes, report.settings, report.machine, report.rows, report.skipped)
+            check_times(report.whole_times, report.rows)
         except ValueError as error:
             raise ValueError(f"data: {error}") from None
         return report

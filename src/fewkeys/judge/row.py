@@ -68,6 +68,21 @@ class Row:
 
 
 @dataclass(frozen=True)
+class WholeTime:
+    """A whole model of the same shape, one text of `length` tokens: median milliseconds over `turns`.
+
+    `name` and `budget` are those of a `Row`, whose plan runs in every layer; `exact_ms` was measured in turns with it.
+    """
+
+    name: str
+    budget: int | None
+    length: int
+    turns: int
+    ms: float
+    exact_ms: float
+
+
+@dataclass(frozen=True)
 class Skipped:
     """A plan that could not be judged on this model, and why (for instance stand-ins that cannot be causal)."""
 

@@ -205,7 +205,7 @@ def _worthless(stand_ins: Any, marks: Tensor) -> Any:
     if isinstance(stand_ins, BlockStandIns):
         states = stand_ins.states
         rows = pad(stand_ins.key, (0, marks.shape[-1]))
-        return replace(stand_ins, means=States(rows, states.excess, states.size))
+        return replace(stand_ins, states=States(rows, states.excess, states.size))
     return stand_ins
 
 

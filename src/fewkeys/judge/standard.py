@@ -6,6 +6,8 @@ from fewkeys.plan import Plan, budget
 from fewkeys.rest import Moments
 from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, TopK, Window
 
+OURS = "fewkeys budget"
+"""The row of the recommended plan."""
 SINKS = 4
 """First keys kept by "sinks + window", the number that streaming attention uses (arXiv 2309.17453)."""
 
@@ -45,5 +47,5 @@ def standard_plans(
         "leverage (centred)": Plan(keep=Leverage(slots, centre=True)),
         "leverage + window": Plan(keep=Leverage(half) | Window(slots - half) if half else Window(slots)),
         "moments": Plan(keep=Window(max(1, spare)), rest=Moments()),
-        "fewkeys budget": budget(slots, is_causal=is_causal) if length is None or slots < length else Plan(),
+        OURS: budget(slots, is_causal=is_causal) if length is None or slots < length else Plan(),
     }

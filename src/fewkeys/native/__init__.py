@@ -1,7 +1,7 @@
-"""Compiled kernels for the CPU: what the plain torch path does in many passes over memory, in one.
+"""Compiled kernels for the CPU: they do in one pass over memory what torch's operations do in many.
 
 They are C++ of this package, compiled by the machine's own compiler when first needed (some seconds, once per
-machine and version), and loaded with ctypes. What they do has no gradient of its own: `execute.native`,
+machine and version), and loaded with ctypes. Kernels have no gradients of their own: `execute.native`,
 `past.gradient`, `sketch.sums` and `sketch.tilted` give it one. Where there is no compiler, torch does the same work
 with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment turns them off.
 """
@@ -10,7 +10,7 @@ from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
 from fewkeys.native.cohorts import best, cohort_means, form, halve, tilt, tilt_back
 from fewkeys.native.extent import largest
-from fewkeys.native.keys import assign, cluster, frame, label_sums, represent, statistics, sums_and_products, survey
+from fewkeys.native.keys import assign, cluster, frame, label_sums, statistics, sums_and_products
 from fewkeys.native.tensors import readable, suits
 
 __all__ = [
@@ -29,11 +29,9 @@ __all__ = [
     "largest",
     "missing",
     "readable",
-    "represent",
     "statistics",
     "suits",
     "sums_and_products",
-    "survey",
     "tilt",
     "tilt_back",
 ]

@@ -1,4 +1,4 @@
-// What gradients of attention share: rows that are looked at tile by tile, and get their own share of other rows.
+// The parts that gradients of attention share, tile by tile.
 //
 // With weights P, values v and the gradient g of the output, the weights have the gradient G = g v^T, the scores
 // S = P (G - sum_c P_c G_c), and queries, keys and values get S k, S^T q and P^T g.
@@ -10,12 +10,12 @@
 
 namespace fewkeys {
 
-// Keys and values, filled up, and their gradients.
+// Padded keys and values, and their gradients.
 struct KeyValues {
   const int deep, wide;
   aligned_vector<float> key, value, to_key, to_value;
 
-  // Gradients are added to SOME rows at once, the last of which may be nobody's.
+  // Gradients are added to SOME rows at once, the last of which may be padding.
   KeyValues(int64_t most, int dim, int value_dim)
       : deep(round_up(dim)), wide(round_up(value_dim)), key(most * deep), value(most * wide),
         to_key((most + SOME) * deep), to_value((most + SOME) * wide) {}
@@ -45,11 +45,11 @@ class TileBack {
   }
 
   // Products (count, TILE) of keys with the queries, of values with the gradients.
-  void key_products(const KeyValues &at, int first, int count, float *found) const {
-    dots(at.key.data() + first * deep, deep, count, dim, query_lanes.data(), found);
+  void key_products(const KeyValues &at, int first, int count, float *products) const {
+    dots(at.key.data() + first * deep, deep, count, dim, query_lanes.data(), products);
   }
-  void value_products(const KeyValues &at, int first, int count, float *found) const {
-    dots(at.value.data() + first * wide, wide, count, value_dim, out_lanes.data(), found);
+  void value_products(const KeyValues &at, int first, int count, float *products) const {
+    dots(at.value.data() + first * wide, wide, count, value_dim, out_lanes.data(), products);
   }
 
   // Adds to the gradients of queries, keys and values, by weights P and score gradients S (count, TILE).
@@ -73,16 +73,16 @@ class TileBack {
   // Adds to every column the rows of the tile under its weights.
   void accumulate_rows(const float *weight, const aligned_vector<float> &from, int width, float *into, int count) {
     for (int begin = 0; begin < count; begin += TILE) {
-      const int some = std::min(TILE, count - begin);
-      to_lanes(weight + begin * TILE, TILE, some, TILE, 1.0f, transposed.data());
-      // Beyond the last column are zeros.
-      for (int c = 0; c < some; c += SOME)
+      const int columns = std::min(TILE, count - begin);
+      to_lanes(weight + begin * TILE, TILE, columns, TILE, 1.0f, transposed.data());
+      // Zeros follow the last column.
+      for (int c = 0; c < columns; c += SOME)
         mix(from.data(), width, rows, width, &transposed[c], TILE, into + (begin + c) * width, width);
     }
   }
 };
 
-// Weights become shares of one, for every query.
+// Divides the weights of every query by their sum.
 static inline void divide(float *weight, int count, const vec *inverse) {
   count_multiply_adds(count * TILE);
   for (int c = 0; c < count; c++)
@@ -109,7 +109,7 @@ static inline void grads_of_scores(const float *weight, float *grad, int count, 
     }
 }
 
-// Threads add their gradients in one order, which decides the rounding.
+// Threads add their gradients in a fixed order, so that the rounding does not change.
 class Sequencer {
  public:
   explicit Sequencer(int64_t count) : next(count) {

@@ -4,13 +4,7 @@
 
 namespace fewkeys {
 
-// Means of one block: rows of keys and values, and the bias of their scores.
-struct BlockMeans {
-  const float *key, *value, *bias;
-  int64_t key_stride, value_stride;
-};
-
-// Places of the keys that a block really lists, in their order; returns their number.
+// Writes the places of the keys that a block lists, without placeholders; returns their number.
 static int places_of(const Blocks &p, int64_t head, int64_t block, int64_t *place) {
   const int64_t *index = p.place + (head * p.blocks + block) * p.entries;
   return std::copy_if(index, index + p.entries, place, [&](int64_t at) { return at < p.keys; }) - place;
@@ -32,23 +26,18 @@ class BlockAttention {
         score((round_up(p.entries, STEP) + round_up(p.means, STEP)) * TILE), place(p.entries) {}
 
   void attend(int64_t head, int64_t block) {
-    const int64_t b = head / (p.heads / p.gqa_ratio), h = head % (p.heads / p.gqa_ratio), first = block * p.means;
-    const float *bias = p.bias + head * p.blocks * p.means + first;
-    attend(head, block,
-           {p.mean_key.at<float>(b, h, first), p.mean_value.at<float>(b, h, first), bias, p.mean_key.row,
-            p.mean_value.row});
-  }
-
-  void attend(int64_t head, int64_t block, const BlockMeans &of) {
     const int64_t shared_heads = p.heads / p.gqa_ratio, b = head / shared_heads, h = head % shared_heads;
+    const int64_t first_mean = block * p.means;
+    const float *bias = p.bias + head * p.blocks * p.means + first_mean;
     const int64_t begin = (p.offset / p.size + block) * p.size - p.offset;
     listed = places_of(p, head, block, place.data());
     gather(b, h);
-    means.read(of.key, of.key_stride, of.value, of.value_stride, p.means);
+    means.read(p.mean_key.at<float>(b, h, first_mean), p.mean_key.row, p.mean_value.at<float>(b, h, first_mean),
+               p.mean_value.row, p.means);
     const int64_t end = std::min(p.queries, begin + p.size);
     for (int64_t g = h * p.gqa_ratio; g < (h + 1) * p.gqa_ratio; g++)
       for (int64_t first = std::max<int64_t>(0, begin); first < end; first += TILE)
-        attend_tile(b, g, first, std::min<int64_t>(TILE, end - first), of.bias);
+        attend_tile(b, g, first, std::min<int64_t>(TILE, end - first), bias);
   }
 
  private:

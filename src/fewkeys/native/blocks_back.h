@@ -1,4 +1,4 @@
-// Gradients of `blocks.cpp`: every block once more, its weights made again from the inputs.
+// Gradients of `blocks.h`: the weights of every block are computed again from the inputs.
 #pragma once
 #include "back.h"
 #include "blocks.h"

@@ -37,7 +37,7 @@ SWITCH, COUNT = "FEWKEYS_NATIVE", "FEWKEYS_COUNT"
 DIGEST = hashlib.sha256().digest_size
 """Bytes that follow a library: its SHA-256."""
 _DONE, _OUT_OF_MEMORY, _INTERRUPTED = range(3)
-"""What a kernel returns, as `team.h` says."""
+"""What a kernel returns: `Outcome` of `team.h`."""
 _ENDS: dict[int, type[BaseException]] = {_OUT_OF_MEMORY: MemoryError, _INTERRUPTED: KeyboardInterrupt}
 _WHY = {_OUT_OF_MEMORY: "there is no memory for its buffers", _INTERRUPTED: "it was interrupted"}
 _LOADING = threading.RLock()
@@ -63,26 +63,26 @@ def missing() -> str | None:
     Raises `ValueError` where `FEWKEYS_ISA` names no instruction set of this machine, and `RuntimeError` where there are
     no kernels of the one it names.
     """
-    found = _found()
-    return found if isinstance(found, str) else None
+    kernels = _kernels()
+    return kernels if isinstance(kernels, str) else None
 
 
 def instruction_set() -> str | None:
     """The name of the instruction set that the kernels use, None where there are no kernels."""
-    found = _found()
-    return None if isinstance(found, str) else found.library.fewkeys_set().decode()
+    kernels = _kernels()
+    return None if isinstance(kernels, str) else kernels.library.fewkeys_set().decode()
 
 
 def place() -> Path | None:
     """The file that the kernels came from, None where there is none."""
-    found = _found()
-    return None if isinstance(found, str) else found.place
+    kernels = _kernels()
+    return None if isinstance(kernels, str) else kernels.place
 
 
 def identity() -> str:
-    """What tells these kernels from all others; "none" where there are none."""
-    found = _found()
-    return "none" if isinstance(found, str) else f"{instruction_set()}-{found.digest[:16]}"
+    """A name that differs for different kernels; "none" where there are none."""
+    kernels = _kernels()
+    return "none" if isinstance(kernels, str) else f"{instruction_set()}-{kernels.digest[:16]}"
 
 
 def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
@@ -101,22 +101,16 @@ def call(name: str, problem: ctypes.Structure, *dtypes: torch.dtype) -> None:
         raise _ENDS.get(outcome, RuntimeError)(f"{name}: expected it to finish, but {_WHY.get(outcome, 'it failed')}")
 
 
-def address(problem: ctypes.Structure) -> int:
-    """Where a problem lies that another one points to."""
-    _compare_sizes(_library(), type(problem))
-    return ctypes.addressof(problem)
-
-
 def counters() -> dict[str, int]:
-    """`multiply_adds` of all kernels and `bytes` of all their buffers since the last time somebody asked.
+    """`multiply_adds` of all kernels and `bytes` of all their buffers since the last call.
 
     Only kernels that are compiled with `FEWKEYS_COUNT=1` in the environment count: they are slower.
     """
-    library, found = _library(), (ctypes.c_int64(), ctypes.c_int64())
+    library, numbers = _library(), (ctypes.c_int64(), ctypes.c_int64())
     if not hasattr(library, "fewkeys_take_counters"):
         raise RuntimeError(f"native.counters: expected kernels that count, got others; set {COUNT}=1")
-    library.fewkeys_take_counters(*map(ctypes.byref, found))
-    return dict(zip(("multiply_adds", "bytes"), (number.value for number in found), strict=True))
+    library.fewkeys_take_counters(*map(ctypes.byref, numbers))
+    return dict(zip(("multiply_adds", "bytes"), (number.value for number in numbers), strict=True))
 
 
 def _counting() -> bool:
@@ -124,20 +118,20 @@ def _counting() -> bool:
 
 
 def _library() -> ctypes.CDLL:
-    found = _found()
-    if isinstance(found, str):
-        raise RuntimeError(f"compiled kernels: expected a library or a C++ compiler, got none that works: {found}")
-    return found.library
+    kernels = _kernels()
+    if isinstance(kernels, str):
+        raise RuntimeError(f"compiled kernels: expected a library or a C++ compiler, got none that works: {kernels}")
+    return kernels.library
 
 
-def _found() -> Kernels | str:
-    """The kernels that the environment asks for, or why there are none; every kernel asks, so it must be quick."""
+def _kernels() -> Kernels | str:
+    """The kernels that the environment asks for, or why there are none; every call asks, so it must be quick."""
     return _load(os.environ.get(SWITCH), os.environ.get(sets.FORCED), _counting())
 
 
 @lru_cache
 def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
-    """What Python declares under the name of a struct of `problems.h`, perhaps private, is as large as that."""
+    """Check that a struct in Python is as large as the one of this name in `problems.h`."""
     for _, part, *_ in kind._fields_:
         if issubclass(part, ctypes.Structure):
             _compare_sizes(library, part)
@@ -146,8 +140,10 @@ def _compare_sizes(library: ctypes.CDLL, kind: type[ctypes.Structure]) -> None:
     size_of.restype, size_of.argtypes = ctypes.c_int64, (ctypes.c_char_p,)
     theirs = size_of(name.encode())
     if theirs != ours:
-        told = f"one of {theirs} bytes" if theirs >= 0 else "none of this name"
-        raise RuntimeError(f"compiled kernels: expected struct {name} of {ours} bytes as in Python, got {told}")
+        theirs_in_words = f"one of {theirs} bytes" if theirs >= 0 else "none of this name"
+        raise RuntimeError(
+            f"compiled kernels: expected struct {name} of {ours} bytes as in Python, got {theirs_in_words}"
+        )
 
 
 @lru_cache
@@ -226,8 +222,8 @@ def _made(wanted: InstructionSet, counting: bool) -> Kernels | str:
                 write_whole(path, library + hashlib.sha256(library).digest(), mode=0o755)
             return _opened(library, path, wanted)
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        return f"{shlex.join(compiler)} failed: {told.strip().splitlines()[0] if told.strip() else error}"
+        message = getattr(error, "stderr", None) or str(error)
+        return f"{shlex.join(compiler)} failed: {message.strip().splitlines()[0] if message.strip() else error}"
 
 
 def _kept(path: Path, wanted: InstructionSet) -> Kernels | None:
@@ -251,10 +247,10 @@ def _flags(counting: bool) -> tuple[str, ...]:
 
 
 def _fingerprint(compiler: list[str], wanted: InstructionSet, counting: bool) -> str:
-    """Everything that decides what comes out: sources, wherever they lie, compiler, flags."""
+    """A digest of everything that the library depends on: sources, compiler, flags."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE)  # noqa: S603 - the user's compiler
-    told = [version.stdout, *compiler, *sets.FLAGS, *wanted.options, *_flags(counting)]
-    digest = hashlib.sha256("\0".join(told).encode())
+    parts = [version.stdout, *compiler, *sets.FLAGS, *wanted.options, *_flags(counting)]
+    digest = hashlib.sha256("\0".join(parts).encode())
     for source in sets.SOURCES:
         digest.update((sets.HERE / source).read_bytes())
     return digest.hexdigest()[:16]

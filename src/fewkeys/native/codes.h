@@ -8,7 +8,7 @@ namespace fewkeys {
 
 constexpr int TABLE = 16;    // bytes of a pair of numbers in a block
 constexpr int LEVELS = 10;   // the largest integer of a query
-constexpr int UNIT = 4096;   // the factor of a key as far from the middle as those of the first block are
+constexpr int UNIT = 4096;   // the factor of a key at the mean distance of the first block from the middle
 
 template <int step>
 static inline vec butterfly(vec x) {
@@ -70,7 +70,7 @@ class Coder {
   aligned_vector<double> square;
   aligned_vector<uint8_t> code;
 
-  // Writes the codes of a key, and gives its factor.
+  // Writes the codes of a key; returns its factor.
   int16_t levels(const T *key, int64_t head, uint8_t *to) {
     const float *middle = p.middle + head * p.dim;
     for (int64_t d = 0; d < p.dim; d++) turned[d] = (to_float(key[d]) - middle[d]) * p.sign[d];

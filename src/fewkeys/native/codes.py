@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
+from fewkeys.native.tensors import KernelArgs, Rows, dense, pointers, struct
 
 LARGEST_CODED = 1024
 """The largest dimension of a head: sums of more numbers would not fit into 16 bits."""
@@ -19,7 +19,7 @@ def code_keys(key: Tensor, sign: Tensor, middle: Tensor, spread: Tensor) -> tupl
     sigma = torch.empty((*key.shape[:2], blocks * 32), dtype=torch.int16, device="cpu")
     held = {"sign": sign, "middle": middle.contiguous(), "spread": spread.contiguous()}
     batch, heads, keys, dim = key.shape
-    told = struct("Coding")(
+    args = struct("Coding")(
         key=Rows.of(key),
         **pointers({**held, "packed": packed, "sigma": sigma}),
         batch=batch,
@@ -29,13 +29,13 @@ def code_keys(key: Tensor, sign: Tensor, middle: Tensor, spread: Tensor) -> tupl
         wide=wide,
         blocks=blocks,
     )
-    call("fewkeys_code_keys", told, key.dtype)
+    call("fewkeys_code_keys", args, key.dtype)
     return packed, sigma
 
 
 def scan(
     packed: Tensor, sigma: Tensor, query: Tensor, sign: Tensor, seen: Tensor, real: Tensor | None, count: int
-) -> tuple[Told, tuple[Tensor | None, ...]]:
+) -> tuple[KernelArgs, tuple[Tensor | None, ...]]:
     """The arguments of a scan, but for `index`, and the tensors that must live as long.
 
     packed (B, Hkv, G, W / 2, 16) and sigma (B, Hkv, 32 G), the first of what may be larger buffers; query
@@ -45,7 +45,7 @@ def scan(
     # Views may give a dimension of one entry any stride.
     apart = packed.stride(1 if packed.shape[1] > 1 else 0)
     held = {"sign": sign, "seen": seen.contiguous(), "real": None if real is None else real.contiguous()}
-    told = struct("Scan")(
+    args = struct("Scan")(
         **pointers({"packed": packed, "sigma": sigma, **held}),
         query=Rows.of(query),
         batch=batch,
@@ -58,7 +58,7 @@ def scan(
         wide=len(sign),
         count=count,
     )
-    return told, (packed, sigma, query, *held.values())
+    return args, (packed, sigma, query, *held.values())
 
 
 def best_codes(
@@ -67,7 +67,7 @@ def best_codes(
     """The places (B, Hq, Nq, count), int32, of the best keys of every query: `fewkeys.sketch.codes.best`."""
     query = dense(query)
     index = torch.empty((*query.shape[:3], count), dtype=torch.int32, device="cpu")
-    told, _alive = scan(packed, sigma, query, sign, seen, real, count)
-    told.index = index.data_ptr()
-    call("fewkeys_scan_codes", told, query.dtype)
+    args, _alive = scan(packed, sigma, query, sign, seen, real, count)
+    args.index = index.data_ptr()
+    call("fewkeys_scan_codes", args, query.dtype)
     return index

@@ -1,8 +1,59 @@
 // Stand-ins of every cohort, from what `tilts.h` adds up: `fewkeys.rest.cohort_means` has the equations.
 #pragma once
-#include "stand_ins.h"
+#include "products.h"
+#include "team.h"
 
 namespace fewkeys {
+
+// Directions of the values along which products with keys move most: `fewkeys.sketch.gram.top_subspace`.
+class Subspace {
+ public:
+  Subspace(int64_t dim, int64_t wide, int64_t rank, int64_t steps, float least)
+      : dim(dim), wide(wide), rank(rank), steps(steps), tall(round_up(dim)), across(round_up(wide)), least(least),
+        second(dim * tall), turned(tall * across), square(across * across), start(rank * wide), next(rank * wide) {
+    for (int64_t r = 0; r < rank; r++)
+      for (int64_t e = 0; e < wide; e++) start[r * wide + e] = std::cos((e + 0.5f) * r * float(M_PI / wide));
+  }
+
+  // Writes both factors, (D, r) and (r, Dv), of pooled products (D, Dv), padded on both sides, in the metric (D, D).
+  void find(const float *metric, const float *pooled, float *left, float *right) {
+    for (int64_t d = 0; d < dim; d++) std::copy_n(metric + d * dim, dim, &second[d * tall]);
+    std::fill(turned.begin(), turned.end(), 0.0f), std::fill(square.begin(), square.end(), 0.0f);
+    for (int64_t d = 0; d < tall; d += SOME)
+      mix(pooled, across, dim, across, &second[d], tall, &turned[d * across], across);
+    for (int64_t e = 0; e < across; e += SOME)
+      mix(turned.data(), across, dim, across, pooled + e, across, &square[e * across], across);
+    std::copy(start.begin(), start.end(), right);
+    for (int64_t step = 0; step < steps; step++) {
+      std::fill(next.begin(), next.end(), 0.0f);
+      for (int64_t r = 0; r < rank; r++)
+        for (int64_t e = 0; e < wide; e++) add(&next[r * wide], &square[e * across], right[r * wide + e], wide);
+      const float largest = std::sqrt(product(next.data(), next.data(), wide));
+      for (int64_t r = 0; r < rank; r++) straighten(r, largest);
+      std::copy(next.begin(), next.end(), right);
+    }
+    for (int64_t r = 0; r < rank; r++)
+      for (int64_t d = 0; d < dim; d++) left[d * rank + r] = product(&pooled[d * across], right + r * wide, wide);
+  }
+
+ private:
+  const int64_t dim, wide, rank, steps, tall, across;
+  const float least;
+  aligned_vector<float> second, turned, square, start, next;
+
+  // Makes row r of `next` orthogonal to the earlier ones, of length one; zero if too little is left.
+  void straighten(int64_t r, float largest) {
+    float *row = &next[r * wide];
+    for (int twice = 0; twice < 2; twice++)
+      for (int64_t other = 0; other < r; other++) {
+        const float *across = &next[other * wide];
+        add(row, across, -product(row, across, wide), wide);
+      }
+    const float length = std::sqrt(product(row, row, wide));
+    const bool left = length > least * largest;
+    for (int64_t d = 0; d < wide; d++) row[d] = left ? row[d] / length : 0.0f;
+  }
+};
 
 class CohortMeans {
  public:
@@ -17,14 +68,14 @@ class CohortMeans {
       const float inverse = 1.0f / mass_of(at);
       for (int64_t e = at * wide; e < (at + 1) * wide; e++) p.value[e] *= inverse;
     }
-    const float *own = p.within + head * dim * dim;
-    to_columns(own, dim, within.data());
+    const float *metric = p.within + head * dim * dim;
+    to_columns(metric, dim, within.data());
     float *first = p.left + head * p.cohorts * dim * p.rank, *right = p.right + head * p.cohorts * p.rank * wide;
     if (p.rank) {
       pool(head);
-      subspace.find(own, pooled.data(), first, right);
+      subspace.find(metric, pooled.data(), first, right);
       to_columns(first, p.rank, left.data());
-      for (int64_t r = 0; r < ranks; r += TILE) dots(own, dim, dim, dim, &left[r * dim], &moving[r * dim]);
+      for (int64_t r = 0; r < ranks; r += TILE) dots(metric, dim, dim, dim, &left[r * dim], &moving[r * dim]);
     }
     for (int64_t h = 0; h < p.cohorts; h++) {
       std::copy_n(first, dim * p.rank, first + h * dim * p.rank);
@@ -41,10 +92,10 @@ class CohortMeans {
   aligned_vector<float> within, left, moving;  // W, the left factor and W times it, TILE columns after the other
   aligned_vector<float> turned, moved, start, spread;
 
-  // A safe divisor, where nobody is in a cluster.
+  // A safe divisor for empty clusters.
   float mass_of(int64_t at) const { return std::max(p.mass[at], 1e-30f); }
 
-  // Columns of rows (D, width), TILE at a time: what `dots` takes for lanes.
+  // Copies columns of rows (D, width), TILE at a time, as lanes for `dots`.
   void to_columns(const float *rows, int64_t width, float *to) {
     for (int64_t e = 0; e < width; e++)
       for (int64_t d = 0; d < dim; d++) to[(e / TILE * dim + d) * TILE + e % TILE] = rows[d * width + e];
@@ -91,7 +142,7 @@ class CohortMeans {
       const float along = product(&offset[c * tall], asked, dim);
       const float seen = p.tilt * (p.level[first + c] - along - 0.5f * square);
       p.bias[first + c] = std::clamp(seen, -p.largest_tilt, p.largest_tilt);
-      // A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+      // A cluster of equal keys has no spread: the rounding error of the difference must not become one.
       const float energy = p.energy[first + c] / mass_of(first + c), epsilon = std::numeric_limits<float>::epsilon();
       spread[c] = energy - square > 64 * epsilon * energy ? energy - square : 0.0f;
       all += p.mass[first + c], spreads += p.mass[first + c] * spread[c];

@@ -1,6 +1,4 @@
-"""Cohorts of queries and what they see of the keys (`native/cohorts.h`, `tilts.h`, `cohort_means.h`); no gradients of
-their own.
-"""
+"""Cohorts of queries and their statistics of the keys (`native/cohorts.h`, `tilts.h`, `cohort_means.h`)."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, Told, alike, pointers, struct
+from fewkeys.native.tensors import KernelArgs, Rows, alike, pointers, struct
 
 
 def halve(
@@ -21,28 +19,28 @@ def halve(
     """
     sets, many, dim = rows.shape
     place = torch.empty((sets, count, -(-many // count)), dtype=torch.int64, device="cpu")
-    found = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
-    held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **found}
+    output = {"place": place, "mean": rows.new_empty((sets, count, dim)), "within": rows.new_empty((sets, dim, dim))}
+    held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **output}
     sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
     steps = {"sample": sample, "power": power, "refine": refine}
     call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes, **steps))
-    return found["place"], found["mean"], found["within"]
+    return output["place"], output["mean"], output["within"]
 
 
 def form(within: Tensor, middle: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
-    """`form` (B, H, D + 1, D) and `shift` (B, H, D + 1, 1), as `keys.survey` reads them, of L with `L L^T = within` but
-    for a ridge, and a mean query of zero. None where rounding has made a matrix indefinite.
+    """`form` (B, H, D + 1, D) and `shift` (B, H, D + 1, 1) for `keys.statistics`, of L with `L L^T = within` but for a
+    ridge, and a mean query of zero. None where rounding has made a matrix indefinite.
     """
     batch, heads, _, dim = within.shape
-    found = {
+    output = {
         "form": within.new_empty((batch, heads, dim + 1, dim)),
         "shift": within.new_empty((batch, heads, dim + 1, 1)),
     }
-    held = {"within": within.contiguous(), "middle": middle.contiguous(), **found}
+    held = {"within": within.contiguous(), "middle": middle.contiguous(), **output}
     indefinite = ctypes.c_int64(0)
-    told = {"indefinite": ctypes.addressof(indefinite), "sets": batch * heads, "dim": dim, "ridge": ridge}
-    call("fewkeys_form", struct("Forms")(**pointers(held), **told))
-    return None if indefinite.value else (found["form"], found["shift"])
+    numbers = {"indefinite": ctypes.addressof(indefinite), "sets": batch * heads, "dim": dim, "ridge": ridge}
+    call("fewkeys_form", struct("Forms")(**pointers(held), **numbers))
+    return None if indefinite.value else (output["form"], output["shift"])
 
 
 def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -56,53 +54,53 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
         torch.empty(shape, dtype=torch.int64, device="cpu"),
         torch.empty(shape, dtype=torch.uint8, device="cpu"),
     )
-    told = pointers({"mean": mean, "offset": offset, "index": index, "used": used})
+    addresses = pointers({"mean": mean, "offset": offset, "index": index, "used": used})
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
-    call("fewkeys_best", struct("Best")(key=Rows.of(key), **told, **sizes), key.dtype)
+    call("fewkeys_best", struct("Best")(key=Rows.of(key), **addresses, **sizes), key.dtype)
     return index, used.bool()
 
 
 def tilt(
-    key: Tensor, value: Tensor, given: dict[str, Tensor | None], count: int, together: bool, **numbers: float
+    key: Tensor, value: Tensor, facts: dict[str, Tensor | None], count: int, together: bool, **numbers: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Mass, energy, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
-    `count` clusters. `given` and `numbers`: what `Tilts` of `problems.h` reads, by its names there.
+    `count` clusters. `facts` and `numbers`: the fields that `Tilts` of `problems.h` reads, by name.
     """
-    (key, value), held = alike(key, value), _dense(given)
+    (key, value), held = alike(key, value), _dense(facts)
     mean = held["mean"]
     mass, energy, level = mean.new_empty((3, *mean.shape[:3], count)).unbind()
     key_sum, value_sum = (mean.new_empty((*level.shape, rows.shape[3])) for rows in (key, value))
     products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
-    found = {"mass": mass, "energy": energy, "key_sum": key_sum, "value_sum": value_sum, "level": level}
-    told = _tilts(key, value, held | found, numbers)
-    told.together = None if products is None else products.data_ptr()
-    call("fewkeys_tilt", told, key.dtype)
+    sums = {"mass": mass, "energy": energy, "key_sum": key_sum, "value_sum": value_sum, "level": level}
+    args = _tilts(key, value, held | sums, numbers)
+    args.together = None if products is None else products.data_ptr()
+    call("fewkeys_tilt", args, key.dtype)
     return mass, energy, key_sum, value_sum, level, products
 
 
 def tilt_back(
     key: Tensor,
     value: Tensor,
-    given: dict[str, Tensor | None],
+    facts: dict[str, Tensor | None],
     gradients: tuple[Tensor, Tensor, Tensor | None],
     **numbers: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values, float32, from those of both sums and `together`. `given`: as `tilt` has it, and
-    the `level` that it found.
+    """The gradients of keys and values, float32, from those of both sums and `together`. `facts`: as in `tilt`, and the
+    `level` that it returns.
     """
-    (key, value), held = alike(key, value), _dense(given)
-    coming = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
-    found = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
-    told = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(coming | found))
-    call("fewkeys_tilt_back", told, key.dtype)
-    return found["key"], found["value"]
+    (key, value), held = alike(key, value), _dense(facts)
+    of_sums = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
+    output = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
+    args = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(of_sums | output))
+    call("fewkeys_tilt_back", args, key.dtype)
+    return output["key"], output["value"]
 
 
-def _dense(given: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: part.contiguous() for name, part in given.items() if part is not None}
+def _dense(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: part.contiguous() for name, part in tensors.items() if part is not None}
 
 
-def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[str, float]) -> Told:
+def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[str, float]) -> KernelArgs:
     """The struct `Tilts` of contiguous tensors."""
     batch, heads, keys, dim = key.shape
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}

@@ -1,10 +1,10 @@
-// What attention multiplies, in lanes of floats. `matrix.h` offers the same for bfloat16 on the matrix unit.
+// The operands of attention's products, in lanes of floats. `matrix.h` has the same for bfloat16 on the matrix unit.
 #pragma once
 #include "tile.h"
 
 namespace fewkeys {
 
-// Columns of scores and of weights have room for a multiple of this.
+// Columns of scores and weights are padded to a multiple of this.
 constexpr int STEP = 32;
 
 // Queries may have weights for all columns.
@@ -15,7 +15,7 @@ struct Everywhere {
 template <class T>
 struct LaneProducts {
   typedef T Number;
-  struct Session {};  // what a thread holds while it multiplies
+  struct Session {};  // the state of a thread while it multiplies
 
   // A tile of queries.
   class Queries {
@@ -29,7 +29,7 @@ struct LaneProducts {
     aligned_vector<float> lanes;
   };
 
-  // Sums of values, one for every query of a tile: (TILE, Dv filled up).
+  // Sums of values, one for every query of a tile: (TILE, padded Dv).
   class Mixed {
    public:
     explicit Mixed(int value_dim) : wide(round_up(value_dim)), sums(TILE * wide) {}
@@ -47,7 +47,7 @@ struct LaneProducts {
    public:
     Columns(int dim, int value_dim) : dim(dim), value_dim(value_dim), wide(round_up(value_dim)) {}
 
-    // Rows that follow one another are read where they lie, if they can be.
+    // Consecutive rows are read in place if possible.
     template <class R>
     void read(const R *keys, int64_t key_pitch, const R *values, int64_t value_pitch, int count) {
       key_stride = key_pitch, value_stride = value_pitch;

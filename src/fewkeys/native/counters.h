@@ -1,5 +1,5 @@
 // How much arithmetic kernels do and how much memory their buffers take, counted in builds with -DFEWKEYS_COUNT alone:
-// with it, a law can see how both grow. In every other build the calls below are nothing.
+// with it, a law can see how both grow. In every other build the calls below do nothing.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +15,7 @@ struct Counter {
   std::atomic<int64_t> multiply_adds{0}, bytes{0};
 };
 
-// One counter for each thread there ever was: nobody else adds to it.
+// One counter for each thread that ever ran: no other thread adds to it.
 struct Counters {
   std::mutex enrolling;
   std::deque<Counter> of_threads;
@@ -25,12 +25,12 @@ struct Counters {
     return counters;
   }
 
-  static Counter &mine() {
+  static Counter &of_thread() {
     static thread_local Counter &counter = all().enroll();
     return counter;
   }
 
-  // What all threads have counted since the last time somebody asked.
+  // The counts of all threads since the last call.
   void take(int64_t &multiply_adds, int64_t &bytes) {
     const std::lock_guard<std::mutex> hold(enrolling);
     multiply_adds = bytes = 0;
@@ -46,16 +46,16 @@ struct Counters {
 };
 
 static inline void count_multiply_adds(int64_t number) {
-  Counters::mine().multiply_adds.fetch_add(number, std::memory_order_relaxed);
+  Counters::of_thread().multiply_adds.fetch_add(number, std::memory_order_relaxed);
 }
-// The buffer that cannot be had, counted down: what a machine without memory does.
+// Counts down to the allocation that fails, as on a machine without memory.
 static inline std::atomic<int64_t> &failing() {
   static std::atomic<int64_t> number{0};
   return number;
 }
 static inline void count_bytes(int64_t number) {
   if (failing() > 0 && failing().fetch_sub(1) == 1) throw std::bad_alloc();
-  Counters::mine().bytes.fetch_add(number, std::memory_order_relaxed);
+  Counters::of_thread().bytes.fetch_add(number, std::memory_order_relaxed);
 }
 
 }  // namespace fewkeys

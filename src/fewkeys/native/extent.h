@@ -4,10 +4,10 @@
 
 namespace fewkeys {
 
-constexpr int64_t EXTENT = 64;  // rows that are looked at by themselves
+constexpr int64_t EXTENT = 64;  // rows of one piece of work
 
-// Magnitudes are compared by their bits: those of finite numbers rise with them, infinity is above all of these, and
-// what is no number above infinity.
+// Magnitudes are compared by their bits, which rise with finite numbers; infinity is above these, and NaN above
+// infinity.
 template <class T>
 static inline void look_at(const T *row, int64_t count, ivec &most) {
   int64_t d = 0;
@@ -38,14 +38,14 @@ static void extents(const Extents &p, int threads) {
   const auto look = [&](int, int64_t piece) {
     int at = 0;
     for (; piece >= parts[at].pieces; at++) piece -= parts[at].pieces;
-    const Part &own = parts[at];
-    const int64_t each = (own.count + EXTENT - 1) / EXTENT, head = piece / each, first = piece % each * EXTENT;
+    const Part &part = parts[at];
+    const int64_t each = (part.count + EXTENT - 1) / EXTENT, head = piece / each, first = piece % each * EXTENT;
     ivec seen = {};
-    for (int64_t n = first; n < std::min(own.count, first + EXTENT); n++)
-      look_at(own.rows.template at<T>(head / own.heads, head % own.heads, n), own.dim, seen);
-    int32_t found = 0;
-    for (int l = 0; l < LANES; l++) found = std::max<int32_t>(found, seen[l]);
-    for (int32_t before = most[at]; before < found && !most[at].compare_exchange_weak(before, found);) {}
+    for (int64_t n = first; n < std::min(part.count, first + EXTENT); n++)
+      look_at(part.rows.template at<T>(head / part.heads, head % part.heads, n), part.dim, seen);
+    int32_t largest = 0;
+    for (int l = 0; l < LANES; l++) largest = std::max<int32_t>(largest, seen[l]);
+    for (int32_t before = most[at]; before < largest && !most[at].compare_exchange_weak(before, largest);) {}
   };
   in_parallel(threads, parts[0].pieces + parts[1].pieces + parts[2].pieces, [] { return 0; }, look, 4);
   for (int at = 0; at < 3; at++) {

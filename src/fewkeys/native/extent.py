@@ -1,4 +1,4 @@
-"""How large the entries of a problem are, by the compiled kernel (`native/extent.h`)."""
+"""The largest entries of a problem, by the compiled kernel (`native/extent.h`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
     if torch.compiler.is_compiling() or query.dtype not in DTYPES or not readable(query, key, value):
         return largest_entries(query, key, value)
     held = {name: dense(rows) for name, rows in (("query", query), ("key", key), ("value", value))}
-    found = (ctypes.c_float * 3)()
-    told = struct("Extents")(
+    numbers = (ctypes.c_float * 3)()
+    args = struct("Extents")(
         **{name: Rows.of(rows) for name, rows in held.items()},
-        largest=ctypes.addressof(found),
+        largest=ctypes.addressof(numbers),
         batch=key.shape[0],
         heads=key.shape[1],
         gqa_ratio=query.shape[1] // key.shape[1],
@@ -31,5 +31,5 @@ def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
         dim=key.shape[3],
         value_dim=value.shape[3],
     )
-    call("fewkeys_extents", told, query.dtype)
-    return list(found)
+    call("fewkeys_extents", args, query.dtype)
+    return list(numbers)

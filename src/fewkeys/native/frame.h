@@ -1,4 +1,4 @@
-// How the queries of a head measure its keys and values: `fewkeys.sketch.clusters.Frame` has the equations.
+// The metric of a head's queries on its keys and values: `fewkeys.sketch.clusters.Frame` has the equations.
 #pragma once
 #include "keys.h"
 
@@ -59,7 +59,7 @@ class Framing {
 
   static int64_t pieces_of(int64_t rows) { return (rows + PIECE - 1) / PIECE; }
 
-  // Adds up queries, and of their products those on the diagonal and right of it.
+  // Adds up queries, and their products on the diagonal and right of it.
   void multiply(const T *query, int64_t count, float *sums) {
     int64_t stride = p.query.row;
     add_rows(query, stride, count, dim, sums);

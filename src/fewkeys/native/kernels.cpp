@@ -1,5 +1,5 @@
-// What the library exports: every kernel, and what a loader asks it. One unit, so that the products that all kernels
-// share are compiled once.
+// What the library exports: every kernel, and what its loader calls. One translation unit, so that the products that
+// all kernels share are compiled once.
 #include "blocks_back.h"
 #include "cohort_means.h"
 #include "cohorts.h"
@@ -9,30 +9,29 @@
 #include "lloyd.h"
 #include "near_back.h"
 #include "near_cohorts.h"
-#include "prefill.h"
+#include "scan.h"
 #include "scan_attend.h"
 #include "tilts.h"
 
 namespace fewkeys {
 
-// The exports: `fewkeys_name(told, threads)`; what reads float32 or bfloat16 is told which before the threads.
-#define EXPORT(name, Told)                                                                     \
-  FEWKEYS_EXPORT int fewkeys_##name(const Told *p, int threads) {                              \
+// The exports: `fewkeys_name(arguments, threads)`; kernels of float32 or bfloat16 take the kind before the threads.
+#define EXPORT(name, Args)                                                                     \
+  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int threads) {                              \
     return outcome_of([=] { name(*p, threads); });                                             \
   }
-#define EXPORT_BY_DTYPE(name, Told)                                                            \
-  FEWKEYS_EXPORT int fewkeys_##name(const Told *p, int is_bf16, int threads) {                 \
+#define EXPORT_BY_DTYPE(name, Args)                                                            \
+  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) {                 \
     return outcome_of([=] { is_bf16 ? name<bf16>(*p, threads) : name<float>(*p, threads); });  \
   }
-#define EXPORT_BY_PRODUCTS(name, Told)                                                         \
-  FEWKEYS_EXPORT int fewkeys_##name(const Told *p, int is_bf16, int threads) {                 \
+#define EXPORT_BY_PRODUCTS(name, Args)                                                         \
+  FEWKEYS_EXPORT int fewkeys_##name(const Args *p, int is_bf16, int threads) {                 \
     return outcome_of(                                                                         \
         [=] { with_products(is_bf16, [=](auto with) { name<decltype(with)>(*p, threads); }); }); \
   }
 
 EXPORT_BY_PRODUCTS(attend, Near)
 EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
-EXPORT_BY_PRODUCTS(prefill, Blocks)
 EXPORT_BY_DTYPE(attend_back, NearBack)
 EXPORT_BY_DTYPE(attend_blocks_back, BlocksBack)
 EXPORT_BY_DTYPE(extents, Extents)
@@ -40,7 +39,6 @@ EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
-EXPORT_BY_DTYPE(represent, Represented)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
@@ -55,7 +53,7 @@ FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, i
   return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
 }
 
-// The caller wants to know of an interrupt during its next kernel: INTERRUPTED.
+// From now on, an interrupt during this thread's next kernel ends it with INTERRUPTED.
 FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
 // The instruction set that this library needs, as `sets.py` names it.
@@ -73,10 +71,10 @@ FEWKEYS_EXPORT const char *fewkeys_set() {
 #endif
 }
 
-// The threads that kernels are to run on.
+// The entry of the OpenMP whose threads the kernels run on.
 FEWKEYS_EXPORT void fewkeys_lend(OpenMp entry) { open_mp = entry; }
 
-// What ctypes must agree on; -1 for what is no struct here.
+// The sizes that ctypes must agree on; -1 for an unknown struct.
 FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
 #define SIZE_OF(type) \
   if (!strcmp(name, #type)) return sizeof(type)
@@ -91,7 +89,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Framed);
   SIZE_OF(Lloyd);
   SIZE_OF(Clustered);
-  SIZE_OF(Represented);
   SIZE_OF(Past);
   SIZE_OF(Forms);
   SIZE_OF(Halves);
@@ -111,7 +108,7 @@ FEWKEYS_EXPORT void fewkeys_take_counters(int64_t *multiply_adds, int64_t *bytes
   Counters::all().take(*multiply_adds, *bytes);
 }
 
-// The buffer of this number, counted from now, cannot be had; 0: all can.
+// Let the allocation of this number, counted from now, fail; 0: none.
 FEWKEYS_EXPORT void fewkeys_fail_at(int64_t number) { failing() = number; }
 #endif
 

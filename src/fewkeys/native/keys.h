@@ -1,10 +1,10 @@
-// What the queries see of every key, the cluster of every key, and sums over clusters: `fewkeys.sketch.clusters`.
+// Spread, importance and cluster of every key, and sums over clusters: `fewkeys.sketch.clusters`.
 #pragma once
 #include "tile.h"
 
 namespace fewkeys {
 
-constexpr int64_t PIECE = 4096;  // keys added up by themselves, so that sums do not depend on the number of threads
+constexpr int64_t PIECE = 4096;  // keys of one partial sum, so that sums do not depend on the number of threads
 
 // Squared distances of the rows in `lanes` from `middle`.
 static void measure(const float *lanes, const float *middle, int dim, float *square) {
@@ -19,29 +19,29 @@ static void measure(const float *lanes, const float *middle, int dim, float *squ
   }
 }
 
-// Spread and importance of the keys in `lanes`; `found` holds D + 1 rows.
-static void see(const float *form, const float *shift, int dim, const float *lanes, float *found, float *spread,
+// Spread and importance of the keys in `lanes`; `scores` has D + 1 rows.
+static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
                 float *importance) {
   // L^T is upper triangular.
   for (int r = 0; r < dim; r += ROWS)
-    dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, found + r * TILE);
-  dots(form + dim * dim, dim, 1, dim, lanes, found + dim * TILE);
-  measure(found, shift, dim, spread);
+    dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, scores + r * TILE);
+  dots(form + dim * dim, dim, 1, dim, lanes, scores + dim * TILE);
+  measure(scores, shift, dim, spread);
   for (int v = 0; v < TILE; v += LANES) {
-    const vec along = load(found + dim * TILE + v) - shift[dim];
+    const vec along = load(scores + dim * TILE + v) - shift[dim];
     // k^T C k = E (q . k)^2 - (m . k)^2
     store(importance + v, along + 0.5f * (load(spread + v) - along * along));
   }
 }
 
-// The largest `found + constant` of every lane, and the first that attains it; found (count, TILE).
-static void nearest_of(const float *found, const float *constant, int count, float *nearest, int32_t *label) {
+// The largest `scores + constant` of every lane, and the first that attains it; scores (count, TILE).
+static void nearest_of(const float *scores, const float *constant, int count, float *nearest, int32_t *label) {
   count_multiply_adds(count * TILE);
   for (int v = 0; v < TILE; v += LANES) {
     vec best = broadcast(-INFINITY);
     ivec whose = {};
     for (int c = 0; c < count; c++) {
-      const vec x = load(found + c * TILE + v) + constant[c];
+      const vec x = load(scores + c * TILE + v) + constant[c];
       const ivec closer = x > best;
       best = closer ? x : best;
       whose = closer ? ivec{} + c : whose;
@@ -51,12 +51,12 @@ static void nearest_of(const float *found, const float *constant, int count, flo
   }
 }
 
-// What is asked of a tile of keys of a head, from key `first` on.
+// Surveys a tile of keys of a head, from key `first` on.
 template <class T>
 class Surveyor {
  public:
   explicit Surveyor(const Survey &p)
-      : p(p), both(p.dim + p.value_dim), lanes(both * TILE), found(std::max(p.dim + 1, p.count) * TILE) {}
+      : p(p), both(p.dim + p.value_dim), lanes(both * TILE), scores(std::max(p.dim + 1, p.count) * TILE) {}
 
   void look(int64_t head, int64_t first) {
     const int64_t b = head / p.heads, h = head % p.heads;
@@ -65,7 +65,7 @@ class Surveyor {
     int32_t label[TILE];
     to_lanes(p.key.at<T>(b, h, first), p.key.row, rows, p.dim, 1.0f, lanes.data());
     if (p.form) {
-      see(p.form + head * (p.dim + 1) * p.dim, p.shift + head * (p.dim + 1), p.dim, lanes.data(), found.data(), one,
+      see(p.form + head * (p.dim + 1) * p.dim, p.shift + head * (p.dim + 1), p.dim, lanes.data(), scores.data(), one,
           other);
       std::copy(one, one + rows, p.spread + at);
       std::copy(other, other + rows, p.importance + at);
@@ -73,8 +73,8 @@ class Surveyor {
     if (p.count) {
       float *values = &lanes[p.dim * TILE];
       to_lanes(p.value.at<T>(b, h, first), p.value.row, rows, p.value_dim, 1.0f, values);
-      dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), found.data());
-      nearest_of(found.data(), p.constant + head * p.count, p.count, one, label);
+      dots(p.centre + head * p.count * both, both, p.count, both, lanes.data(), scores.data());
+      nearest_of(scores.data(), p.constant + head * p.count, p.count, one, label);
       std::copy(one, one + rows, p.nearest + at);
       std::copy(label, label + rows, p.label + at);
       if (p.middle) {
@@ -87,7 +87,7 @@ class Surveyor {
  private:
   const Survey &p;
   const int64_t both;
-  aligned_vector<float> lanes, found;
+  aligned_vector<float> lanes, scores;
 };
 
 template <class T>
@@ -106,7 +106,7 @@ class Adder {
       : p(p), both(p.dim + p.value_dim), tall(round_up(p.dim)), wide(round_up(p.value_dim)), keys(FEW * tall),
         copy(FEW * wide) {}
 
-  // sums (C, D + Dv), products (D, Dv) filled up on both sides.
+  // sums (C, D + Dv), products (D, Dv) padded on both sides.
   void add_all(int64_t head, int64_t first, int64_t last, float *sums, float *products) {
     const int64_t b = head / p.heads, h = head % p.heads;
     for (int64_t begin = first; begin < last; begin += FEW) {
@@ -184,13 +184,13 @@ static float add_rows(const T *row, int64_t stride, int64_t count, int64_t dim, 
   int64_t d = 0;
   for (; d + 4 * LANES <= dim; d += 4 * LANES) add_up<4>(row + d, stride, count, sums + d, square);
   for (; d + LANES <= dim; d += LANES) add_up<1>(row + d, stride, count, sums + d, square);
-  float found = sum_of_lanes(square);
+  float squares = sum_of_lanes(square);
   for (; d < dim; d++)
     for (int64_t j = 0; j < count; j++) {
       const float x = to_float(row[j * stride + d]);
-      sums[d] += x, found += x * x;
+      sums[d] += x, squares += x * x;
     }
-  return found;
+  return squares;
 }
 
 }  // namespace fewkeys

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the machine's, and what is done with them one by one.
+// Vectors of floats as wide as the machine's, and operations on single vectors.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,7 +26,7 @@ constexpr int LANES = 4, ROWS = 6, ABREAST = 2;
 // ROWS x 2 sums fill the registers (32 of AVX-512 and NEON, else 16), but for the two vectors and the number that are
 // multiplied; so do SOME x ABREAST.
 constexpr int TILE = 32, WIDE = TILE / LANES;
-// Rows of values are filled up to a multiple of this; the widest vector divides it.
+// Rows of values are padded to a multiple of this; the widest vector divides it.
 constexpr int FILL = 16;
 constexpr int SOME = 4;  // rows that are mixed at once
 static inline int64_t round_up(int64_t count, int64_t to = FILL) { return (count + to - 1) / to * to; }
@@ -38,7 +38,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// Numbers that begin where a line of the cache does.
+// Arrays aligned to lines of the cache.
 template <class T>
 struct AlignedAllocator {
   typedef T value_type;
@@ -59,9 +59,9 @@ using aligned_vector = std::vector<T, AlignedAllocator<T>>;
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
-  float found;
-  memcpy(&found, &bits, sizeof found);
-  return found;
+  float result;
+  memcpy(&result, &bits, sizeof result);
+  return result;
 }
 static inline float to_float(int8_t x) { return x; }
 static inline void round_to(float x, float &into) { into = x; }
@@ -83,25 +83,25 @@ static inline vec load(const bf16 *from) {
 }
 static inline vec load(const int8_t *from) {
   typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-  bytes found;
-  memcpy(&found, from, sizeof found);
-  return __builtin_convertvector(__builtin_convertvector(found, ivec), vec);
+  bytes result;
+  memcpy(&result, from, sizeof result);
+  return __builtin_convertvector(__builtin_convertvector(result, ivec), vec);
 }
 static inline void store(float *to, vec x) { *(vec *)to = x; }
 static inline vec broadcast(float x) { return vec{} + x; }
 static inline vec max(vec a, vec b) { return a > b ? a : b; }
 static inline ivec count_up() {
-  ivec found;
-  for (int i = 0; i < LANES; i++) found[i] = i;
-  return found;
+  ivec result;
+  for (int i = 0; i < LANES; i++) result[i] = i;
+  return result;
 }
 // x where first <= lane <= last, else other.
 static inline vec within(ivec lane, int first, int last, vec x, vec other) {
   return ((lane >= first) & (lane <= last)) ? x : other;
 }
 
-// e^x for x <= 0 to 2e-7, zero below -80: beside the largest weight of a row, one, that is nothing. NaN stays NaN. The
-// polynomial 1 + r + r^2 q(r) errs by 3e-9 of itself where |r| <= log(2) / 2.
+// e^x for x <= 0 to 2e-7, zero below -80: negligible beside the largest weight of a row, which is one. NaN stays NaN.
+// The polynomial 1 + r + r^2 q(r) errs by 3e-9 of itself where |r| <= log(2) / 2.
 static inline vec exponential(vec x) {
   // 1.5 * 2^23 rounds to an integer in the lowest bits; 127 makes these the exponent of a float.
   constexpr float ROUND = 12582912.0f + 127.0f;
@@ -117,13 +117,13 @@ static inline vec exponential(vec x) {
   return x < -80.0f ? vec{} : p * (vec)((ivec)shifted << 23);
 }
 
-// LaneProducts i and i ^ step change places.
+// Lanes i and i ^ step change places.
 template <int step>
 static inline vec crossed(vec x) {
 #if defined(__clang__)
-  vec found;
-  for (int i = 0; i < LANES; i++) found[i] = x[i ^ step];
-  return found;
+  vec result;
+  for (int i = 0; i < LANES; i++) result[i] = x[i ^ step];
+  return result;
 #else
   return __builtin_shuffle(x, count_up() ^ step);
 #endif
@@ -145,7 +145,7 @@ static inline float max_of_lanes(vec x) {
     return max_of_lanes<step / 2>(max(x, crossed<step>(x)));
 }
 
-// Products of two rows of whole vectors, still to be summed.
+// Products of two rows of whole vectors, not yet summed over lanes.
 static inline vec products(const float *x, const float *y, int count) {
   count_multiply_adds(count);
   vec sum = {};
@@ -156,10 +156,10 @@ static inline vec products(const float *x, const float *y, int count) {
 // The inner product of two rows.
 static inline float product(const float *x, const float *y, int count) {
   const int whole = count / LANES * LANES;
-  float found = sum_of_lanes(products(x, y, whole));
+  float result = sum_of_lanes(products(x, y, whole));
   count_multiply_adds(count - whole);
-  for (int d = whole; d < count; d++) found += x[d] * y[d];
-  return found;
+  for (int d = whole; d < count; d++) result += x[d] * y[d];
+  return result;
 }
 
 // Adds a row of any type.
@@ -171,7 +171,7 @@ static inline void add(float *to, const T *from, float scale, int64_t count) {
   for (; d < count; d++) to[d] += to_float(from[d]) * scale;
 }
 
-// Of rows filled up to a multiple of FILL.
+// For rows padded to a multiple of FILL.
 static inline void copy(float *to, const float *from, int count) {
   for (int d = 0; d < count; d += LANES) store(to + d, load(from + d));
 }
@@ -180,7 +180,7 @@ static inline void scale(float *to, float by, int count) {
   for (int d = 0; d < count; d += LANES) store(to + d, load(to + d) * by);
 }
 
-// One step of transposing: where bit `step` of the lane is set, lanes of a and b change sides.
+// One step of a transposition: lanes of a and b change sides where bit `step` of the lane is set.
 template <int step>
 static inline __attribute__((always_inline)) void exchange(vec &a, vec &b) {
 #if defined(__clang__)

@@ -1,4 +1,4 @@
-// Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps, head by head.
+// Centres of clusters from a sample of the keys: Lloyd's steps of `fewkeys.sketch.clusters`, head by head.
 #pragma once
 #include "keys.h"
 
@@ -9,7 +9,7 @@ class Clustering {
  public:
   explicit Clustering(const Lloyd &p)
       : p(p), dim(p.dim), both(p.dim + p.value_dim), span(round_up(both, TILE)), keys(round_up(p.keys, TILE)),
-        found(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span), lanes(keys * both),
+        scores(std::max<int64_t>(dim + 1, p.count) * TILE), rows(keys * span), lanes(keys * both),
         centre(p.count * span), sums(p.count * span), half(p.count), mass(p.count), along(p.count), importance(keys),
         weight(p.keys), order(p.keys) {}
 
@@ -32,7 +32,7 @@ class Clustering {
   const int64_t keys;
   const uint8_t *real = nullptr;
   // Features of the keys: in rows, and in lanes, a tile after the other.
-  aligned_vector<float> found, rows, lanes, centre, sums, half, mass, along, importance, weight;
+  aligned_vector<float> scores, rows, lanes, centre, sums, half, mass, along, importance, weight;
   aligned_vector<Ranked> order;
 
   // The features of a tile of keys, and its importance.
@@ -40,18 +40,21 @@ class Clustering {
     const int64_t b = head / p.heads, h = head % p.heads;
     const int count = std::min<int64_t>(TILE, p.keys - first);
     const float *shift = p.shift + head * (dim + 1), *middle = p.middle + head * p.value_dim, unit = p.unit[head];
-    float *own = &lanes[first * both], spread[TILE];
-    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, own);
-    see(p.form + head * (dim + 1) * dim, shift, dim, own, found.data(), spread, &importance[first]);
+    float *features = &lanes[first * both], spread[TILE];
+    to_lanes(p.key.at<T>(b, h, first), p.key.row, count, dim, 1.0f, features);
+    see(p.form + head * (dim + 1) * dim, shift, dim, features, scores.data(), spread, &importance[first]);
     for (int d = 0; d < dim; d++)
-      for (int v = 0; v < TILE; v += LANES) store(own + d * TILE + v, load(&found[d * TILE + v]) - shift[d]);
-    own += dim * TILE;
-    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, 1.0f, own);
+      for (int v = 0; v < TILE; v += LANES) store(features + d * TILE + v, load(&scores[d * TILE + v]) - shift[d]);
+    features += dim * TILE;
+    to_lanes(p.value.at<T>(b, h, first), p.value.row, count, p.value_dim, 1.0f, features);
     for (int d = 0; d < p.value_dim; d++)
-      for (int v = 0; v < TILE; v += LANES) store(own + d * TILE + v, (load(own + d * TILE + v) - middle[d]) * unit);
-    own = &lanes[first * both];
+      for (int v = 0; v < TILE; v += LANES) {
+        float *to = features + d * TILE + v;
+        store(to, (load(to) - middle[d]) * unit);
+      }
+    features = &lanes[first * both];
     for (int d = 0; d < both; d += TILE)
-      to_lanes(own + d * TILE, TILE, std::min(TILE, both - d), TILE, 1.0f, &rows[first * span + d], span);
+      to_lanes(features + d * TILE, TILE, std::min(TILE, both - d), TILE, 1.0f, &rows[first * span + d], span);
   }
 
   void weigh() {
@@ -87,13 +90,13 @@ class Clustering {
     int32_t label[TILE];
     for (int64_t first = 0; first < p.keys; first += TILE) {
       const int count = std::min<int64_t>(TILE, p.keys - first);
-      dots(centre.data(), span, p.count, both, &lanes[first * both], found.data());
-      nearest_of(found.data(), half.data(), p.count, closeness, label);
+      dots(centre.data(), span, p.count, both, &lanes[first * both], scores.data());
+      nearest_of(scores.data(), half.data(), p.count, closeness, label);
       for (int i = 0; i < count; i++) {
-        const float mine = weight[first + i];
-        add(&sums[label[i] * span], &rows[(first + i) * span], mine, span);
-        mass[label[i]] += mine;
-        along[label[i]] += mine * importance[first + i];
+        const float share = weight[first + i];
+        add(&sums[label[i] * span], &rows[(first + i) * span], share, span);
+        mass[label[i]] += share;
+        along[label[i]] += share * importance[first + i];
       }
     }
     for (int64_t c = 0; c < p.count; c++) {
@@ -105,12 +108,13 @@ class Clustering {
 
   // x . c - |c|^2 / 2 for features x, straight from keys and values.
   void write(int64_t head, int64_t c) {
-    const float *own = &centre[c * span], *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
+    const float *centroid = &centre[c * span];
+    const float *form = p.form + head * (dim + 1) * dim, *shift = p.shift + head * (dim + 1);
     float *to = p.centre + (head * p.count + c) * both;
     std::fill_n(to, dim, 0.0f);
-    for (int d = 0; d < dim; d++) add(to + d, form + d * dim + d, own[d], dim - d);
-    for (int d = dim; d < both; d++) to[d] = p.unit[head] * own[d];
-    p.constant[head * p.count + c] = -0.5f * product(own, own, both) - product(own, shift, dim) -
+    for (int d = 0; d < dim; d++) add(to + d, form + d * dim + d, centroid[d], dim - d);
+    for (int d = dim; d < both; d++) to[d] = p.unit[head] * centroid[d];
+    p.constant[head * p.count + c] = -0.5f * product(centroid, centroid, both) - product(centroid, shift, dim) -
                                      product(to + dim, p.middle + head * p.value_dim, p.value_dim);
   }
 };
@@ -125,14 +129,14 @@ static void cluster(const Clustered &p, int threads) {
   const auto seek = [](Worker &worker, int64_t head, int64_t) { worker.centres.cluster(head); };
   const auto look = [&](Worker &worker, int64_t head, int64_t tile) {
     const int64_t first = tile * TILE;
-    const float unit = p.some.unit[head];
+    const float unit = p.sample.unit[head];
     worker.keys.look(head, first);
     for (int64_t j = head * all.keys + first; j < head * all.keys + std::min(all.keys, first + TILE); j++) {
       const float energy = all.spread[j] + all.square[j] * (unit * unit);
       p.distance[j] = std::max(energy - 2.0f * all.nearest[j], p.near * energy);
     }
   };
-  const auto make = [&] { return Worker{Clustering<T>(p.some), Surveyor<T>(all)}; };
+  const auto make = [&] { return Worker{Clustering<T>(p.sample), Surveyor<T>(all)}; };
   in_phases(threads, all.batch * all.heads, all.keys <= PIECE, make, Phase{1, seek},
             Phase{(all.keys + TILE - 1) / TILE, look});
 }

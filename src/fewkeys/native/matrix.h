@@ -27,29 +27,29 @@ static inline uvec pair(vec low, vec high) {
 template <class R>
 static inline vec floats_of(const R *row, int d, int dim) {
   if (d + EDGE <= dim) return load(row + d);
-  vec found = {};
-  for (int e = d; e < dim; e++) found[e - d] = to_float(row[e]);
-  return found;
+  vec result = {};
+  for (int e = d; e < dim; e++) result[e - d] = to_float(row[e]);
+  return result;
 }
 
 // STEP numbers of a row of `dim` from d on as bfloat16, zeros beyond its end.
 static inline vec numbers_of(const bf16 *row, int d, int dim) {
-  vec found = {};
+  vec result = {};
   if (d + STEP <= dim)
-    memcpy(&found, row + d, sizeof found);
+    memcpy(&result, row + d, sizeof result);
   else
-    memcpy(&found, row + d, (dim - d) * sizeof(bf16));
-  return found;
+    memcpy(&result, row + d, (dim - d) * sizeof(bf16));
+  return result;
 }
 static inline vec numbers_of(const float *row, int d, int dim) {
   const vec low = floats_of(row, d, dim), high = floats_of(row, d + EDGE, dim);
   const auto both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-  vec found;
-  memcpy(&found, &both, sizeof found);
-  return found;
+  vec result;
+  memcpy(&result, &both, sizeof result);
+  return result;
 }
 
-// Turns EDGE rows of EDGE numbers of 32 bits; compiled once.
+// Transposes EDGE rows of EDGE numbers of 32 bits; compiled once.
 static __attribute__((noinline)) void transpose_block(vec *rows) {
   vec x[EDGE];
 #pragma GCC unroll 16
@@ -68,7 +68,7 @@ static inline void transpose_square(From from, To to) {
   for (int i = 0; i < EDGE; i++) to(i, x[i]);
 }
 
-// The unit reads memory unknown to the compiler, which could otherwise put off or leave out what is written there.
+// The compiler does not know that the unit reads memory, and could otherwise delay or omit writes to it.
 static inline void written(const void *there) { asm volatile("" : : "r"(there) : "memory"); }
 
 // Four tiles of the unit hold the sums of TILE queries: EDGE rows above, and as many below.
@@ -109,7 +109,7 @@ static inline void multiply(const bf16 *above, const bf16 *below, int64_t pitch,
 struct AmxProducts {
   typedef bf16 Number;
 
-  // Linux lends the unit to a process that asks for it.
+  // Linux lends the unit to a process on request.
   static bool is_there() {
     constexpr int ASK = 0x1023, TILES = 18;
     static const bool lent = syscall(SYS_arch_prctl, ASK, TILES) == 0;
@@ -127,7 +127,7 @@ struct AmxProducts {
       written(&shape);
       _tile_loadconfig(&shape);
     }
-    // A copy that ends would take the unit from the thread.
+    // The destructor of a copy would release the unit of the thread.
     Session(const Session &) = delete;
     ~Session() { _tile_release(); }
   };
@@ -214,13 +214,13 @@ struct AmxProducts {
 
    private:
     int dim, value_dim, deep, wide;
-    aligned_vector<bf16> key;    // (count, D), both filled up to STEP
-    aligned_vector<bf16> value;  // (count / STEP, Dv filled up, STEP)
+    aligned_vector<bf16> key;    // (count, D), both padded to STEP
+    aligned_vector<bf16> value;  // (count / STEP, padded Dv, STEP)
 
     __attribute__((noinline)) void mix_pairs(const float *weight, int count, Mixed &into) const {
       written(weight);
       for (int d = 0; d < wide; d += 2 * EDGE) {
-        // Of an odd number of halves the last is summed twice.
+        // If the number of halves is odd, the last is summed twice.
         const int other = d + EDGE < wide ? EDGE : 0;
         float *sums = &into.sums[d * TILE];
         load_sums(sums, sums + other * TILE);
@@ -259,7 +259,7 @@ struct AmxProducts {
 
 namespace fewkeys {
 
-// Calls with the products that suit: of floats, or of bfloat16.
+// Calls `run` with the products of the dtype: of floats, or of bfloat16.
 template <class Call>
 static void with_products(int is_bf16, Call call) {
   if (!is_bf16) return call(LaneProducts<float>());

@@ -4,7 +4,7 @@
 
 namespace fewkeys {
 
-// Sizes of rows: keys and values side by side are `span` apart, keys alone `fill`, both filled up with zeros.
+// Sizes of rows: keys and values side by side are `span` apart, keys alone `fill`, both padded with zeros.
 struct Widths {
   int dim, value_dim, wide, span, fill;
   Widths(int dim, int value_dim)
@@ -15,7 +15,7 @@ struct Widths {
 // How far apart stand-ins are and how much attention they may expect, by the keys and queries seen so far.
 struct Metric {
   aligned_vector<float> form;        // (D, D), TILE columns after the other: the second moment of the queries
-  aligned_vector<float> mean_query;  // filled up with zeros
+  aligned_vector<float> mean_query;  // padded with zeros
   aligned_vector<float> mean;        // of keys and values
   float unit, tilt;           // 1 / var(v); tilt 0: all weights are one
 
@@ -36,7 +36,7 @@ struct Metric {
   }
 };
 
-// Stand-ins in the order of their coming.
+// Stand-ins in order of arrival.
 class Group {
  public:
   int used = 0;
@@ -45,15 +45,15 @@ class Group {
 
   Group(const Widths &w, int most)
       : rows(most * w.span), image(most * w.fill), excess(most), size(most), log_mass(most), w(w),
-        found((most + TILE) * TILE) {}
+        inner((most + TILE) * TILE) {}
 
-  // One more, of a single key; returns its row.
+  // Adds a stand-in of a single key; returns its row.
   float *append() {
     excess[used] = 0.0f, size[used] = 1.0f;
     return &rows[used++ * w.span];
   }
 
-  // All of another group, which has measured them.
+  // Adds all of another group, which is measured.
   void append(const Group &other) {
     for (int a = 0; a < other.used; a++, used++) {
       copy(&rows[used * w.span], &other.rows[a * w.span], w.span);
@@ -68,10 +68,10 @@ class Group {
     for (int c = 0; c < w.dim; c += TILE) {
       float middle[TILE];
       dots(metric.mean.data(), w.span, 1, w.dim, &metric.form[c * w.dim], middle);
-      dots(rows.data(), w.span, used, w.dim, &metric.form[c * w.dim], found.data());
+      dots(rows.data(), w.span, used, w.dim, &metric.form[c * w.dim], inner.data());
       for (int a = 0; a < used; a++)
         for (int d = 0; d < std::min(TILE, w.fill - c); d += LANES)
-          store(&image[a * w.fill + c + d], load(&found[a * TILE + d]) - load(middle + d));
+          store(&image[a * w.fill + c + d], load(&inner[a * TILE + d]) - load(middle + d));
     }
     for (int a = 0; a < used; a++)
       log_mass[a] = excess[a] + metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
@@ -79,10 +79,10 @@ class Group {
 
  protected:
   const Widths w;
-  aligned_vector<float> found;  // inner products of all with a tile
+  aligned_vector<float> inner;  // inner products of all rows with a tile
 };
 
-// Where every one of some stand-ins went, and its coefficient in the mean that is there now.
+// Where every stand-in went, and its coefficient in the mean at that place.
 struct Moves {
   aligned_vector<int> place;
   aligned_vector<float> coefficient;
@@ -103,18 +103,18 @@ class MergingGroup : public Group {
     places.reserve(most);
   }
 
-  // `joining` of those from `first` on join the partner of larger mass that costs least, the cheapest first, all at
-  // once. Who asks is told their `moves`.
+  // Merges `joining` of those from `first` on into the partner of larger mass that costs least: the cheapest first, all
+  // at once. `moves`, if any, receives where they went.
   void join(const Metric &metric, int joining, int first, Moves *moves) {
     if (joining == 0) return;
     const int count = arrange(metric);
     places.clear();
     for (int i = 0; i < count; i++)
       if (slot[i] >= first) places.push_back(i);
-    const int some = places.size();
-    for (int tile = 0; tile < some; tile += TILE) {
-      const int end = std::min(tile + TILE, some), before = places[end - 1];
-      // The images of the rows: of the keys as measured, of the values in their unit.
+    const int pending = places.size();
+    for (int tile = 0; tile < pending; tile += TILE) {
+      const int end = std::min(tile + TILE, pending), before = places[end - 1];
+      // The images of the rows: of keys as measured, of values in their unit.
       const float *key_image[TILE], *value_image[TILE];
       for (int i = tile; i < end; i++) {
         key_image[i - tile] = &image[slot[places[i]] * w.fill];
@@ -122,17 +122,17 @@ class MergingGroup : public Group {
       }
       to_lanes(key_image, end - tile, w.dim, 1.0f, lanes.data());
       to_lanes(value_image, end - tile, w.value_dim, metric.unit, &lanes[w.dim * TILE]);
-      dots(sorted.data(), w.span, before, w.wide, lanes.data(), found.data());
+      dots(sorted.data(), w.span, before, w.wide, lanes.data(), inner.data());
       for (int part = 0; part < TILE; part += LANES) seek(tile, part, before);
     }
-    for (int i = 0; i < some; i++) key[i] = ascending(least[i]);
-    // Nobody is heavier than the first; even where costs overflow it stays.
+    for (int i = 0; i < pending; i++) key[i] = ascending(least[i]);
+    // None is heavier than the first; it stays even where costs overflow.
     if (places[0] == 0) key[0] = INT32_MAX;
-    by_key(some);
+    by_key(pending);
     for (int i = 0; i < count; i++) total[i] = coefficient[i] = 1.0f, leader_of[i] = i;
-    for (int i = 0; i < some; i++) {
+    for (int i = 0; i < pending; i++) {
       if (rank[i] >= joining) continue;
-      // Who comes before has found its leader already.
+      // Earlier ones have their leader already.
       const int place = places[i], leader = leader_of[place] = leader_of[partner[i]];
       const int a = slot[place], to = slot[leader];
       coefficient[place] = std::exp(mass[place] - mass[leader]);
@@ -152,7 +152,7 @@ class MergingGroup : public Group {
     close_up();
   }
 
-  // Who met somebody gets the excess that keeps its mass.
+  // A merged stand-in gets the excess that keeps its mass.
   void settle(const Metric &metric) {
     for (int a = 0; a < used; a++)
       if (merged[a]) excess[a] = log_mass[a] - metric.log_weight(&rows[a * w.span], &image[a * w.fill], w.dim);
@@ -161,16 +161,16 @@ class MergingGroup : public Group {
 
  private:
   const float lowest;
-  aligned_vector<float> sorted;  // rows less their mean, in the order of mass, as all that follows
+  aligned_vector<float> sorted;  // rows less their mean, in order of mass, like all vectors below
   aligned_vector<float> lanes, mass, lightness, square, least, total;
-  aligned_vector<float> coefficient, weight;  // of each in what it joins: before and after division by the total
-  aligned_vector<int> slot, goes_to;  // where in the group each stands, and where those will stand
+  aligned_vector<float> coefficient, weight;  // weights in the merged mean, before and after division by the total
+  aligned_vector<int> slot, goes_to;  // places in the group, and places after the merge
   aligned_vector<int> leader_of;
   aligned_vector<int> places;              // of those that may join
   aligned_vector<int> key, rank, partner;  // theirs
-  aligned_vector<uint8_t> alive, merged;  // merged: since they were last settled
+  aligned_vector<uint8_t> alive, merged;  // merged since the last `settle`
 
-  // By mass: the largest first, of equal ones the earlier. Returns their number.
+  // Sorts by mass: the largest first, equal ones in order. Returns their number.
   int arrange(const Metric &metric) {
     for (int a = 0; a < used; a++) key[a] = ascending(0.0f - log_mass[a]);
     by_key(used);
@@ -191,20 +191,20 @@ class MergingGroup : public Group {
 
   // The cheapest partner, among those before it, of each of LANES at `places`; of equal costs, the first.
   void seek(int tile, int part, int before) {
-    ivec own;
-    vec light, mine;
+    ivec lane_place;
+    vec light, lane_square;
     for (int i = 0; i < LANES; i++) {
       const int at = std::min<int>(tile + part + i, places.size() - 1);
-      own[i] = places[at], light[i] = lightness[places[at]], mine[i] = square[places[at]];
+      lane_place[i] = places[at], light[i] = lightness[places[at]], lane_square[i] = square[places[at]];
     }
-    // Costs are fractions; which of two is the smaller needs no division.
+    // Costs are fractions; comparing two needs no division.
     vec best = broadcast(INFINITY), under = broadcast(1.0f);
-    ivec whose = own - 1;
+    ivec whose = lane_place - 1;
     count_multiply_adds(before * LANES);
     for (int b = 0; b < before; b++) {
-      const vec apart = max(mine + square[b] - 2.0f * load(&found[b * TILE + part]), vec{});
+      const vec apart = max(lane_square + square[b] - 2.0f * load(&inner[b * TILE + part]), vec{});
       const vec below = light + lightness[b];
-      const ivec closer = (apart * under < best * below) & (own > b);
+      const ivec closer = (apart * under < best * below) & (lane_place > b);
       best = closer ? apart : best;
       under = closer ? below : under;
       whose = closer ? ivec{} + b : whose;
@@ -213,22 +213,22 @@ class MergingGroup : public Group {
     memcpy(&partner[tile + part], &whose, sizeof whose);
   }
 
-  // Every key's place in ascending order, of equal ones the earlier first: for so few, counting is faster than sorting.
+  // The place of every key in ascending order, equal ones in order: for few keys, counting is faster than sorting.
   void by_key(int count) {
     count_multiply_adds(count * round_up(count, LANES));  // comparisons, rather
     for (int a = 0; a < count; a += LANES) {
-      ivec own, smaller = {};
-      memcpy(&own, &key[a], sizeof own);
+      ivec lane_key, smaller = {};
+      memcpy(&lane_key, &key[a], sizeof lane_key);
       const ivec lane = count_up() + a;
       const int near = std::min(a + LANES, count);
-      for (int b = 0; b < a; b++) smaller -= own >= key[b];
-      for (int b = a; b < near; b++) smaller -= (own > key[b]) | ((own == key[b]) & (lane > b));
-      for (int b = near; b < count; b++) smaller -= own > key[b];
+      for (int b = 0; b < a; b++) smaller -= lane_key >= key[b];
+      for (int b = a; b < near; b++) smaller -= (lane_key > key[b]) | ((lane_key == key[b]) & (lane > b));
+      for (int b = near; b < count; b++) smaller -= lane_key > key[b];
       memcpy(&rank[a], &smaller, sizeof smaller);
     }
   }
 
-  // While the stand-ins are where they were.
+  // Before stand-ins are moved.
   void tell(Moves &moves, int count) {
     for (int a = 0, kept = 0; a < used; a++) goes_to[a] = alive[a] ? kept++ : -1;
     for (int i = 0; i < count; i++) weight[slot[i]] = coefficient[i] / total[leader_of[i]];
@@ -240,7 +240,7 @@ class MergingGroup : public Group {
     }
   }
 
-  // Those that are left move to the front.
+  // Moves the remaining ones to the front.
   void close_up() {
     int kept = 0;
     for (int a = 0; a < used; a++) {

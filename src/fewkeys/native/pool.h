@@ -1,5 +1,5 @@
-// Buffers that kernels have given back, for those that come next. Fresh memory is pages that the system has yet to
-// clear, a microsecond each or several, and a call may take hundreds.
+// Keeps the buffers of finished kernels for the next ones. The system must clear the pages of fresh memory, which takes
+// a microsecond or more each, and a call may need hundreds.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -14,8 +14,8 @@ class Pool {
   static void *take(size_t bytes) {
     const int kind = kind_of(bytes);
     if (kind < 0) return ::operator new(bytes, LINE);
-    void *found = pop(kind);
-    return found ? found : ::operator new(size_of(kind), LINE);
+    void *block = pop(kind);
+    return block ? block : ::operator new(size_of(kind), LINE);
   }
   static void give(void *block, size_t bytes) {
     const int kind = kind_of(bytes);
@@ -33,11 +33,11 @@ class Pool {
   static inline Block *first[KINDS] = {};
   static inline size_t kept = 0;
 
-  // Powers of two from LEAST on: larger ones are few, and smaller ones the system keeps itself.
+  // Powers of two from LEAST on: larger buffers are few, and the system itself keeps smaller ones.
   static constexpr size_t size_of(int kind) { return LEAST << kind; }
   static int kind_of(size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
-    return -1;  // A sanitizer has to see where buffers end, and when.
+    return -1;  // Sanitizers must see every allocation.
 #endif
     if (bytes <= LEAST / 2) return -1;
     int kind = 0;
@@ -45,13 +45,13 @@ class Pool {
     return kind < KINDS ? kind : -1;
   }
 
-  // Nobody waits for another thread, which a fork may have left behind.
+  // No thread waits for another, which may not exist any more after a fork.
   static Block *pop(int kind) {
     if (busy.test_and_set(std::memory_order_acquire)) return nullptr;
-    Block *found = first[kind];
-    if (found) first[kind] = found->next, kept -= size_of(kind);
+    Block *block = first[kind];
+    if (block) first[kind] = block->next, kept -= size_of(kind);
     busy.clear(std::memory_order_release);
-    return found;
+    return block;
   }
   static bool push(int kind, void *block) {
     if (busy.test_and_set(std::memory_order_acquire)) return false;

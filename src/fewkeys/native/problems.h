@@ -1,4 +1,4 @@
-// What kernels are told: the structs that cross ctypes, and nothing else. Python reads them from here
+// The arguments of the kernels: the structs that cross ctypes, and nothing else. Python reads them from here
 // (`tensors.struct`), and `build.call` compares the sizes.
 #pragma once
 #include <cstdint>
@@ -28,7 +28,7 @@ struct Near {
   const int64_t *label;                    // (B Hkv, Nk)
   const float *share;                      // (B Hkv, Nk); null for cohorts
   const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null
-  const float *size;                       // (B Hkv, means): how many keys a cohort's stand-in speaks for; else null
+  const float *size;                       // (B Hkv, means): how many keys a cohort's stand-in represents; else null
   // Cohorts: each is a head with a list and stand-ins of its own, `cohorts` of them read one key head with its labels
   // and hidden keys, and this tells a cohort's queries, counted through the `asking` query heads of `asked` queries
   // that read the key head: (B heads, Nq), -1 for none.
@@ -43,11 +43,9 @@ struct NearBack {
   Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
   float *query;        // (B, Hq, Nq, D)
   float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), through the band: zeros, to be added to
-  // Through the list, the stand-ins and the factors, a row each: (B Hkv, entries + means + rank, D or Dv filled up).
+  // Through the list, the stand-ins and the factors, a row each: (B Hkv, entries + means + rank, D or Dv padded).
   float *shared_key, *shared_value;
 };
-
-struct Past;
 
 // Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
 struct Blocks {
@@ -55,7 +53,6 @@ struct Blocks {
   Rows mean_key, mean_value;  // float, (B, Hkv, blocks x M, D or Dv)
   const float *bias;          // (B Hkv, blocks, M), -inf for none
   const int64_t *place;       // (B Hkv, blocks, E): the keys of every block; beyond the last: none
-  const Past *past;           // what makes the means while they are read (`prefill.cpp`); else null
   // Blocks are of positions; the first is that of the first query.
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim, blocks, size, entries, means, offset, causal;
   float scale;
@@ -94,14 +91,14 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
-// How large entries are: `fewkeys.core.validation.largest_entries`.
+// The largest entries: `fewkeys.core.validation.largest_entries`.
 struct Extents {
   Rows query, key, value;
   float *largest;  // (3): of each
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
 };
 
-// How the queries of a head measure its keys and values: `fewkeys.sketch.clusters.Frame`.
+// The metric of a head's queries on its keys and values: `fewkeys.sketch.clusters.Frame`.
 struct Framed {
   Rows query, key, value;          // (B, Hq, M, D): a sample; keys and values that are not real are zero
   const float *asked, *real;       // (B): how many of the queries of a head, and of its keys, count
@@ -113,7 +110,7 @@ struct Framed {
   float scale, ridge;
 };
 
-// Centres of clusters from a sample of the keys: what `fewkeys.sketch.clusters` says of Lloyd's steps.
+// Centres of clusters from a sample of the keys: Lloyd's steps of `fewkeys.sketch.clusters`.
 struct Lloyd {
   Rows key, value;             // (B, Hkv, M, D or Dv)
   const uint8_t *real;         // (B, M); null: all are
@@ -127,34 +124,19 @@ struct Lloyd {
 
 // The clusters of all keys, around centres from some of them.
 struct Clustered {
-  Lloyd some;
+  Lloyd sample;
   Survey all;
   float *distance;  // (B Hkv, Nk)
   float near;       // of a squared distance from the mean: the least from a centre
 };
 
-// Stand-ins with their first order in the query: `fewkeys.rest.cluster_means.represent`.
-struct Represented {
-  Sums of;                                 // the mean key its middle; its sums and products are not written
-  const uint8_t *hidden;                   // (B Hkv, Nk): keys that nothing speaks for; or null
-  const float *importance, *spread;        // (B Hkv, Nk)
-  const float *cluster_importance;         // (B Hkv, C)
-  const float *mean_query, *unit;          // (B Hkv, D), (B Hkv)
-  const float *root, *second;              // (B Hkv, D, D)
-  float *share;                            // (B Hkv, Nk): the same that `of` names
-  float *key, *value, *bias, *factor;      // (B Hkv, C, D), (B Hkv, C, Dv), (B Hkv, C), (B Hkv, C)
-  float *left, *right, *bounds;            // (B Hkv, D, r), (B Hkv, r, Dv), (B Hkv, 2, r)
-  int64_t rank, steps;
-  float tilt, largest_tilt, largest_spread, reach, least;
-};
-
-// How the means of the past move on, block by block: `fewkeys.past.scan`.
+// The means of the past, updated block by block: `fewkeys.past.scan`.
 struct Past {
-  // What is known at the beginning, one after the other for every key head; at the end, what is known then.
+  // The state of every key head: read at the beginning, written at the end.
   float *rows, *excess, *size;                        // (B Hkv, M, D + Dv), (B Hkv, M), (B Hkv, M)
   float *seen, *seen_key, *seen_value, *seen_square;  // (B Hkv), (B Hkv, D), (B Hkv, Dv), (B Hkv)
   float *asked, *asked_total, *asked_square;          // (B Hkv), (B Hkv, D), (B Hkv, D, D)
-  // What is known at the beginning and after every step.
+  // The state at the beginning and after every step.
   float *rows_by, *excess_by, *size_by;  // (B Hkv, steps + 1, M, D + Dv), (B Hkv, steps + 1, M), the same
   // Where the stand-ins and the keys of every step go, and their coefficients there: (B Hkv, steps, M + E); or null.
   int64_t *place;
@@ -173,13 +155,13 @@ struct Past {
 struct Halves {
   const float *rows;    // (sets, rows_each, dim)
   const float *metric;  // (sets, dim, dim)
-  int64_t *place;       // (sets, rows_each filled up to a multiple of count): -1 for none
+  int64_t *place;       // (sets, rows_each padded to a multiple of count): -1 for none
   float *mean;          // (sets, count, dim)
   float *within;        // (sets, dim, dim)
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
-// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.own_importance`.
+// The metric of cohorts: `fewkeys.sketch.cohorts.own_importance`.
 struct Forms {
   const float *within;  // (sets, dim, dim)
   const float *middle;  // (sets, dim): the mean key
@@ -204,7 +186,7 @@ struct Tilts {
   Rows key, value;
   const uint8_t *real;   // (B, Nk); null: all are
   const int64_t *label;  // (B Hkv, Nk)
-  const float *own;      // (B Hkv, Nk): k^T W k / 2
+  const float *half_variance;      // (B Hkv, Nk): k^T W k / 2
   const float *middle;   // (B Hkv, D): the mean key
   const float *mean;     // (B Hkv, H, D)
   const int64_t *filled;  // (B Hkv): how many cohorts have queries, the first ones; the others' sums are zero

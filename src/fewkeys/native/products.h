@@ -1,4 +1,4 @@
-// The products that attention is made of.
+// The matrix products of attention.
 //
 // Queries (or keys) stand side by side: a tile holds TILE of them, one in each lane, dimension after dimension. So rows
 // of scores are vectors too, and no score is ever summed across lanes.
@@ -54,7 +54,7 @@ static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, 
       }
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {  // unrolled like the loop above: sums that are ever indexed live in memory
+    for (int r = 0; r < R; r++) {  // unrolled like the loop above: indexed sums would live in memory
       store(into + r * TILE + part, sum[r][0]);
       store(into + r * TILE + part + LANES, sum[r][1]);
     }
@@ -73,7 +73,7 @@ static inline void dots_up_to(int count, const float *row, int64_t stride, int d
   }
 }
 
-// Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE), of which the first `used` are asked for.
+// Inner products (count, TILE) of rows (count, dim) with lanes (dim, TILE), for the first `used` lanes.
 static inline void dots(const float *row, int64_t stride, int count, int dim, const float *lanes, float *into,
                         int used = TILE) {
   count_multiply_adds((int64_t)count * dim * used);
@@ -116,8 +116,8 @@ static inline void mix(const float *value, int64_t stride, int count, int dim, c
   for (; v + LANES <= dim; v += LANES) mix_of<SOME, 1>(value + v, stride, count, weight, pitch, into + v, to);
 }
 
-// U of A = U^T U in the place of a symmetric matrix (dim, dim), rows `stride` apart, of which what stands on the
-// diagonal and right of it is read, and zeros below. False, and no such matrix, where A is not positive definite.
+// U of A = U^T U in the place of a symmetric matrix (dim, dim), rows `stride` apart, of which the diagonal and the
+// entries right of it are read, and zeros below. False if A is not positive definite.
 static __attribute__((noinline)) bool factorise(float *matrix, int64_t stride, int64_t dim) {
   count_multiply_adds(dim * dim * dim / 6);
   // Takes from the row `to`, from column e on, `count` rows from `row` on, each times its number in column e.

@@ -1,4 +1,4 @@
-// Products with rows that lie anywhere: dimensions are in the lanes, four rows at a time.
+// Products with rows at any address: dimensions are in the lanes, four rows at a time.
 #pragma once
 #include "products.h"
 
@@ -8,7 +8,7 @@ constexpr int FOUR = 4;
 
 // The inner products of four rows with another, FILL dividing their width.
 static inline __attribute__((always_inline)) void four_products(const float *row, int64_t stride, const float *other,
-                                                                int width, float *found) {
+                                                                int width, float *sums) {
   count_multiply_adds(FOUR * width);
   vec sum[FOUR] = {};
   for (int d = 0; d < width; d += LANES) {
@@ -17,11 +17,11 @@ static inline __attribute__((always_inline)) void four_products(const float *row
     for (int r = 0; r < FOUR; r++) sum[r] += load(row + r * stride + d) * x;
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < FOUR; r++) found[r] = sum_of_lanes(sum[r]);
+  for (int r = 0; r < FOUR; r++) sums[r] = sum_of_lanes(sum[r]);
 }
 
 // The sums of the lanes of four vectors.
-static inline __attribute__((always_inline)) void sums_of_four(vec (&x)[FOUR], float *found) {
+static inline __attribute__((always_inline)) void sums_of_four(vec (&x)[FOUR], float *sums) {
   exchange<1>(x[0], x[1]);
   exchange<1>(x[2], x[3]);
   vec low = x[0] + x[1], high = x[2] + x[3];
@@ -29,13 +29,13 @@ static inline __attribute__((always_inline)) void sums_of_four(vec (&x)[FOUR], f
   low += high;
   if constexpr (LANES > 4) low += crossed<4>(low);
   if constexpr (LANES > 8) low += crossed<8>(low);
-  for (int r = 0; r < FOUR; r++) found[r] = low[r];
+  for (int r = 0; r < FOUR; r++) sums[r] = low[r];
 }
 
 // The inner products of four rows with another.
 template <class T>
 static inline __attribute__((always_inline)) void four_dots(const T *const *row, const float *other, int dim,
-                                                            float *found) {
+                                                            float *sums) {
   count_multiply_adds(FOUR * dim);
   vec sum[FOUR] = {};
   int d = 0;
@@ -44,9 +44,9 @@ static inline __attribute__((always_inline)) void four_dots(const T *const *row,
 #pragma GCC unroll 4
     for (int r = 0; r < FOUR; r++) sum[r] += load(row[r] + d) * x;
   }
-  sums_of_four(sum, found);
+  sums_of_four(sum, sums);
   for (; d < dim; d++)
-    for (int r = 0; r < FOUR; r++) found[r] += to_float(row[r][d]) * other[d];
+    for (int r = 0; r < FOUR; r++) sums[r] += to_float(row[r][d]) * other[d];
 }
 
 template <int V, class T>
@@ -77,7 +77,7 @@ static inline void mix_rows(const T *const *row, const float *weight, int count,
     for (int i = 0; i < count; i++) into[d] += to_float(row[i][d]) * weight[i];
 }
 
-// Sends for what will be read soon: it comes into the nearest cache, 3, or the one behind it, 2.
+// Prefetches memory into the nearest cache, 3, or the one behind it, 2.
 template <int cache = 3>
 static inline void prefetch(const void *from, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, cache);

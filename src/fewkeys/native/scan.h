@@ -1,33 +1,33 @@
-// How the means of the past move on, block by block: `fewkeys.past.scan`.
+// Updates the means of the past, block by block: `fewkeys.past.scan`.
 #pragma once
 #include "merge.h"
 
 namespace fewkeys {
 
-// What one step brings: its keys, and the metric in which stand-ins merge.
+// The input of one step: its keys, and the metric in which stand-ins merge.
 struct Step {
   Metric metric;
   Group fresh;
-  int surplus = 0;  // so many have to join somebody
+  int surplus = 0;  // how many have to merge
 
   Step(const Past &p, const Widths &w) : metric(w), fresh(w, p.evicted) {}
 };
 
-// Copies one row as floats, filled up with zeros to `width`.
+// Copies one row as floats, padded with zeros to `width`.
 static inline void copy_row(const Rows &rows, bool is_bf16, int64_t b, int64_t h, int64_t n, int dim, int width,
                             float *into) {
   is_bf16 ? copy_rows(rows.at<bf16>(b, h, n), 0, 1, dim, width, into)
           : copy_rows(rows.at<float>(b, h, n), 0, 1, dim, width, into);
 }
 
-// The steps' queries and keys, as far as they do not depend on the stand-ins: steps can be made ahead.
+// The part of the steps that does not depend on the stand-ins: statistics of queries and keys.
 class Inflow {
  public:
   Inflow(const Past &p, int64_t head, bool is_bf16, bool query_is_bf16)
       : p(p), head(head), is_bf16(is_bf16), query_is_bf16(query_is_bf16), w(p.dim, p.value_dim), asked_total(w.fill),
         asked_square((w.dim + SOME) * w.fill), seen_total(w.span), queries(p.queries * w.fill) {
     const int dim = w.dim;
-    for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) known += p.size[c] != 0.0f;
+    for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) stand_ins += p.size[c] != 0.0f;
     asked = p.asked[head], seen = p.seen[head], seen_square = p.seen_square[head];
     std::copy_n(p.asked_total + head * dim, dim, asked_total.begin());
     for (int d = 0; d < dim; d++) std::copy_n(p.asked_square + (head * dim + d) * dim, dim, &asked_square[d * w.fill]);
@@ -38,8 +38,8 @@ class Inflow {
   void make(int64_t number, Step &step) {
     absorb_queries(number);
     absorb_keys(number, step.fresh);
-    step.surplus = std::max<int>(0, known + step.fresh.used - p.count);
-    known += step.fresh.used - step.surplus;
+    step.surplus = std::max<int>(0, stand_ins + step.fresh.used - p.count);
+    stand_ins += step.fresh.used - step.surplus;
     if (!step.surplus) return;
     set(step.metric);
     step.fresh.measure(step.metric);
@@ -60,7 +60,7 @@ class Inflow {
   const int64_t head;
   const bool is_bf16, query_is_bf16;
   const Widths w;
-  int known = 0;  // stand-ins after the steps so far
+  int stand_ins = 0;  // stand-ins after the steps so far
   aligned_vector<float> asked_total, asked_square, seen_total, queries;
   float asked, seen, seen_square;
 
@@ -76,7 +76,7 @@ class Inflow {
         add(asked_total.data(), row, 1.0f, w.fill);
       }
       asked += count;
-      // The last rows of squares may be of no dimension: nobody reads them.
+      // The last rows of squares may be padding, which is not read.
       for (int d = 0; d < w.dim; d += SOME)
         mix(queries.data(), w.fill, count, w.fill, &queries[d], w.fill, &asked_square[d * w.fill], w.fill);
     }
@@ -119,28 +119,28 @@ class Inflow {
 class Summary {
  public:
   Summary(const Past &p, int64_t head)
-      : p(p), head(head), w(p.dim, p.value_dim), known(w, p.count + p.evicted, p.lowest) {
+      : p(p), head(head), w(p.dim, p.value_dim), group(w, p.count + p.evicted, p.lowest) {
     for (int64_t c = head * p.count; c < (head + 1) * p.count; c++) {
       if (p.size[c] == 0.0f) continue;
-      std::copy_n(p.rows + c * w.wide, w.wide, known.append());
-      known.excess[known.used - 1] = p.excess[c], known.size[known.used - 1] = p.size[c];
+      std::copy_n(p.rows + c * w.wide, w.wide, group.append());
+      group.excess[group.used - 1] = p.excess[c], group.size[group.used - 1] = p.size[c];
     }
   }
 
   void absorb(const Step &step, Moves *moves = nullptr) {
-    const int before = known.used, new_ones = step.surplus / 2;
-    if (step.surplus) known.measure(step.metric);
-    known.append(step.fresh);
-    if (moves) moves->begin(known.used);
+    const int before = group.used, new_ones = step.surplus / 2;
+    if (step.surplus) group.measure(step.metric);
+    group.append(step.fresh);
+    if (moves) moves->begin(group.used);
     if (!step.surplus) return;
-    known.join(step.metric, new_ones, before, moves);
-    known.join(step.metric, step.surplus - new_ones, 0, moves);
-    known.settle(step.metric);
+    group.join(step.metric, new_ones, before, moves);
+    group.join(step.metric, step.surplus - new_ones, 0, moves);
+    group.settle(step.metric);
   }
 
-  // The same, and writes where everything goes.
+  // The same; also writes where every row goes.
   void absorb(const Step &step, int64_t number, Moves &moves) {
-    const int before = known.used;
+    const int before = group.used;
     absorb(step, &moves);
     const int64_t both = p.count + p.evicted, at = (head * p.steps + number) * both;
     const uint8_t *real = p.real + (head * p.steps + number) * p.evicted;
@@ -153,13 +153,13 @@ class Summary {
     }
   }
 
-  // Rows (M, D + Dv), excess (M), and size (M) if wanted.
+  // Writes rows (M, D + Dv), excess and size (M).
   void write(float *to_rows, float *to_excess, float *to_size) const {
-    const int used = known.used;
-    for (int c = 0; c < used; c++) std::copy_n(&known.rows[c * w.span], w.wide, to_rows + (int64_t)c * w.wide);
+    const int used = group.used;
+    for (int c = 0; c < used; c++) std::copy_n(&group.rows[c * w.span], w.wide, to_rows + (int64_t)c * w.wide);
     std::fill(to_rows + (int64_t)used * w.wide, to_rows + p.count * w.wide, 0.0f);
-    std::fill(std::copy_n(known.excess.begin(), used, to_excess), to_excess + p.count, -INFINITY);
-    if (to_size) std::fill(std::copy_n(known.size.begin(), used, to_size), to_size + p.count, 0.0f);
+    std::fill(std::copy_n(group.excess.begin(), used, to_excess), to_excess + p.count, -INFINITY);
+    std::fill(std::copy_n(group.size.begin(), used, to_size), to_size + p.count, 0.0f);
   }
 
   // What is known at the end.
@@ -171,7 +171,7 @@ class Summary {
   const Past &p;
   const int64_t head;
   const Widths w;
-  MergingGroup known;
+  MergingGroup group;
 };
 
 static void scan(const Past &p, bool is_bf16, bool query_is_bf16, int threads) {

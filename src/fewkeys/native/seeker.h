@@ -1,10 +1,10 @@
-// The number of a given rank among many, and an order of numbers in which equal ones stand by their places.
+// Selects the number of a rank; equal numbers are ordered by their places.
 #pragma once
 #include "lanes.h"
 
 namespace fewkeys {
 
-// The bits of a float, ordered as floats are; zeros are equal. No branch: signs at random would be mispredicted.
+// The bits of a float, ordered as floats are; zeros are equal. No branch: random signs would be mispredicted.
 static inline uint32_t ordered(float x) {
   x += 0.0f;
   uint32_t bits;
@@ -19,7 +19,7 @@ static inline float number_of(uint32_t bits) {
   return x;
 }
 
-// A number, and of equal numbers the place: what is sorted. What is no number counts as zero.
+// The sort key: a number and its place. NaN counts as zero.
 static inline uint64_t sortable(float number, int64_t place) {
   return (uint64_t)ordered(number == number ? number : 0.0f) << 32 | (uint64_t)place;
 }

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 SOURCES = (
     *("kernels.cpp", "problems.h", "counters.h", "pool.h", "team.h", "lanes.h", "products.h", "tile.h"),
     *("columns.h", "matrix.h", "back.h", "neighbours.h", "near.h", "near_back.h", "near_cohorts.h", "blocks.h"),
-    *("blocks_back.h", "keys.h", "frame.h", "lloyd.h", "stand_ins.h", "extent.h", "merge.h", "scan.h", "prefill.h"),
+    *("blocks_back.h", "keys.h", "frame.h", "lloyd.h", "extent.h", "merge.h", "scan.h"),
     *("rows.h", "seeker.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
     *("largest.h", "code_scores.h", "code_scan.h", "scan_attend.h"),
 )
@@ -35,10 +35,10 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What a library may use, and what the processor's flags must name for it.
+    """The instructions that a library may use, and the processor flags that it requires.
 
     The operating system's consent is among them: Linux names no flag whose registers it does not save. Its further
-    consent to AMX is asked for by the kernels themselves (`matrix.h`).
+    consent to AMX is requested by the kernels themselves (`matrix.h`).
     """
 
     name: str
@@ -54,7 +54,7 @@ _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 _AMX = _V4 | {"avx512_bf16", "avx512vbmi", "avx512_vbmi2", "amx_bf16", "amx_int8", "amx_tile"}
-# Compilers stop at half of the widest vectors of their own accord, and for some processors split every wide move.
+# By default compilers use half of the widest vectors, and for some processors split every wide move.
 _WIDE = ("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512")
 _MATRIX = ("-mavx512bf16", "-mavx512vbmi", "-mavx512vbmi2", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
@@ -77,8 +77,8 @@ def of_machine(machine: str = "") -> tuple[InstructionSet, ...]:
 
 def possible() -> tuple[InstructionSet, ...]:
     """The sets that this machine can run; only the lowest is known to run where the system does not tell flags."""
-    flags, found = _flags(), of_machine()
-    return found[:1] if flags is None else tuple(one for one in found if one.flags <= flags)
+    flags, of_this_machine = _flags(), of_machine()
+    return of_this_machine[:1] if flags is None else tuple(one for one in of_this_machine if one.flags <= flags)
 
 
 def chosen() -> InstructionSet | None:
@@ -86,38 +86,38 @@ def chosen() -> InstructionSet | None:
 
     Raises `ValueError` where `FEWKEYS_ISA` names another than the possible ones.
     """
-    found, name = possible(), os.environ.get(FORCED)
+    candidates, name = possible(), os.environ.get(FORCED)
     if not name:
-        return found[-1] if found else None
-    for one in found:
+        return candidates[-1] if candidates else None
+    for one in candidates:
         if one.name == name:
             return one
     reason = "which this processor lacks" if name in map(str, SETS) else "which is no instruction set"
-    raise ValueError(f"{FORCED}: expected one of {', '.join(map(str, found)) or 'none'}, got {name!r}, {reason}")
+    raise ValueError(f"{FORCED}: expected one of {', '.join(map(str, candidates)) or 'none'}, got {name!r}, {reason}")
 
 
 def compiler() -> list[str] | None:
     """The command of this machine's C++ compiler, None where there is none."""
     if named := os.environ.get(COMPILER):
         return shlex.split(named)
-    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    return None if found is None else [found]
+    path = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    return None if path is None else [path]
 
 
 def command(compiler: Sequence[str], of: InstructionSet, into: str, *more: str) -> list[str]:
-    """What compiles a library of a set."""
+    """The command that compiles a library of a set."""
     return [*compiler, *FLAGS, *of.options, *more, str(HERE / SOURCES[0]), "-o", into]
 
 
 def processor() -> str:
-    """What tells processors of different instructions apart."""
+    """A text that differs between processors of different instructions."""
     return "\n".join(_cpuinfo("flags", "Features", "model name")[:2]) or platform.processor()
 
 
 @lru_cache
 def _flags() -> frozenset[str] | None:
-    told = _cpuinfo("flags")
-    return frozenset(told[0].partition(":")[2].split()) if told else None
+    lines = _cpuinfo("flags")
+    return frozenset(lines[0].partition(":")[2].split()) if lines else None
 
 
 def _cpuinfo(*names: str) -> list[str]:

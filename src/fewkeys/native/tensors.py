@@ -1,4 +1,4 @@
-"""What compiled kernels may read, and how they are told where it lies."""
+"""Which tensors compiled kernels can read, and the arguments of kernels."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from fewkeys.native.build import missing
 
 DTYPES = (torch.float32, torch.bfloat16)
 FILL = 16
-"""Rows of values are filled up to a multiple of this, as `lanes.h` says."""
+"""Rows of values are padded to a multiple of this, as in `lanes.h`."""
 
 
 def suits(*tensors: Tensor | None) -> bool:
-    """Whether kernels can read these tensors, and whether nobody asks how the result depends on them."""
+    """Whether kernels can read these tensors, and no gradients are needed."""
     return readable(*tensors) and not wants_gradient(*tensors)
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether kernels can read these tensors, inside an `autograd.Function` if somebody asks for gradients."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return placed(*given) and missing() is None
+    """Whether kernels can read these tensors; if gradients are needed, inside an `autograd.Function`."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    return placed(*present) and missing() is None
 
 
 def placed(*tensors: Tensor) -> bool:
-    """Whether kernels, where there are some, can read these tensors."""
+    """Whether kernels, if there are any, can read these tensors."""
     if any(x.device.type != "cpu" or (x.is_floating_point() and x.dtype not in DTYPES) for x in tensors):
         return False
     if any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
         return False
-    # Transforms and forward derivatives follow torch's operations; what a kernel does, they would not see.
+    # Transforms and forward derivatives follow torch's operations, and would miss what a kernel does.
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether somebody may ask for gradients."""
+    """Whether gradients may be needed."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -56,8 +56,8 @@ class Rows(ctypes.Structure):
         return Rows(tensor.data_ptr(), *tensor.stride()[:3])
 
 
-class Told(ctypes.Structure):
-    """What a kernel is told: a struct of `problems.h`. What is not given is zero."""
+class KernelArgs(ctypes.Structure):
+    """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero."""
 
     names: frozenset[str]
 
@@ -68,18 +68,18 @@ class Told(ctypes.Structure):
 
 
 @lru_cache
-def struct(name: str) -> type[Told]:
+def struct(name: str) -> type[KernelArgs]:
     """The struct that `problems.h` declares under this name: of pointers, numbers and other structs of it."""
     text = re.sub("//.*", "", (Path(__file__).parent / "problems.h").read_text())
-    found = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
-    if found is None:
+    declared_fields = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
+    if declared_fields is None:
         raise ValueError(f"problems.h: expected a struct {name}, got none")
     fields: list[tuple[str, Any]] = []
-    for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", found[1]):
+    for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", declared_fields[1]):
         for field in declared.split(","):
             pointer = field.strip().startswith("*")
             fields.append((field.strip(" *\n"), ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
-    return type(name, (Told,), {"_fields_": fields, "names": frozenset(field for field, _ in fields)})
+    return type(name, (KernelArgs,), {"_fields_": fields, "names": frozenset(field for field, _ in fields)})
 
 
 _KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}
@@ -97,7 +97,7 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def pointers(tensors: Mapping[str, Tensor | None]) -> dict[str, int | None]:
-    """Where contiguous tensors lie, which must live as long as the call."""
+    """The addresses of contiguous tensors, which must live as long as the call."""
     return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 

@@ -1,10 +1,10 @@
-// What every kernel of attention does with a tile of queries, each in its lane.
+// Softmax over a tile of queries, each in its lane, for all attention kernels.
 #pragma once
 #include "products.h"
 
 namespace fewkeys {
 
-// Copies rows as floats, filled up with zeros to `width`.
+// Copies rows as floats, padded with zeros to `width`.
 template <class T>
 static void copy_rows(const T *rows, int64_t stride, int count, int dim, int width, float *into) {
   for (int j = 0; j < count; j++, rows += stride, into += width) {
@@ -15,7 +15,7 @@ static void copy_rows(const T *rows, int64_t stride, int count, int dim, int wid
   }
 }
 
-// The same rows: where they lie if they are such, else copied to `into`.
+// The rows as padded floats: in place if they are such, else copied to `into`.
 template <class T>
 static const float *floats(const T *rows, int64_t &stride, int count, int dim, int width, float *into) {
   if constexpr (sizeof(T) == sizeof(float))
@@ -34,7 +34,7 @@ struct Tile {
     for (int w = 0; w < WIDE; w++) top[w] = broadcast(-INFINITY);
   }
 
-  // Products with one key become scores, hidden from the queries before `low` and after `high`.
+  // Turns products with one key into scores, hidden from the queries before `low` and after `high`.
   void show(float *score, ivec lane, int low, int high) {
     count_multiply_adds(TILE);
     for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
@@ -55,15 +55,15 @@ struct Tile {
       }
   }
 
-  // Queries that see nothing subtract zero: their weights are e^-inf.
+  // Queries that see no key subtract zero: their weights are e^-inf.
   void settle() {
     for (int w = 0; w < WIDE; w++) top[w] = top[w] == broadcast(-INFINITY) ? broadcast(0.0f) : top[w];
   }
 
-  // Scores become weights in place.
+  // Turns scores into weights in place.
   void weigh(float *score, int count) {
     count_multiply_adds(count * TILE);
-    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {  // one at a time: what several need would not fit in registers
+    for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {  // one at a time: several would not fit in registers
       const vec largest = top[w];
       vec mass = sum[w];
       for (float *to = score + v, *end = to + count * TILE; to != end; to += TILE) {

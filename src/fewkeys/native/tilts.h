@@ -9,7 +9,7 @@ namespace fewkeys {
 // The real keys of one head, cluster by cluster.
 struct ByCluster {
   aligned_vector<int32_t> place, begin;
-  std::vector<std::pair<int32_t, int32_t>> kept;  // which of them which cohorts keep
+  std::vector<std::pair<int32_t, int32_t>> kept;  // pairs: the rank of a key, and a cohort that keeps it
   aligned_vector<int32_t> kept_begin;
 
   void sort(const Tilts &p, int64_t head) {
@@ -37,17 +37,17 @@ struct ByCluster {
   aligned_vector<int32_t> rank, next;
 };
 
-// The keys of a cluster, CHUNK at a time, and what they weigh.
+// The keys of a cluster, CHUNK at a time, and their weights.
 template <class T>
 class Cluster {
  public:
-  const int64_t dim, value_dim, deep, both;  // deep: a key filled up; both: and its value, filled up as well
+  const int64_t dim, value_dim, deep, both;  // deep: a padded key; both: a padded key and a padded value
   std::vector<CohortLanes> cohorts;          // tile by tile
   aligned_vector<float> level;               // g_hc of every lane
   aligned_vector<float> row;                 // (CHUNK, both): centred keys, values
   aligned_vector<float> score;               // (tiles, CHUNK, TILE): e
-  float own[CHUNK], weight[CHUNK];           // k^T W k / 2, and what a key weighs in all cohorts together
-  const int32_t *place = nullptr;            // of the keys that are looked at
+  float half_variance[CHUNK], weight[CHUNK];           // k^T W k / 2, and the weight of a key over all cohorts
+  const int32_t *place = nullptr;            // of the current keys
 
   explicit Cluster(const Tilts &p)
       : dim(p.dim), value_dim(p.value_dim), deep(round_up(dim)), both(deep + round_up(value_dim)),
@@ -69,7 +69,7 @@ class Cluster {
     for (int64_t i = at; i < end; i++) {
       prefetch(key(order[std::min(i + AHEAD, end - 1)]), dim * sizeof(T));
       add(row.data(), key(order[i]), 1.0f, dim), add(row.data(), p.middle + head * dim, -1.0f, dim);
-      quad += p.own[head * p.keys + order[i]];
+      quad += p.half_variance[head * p.keys + order[i]];
     }
     const float size = std::max<int64_t>(1, end - at);
     for (int64_t d = 0; d < dim; d++) row[d] /= size;
@@ -78,7 +78,7 @@ class Cluster {
     for (float &one : level) one += quad / size;
   }
 
-  // The next keys; returns how many.
+  // Reads the next keys; returns how many.
   int look() {
     const int count = std::min<int64_t>(CHUNK, end - at);
     place = order + at;
@@ -89,7 +89,7 @@ class Cluster {
       copy_rows(key(place[j]), 0, 1, dim, deep, to);
       add(to, p.middle + head * dim, -1.0f, dim);
       copy_rows(value(place[j]), 0, 1, value_dim, both - deep, to + deep);
-      own[j] = p.own[head * p.keys + place[j]], weight[j] = 0.0f;
+      half_variance[j] = p.half_variance[head * p.keys + place[j]], weight[j] = 0.0f;
     }
     for (size_t t = 0; t < cohorts.size(); t++) {
       dots(row.data(), both, count, dim, cohorts[t].means.data(), &score[t * CHUNK * TILE], cohorts[t].used);
@@ -114,7 +114,7 @@ class Cluster {
   const T *key(int64_t j) const { return p.key.at<T>(head / p.heads, head % p.heads, j); }
   const T *value(int64_t j) const { return p.value.at<T>(head / p.heads, head % p.heads, j); }
 
-  // Scores of a tile of cohorts become e; lanes of no cohort, or of nobody's, weigh nothing.
+  // Scores of a tile of cohorts become e; lanes of no cohort, or of an empty one, weigh nothing.
   void weigh(int64_t tile, int count) {
     const ivec lane = count_up();
     const float most = std::exp(p.largest);
@@ -124,7 +124,7 @@ class Cluster {
       const ivec there = lane + v < std::min(cohorts[tile].count, int(p.filled[head] - tile * TILE));
       for (int j = 0; j < count; j++) {
         float *to = &score[(tile * CHUNK + j) * TILE + v];
-        vec x = (load(to) + own[j] - least) * p.tilt;
+        vec x = (load(to) + half_variance[j] - least) * p.tilt;
         x = x > p.largest ? broadcast(p.largest) : x;
         x = x < -p.largest ? broadcast(-p.largest) : x;
         x = exponential(x - p.largest) * most;
@@ -147,12 +147,12 @@ class Tilting {
       : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, 2 * LANES)), mass(lanes), energy(lanes),
         sums(lanes * keys.both), weighted(CHUNK * keys.deep) {}
 
-  // The sums of one cluster; `products` (D, Dv) filled up on both sides.
+  // The sums of one cluster; `products` (D, Dv) padded on both sides.
   void add_up(const ByCluster &order, int64_t head, int64_t cluster, float *products) {
     const int64_t both = keys.both, deep = keys.deep;
     keys.take(order, head, cluster);
     keys.find_level();
-    for (auto *some : {&mass, &energy, &sums}) std::fill(some->begin(), some->end(), 0.0f);
+    for (auto *numbers : {&mass, &energy, &sums}) std::fill(numbers->begin(), numbers->end(), 0.0f);
     while (const int count = keys.look()) {
       for (int64_t i = 0; i < p.cohorts; i += SOME)
         mix(keys.row.data(), both, count, both, &keys.score[i / TILE * CHUNK * TILE + i % TILE], TILE, &sums[i * both],
@@ -185,7 +185,7 @@ class Tilting {
     for (int64_t v = 0; v < lanes; v += LANES) {
       const float *e = &keys.score[v / TILE * CHUNK * TILE + v % TILE];
       vec all = load(&mass[v]), quad = load(&energy[v]);
-      for (int j = 0; j < count; j++) all += load(e + j * TILE), quad += load(e + j * TILE) * keys.own[j];
+      for (int j = 0; j < count; j++) all += load(e + j * TILE), quad += load(e + j * TILE) * keys.half_variance[j];
       store(&mass[v], all), store(&energy[v], quad);
     }
   }
@@ -198,7 +198,7 @@ class TiltingBack {
  public:
   explicit TiltingBack(const TiltsBack &all)
       : all(all), p(all.of), keys(p), wide(keys.both - keys.deep), grad(p.cohorts * keys.both),
-        turned(keys.cohorts.size() * TILE * TILE), lanes(keys.both * TILE), found(CHUNK * keys.both),
+        turned(keys.cohorts.size() * TILE * TILE), lanes(keys.both * TILE), both_gradients(CHUNK * keys.both),
         products(all.together ? keys.deep * wide : 0), across(products.size()) {}
 
   void pass_on(const ByCluster &order, int64_t head, int64_t cluster) {
@@ -218,9 +218,9 @@ class TiltingBack {
         for (int j = 0; j < count; j++) scale(&keys.row[j * both], keys.weight[j], both);
         to_lanes(keys.row.data(), both, count, both, 1.0f, lanes.data());
       }
-      std::fill(found.begin(), found.end(), 0.0f);
+      std::fill(both_gradients.begin(), both_gradients.end(), 0.0f);
       for (int j = 0; j < count; j += SOME) {
-        float *to = &found[j * both];
+        float *to = &both_gradients[j * both];
         mix(grad.data(), both, p.cohorts, both, &turned[j], TILE, to, both);
         if (!all.together) continue;
         mix(across.data(), deep, p.value_dim, deep, &lanes[deep * TILE + j], TILE, to, both);
@@ -228,8 +228,8 @@ class TiltingBack {
       }
       for (int j = 0; j < count; j++) {
         const int64_t at = head * p.keys + keys.place[j];
-        std::copy_n(&found[j * both], p.dim, all.key + at * p.dim);
-        std::copy_n(&found[j * both + deep], p.value_dim, all.value + at * p.value_dim);
+        std::copy_n(&both_gradients[j * both], p.dim, all.key + at * p.dim);
+        std::copy_n(&both_gradients[j * both + deep], p.value_dim, all.value + at * p.value_dim);
       }
     }
   }
@@ -239,9 +239,9 @@ class TiltingBack {
   const Tilts &p;
   Cluster<T> keys;
   const int64_t wide;
-  aligned_vector<float> grad, turned;  // G (H, both), filled up; e (tiles x TILE, CHUNK)
-  aligned_vector<float> lanes, found;
-  aligned_vector<float> products, across;  // P (D, Dv) and P^T, filled up on both sides
+  aligned_vector<float> grad, turned;  // G (H, both), padded; e (tiles x TILE, CHUNK)
+  aligned_vector<float> lanes, both_gradients;
+  aligned_vector<float> products, across;  // P (D, Dv) and P^T, padded on both sides
   int64_t held = -1;                       // whose these are
 
   void read_products(int64_t head) {
@@ -253,14 +253,14 @@ class TiltingBack {
   }
 };
 
-// What is held of a head while its clusters are added up, in as many portions whatever the number of threads.
-struct Held {
+// The sums of a head, in a number of portions that does not depend on the number of threads.
+struct HeadSums {
   static constexpr int64_t PORTIONS = 16;
   const int64_t wide, size, count;
   ByCluster order;
-  aligned_vector<float> products;  // (PORTIONS, D, Dv), filled up on both sides, where they are asked for
+  aligned_vector<float> products;  // (PORTIONS, D, Dv), padded on both sides; empty if not needed
 
-  explicit Held(const Tilts &p)
+  explicit HeadSums(const Tilts &p)
       : wide(round_up(p.value_dim)), size(p.together ? round_up(p.dim) * wide : 0), count(p.count),
         products(PORTIONS * size) {}
 
@@ -268,36 +268,38 @@ struct Held {
   int64_t first(int64_t portion) const { return portion * count / PORTIONS; }
 };
 
-// `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. Where heads are many, each is one
-// thread's: a call of all threads costs as much as some clusters.
-template <class Worker, class Told, class Run, class... Finish>
-static void by_head(const Told &told, const Tilts &p, int threads, Run run, Finish... finish) {
+// `run(worker, held, head, portion)` for all portions, and then `finish(held, head)`. If there are many heads, one
+// thread takes each: a call of all threads costs as much as several clusters.
+template <class Worker, class Args, class Run, class... Finish>
+static void by_head(const Args &args, const Tilts &p, int threads, Run run, Finish... finish) {
   const int64_t heads = p.batch * p.heads;
+  const auto make = [&] { return std::pair<Worker, HeadSums>(args, p); };
   if (heads >= 4 * team_size(threads))
-    return in_parallel(threads, heads, [&] { return std::pair<Worker, Held>(told, p); }, [&](auto &one, int64_t head) {
-      one.second.order.sort(p, head);
-      for (int64_t i = 0; i < Held::PORTIONS; i++) Team::check(), run(one.first, one.second, head, i);
-      (finish(one.second, head), ...);
+    return in_parallel(threads, heads, make, [&](auto &worker_and_sums, int64_t head) {
+      auto &[worker, held] = worker_and_sums;
+      held.order.sort(p, head);
+      for (int64_t i = 0; i < HeadSums::PORTIONS; i++) Team::check(), run(worker, held, head, i);
+      (finish(held, head), ...);
     });
-  std::vector<Held> held(heads, Held(p));
+  std::vector<HeadSums> held(heads, HeadSums(p));
   in_parallel(threads, heads, [&](int64_t head) { held[head].order.sort(p, head); });
-  in_parallel(threads, heads * Held::PORTIONS, [&] { return Worker(told); }, [&](Worker &worker, int64_t i) {
-    run(worker, held[i / Held::PORTIONS], i / Held::PORTIONS, i % Held::PORTIONS);
+  in_parallel(threads, heads * HeadSums::PORTIONS, [&] { return Worker(args); }, [&](Worker &worker, int64_t i) {
+    run(worker, held[i / HeadSums::PORTIONS], i / HeadSums::PORTIONS, i % HeadSums::PORTIONS);
   });
   (in_parallel(threads, heads, [&](int64_t head) { finish(held[head], head); }), ...);
 }
 
 template <class T>
 static void tilt(const Tilts &p, int threads) {
-  const auto add_up = [](Tilting<T> &one, Held &held, int64_t head, int64_t portion) {
+  const auto add_up = [](Tilting<T> &one, HeadSums &held, int64_t head, int64_t portion) {
     float *products = held.size ? held.products.data() + portion * held.size : nullptr;
     std::fill_n(products, held.size, 0.0f);
     for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.add_up(held.order, head, c, products);
   };
-  const auto finish = [&](Held &held, int64_t head) {
+  const auto finish = [&](HeadSums &held, int64_t head) {
     if (!held.size) return;
     float *sum = held.products.data(), *to = p.together + head * p.dim * p.value_dim;
-    for (int64_t i = 1; i < Held::PORTIONS; i++) add(sum, sum + i * held.size, 1.0f, held.size);
+    for (int64_t i = 1; i < HeadSums::PORTIONS; i++) add(sum, sum + i * held.size, 1.0f, held.size);
     for (int64_t d = 0; d < p.dim; d++) std::copy_n(sum + d * held.wide, p.value_dim, to + d * p.value_dim);
   };
   by_head<Tilting<T>>(p, p, threads, add_up, finish);
@@ -305,7 +307,7 @@ static void tilt(const Tilts &p, int threads) {
 
 template <class T>
 static void tilt_back(const TiltsBack &all, int threads) {
-  const auto pass_on = [](TiltingBack<T> &one, Held &held, int64_t head, int64_t portion) {
+  const auto pass_on = [](TiltingBack<T> &one, HeadSums &held, int64_t head, int64_t portion) {
     for (int64_t c = held.first(portion); c < held.first(portion + 1); c++) one.pass_on(held.order, head, c);
   };
   by_head<TiltingBack<T>>(all, all.of, threads, pass_on);

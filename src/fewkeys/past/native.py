@@ -50,7 +50,7 @@ class Steps(NamedTuple):
 
 
 class NativeScan:
-    """Steps as the kernels are told of them, and the tensors that they read and write, which live as long as this."""
+    """The kernel's arguments for some steps, and the tensors that it reads and writes, which live as long as this."""
 
     def __init__(self, steps: Steps, states: Sequence[Tensor] = (), moves: Sequence[Tensor] = ()) -> None:
         self.steps = steps
@@ -64,7 +64,7 @@ class NativeScan:
         held |= dict(zip(_BY_STEP, states, strict=False)) | dict(zip(_MOVES, moves, strict=False))
         held |= {"answered": answered, "index": index, "real": real}
         self.dtypes, self._alive = (key.dtype, query.dtype), (held, query, key, value)
-        self.told = struct("Past")(
+        self.args = struct("Past")(
             **pointers(held),
             query=Rows.of(query),
             key=Rows.of(key),
@@ -94,5 +94,5 @@ def scan(steps: Steps, moves: Sequence[Tensor] = ()) -> tuple[list[Tensor], list
     count = steps.evicted[2].shape[2]
     states = [part.new_empty((*part.shape[:2], count + 1, *part.shape[2:])) for part in steps.state[:3]]
     problem = NativeScan(steps, states, moves)
-    call("fewkeys_scan", problem.told, *problem.dtypes)
+    call("fewkeys_scan", problem.args, *problem.dtypes)
     return states, problem.moved

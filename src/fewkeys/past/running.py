@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fewkeys.core.fields import Fields
 from fewkeys.sketch.clusters import QueryMoments
 
 
 @dataclass(frozen=True, eq=False)
-class RunningQueries:
+class RunningQueries(Fields):
     """Sums over scaled queries: `count` (B, 1), `total` (B, Hkv, 1, D), `square` (B, Hkv, D, D), the sum of `q q^T`."""
 
     count: Tensor
@@ -43,7 +44,7 @@ class RunningQueries:
         )
 
     def __add__(self, other: RunningQueries) -> RunningQueries:
-        return RunningQueries(self.count + other.count, self.total + other.total, self.square + other.square)
+        return RunningQueries(*map(torch.add, vars(self).values(), vars(other).values()))
 
     def moments(self) -> QueryMoments:
         """Mean and second moment, with one imagined query of covariance I / D: defined before the first query too."""
@@ -54,7 +55,7 @@ class RunningQueries:
 
 
 @dataclass(frozen=True, eq=False)
-class RunningKeys:
+class RunningKeys(Fields):
     """Sums over keys: `count` (B, Hkv), `key` (B, Hkv, 1, D), `value` (B, Hkv, 1, Dv), `square` (B, Hkv): sum |v|^2."""
 
     count: Tensor
@@ -83,9 +84,7 @@ class RunningKeys:
         )
 
     def __add__(self, other: RunningKeys) -> RunningKeys:
-        return RunningKeys(
-            self.count + other.count, self.key + other.key, self.value + other.value, self.square + other.square
-        )
+        return RunningKeys(*map(torch.add, vars(self).values(), vars(other).values()))
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Mean key (B, Hkv, 1, D), mean value (B, Hkv, 1, Dv), and 1 / mean |v - mean|^2 (B, Hkv, 1, 1)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,21 +51,6 @@ class Scan:
     evicted: Evicted
     tilted: bool
     impl: Impl = "auto"
-
-    @cached_property
-    def states(self) -> States:
-        """The stand-ins before and after every step."""
-        return self.run()[0]
-
-    @property
-    def is_made(self) -> bool:
-        """Whether somebody has asked for the stand-ins."""
-        return "states" in self.__dict__  # where the property above keeps them
-
-    @property
-    def count(self) -> int:
-        """Stand-ins at every step."""
-        return self.state.summary.count
 
     def run(self) -> tuple[States, State]:
         """The stand-ins before and after every step, and the state at the end."""

@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.derivatives import constants
+from fewkeys.core.fields import Fields
 from fewkeys.past.running import RunningKeys
 from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT, QueryMoments
 
 
 @dataclass(frozen=True, eq=False)
-class Summary:
+class Summary(Fields):
     """Stand-ins of the keys evicted so far, per sequence and key head.
 
     rows (B, Hkv, M, D + Dv): keys and values side by side; excess (B, Hkv, M): b above, -inf at places that are still

@@ -8,9 +8,50 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fewkeys.core.fields import Fields
+
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class Stretch(Fields):
+    """`key` (B, Hkv, K, D) and `value` (B, Hkv, K, Dv) of the tokens at the places `first`, `first + 1`, ..."""
+
+    first: int
+    key: Tensor
+    value: Tensor
+
+    @staticmethod
+    def empty(key: Tensor, value: Tensor) -> Stretch:
+        """None, in the shape of keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
+        # No views: they would hold the memory of all tokens for as long as they live.
+        return Stretch(0, *(rows.new_empty((*rows.shape[:2], 0, rows.shape[3])) for rows in (key, value)))
+
+    @property
+    def count(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def stop(self) -> int:
+        """The place after the last token."""
+        return self.first + self.key.shape[2]
+
+    def followed_by(self, key: Tensor, value: Tensor) -> Stretch:
+        """With further tokens."""
+        return Stretch(self.first, torch.cat([self.key, key], 2), torch.cat([self.value, value], 2))
+
+    def between(self, start: int, stop: int) -> Stretch:
+        """The tokens at the places start .. stop - 1, as far as they are there."""
+        start = min(max(start, self.first), self.stop)
+        part = slice(start - self.first, max(0, stop - self.first))
+        return Stretch(start, self.key[:, :, part], self.value[:, :, part])
+
+    def tokens(self) -> Tokens:
+        """The same with a place for every token."""
+        place = torch.arange(self.first, self.stop, device=self.key.device).expand(self.key.shape[:3])
+        return Tokens(self.key, self.value, place, torch.ones_like(place, dtype=torch.bool))
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens(Fields):
     """`key` (B, Hkv, K, D), `value` (B, Hkv, K, Dv), `place` (B, Hkv, K) in the sequence, and which are `real`."""
 
     key: Tensor
@@ -18,35 +59,13 @@ class Tokens:
     place: Tensor
     real: Tensor
 
-    @staticmethod
-    def empty(key: Tensor, value: Tensor) -> Tokens:
-        """None, in the shape of keys (B, Hkv, N, D) and values (B, Hkv, N, Dv)."""
-        place = torch.zeros((*key.shape[:2], 0), dtype=torch.int64, device=key.device)
-        # No views: they would hold the memory of all tokens for as long as they live.
-        none = [part.new_empty((*part.shape[:2], 0, part.shape[3])) for part in (key, value)]
-        return Tokens(none[0], none[1], place, place.bool())
-
-    @staticmethod
-    def at(start: int, key: Tensor, value: Tensor, real: Tensor | None = None) -> Tokens:
-        """Keys and values at places start, start + 1, ...; `real` (B, N), None: all."""
-        place = torch.arange(start, start + key.shape[2], device=key.device).expand(key.shape[:3])
-        real = torch.ones_like(place, dtype=torch.bool) if real is None else real[:, None].expand(key.shape[:3])
-        return Tokens(key, value, place, real)
-
     @property
     def count(self) -> int:
         return self.place.shape[2]
 
     def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(
-            torch.cat([self.key, other.key], 2),
-            torch.cat([self.value, other.value], 2),
-            torch.cat([self.place, other.place], 2),
-            torch.cat([self.real, other.real], 2),
-        )
-
-    def __getitem__(self, part: slice) -> Tokens:
-        return Tokens(self.key[:, :, part], self.value[:, :, part], self.place[:, :, part], self.real[:, :, part])
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Tokens(*(torch.cat(pair, 2) for pair in pairs))
 
     def take(self, index: Tensor) -> Tokens:
         """The tokens at index (B, Hkv, M)."""
@@ -57,10 +76,6 @@ class Tokens:
             self.place.gather(2, index),
             self.real.gather(2, index),
         )
-
-    def earliest(self, count: int) -> Tokens:
-        """The first `count` real ones, in their order; where there are fewer, others that are not real follow."""
-        return self.take((~self.real).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
 
     def moved(self, by: int) -> Tokens:
         """The same tokens, so many places later."""
@@ -81,14 +96,14 @@ def unheld(leaving: Sequence[Tokens], kept: Sequence[Tokens], before: int) -> To
 
     They stand in the order of their places: among equals the first to come leads, whatever list it comes from.
     """
-    found: list[Tokens] = []
+    left: list[Tokens] = []
     for tokens in leaving:
         tokens = tokens.before(before)
-        for other in (*kept, *found):
+        for other in (*kept, *left):
             tokens = tokens.but(other)
-        found.append(tokens)
-    if len(found) == 1:
-        return found[0]
-    tokens = sum(found[1:], found[0])
+        left.append(tokens)
+    if len(left) == 1:
+        return left[0]
+    tokens = sum(left[1:], left[0])
     last = torch.iinfo(torch.int64).max
     return tokens.take(tokens.place.masked_fill(~tokens.real, last).argsort(dim=-1, stable=True))

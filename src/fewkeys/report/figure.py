@@ -12,10 +12,11 @@ from fewkeys.report.table import title
 NOTHING = 1e-4
 """Smaller errors count as exact and are left out: a logarithmic axis cannot show zero."""
 
-# Colours of Okabe and Ito, which colour-blind readers tell apart. Black: oracles. Grey: controls.
+# Colours of Okabe and Ito, which colour-blind readers tell apart. Wine, dashed: oracles. Grey: controls. Black is that
+# of exact attention.
 LOOKS = {
-    "top-k per query (oracle)": Look("#000000", (0, (5, 2)), 1.8, "D"),
-    "best shared columns (oracle)": Look("#000000", (0, (1, 1.6)), 1.6, "d"),
+    "top-k per query (oracle)": Look("#882255", (0, (5, 2)), 1.8, "D"),
+    "best shared columns (oracle)": Look("#b5739d", (0, (1, 1.6)), 1.6, "d"),
     "random keys": Look("#767676", "-", 1.3, "x"),
     "key norm": Look("#a3a3a3", "-", 1.3, "+"),
     "window": Look("#56b4e9", "-", 1.6, "s"),

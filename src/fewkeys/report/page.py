@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fewkeys.core.files import write_whole
-from fewkeys.judge.pareto import front
 from fewkeys.judge.result import Report
 from fewkeys.judge.sample import UNIT, Sample
 from fewkeys.report.figure import look_of
+from fewkeys.report.headline import crossing, headline, recommended, times_of
 from fewkeys.report.style import Look
-from fewkeys.report.table import advice, notes, skipped, title
+from fewkeys.report.table import advice, lengths, notes, skipped, starred, title, whole_ms
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("state.js", "rows.js", "heads.js", "tokens.js")
@@ -49,6 +49,7 @@ def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | Non
         _check(report, sample)
     parts = {
         "title": escape(title(report)),
+        "headline": escape(headline(report)),
         "about": escape(_about(report)),
         "advice": "".join(f"<li>{escape(line)}</li>" for line in advice(report)),
         "notes": "".join(f"<li>{escape(line)}</li>" for line in (*notes(report).values(), *skipped(report))),
@@ -96,7 +97,6 @@ def _about(report: Report) -> str:
 
 
 def _data(report: Report, sample: Sample | None) -> dict[str, Any]:
-    stars = {(row.name, row.budget) for row in front(report.rows)}
     names = list(dict.fromkeys(row.name for row in report.rows))
     looks = {name: Look("#000000") if name == "exact" else look_of(name, i) for i, name in enumerate(names)}
     rows = [
@@ -108,20 +108,37 @@ def _data(report: Report, sample: Sample | None) -> dict[str, Any]:
             "worst": row.worst_head,
             "worst_error": _short(row.worst_head_error),
             "heads": [[_short(error) for error in heads] for heads in row.per_head["error"]],
-            "star": (row.name, row.budget) in stars,
+            "star": starred(report, row),
+            "whole": {length: _short(ms) for length, ms in whole_ms(report, row).items()},
         }
         for row in report.rows
     ]
     return {
         "rows": rows,
         "looks": {
-            name: {"color": look.color, "symbol": SYMBOLS[look.marker], "width": look.width, "dash": look.dash != "-"}
+            name: {"color": look.color, "symbol": SYMBOLS[look.marker], "width": look.width, "dash": _dash(look)}
             for name, look in looks.items()
         },
+        "lengths": lengths(report),
+        "crossing": _crossing(report),
         "layers": report.layers,
         "heads": report.query_heads,
         "sample": None if sample is None else {"tokens": sample.tokens, "queries": sample.queries, "unit": UNIT},
     }
+
+
+def _dash(look: Look) -> str:
+    """Plotly's name of a line's dashes."""
+    return "solid" if look.dash == "-" else "dash" if look.dash[1][0] > 2 else "dot"
+
+
+def _crossing(report: Report) -> dict[str, Any] | None:
+    """From which length the row of the headline is faster than exact attention."""
+    row = recommended(report)
+    if row is None or not report.whole_times:
+        return None
+    where = crossing([(item.length, item.exact_ms / item.ms) for item in times_of(report, row)])
+    return None if where is None else {"length": float(f"{where:.2g}"), "row": report.rows.index(row)}
 
 
 def _short(number: float | None) -> float | None:

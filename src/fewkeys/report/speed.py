@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from fewkeys.bench.timing import Timing, growth
 from fewkeys.report.console import Column, console, print_columns
+from fewkeys.report.headline import crossing
 from fewkeys.report.style import OTHERS, Look, draw, halo, logarithmic, name_lines, save, say, sheet, upright
 
 DROP = {"quartiles": 1, "floor ms": 2, "prepare": 3, "heads": 4, "peak MB": 5}
@@ -41,26 +40,6 @@ def print_timings(rows: Sequence[Timing]) -> None:
             screen.print(f"{name}: time grows with the power {exponent:.2f} of the length", markup=False)
     explained = " ".join(f"{name}: {note}" for name, note in NOTES.items() if name in shown)
     screen.print(explained, style="dim", markup=False)
-
-
-def print_models(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per plan and length of whole models. Needs rich."""
-    cells = [
-        {
-            "tokens": f"{row['length']:,}",
-            "plan": row["name"],
-            "exact ms": f"{row['exact_ms']:,.0f}",
-            "ms": f"{row['ms']:,.0f}",
-            "exact / plan": f"{row['ratio']:.2f}",
-            "attention, exact": f"{row['exact_share']:.0%}",
-            "attention, plan": f"{row['share']:.0%}",
-        }
-        for row in rows
-    ]
-    columns = [
-        Column(name, [cell[name] for cell in cells], "left" if name == "plan" else "right", 0) for name in cells[0]
-    ]
-    print_columns(console(), columns)
 
 
 def _cells(row: Timing) -> dict[str, str]:
@@ -117,12 +96,9 @@ def crossover(rows: Sequence[Timing], name: str) -> float | None:
 
     None if it is faster, or slower, at every length.
     """
-    timings = _of(rows, name)
-    for first, second in pairwise(timings):
-        if name != "exact" and first.ratio < 1 <= second.ratio:
-            share = -math.log(first.ratio) / math.log(second.ratio / first.ratio)
-            return float(first.length * (second.length / first.length) ** share)
-    return None
+    if name == "exact":
+        return None
+    return crossing([(row.length, row.ratio) for row in _of(rows, name)])
 
 
 def save_error(rows: Sequence[Timing], path: str | os.PathLike[str], *, title: str) -> None:

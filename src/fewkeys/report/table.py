@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fewkeys.judge.pareto import best, front, oracle
+from fewkeys.judge.pareto import best, oracle
 from fewkeys.judge.result import Report
 from fewkeys.judge.row import Row
 from fewkeys.report.console import Column, console, print_columns
+from fewkeys.report.headline import headline, times_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DROP = {"recall": 1, "p50": 2, "worst head": 3, "p90": 4, "mass": 5, "ms": 6, "slots": 7}
 """Columns that narrow terminals leave out, in this order; the JSON has them."""
+AT = "ms at {:,}"
+"""The column of a whole model's time at a length."""
 
 
 def print_table(report: Report, screen: Console | None = None) -> None:
@@ -22,28 +25,41 @@ def print_table(report: Report, screen: Console | None = None) -> None:
     The table is as wide as the terminal. Needs rich (`pip install fewkeys[report]`).
     """
     screen = console() if screen is None else screen
-    stars = {(row.name, row.budget) for row in front(report.rows)}
     names, styles, sections = [], [], {}
     budgets = list(dict.fromkeys(row.budget for row in report.rows))
     rows = sorted(report.rows, key=lambda row: budgets.index(row.budget))
     for number, row in enumerate(rows):
         if row.budget is not None and (not number or rows[number - 1].budget != row.budget):
             sections[number] = f"{row.budget} slots"
-        names.append(f"  {row.name}{' *' if (row.name, row.budget) in stars else ''}")
-        plain = "bold green" if row is best(report.rows, row.budget) else ""
-        styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, plain))
-    cells = [_cells(row) for row in rows]
+        star = starred(report, row)
+        names.append(f"  {row.name}{' *' if star else ''}")
+        styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, "bold green" if star else ""))
+    cells = [_cells(report, row) for row in rows]
+    drop = DROP | {AT.format(length): 1 for length in lengths(report)[1:-2]}
+    drop |= {"cosine": 8} if report.whole_times else {}
     columns = [
-        Column(name, [cell[name] for cell in cells], drop=DROP.get(name, 0)) for name in (cells[0] if cells else ())
+        Column(name, [cell[name] for cell in cells], drop=drop.get(name, 0)) for name in (cells[0] if cells else ())
     ]
     columns = [Column("plan", names, "left"), *(column for column in columns if set(column.cells) != {"-"})]
     shown = print_columns(screen, columns, title=title(report), sections=sections, styles=styles)
     explained = " ".join(line for name, line in notes(report).items() if name in shown)
     for line in (explained, *skipped(report)):
         screen.print(line, style="dim", markup=False)
-    screen.print()
-    for line in advice(report):
+    for line in ("", *advice(report), "", headline(report)):
         screen.print(line, markup=False)
+
+
+def starred(report: Report, row: Row) -> bool:
+    """Whether no method of the row's budget has less error within its slots."""
+    return row.budget is not None and row is best(report.rows, row.budget)
+
+
+def lengths(report: Report) -> list[int]:
+    """The lengths at which whole models were timed."""
+    return sorted({item.length for item in report.whole_times})
+
+
+TIMED = "ms at a length: one text through a whole model of this shape, random weights, the plan in every layer."
 
 
 def title(report: Report) -> str:
@@ -58,14 +74,21 @@ def title(report: Report) -> str:
 def notes(report: Report) -> dict[str, str]:
     """The meaning of each column."""
     batch, _, length, _ = report.settings["timed_shape"]
+    one_layer = {
+        "ms": f"ms: one layer's attention over {batch} × {length} tokens.",
+        "speed": "speed: exact attention's time / the plan's.",
+    }
     return {
+        "slots": "slots: keys that a query attends to and the price of what stands in for the others, on average.",
         "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",
+        "p50": "p50, p90: the median of these errors, and the value that 90 % of them stay below.",
+        "worst head": "worst head: the largest mean error of a head; L5 H6 is head 6 of layer 5, both counted from 0.",
         "mass": "mass: exact attention weight on the kept keys.",
         "recall": f"recall: share of exact weights >= {report.settings['eps']:g} that are kept.",
         "cosine": "cosine: mean-pooled last hidden states, every layer approximated, against the exact model.",
-        "ms": f"ms: one layer's attention over {batch} × {length} tokens.",
-        "speed": "speed: exact attention's time / the plan's.",
-        "plan": "*: no method here has less error for as few slots.",
+        **({AT.format(max(lengths(report))): TIMED} if report.whole_times else one_layer),
+        "plan": "(oracle): computes every score to pick its keys; a reference, not a method. *: the method with the "
+        "least error at this number of slots.",
     }
 
 
@@ -89,9 +112,7 @@ def advice(report: Report) -> list[str]:
         line = f"{where}: {row.name} [{row.plan}], error {row.error:.3f}"
         if bound is not None and bound.error > 0:
             line += f" = {row.error / bound.error:.2f} × the best oracle's"
-        ratio = row.exact_ms / row.ms
-        speed = f"{ratio:.1f} times as fast as" if ratio >= 1 else f"{1 / ratio:.1f} times as slow as"
-        lines.append(f"{line}; {speed} exact attention at this length.")
+        lines.append(f"{line}{'' if report.whole_times else _speed(row)}.")
     return lines
 
 
@@ -100,17 +121,34 @@ def _at(numbers: list[str]) -> str:
     return f" at {slots} slots" if slots else ""
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _speed(row: Row) -> str:
+    ratio = row.exact_ms / row.ms
+    speed = f"{ratio:.1f} times as fast as" if ratio >= 1 else f"{1 / ratio:.1f} times as slow as"
+    return f"; {speed} exact attention at this length"
+
+
+def _cells(report: Report, row: Row) -> dict[str, str]:
     layer, head = row.worst_head
-    return {
+    cells = {
         "slots": f"{row.slots:.1f}",
         "error": f"{row.error:.3f}",
         "p50": f"{row.error_p50:.3f}",
         "p90": f"{row.error_p90:.3f}",
-        "worst head": f"{row.worst_head_error:.2f} ({layer}.{head})",
+        "worst head": f"{row.worst_head_error:.2f} L{layer} H{head}",
         "mass": f"{row.mass:.3f}",
         "recall": "-" if row.recall is None else f"{row.recall:.3f}",
         "cosine": "-" if row.cosine is None else f"{row.cosine:.4f}",
-        "ms": f"{row.ms:.1f}",
-        "speed": f"{row.exact_ms / row.ms:.2f}×",
     }
+    if not report.whole_times:
+        return cells | {"ms": f"{row.ms:.1f}", "speed": f"{row.exact_ms / row.ms:.2f}×"}
+    times = whole_ms(report, row)
+    return cells | {
+        AT.format(length): f"{times[length]:,.0f}" if length in times else "-" for length in lengths(report)
+    }
+
+
+def whole_ms(report: Report, row: Row) -> dict[int, float]:
+    """By length, the milliseconds of a whole model under a row's plan, or with exact attention."""
+    if row.kind != "exact":
+        return {item.length: item.ms for item in times_of(report, row)}
+    return {item.length: item.exact_ms for item in report.whole_times}

@@ -1,4 +1,4 @@
-"""What is said of the keys that are not kept: one file per idea.
+"""What stands in for the keys that are not kept: one file per idea.
 
 A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
 """

@@ -1,4 +1,4 @@
-"""What every rest is: a rule that summarises the keys a query does not keep, and the summary it makes."""
+"""The base of all rests: a rule that summarises the keys a query does not keep, and the summary that it makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
-from fewkeys.past.scan import Scan, States
+from fewkeys.past.scan import States
 from fewkeys.select.base import Selector
 from fewkeys.sketch.codes import BLOCK
 from fewkeys.sketch.sums import members
@@ -27,7 +27,7 @@ REACH = 0.25
 
 @dataclass(frozen=True, eq=False)
 class StandIns:
-    """C stand-ins per key head that speak for the keys a query does not keep.
+    """C stand-ins per key head that represent the keys a query does not keep.
 
     Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
     `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_{j: label_j = c} share_j` runs over the keys j that query i does
@@ -35,8 +35,8 @@ class StandIns:
     `u_i = min(max(q_i left, low), high)`: inside these bounds a cluster's values move with its keys, beyond them there
     are none.
 
-    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that speaks for a key,
-    0 .. C - 1; share (B, Hkv, Nk): what the key counts for there, zero for keys that all queries keep and for padding;
+    Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that represents a key,
+    0 .. C - 1; share (B, Hkv, Nk): its weight there, zero for keys that all queries keep and for padding;
     bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
     three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
     bounds (B, Hkv, 2, r): low and high, wherever there is `left`. Labels, shares and bounds carry no gradient.
@@ -77,8 +77,8 @@ class CohortStandIns:
         n_ic = mass_hc (keys of cluster c that query i does not keep) / size_hc,
 
     where size_hc counts the keys of the cluster outside the cohort's list. So a query that keeps nothing but the list
-    has `n_ic = mass_hc`, and each neighbour that it keeps besides takes an equal part. Value and first-order term are
-    those of `StandIns`.
+    has `n_ic = mass_hc`, and each neighbour that it keeps besides takes an equal part. Under a bias of distances a key
+    counts exp(bias) times. Value and first-order term are those of `StandIns`.
 
     Shapes: key (B, Hkv, H, C, D), value (B, Hkv, H, C, Dv); bias, mass, size (B, Hkv, H, C); label (B, Hkv, Nk), int64:
     the cluster of a key. With a first-order term of rank r: left (B, Hkv, H, D, r), right (B, Hkv, H, r, Dv), factor
@@ -103,28 +103,18 @@ class CohortStandIns:
 
 @dataclass(frozen=True, eq=False)
 class BlockStandIns:
-    """M stand-ins per key head and block of queries: what each block knows of the past.
+    """M stand-ins per key head and block of queries: a summary of the past of each block.
 
-    Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places that
-    stand for nobody, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
+    Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places
+    without a stand-in, size (B, Hkv, blocks, M): the number of keys. Block b serves the queries that block b of the
     graph's columns serves. Scores are `scale q_i . key_c`; weights `f(score)` times the size, or under `Softmax`, where
-    the bias already tells the mass, `exp(score + bias)`.
+    the bias includes the mass, `exp(score + bias)`.
 
-    `means`: these as `States`, keys of `head_dim` dimensions and values side by side; or a `Scan`, which makes them
-    when somebody asks, or never: compiled kernels attend while it moves on.
+    `states` holds them: keys of `head_dim` dimensions and values side by side.
     """
 
-    means: States | Scan
+    states: States
     head_dim: int
-
-    @property
-    def scan(self) -> Scan | None:
-        """What would still have to make them."""
-        return self.means if isinstance(self.means, Scan) and not self.means.is_made else None
-
-    @property
-    def states(self) -> States:
-        return self.means.states if isinstance(self.means, Scan) else self.means
 
     @property
     def key(self) -> Tensor:
@@ -173,7 +163,7 @@ class RangeStandIns:
     @cached_property
     def mean(self) -> Tensor:
         """(B, Hkv, steps, M, D + Dv)."""
-        # Differences of sums over all that came before: float64 leaves of them what float32 could not.
+        # Differences of prefix sums: float32 would lose their digits.
         total = self.totals[:, :, -(-self.edges // BLOCK)].diff(dim=-2)
         return (total / self.size.clamp_min(1)[:, None, :, :, None]).to(self.dtype)
 
@@ -195,7 +185,7 @@ AnyStandIns = StandIns | CohortStandIns | BlockStandIns | RangeStandIns
 
 
 class Rest(Listed, ABC):
-    """A rule that makes the stand-ins for whatever is not kept.
+    """A rule that makes the stand-ins for the keys that are not kept.
 
     Every rule states its own facts, as selectors do: `prepare`, `slots` and `work` must be there; each other attribute
     has a default that is safe.
@@ -219,21 +209,17 @@ class Rest(Listed, ABC):
 
     @abstractmethod
     def work(self, inputs: Inputs, keep: Selector) -> Work:
-        """What summarising and the stand-ins cost beside `keep`. Abstract, so that no rule is taken for free."""
+        """The cost of summarising and of the stand-ins beside `keep`. Abstract, so that every rule states it."""
 
     @property
     def running(self) -> int | None:
-        """How many stand-ins a stream carries along for all that it has let go; None: the rule must see every key."""
+        """How many stand-ins a stream keeps for all evicted keys; None: the rule must see every key."""
         return None
 
     @property
     def clusters(self) -> int:
         """Clusters of the keys that the rule reads; plans that read the same ones are cheaper one after another."""
         return 0
-
-    def clustered(self, count: int) -> Rest:
-        """The rule with `count` clusters; itself, unless it reads any."""
-        return self
 
     def check_beside(self, keep: Selector) -> None:
         """Raise `ValueError` where the stand-ins cannot be made beside `keep`."""

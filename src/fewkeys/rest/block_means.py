@@ -1,8 +1,9 @@
-"""Means of what a query scanned and did not keep."""
+"""Means of the keys that a query scanned and did not keep."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
+from fewkeys.core.precision import working_dtype
 from fewkeys.core.validation import check_count
 from fewkeys.core.weights import Weights
 from fewkeys.core.work import Work
@@ -63,8 +64,9 @@ class BlockMeans(Rest):
     def of_totals(self, inputs: Inputs, totals: Tensor, reals: Tensor | None) -> RangeStandIns:
         """The ranges of queries from the sums that `RangeStandIns` asks for."""
         x = inputs
-        edges = torch.tensor(self._edges(x), device=x.key.device).mul_(BLOCK).clamp_max_(x.keys)
-        return RangeStandIns(totals, reals, edges, x.head_dim, working(x.query[:0]).dtype)
+        edges = [[min(x.keys, BLOCK * edge) for edge in step] for step in self._edges(x)]
+        dtype = working_dtype(x.query.dtype)
+        return RangeStandIns(totals, reals, torch.tensor(edges, device=x.key.device), x.head_dim, dtype)
 
     def _edges(self, x: Inputs) -> list[list[int]]:
         """(steps, count + 1): where the ranges of each step begin, and the last one ends, in blocks."""
@@ -72,11 +74,14 @@ class BlockMeans(Rest):
             blocks = -(-x.keys // BLOCK)
             return [[c * blocks // self.count for c in range(self.count + 1)]]
         first, last = x.offset // BLOCK, (x.offset + x.queries - 1) // BLOCK
-        return [self._ranges(s) for s in range(first, last + 1)]
+        return [_ranges(s, self.count) for s in range(first, last + 1)]
 
-    def _ranges(self, s: int) -> list[int]:
-        ages = [min(s, max(c, int(s ** (c / self.count) + 1e-9))) for c in range(1, self.count)]
-        return [s - age for age in (s, *reversed(ages), 0)]
+
+@lru_cache(4096)
+def _ranges(s: int, count: int) -> list[int]:
+    """Where the ranges of queries whose own block is the s-th begin, and the last one ends."""
+    ages = [min(s, max(c, int(s ** (c / count) + 1e-9))) for c in range(1, count)]
+    return [s - age for age in (s, *reversed(ages), 0)]
 
 
 def _sums(*parts: Tensor) -> Tensor:

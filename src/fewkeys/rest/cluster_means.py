@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-import fewkeys.native as native
 from fewkeys.core.derivatives import constants
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
@@ -16,17 +15,13 @@ from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
-from fewkeys.rest.base import REACH, CohortStandIns, Rest, StandIns, bounds_around, unkept
-from fewkeys.rest.cohort_means import cohort_means
+from fewkeys.rest.base import CohortStandIns, Rest, StandIns, bounds_around, unkept
+from fewkeys.rest.cohort_means import LARGEST_SPREAD, cohort_means
 from fewkeys.select.base import Selector
-from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
-from fewkeys.sketch.gram import LEAST_DIRECTION, SUBSPACE_STEPS, product, top_subspace
+from fewkeys.sketch.gram import product, top_subspace
 from fewkeys.sketch.sums import label_sums, sums_and_products
-
-LARGEST_TILT = 2.0
-"""Exponents of the tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
-LARGEST_SPREAD = 2.0
+from fewkeys.sketch.tilted import LARGEST_TILT
 
 
 @dataclass(frozen=True)
@@ -88,16 +83,13 @@ class ClusterMeans(Rest):
         x, kept, scores = inputs, keep.work(inputs), self.slots(inputs.head_dim, inputs.value_dim)
         each = 2.0 * self.cohorts * (x.head_dim + x.value_dim + PER_SCORE) if self.cohorts > 1 else 0.0
         if kept.banded:
-            # How many keys of each cluster a query keeps itself, which no two queries of a band need share.
+            # The number of keys of each cluster that a query keeps differs from query to query in a band.
             scores += 2 * self.count * kept.scores / per_score(x)
         return Work(scores, 2.0 * x.head_dim * x.value_dim + each, shared=clustering_operations(x, self.count))
 
     @property
     def clusters(self) -> int:
         return self.count
-
-    def clustered(self, count: int) -> ClusterMeans:
-        return replace(self, count=count)
 
     def check_beside(self, keep: Selector) -> None:
         if keep.cohort_lists != self.cohorts:
@@ -109,8 +101,8 @@ class ClusterMeans(Rest):
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | CohortStandIns:
         if self.cohorts > 1:
             return cohort_means(inputs, graph, self.count, self.rank, self.cohorts)
-        found = clusters(inputs, self.count)
-        return represent(inputs, graph, weights, found.label, self.count, found.importance, self.rank)
+        parts = clusters(inputs, self.count)
+        return represent(inputs, graph, weights, parts.label, self.count, parts.importance, self.rank)
 
 
 def represent(
@@ -133,48 +125,39 @@ def represent(
         mass, sums = _mass(totals, label, share, count), label_sums(x.key, x.value, label, share, count, impl)
         mean_key, mean_value = (totals.sum(part) / mass for part in sums)
         return StandIns(mean_key, mean_value, label, share)
-    known, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
-    if compiled_at_once(x, x.key, x.value, seen.importance):
-        rank = min(rank, x.head_dim, x.value_dim)
-        given = {"label": label, "importance": seen.importance, "spread": seen.spread, "hidden": graph.hidden}
-        given |= {"cluster_importance": importance, "mean_query": moments.mean, "second": moments.second}
-        given |= {"middle": known.mean, "unit": known.unit, "root": known.root}
-        numbers = {"tilt": TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
-        numbers["least"] = LEAST_DIRECTION
-        found = native.represent(x.key, x.value, given, rank, SUBSPACE_STEPS, **numbers)
-        return StandIns(label=label, **found)
+    units, seen, moments = frame(inputs), key_statistics(inputs), query_moments(inputs)
     with constants():
         log_e = TILT * (seen.importance - importance.gather(-1, label))
         share = unkept(inputs, graph) * log_e.clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     mass = _mass(totals, label, share, count)
     if rank:
-        key_sum, value_sum, products = sums_and_products(x.key, x.value, label, share, count, known.mean, impl)
+        key_sum, value_sum, products = sums_and_products(x.key, x.value, label, share, count, units.mean, impl)
     else:
         key_sum, value_sum = label_sums(x.key, x.value, label, share, count, impl)
     mean_key, mean_value = totals.sum(key_sum) / mass, totals.sum(value_sum) / mass
     with constants():
-        offset = mean_key - known.mean
+        offset = mean_key - units.mean
         bias = (TILT * (importance - moments.log_mean_exp(offset))).clamp(-LARGEST_TILT, LARGEST_TILT)
     if not rank:
         return StandIns(mean_key, mean_value, label, share, bias)
 
-    # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never written down.
-    between = product((mass * (mean_key - known.mean)).mT, mean_value)
+    # The mean of (k_j - key_c)(v_j - value_c)^T, multiplied out: differences of all keys are never stored.
+    between = product((mass * (mean_key - units.mean)).mT, mean_value)
     pooled = (totals.sum(products) - between) / mass.sum(-2, keepdim=True)
     with constants():
         second = moments.second
         right = top_subspace(product(product(pooled.mT, second), pooled), min(rank, *pooled.shape[-2:])).mT
-        here = torch.linalg.vector_norm(offset @ known.root, dim=-1, keepdim=True).square()
+        here = torch.linalg.vector_norm(offset @ units.root, dim=-1, keepdim=True).square()
         energy = share.new_zeros(bias.shape).scatter_add_(-1, label, share * seen.spread)
         energy = totals.sum(energy.unsqueeze(-1)) / mass
-        # A cluster of equal keys has no spread: what rounding leaves of the difference must not become one.
+        # A cluster of equal keys has no spread: the rounding error of the difference must not become one.
         spread = torch.where(energy - here > 64 * torch.finfo(here.dtype).eps * energy, energy - here, 0.0)
         relative = spread / _at_least_tiny((spread * mass).sum(-2, keepdim=True) / mass.sum(-2, keepdim=True))
         factor = relative.sqrt().clamp_max(LARGEST_SPREAD).squeeze(-1)
         reference = TILT * (moments.mean + offset @ moments.covariance)
     left = product(pooled, right.mT)
     with constants():
-        bounds = bounds_around(TILT * moments.mean @ left, known.unit)
+        bounds = bounds_around(TILT * moments.mean @ left, units.unit)
     moved = mean_value - factor.unsqueeze(-1) * ((reference @ left).clamp(*bounds.split(1, 2)) @ right)
     return StandIns(mean_key, moved, label, share, bias, left, right, factor, bounds=bounds)
 

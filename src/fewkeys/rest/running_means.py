@@ -23,7 +23,7 @@ from fewkeys.select.causal import CAUSAL_BLOCK
 
 @dataclass(frozen=True)
 class RunningMeans(Rest):
-    """`count` stand-ins for all keys of the past that are not kept; strictly causal, and what a stream can remember.
+    """`count` stand-ins for all keys of the past that are not kept; strictly causal, and of fixed size in a stream.
 
     Beside `RecentBlocks`, and as many `Sinks` and causal rules (`Leverage`, `KeyNorm`, `RandomKeys`) as wanted: when
     a block of queries begins, the keys that no list holds any more are absorbed by a summary of `count` means, in
@@ -83,7 +83,7 @@ class RunningMeans(Rest):
             tilted=isinstance(weights, Softmax),
             impl=x.impl,
         )
-        return BlockStandIns(scan, x.head_dim)
+        return BlockStandIns(scan.run()[0], x.head_dim)
 
 
 def _recent(keep: Selector) -> list[Recent]:
@@ -91,7 +91,7 @@ def _recent(keep: Selector) -> list[Recent]:
 
 
 def blocks_of(graph: Graph) -> Columns:
-    """The lists of a graph whose edges are all lists by blocks, which is what stand-ins of the past need."""
+    """The lists of a graph whose edges are all lists by blocks, as stand-ins of the past require."""
     if graph.columns is None or graph.band is not None or graph.rows is not None or graph.full:
         raise ValueError(
             "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks, Leverage, KeyNorm or "

@@ -1,4 +1,4 @@
-"""A random sample of the keys that are not kept, each speaking for its share."""
+"""A random sample of the keys that are not kept, each with the weight of its share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is kept: one file per idea. Each selector turns a problem into a `Graph`.
+"""Which keys are kept: one file per idea. Each selector turns a problem into a `Graph`.
 
 A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
 """

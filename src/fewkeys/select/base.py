@@ -1,4 +1,4 @@
-"""What every selector is: a frozen rule that turns a problem into the edges it keeps."""
+"""The base of all selectors: a frozen rule that turns a problem into the edges that it keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fewkeys.select.causal import OnlineScore
 class Best:
     """The `count` best keys so far: of scores, made anew for every sequence, that see no later key.
 
-    `online` takes the generator from which rules that draw draw.
+    `online` takes the generator of random rules.
     """
 
     count: int
@@ -39,11 +39,11 @@ class Recent(NamedTuple):
 
 @dataclass(frozen=True)
 class Remembered:
-    """What of the past a causal rule may still ask for; memory of a fixed size holds it, but for a scan.
+    """The part of the past that a causal rule may still read. Its size is fixed, except for a scan.
 
     Attributes:
         latest: the number of latest keys, which each query counts from its own place.
-        recent: blocks of positions, of which a whole one is let go at once.
+        recent: blocks of positions; whole blocks are evicted at once.
         first: the number of first real keys.
         best: the best keys so far.
         scan: how many keys a scan chooses among all keys, which must be held for it; 0: there is no scan.
@@ -63,7 +63,7 @@ class Sharded:
     Attributes:
         band: as many keys around the query's position as `Window(band)` keeps.
         score: numbers (B, Hkv, N) for the keys of `inputs`, which are a part of `inputs.whole`; the rule keeps
-        count: so many of the largest of all parts, or
+        count: this many of the largest of all parts, or
         least: every key of at least this score.
     """
 
@@ -76,8 +76,8 @@ class Sharded:
 class Selector(Listed, ABC):
     """A rule that says which keys each query attends to exactly. `a | b` keeps what either keeps.
 
-    Every rule states its own facts, and whoever plans, streams, shards or tunes asks for them: nothing outside a rule
-    tells rules apart. `select`, `covers` and `work` must be there; each other method has a default that is safe.
+    Every rule states its own facts, which plans, streams, shards and tuning read: no code outside a rule distinguishes
+    rules. `select`, `covers` and `work` must be there; each other method has a default that is safe.
     """
 
     is_oracle: ClassVar[bool] = False
@@ -98,7 +98,7 @@ class Selector(Listed, ABC):
 
     @property
     def beside_cohorts(self) -> bool:
-        """Whether the rule may stand beside lists of cohorts: it keeps keys by their distance from the query alone."""
+        """Whether the rule may stand beside lists of cohorts: it chooses keys by their places alone."""
         return False
 
     @property
@@ -108,7 +108,7 @@ class Selector(Listed, ABC):
 
     @abstractmethod
     def work(self, inputs: Inputs) -> Work:
-        """What choosing and attending costs. Abstract, so that no rule is taken for free."""
+        """The cost of choosing and attending. Abstract, so that every rule states it."""
 
     @property
     def parts(self) -> tuple[Selector, ...]:
@@ -117,7 +117,7 @@ class Selector(Listed, ABC):
 
     @property
     def remembered(self) -> Remembered | None:
-        """What a stream must hold for the rule; None: it may ask for any key, or is not causal."""
+        """What a stream must hold for the rule; None: it may read any key, or is not causal."""
         return None
 
     @property
@@ -129,10 +129,6 @@ class Selector(Listed, ABC):
     def alternatives(self) -> tuple[Selector, ...]:
         """Other rules for as many keys, which tuning may try in its place."""
         return ()
-
-    def clustered(self, count: int) -> Selector:
-        """The rule beside `count` clusters; itself, unless it reads the clusters of its rest."""
-        return self
 
     def graph(self, query: Tensor, key: Tensor, value: Tensor | None = None, **options: Unpack[Options]) -> Graph:
         """The graph for queries (B, Hq, Nq, D) and keys (B, Hkv, Nk, D); arguments as in `fewkeys.attention`.
@@ -148,7 +144,7 @@ class Selector(Listed, ABC):
         """Raise `ValueError` where, under causality, a query keeps a key after its own, or later keys change what
         earlier queries keep. Arguments as in `graph`, of as many queries as keys.
 
-        Call it on inputs of your own before a rule of your own says `causal = True`. Cost O(n^2).
+        Call it on your inputs before you set `causal = True` in a new rule. Cost O(n^2).
         """
         value = key if value is None else value
         name, before = type(self).__name__, self.graph(query, key, value, is_causal=True).to_mask()
@@ -190,7 +186,9 @@ class Union(Selector, listed=False):
     def __post_init__(self) -> None:
         for part in self.parts:
             if part.cohort_lists > 1 and (odd := [p for p in self.parts if p is not part and not p.beside_cohorts]):
-                raise ValueError(f"keep: expected Window alone beside {part}, got {odd[0]}; use cohorts=1 there")
+                raise ValueError(
+                    f"keep: expected Window and Sinks alone beside {part}, got {odd[0]}; use cohorts=1 there"
+                )
 
     @property
     def cohort_lists(self) -> int:

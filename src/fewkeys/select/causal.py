@@ -2,7 +2,7 @@
 
 Queries are taken in blocks of absolute positions. A block's list is chosen among the keys that were complete before
 the block began, by scores that saw nothing later: each time a block of keys is complete, the keys kept so far and the
-new ones are scored together and the best `count` stay; what is let go never returns. While fewer than `count` keys are
+new ones are scored together and the best `count` stay; evicted keys never return. While fewer than `count` keys are
 complete, the free places of the list go to the block's own keys in order, under the causal mask; so a budget of all
 keys is exact attention. Cost O(n (count + block)) scores, memory independent of n besides the lists.
 """
@@ -35,8 +35,8 @@ class OnlineScore(ABC):
 
     @abstractmethod
     def offer(self, key: Tensor, real: Tensor | None) -> Tensor:
-        """Take note of a block of keys (B, Hkv, M, D), of which `real` (B, M) count, and return a number for each of
-        them, (B, Hkv, M), that is remembered with the key.
+        """Include a block of keys (B, Hkv, M, D), of which `real` (B, M) count; return a number for each of them,
+        (B, Hkv, M), that is stored with the key.
         """
 
     def score(self, key: Tensor, number: Tensor) -> Tensor:
@@ -44,12 +44,12 @@ class OnlineScore(ABC):
         return number
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Take note of further keys by their sums."""
+        """Include further keys by their sums."""
         self.sums = {name: self.sums[name] + part if self.sums else part for name, part in sums.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldKeys:
     """The best keys so far: `index` (B, Hkv, K) positions, `used` (same shape), `number` what the score remembers."""
 
     index: Tensor
@@ -57,14 +57,14 @@ class Held:
     number: Tensor
 
     @staticmethod
-    def empty(key: Tensor) -> Held:
+    def empty(key: Tensor) -> HeldKeys:
         """Nothing yet, for keys (B, Hkv, N, D)."""
         index = torch.zeros((*key.shape[:2], 0), dtype=torch.int64, device=key.device)
-        return Held(index, index.bool(), index.to(working(key).dtype))
+        return HeldKeys(index, index.bool(), index.to(working(key).dtype))
 
-    def joined(self, index: Tensor, used: Tensor, number: Tensor) -> Held:
+    def joined(self, index: Tensor, used: Tensor, number: Tensor) -> HeldKeys:
         """With further candidates."""
-        return Held(
+        return HeldKeys(
             torch.cat([self.index, index], -1), torch.cat([self.used, used], -1), torch.cat([self.number, number], -1)
         )
 
@@ -72,9 +72,9 @@ class Held:
         """Places (B, Hkv, count) of the best candidates by `score` (B, Hkv, K), in the order in which they came."""
         return score.masked_fill(~self.used, -torch.inf).topk(count, -1).indices.sort(-1).values
 
-    def take(self, place: Tensor) -> Held:
+    def take(self, place: Tensor) -> HeldKeys:
         """The candidates at `place`."""
-        return Held(self.index.gather(-1, place), self.used.gather(-1, place), self.number.gather(-1, place))
+        return HeldKeys(self.index.gather(-1, place), self.used.gather(-1, place), self.number.gather(-1, place))
 
 
 def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
@@ -82,7 +82,7 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     x, size = inputs, CAUSAL_BLOCK
     count = min(count, x.keys)
     keys = working(x.key.detach())
-    held, lists, flags, done = Held.empty(keys), [], [], 0
+    held, lists, flags, done = HeldKeys.empty(keys), [], [], 0
     for block in range(x.offset // size, (x.offset + x.queries - 1) // size + 1):
         complete = min(block * size, x.keys)
         while done < complete:
@@ -94,7 +94,7 @@ def running_top(inputs: Inputs, score: OnlineScore, count: int) -> Graph:
     return Graph(x, columns=Columns(torch.stack(lists, 2), torch.stack(flags, 2), size))
 
 
-def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: Held, start: int, count: int) -> Held:
+def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: HeldKeys, start: int, count: int) -> HeldKeys:
     stop = min(start + CAUSAL_BLOCK, x.keys)
     new = torch.arange(start, stop, device=keys.device).expand(x.batch, x.kv_heads, -1)
     real = None if x.valid is None else x.valid[:, start:stop]
@@ -107,20 +107,20 @@ def _offer(x: Inputs, keys: Tensor, score: OnlineScore, held: Held, start: int, 
     return held.take(held.best(score.score(rows, held.number), count))
 
 
-def _fill(x: Inputs, held: Held, complete: int, count: int) -> tuple[Tensor, Tensor]:
+def _fill(x: Inputs, held: HeldKeys, complete: int, count: int) -> tuple[Tensor, Tensor]:
     """The list with its free places given to the block's own real keys, in order; lists are `count` long."""
-    own = torch.arange(complete, complete + CAUSAL_BLOCK, device=held.index.device)
-    real = (own < x.keys).expand(x.batch, -1)
-    own = own.clamp_max(x.keys - 1).expand(x.batch, -1)
+    last_keys = torch.arange(complete, complete + CAUSAL_BLOCK, device=held.index.device)
+    real = (last_keys < x.keys).expand(x.batch, -1)
+    last_keys = last_keys.clamp_max(x.keys - 1).expand(x.batch, -1)
     if x.valid is not None:
-        real = real & x.valid.gather(-1, own)
+        real = real & x.valid.gather(-1, last_keys)
         order = real.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        own, real = own.gather(-1, order), real.gather(-1, order)
+        last_keys, real = last_keys.gather(-1, order), real.gather(-1, order)
     free = count - held.index.shape[-1]
     missing = max(0, free - CAUSAL_BLOCK)
-    own, real = pad(own, (0, missing))[:, :free], pad(real, (0, missing))[:, :free]
+    last_keys, real = pad(last_keys, (0, missing))[:, :free], pad(real, (0, missing))[:, :free]
     shape = (-1, x.kv_heads, -1)
     return (
-        torch.cat([held.index, own[:, None].expand(shape)], -1),
+        torch.cat([held.index, last_keys[:, None].expand(shape)], -1),
         torch.cat([held.used, real[:, None].expand(shape)], -1),
     )

@@ -80,7 +80,7 @@ class _Draws(OnlineScore):
 
 
 def _draws_of_all(inputs: Inputs) -> Tensor:
-    """Every part draws the numbers of all keys: as many as one process would, hence the same keys."""
+    """Every process draws the numbers of all keys, as one process would, so the keys are the same."""
     x = inputs
     drawn = uniform(x, (x.batch, x.kv_heads, x.whole.keys))
     return drawn[..., x.whole.first_key : x.whole.first_key + x.keys]

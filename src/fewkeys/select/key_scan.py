@@ -49,7 +49,7 @@ class KeyScan(Counted):
         return Remembered(scan=self.count)
 
     def covers(self, inputs: Inputs) -> bool:
-        return self.count >= int(before_block(inputs)[-1])
+        return self.count >= _before(inputs, inputs.queries - 1)
 
     def work(self, inputs: Inputs) -> Work:
         x = inputs
@@ -71,9 +71,16 @@ def codes_of(key: Tensor, frame: Frame, impl: Impl) -> Codes:
 def before_block(inputs: Inputs) -> Tensor:
     """(Nq,): how many keys stand before each query's own block; without causality, all keys do."""
     x = inputs
-    position = torch.arange(x.queries, device=x.query.device) + x.offset
-    seen = position // BLOCK * BLOCK if x.is_causal else torch.full_like(position, x.keys)
-    return seen.clamp_max(x.keys)
+    first, last = _before(x, 0), _before(x, x.queries - 1)
+    if first == last:
+        return torch.full((x.queries,), first, device=x.query.device)
+    position = torch.arange(x.offset, x.offset + x.queries, device=x.query.device)
+    return position.bitwise_and_(-BLOCK).clamp_max_(x.keys)
+
+
+def _before(inputs: Inputs, query: int) -> int:
+    """How many keys stand before the own block of one query."""
+    return min(inputs.keys, (inputs.offset + query) // BLOCK * BLOCK) if inputs.is_causal else inputs.keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +103,12 @@ class Scanned:
 
     @cached_property
     def most(self) -> int:
-        """How many keys a query chooses at most."""
-        return min(self.count, int(self.seen[-1]))
+        """The most keys that a query chooses."""
+        return min(self.count, _before(self.inputs, self.inputs.queries - 1))
 
     @cached_property
     def index(self) -> Tensor:
-        """(B, Hq, Nq, most), int32: what queries choose, ascending, -1 for none at the end."""
+        """(B, Hq, Nq, most), int32: the keys that queries choose, ascending, -1 for none at the end."""
         x = self.inputs
         packed, sigma, query = self.codes.packed, self.codes.sigma, x.query.detach()
         if x.impl in COMPILED and native.readable(packed, sigma, query, x.valid) and x.head_dim <= LARGEST_CODED:
@@ -110,16 +117,16 @@ class Scanned:
 
     @property
     def sign(self) -> Tensor:
-        """(W,): the signs that kernels give to queries, of the scale, too."""
+        """(W,): the signs by which kernels multiply queries, times the sign of the scale."""
         sign = signs(self.inputs.head_dim, self.inputs.query.device)
         return sign if self.inputs.scale > 0 else -sign
 
     def mask(self, start: int, stop: int) -> Tensor:
         """The edges of queries start .. stop - 1 as a bool mask (B, Hq, stop - start, Nk)."""
         x = self.inputs
-        own = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
+        near = torch.arange(x.keys, device=x.key.device) >= self.seen[start:stop, None]
         index = self.index[:, :, start:stop].long()
-        # One place more, for those that are none.
-        kept = own.new_zeros((*index.shape[:3], x.keys + 1))
+        # One more place, for the entries of -1.
+        kept = near.new_zeros((*index.shape[:3], x.keys + 1))
         kept = kept.scatter_(-1, index.masked_fill(index < 0, x.keys), True)[..., : x.keys]
-        return kept | own
+        return kept | near

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, Selector, Sharded, shared_top
-from fewkeys.select.controls import KeyNorm
-from fewkeys.select.leverage import Leverage
+from fewkeys.select.base import Counted, Sharded, shared_top
 from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
 from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
@@ -88,10 +86,3 @@ class Outliers(Counted):
     @property
     def sharded(self) -> Sharded | None:
         return None if self.cohorts > 1 else Sharded(score=self.scores, count=self.count)
-
-    @property
-    def alternatives(self) -> tuple[Selector, ...]:
-        return () if self.cohorts > 1 else (Leverage(self.count, centre=True), KeyNorm(self.count))
-
-    def clustered(self, count: int) -> Outliers:
-        return replace(self, clusters=count)

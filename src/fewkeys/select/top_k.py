@@ -1,4 +1,4 @@
-"""Oracles: selectors that score every pair, and so bound what any selection could reach."""
+"""Oracles: selectors that score every pair. They bound the quality of any selection."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ class Window(Selector):
     size: int
 
     causal = True
+    beside_cohorts = True
 
     def __post_init__(self) -> None:
         check_count("Window size", self.size)
@@ -42,10 +43,6 @@ class Window(Selector):
         return Work(float(band_block(self.size - 1) + self.size - 1), banded=True)
 
     @property
-    def beside_cohorts(self) -> bool:
-        return True
-
-    @property
     def remembered(self) -> Remembered:
         return Remembered(latest=self.size)
 
@@ -59,6 +56,7 @@ class Sinks(Counted):
     """The first `count` real keys of every sequence (StreamingLLM's attention sinks, arXiv 2309.17453)."""
 
     causal = True
+    beside_cohorts = True
 
     def select(self, inputs: Inputs) -> Graph:
         count, shape = min(self.count, inputs.keys), (inputs.batch, inputs.kv_heads, -1)
@@ -84,6 +82,6 @@ class Sinks(Counted):
         return Sharded(score=self._nearness, count=self.count)
 
     def _nearness(self, inputs: Inputs) -> Tensor:
-        """The nearer to the beginning, the larger."""
+        """Larger for keys nearer to the beginning."""
         place = torch.arange(inputs.keys, device=inputs.key.device) + inputs.whole.first_key
         return -place.double().expand(inputs.batch, inputs.kv_heads, -1)

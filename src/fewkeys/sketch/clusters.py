@@ -254,16 +254,8 @@ def _sampled(count: int) -> tuple[int, int]:
 
 
 def _survey(inputs: Inputs, frame: Frame, centre: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Spread, largest closeness (as in `_nearest`), `|v - mean|^2` and label of every key (B, H, N).
-
-    The inputs remember the key statistics.
-    """
+    """Spread, largest closeness (as in `_nearest`), `|v - mean|^2` and label of every key (B, H, N)."""
     key, value, middle = inputs.key.detach(), inputs.value.detach(), frame.value_mean
-    if compiled(inputs.impl, key, value, centre):
-        survey = native.survey(key, value, frame.form, frame.shift, centre, constant, middle)
-        spread, importance, nearest, square, label = survey
-        inputs.remember("key_statistics", lambda: KeyStatistics(spread, importance))
-        return spread, nearest, square, label
     nearest, label = _nearest(key, value, centre, constant, inputs.impl)
     value = working(value)
     square = torch.linalg.vector_norm(value, dim=-1).square() - 2 * (value @ middle.mT).squeeze(-1)

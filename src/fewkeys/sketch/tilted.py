@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.derivatives import constants, gradients_of
+from fewkeys.core.derivatives import constants, gradients_by_torch
 from fewkeys.core.impl import COMPILED
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -28,6 +28,7 @@ from fewkeys.sketch.cohorts import Cohorts, own_importance
 
 COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
+"""Exponents of tilted weights are clamped to +-2: no key outweighs its cluster by more than e^4."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,12 @@ def tilted_sums(
     Gradients flow through keys and values, not through weights. Cost O(n H (D + Dv) + n D Dv).
     """
     x, totals = inputs, inputs.whole.totals
-    facts = {"label": clusters.label, "own": own_importance(x, cohorts), "middle": frame(x).mean, "mean": cohorts.mean}
+    facts = {
+        "label": clusters.label,
+        "half_variance": own_importance(x, cohorts),
+        "middle": frame(x).mean,
+        "mean": cohorts.mean,
+    }
     facts |= {"index": index, "used": used, "filled": cohorts.filled}
     args = TiltArgs(x.valid, facts, clusters.importance.shape[-1], together, totals)
     if x.shard is None and x.impl in COMPILED and native.readable(x.key, x.value, cohorts.mean):
@@ -84,8 +90,8 @@ def tilted_sums(
 class TiltArgs:
     """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "own" (B, Hkv, Nk), `own_importance`; "middle" and "mean",
-    of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
+    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk), `own_importance`; "middle" and
+    "mean", of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
     """
 
     real: Tensor | None
@@ -106,7 +112,7 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         e = _weights(key.detach(), args.real, facts, level)
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
-        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["own"]).unsqueeze(2))
+        energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
     centred, values = working(key) - facts["middle"], working(value)
 
     def by_cluster(rows: Tensor) -> Tensor:
@@ -121,7 +127,7 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
 def _levels(key: Tensor, args: TiltArgs) -> Tensor:
     """g_hc, from a cluster's mean key and mean `k^T W k / 2`."""
     facts, real, totals = args.facts, args.real, args.totals
-    label, spread = facts["label"], facts["own"]
+    label, spread = facts["label"], facts["half_variance"]
     real_keys = torch.ones_like(spread) if real is None else real[:, None].to(spread.dtype).expand_as(spread)
     none = spread.new_zeros((*spread.shape[:2], args.count))
     size, quad = none.scatter_add(-1, label, real_keys), none.scatter_add(-1, label, real_keys * spread)
@@ -136,7 +142,7 @@ def _levels(key: Tensor, args: TiltArgs) -> Tensor:
 def _weights(key: Tensor, real: Tensor | None, facts: dict[str, Tensor], level: Tensor) -> Tensor:
     """e_hj (B, Hkv, H, Nk), zero for padding, for keys that the cohort keeps, and for empty cohorts."""
     label = facts["label"].unsqueeze(2).expand(-1, -1, facts["mean"].shape[2], -1)
-    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["own"].unsqueeze(2)
+    exponent = facts["mean"] @ (working(key) - facts["middle"]).mT + facts["half_variance"].unsqueeze(2)
     e = exponent.sub_(level.gather(-1, label)).mul_(COHORT_TILT).clamp_(-LARGEST_TILT, LARGEST_TILT).exp_()
     if real is not None:
         e.mul_(real[:, None, None])
@@ -158,13 +164,16 @@ class _ByKernels(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
-        (key, value, level), args = ctx.saved_tensors, ctx.args
+        key, value, level = ctx.saved_tensors
         to_key, to_value, _, to_products = gradients
+        of_sums = to_key, to_value, to_products
         if torch.is_grad_enabled():
-            sums = _by_torch(key, value, args)
-            pairs = [(sums[2], to_key), (sums[3], to_value), (sums[5], to_products)]
-            return *gradients_of([key, value], [(out, grad) for out, grad in pairs if out is not None]), None
-        facts = {**args.facts, "real": args.real, "level": level}
-        output_gradients = to_key, to_value, to_products
-        results = native.tilt_back(key, value, facts, output_gradients, tilt=COHORT_TILT, largest=LARGEST_TILT)
+
+            def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+                _, _, key_sum, value_sum, _, products = _by_torch(key, value, ctx.args)
+                return key_sum, value_sum, products
+
+            return *gradients_by_torch(sums, (key, value), of_sums), None
+        facts = {**ctx.args.facts, "real": ctx.args.real, "level": level}
+        results = native.tilt_back(key, value, facts, of_sums, tilt=COHORT_TILT, largest=LARGEST_TILT)
         return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None

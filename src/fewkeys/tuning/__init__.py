@@ -1,1 +1,1 @@
-"""A plan for every head: candidates, their scores on captured attention, and how slots are allotted."""
+"""A plan for every head: candidates, their scores on captured attention, and the allotment of slots."""

@@ -15,9 +15,8 @@ LEVELS = (3 / 8, 1 / 2, 3 / 4, 1.0, 11 / 8, 15 / 8, 5 / 2, 4.0)
 SEARCHED = (1 / 8, 1 / 4, *LEVELS, 6.0)
 """The same where every query finds its own keys: heads differ more."""
 RANK = 0.0, 1 / 8, 1 / 4
-COHORTS, COHORT_HEAVY, COHORT_WINDOW = 32, (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5)
-HEAVY, WINDOW = (0.0, 1 / 16, 3 / 16, 5 / 16), (1 / 4, 5 / 8)
-"""Shares of the slots, of plans with cohorts of queries and without. What they leave is cluster means."""
+COHORTS, HEAVY, WINDOW = 32, (1 / 8, 3 / 8, 9 / 16), (0.0, 1 / 5, 2 / 5)
+"""Shares of the slots. What they leave is cluster means."""
 STEP = {"heavy": 1 / 16, "window": 1 / 8, "rank": 1 / 16}
 STEP_SLOTS = 1 / 8
 """How far the neighbours of a split are."""
@@ -57,8 +56,7 @@ def splits(
 ) -> list[Candidate]:
     """`budget(slots)`, every coarse split at every level, and exact attention over `keys` keys; in a fixed order.
 
-    `biased` says that scores have a bias of the distance: then without cohorts, and causal without scans and running
-    means, sinks and a window first.
+    `biased`: scores have a bias of the distance; then causal without scans and running means, sinks and a window first.
 
     `width` is D + Dv, by which the price of the first-order term's factors is counted.
 
@@ -68,29 +66,26 @@ def splits(
     """
     listed, searched = is_causal and biased, is_causal and memory == "all" and not biased
     first = _near(slots) if listed else budget(slots, is_causal=is_causal, memory=memory)
-    first = first.without_cohorts() if biased else first
-    found = [Candidate(first, slots)]
+    candidates = [Candidate(first, slots)]
     for level in SEARCHED if searched else LEVELS:
         size = max(2, round(slots * level))
         if size >= keys:
             continue
         if is_causal:
-            found += _searched(size, slots) if searched else _lists(size) if listed else _causal_splits(size)
+            candidates += _searched(size, slots) if searched else _lists(size) if listed else _causal_splits(size)
         else:
-            shares = product(HEAVY, WINDOW, RANK) if biased else product(COHORT_HEAVY, COHORT_WINDOW, RANK)
-            cohorts = 1 if biased else COHORTS
-            found += [split for each in shares if (split := _split(size, *each, cohorts, width)) is not None]
-    # A scan for so many keys keeps all of these, too, and a cache of it goes on beyond them.
-    found.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
-    return list(dict.fromkeys(found))
+            shares = product(HEAVY, WINDOW, RANK)
+            candidates += [split for each in shares if (split := _split(size, *each, width)) is not None]
+    # A scan for all keys of the capture keeps them all; in a longer cache it chooses.
+    candidates.append(Candidate(_scan(keys, 1) if searched else Plan(), keys))
+    return list(dict.fromkeys(candidates))
 
 
 def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
-    """What lies near a candidate: a little more or less of each share and of the slots, other rules for the heavy
-    keys, and sinks paid for by the means.
+    """The neighbours of a candidate: a little more or less of each share and of the slots, or other rules for the heavy
+    keys.
     """
-    plan, found = candidate.plan, []
-    cohorts = 1 if plan.keep is None else plan.keep.cohort_lists
+    plan, candidates = candidate.plan, []
     if candidate.split is not None:
         shares = [list(candidate.split) for _ in range(2 * len(STEP))]
         for number, step in enumerate(STEP.values()):
@@ -101,30 +96,25 @@ def variants(candidate: Candidate, *, width: int) -> list[Candidate]:
             (candidate.slots, heavy, window, rank) for heavy, window, rank in shares if min(heavy, window, rank) >= 0
         ]
         near += [(size, *candidate.split) for size in sizes]
-        found += [split for each in near if (split := _split(*each, cohorts, width)) is not None]
+        candidates += [split for each in near if (split := _split(*each, width)) is not None]
     for number, part in enumerate(plan.parts):
         for other in part.alternatives:
             keep = united([*plan.parts[:number], other, *plan.parts[number + 1 :]])
-            found.append(Candidate(replace(plan, keep=keep), candidate.slots))
-    if plan.rest.clusters > SINKS + 1 and cohorts == 1:
-        fewer = plan.rest.clusters - SINKS
-        keep = united([Sinks(SINKS), *(part.clustered(fewer) for part in plan.parts)])
-        found.append(Candidate(replace(plan, keep=keep, rest=plan.rest.clustered(fewer)), candidate.slots))
-    return found
+            candidates.append(Candidate(replace(plan, keep=keep), candidate.slots))
+    return candidates
 
 
-def _split(slots: int, heavy: float, window: float, rank: float, cohorts: int, width: int) -> Candidate | None:
+def _split(slots: int, heavy: float, window: float, rank: float, width: int) -> Candidate | None:
     """The plan of these shares, None where no two means are left."""
-    outliers, ranks, near = int(slots * heavy), int(slots * rank), int(slots * window) | 1 if window else 0
-    if cohorts > 1 or not window:
-        outliers = max(1, outliers)
+    outliers, ranks = max(1, int(slots * heavy)), int(slots * rank)
+    near = int(slots * window) | 1 if window else 0
     means = slots - outliers - ranks - near
     if ranks:  # the factors of the first-order term cost means / width slots
         means -= -(-means // (width + 1))
     if means < 2:
         return None
-    kept = [*([Outliers(outliers, means, cohorts)] if outliers else []), *([Window(near)] if near else [])]
-    plan = Plan(united(kept), ClusterMeans(means, ranks, cohorts), exact_if_faster=True)
+    kept = [Outliers(outliers, means, COHORTS), *([Window(near)] if near else [])]
+    plan = Plan(united(kept), ClusterMeans(means, ranks, COHORTS), exact_if_faster=True)
     return Candidate(plan, slots, (heavy, window, rank))
 
 
@@ -148,19 +138,19 @@ def _near(slots: int) -> Plan:
 
 def _causal_splits(slots: int) -> list[Candidate]:
     """In constant memory."""
-    found = []
+    candidates = []
     for block, sinks in product(CAUSAL_BLOCKS, (0, SINKS)):
         means = slots - (block + block // 2 + 1) - sinks
         if means > 0:
             recent: Selector = RecentBlocks(block)
             plan = Plan(Sinks(sinks) | recent if sinks else recent, RunningMeans(means), exact_if_faster=True)
-            found.append(Candidate(plan, slots))
-    return found + _lists(slots)
+            candidates.append(Candidate(plan, slots))
+    return candidates + _lists(slots)
 
 
 def _lists(slots: int) -> list[Candidate]:
     """Sinks, leverage (centred) and a window, with nothing for the other keys."""
-    found = []
+    candidates = []
     for share, sinks in product(CAUSAL_HEAVY, (0, 1, SINKS)):
         heavy = int(slots * share)
         if slots - heavy - sinks < 1:
@@ -170,5 +160,5 @@ def _lists(slots: int) -> list[Candidate]:
             keep = Leverage(heavy, centre=True) | keep
         if sinks:
             keep = Sinks(sinks) | keep
-        found.append(Candidate(Plan(keep, exact_if_faster=True), slots))
-    return found
+        candidates.append(Candidate(Plan(keep, exact_if_faster=True), slots))
+    return candidates

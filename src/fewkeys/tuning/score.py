@@ -1,12 +1,12 @@
-"""How well every candidate plan does in every head of one layer: what tuning decides by.
+"""The errors of every candidate plan in every head of one layer, by which tuning chooses.
 
 Errors per head, means over the real queries of all batches. With `e_h = o~_h - o_h` the error of head h at a query, W_h
-the slice of the output projection that reads it, and g_h the gradient of what the model says (where captured):
+the slice of the output projection that reads it, and g_h the gradient of the model's predictions (where captured):
 
-    relative    |e_h| / |o_h|                                the error that reports show
-    added       |W_h e_h|^2 / |sum_g W_g o_g|^2              what the head adds to the squared relative error of the
+    relative       |e_h| / |o_h|                             the error that reports show
+    added          |W_h e_h|^2 / |sum_g W_g o_g|^2           what the head adds to the squared relative error of the
                                                              layer's output, up to products of different heads
-    felt        (g_h . e_h)^2                                what it does to the model's predictions, up to products of
+    output_change  (g_h . e_h)^2                          what it does to the model's predictions, up to products of
                                                              different heads and queries (integrations/sensitivity.py)
 
 Where the projection is not known, W is the identity.
@@ -34,13 +34,13 @@ from fewkeys.tuning.candidates import Candidate
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """`relative`, `added` and `felt` (key heads, K), float64: means over queries, and over the query heads that share
-    keys. `felt` is zero where the capture holds no gradients.
+    """`relative`, `added` and `output_change` (key heads, K), float64: means over queries, and over the query heads
+    that share keys. `output_change` is zero where the capture holds no gradients.
     """
 
     relative: Tensor
     added: Tensor
-    felt: Tensor
+    output_change: Tensor
 
 
 def score_layer(
@@ -90,17 +90,17 @@ def layer_error(capture: Capture, layer: int, plans: Sequence[Plan], *, seed: in
 
 def digest(capture: Capture, layer: int) -> str:
     """A fingerprint of everything that scores of a layer depend on in the capture."""
-    found = hashlib.sha256(f"{layer} {capture.scales[layer]} {capture.is_causal}".encode())
+    sha = hashlib.sha256(f"{layer} {capture.scales[layer]} {capture.is_causal}".encode())
     for call in capture.calls(layer):
         masks, more = (call.key_mask, call.query_mask), (call.distance_bias, call.gradient)
         for tensor in (call.query, call.key, call.value, *masks, *more):
             if tensor is not None:
-                found.update(str(tuple(tensor.shape)).encode())
-                found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+                sha.update(str(tuple(tensor.shape)).encode())
+                sha.update(tensor.contiguous().view(torch.uint8).numpy().data)
     projection = capture.projection(layer)
     if projection is not None:
-        found.update(projection.contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha.update(projection.contiguous().view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def problem_of(call: AttentionInputs, seed: int = 0) -> Inputs:
@@ -131,8 +131,8 @@ def _errors(
     output = attend(problem, plan.never_exact()).float()
     relative = relative_error(output, truth)
     added = _project(output - truth, projection, together=False) / size.square().clamp_min(1e-30).unsqueeze(1)
-    felt = torch.zeros_like(relative) if gradient is None else (gradient * (output - truth)).sum(-1).square()
-    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, added, felt)])
+    output_change = torch.zeros_like(relative) if gradient is None else (gradient * (output - truth)).sum(-1).square()
+    sums = torch.stack([(error * real.unsqueeze(1)).double().sum((0, 2)) for error in (relative, added, output_change)])
     by_key_head: Tensor = sums.unflatten(1, (problem.kv_heads, problem.gqa_ratio)).mean(2)
     return by_key_head
 

@@ -31,7 +31,7 @@ Progress = Callable[[int, int, str], None]
 KIND = "scores"
 NAMES = tuple(field.name for field in fields(Scores))
 ERROR_SLOTS = 64
-"""The budget around which plans are searched where only an error is asked for."""
+"""The budget around which plans are searched if only an error is requested."""
 
 
 @full_precision()
@@ -57,10 +57,10 @@ def tune(
 
         sum_h  added_h / sum_h added_h(budget)  +  sum_h relative_h / sum_h relative_h(budget)
 
-    or, where the capture holds gradients, sum_h felt_h, at the price per slot that the budget allows (Lagrange; the
+    or, where the capture holds gradients, sum_h change_h, at the price per slot that the budget allows (Lagrange; the
     optimum among all choices of that many slots). added_h is what head h adds to the squared error of the layer's
-    output *after the output projection*, relative_h the relative error of its own output, felt_h what its error does to
-    the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`, and
+    output *after the output projection*, relative_h the relative error of its own output, change_h what its error does
+    to the model's predictions, all in `fewkeys.tuning.score`; `budget` is `fewkeys.budget(slots)`, and
     for causal scores with a bias sinks and a window of as many slots.
 
     Args:
@@ -70,7 +70,7 @@ def tune(
             then as few as the candidates allow. Exactly one of the two; default 64 slots.
         directory: where finished layers are stored, so that an interrupted run goes on; a run on another capture
             begins anew. None: nowhere.
-        memory: of causal plans, as `fewkeys.budget` has it: whether all keys stay at hand.
+        memory: of causal plans, as `fewkeys.budget` has it: whether all keys stay in memory.
         progress: called as `progress(done, total, what)`.
         seed: of everything random.
 
@@ -104,7 +104,7 @@ def tune(
     def choose(candidates: Sequence[Sequence[Candidate]], scores: Sequence[Scores]) -> list[list[Candidate]]:
         relative = _padded([score.relative for score in scores])
         if capture.gradients:
-            cost = _padded([score.felt for score in scores])
+            cost = _padded([score.output_change for score in scores])
         else:  # the first candidate is budget(slots): both errors count by its own
             added = _padded([score.added for score in scores])
             cost = relative / relative[:, 0].mean().clamp_min(1e-30) + added / added[:, 0].mean().clamp_min(1e-30)
@@ -146,7 +146,7 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _others(first: Sequence[Candidate], best: Sequence[Candidate], width: int) -> list[Candidate]:
-    """What lies near the best candidates of a layer and is not among the first; in a fixed order."""
+    """The neighbours of the best candidates of a layer that are not among the first; in a fixed order."""
     near = dict.fromkeys(other for candidate in best for other in variants(candidate, width=width))
     return [other for other in near if other not in set(first)]
 
@@ -158,7 +158,7 @@ def _judged(capture: Capture, layers: Sequence[Sequence[Plan]], seed: int, slots
 
 
 class _Table:
-    """Scores of candidates, layer by layer, remembered in a folder so that an interrupted run can go on."""
+    """Scores of candidates, layer by layer, stored in a folder so that an interrupted run can continue."""
 
     def __init__(
         self, capture: Capture, directory: str | os.PathLike[str] | None, progress: Progress | None, seed: int
@@ -171,7 +171,7 @@ class _Table:
     def score(self, rows: Sequence[Sequence[Candidate]]) -> list[Scores]:
         """The scores of each layer's candidates."""
         self.total += sum(map(len, rows)) * self.capture.batches
-        found = []
+        by_layer = []
         for layer, candidates in enumerate(rows):
             path = self._path(layer, candidates)
             scores = None if path is None else _read(path, (self.capture.kv_heads, len(candidates)))
@@ -183,8 +183,8 @@ class _Table:
                     tensor_files.write(path, KIND, {}, {name: getattr(scores, name) for name in NAMES})
             else:
                 self._step(len(candidates) * self.capture.batches, layer)
-            found.append(scores)
-        return found
+            by_layer.append(scores)
+        return by_layer
 
     def finish(self) -> None:
         self._step(self.total - self.done, self.capture.layers - 1)
@@ -195,7 +195,7 @@ class _Table:
             self.progress(self.done, self.total, f"layer {layer + 1} of {self.capture.layers}")
 
     def _path(self, layer: int, candidates: Sequence[Candidate]) -> Path | None:
-        """Where the scores of a layer are stored: the name tells everything that they depend on."""
+        """The file of a layer's scores: its name holds a digest of all that they depend on."""
         if self.folder is None:
             return None
         facts: list[Any] = [self.digests[layer], self.seed, torch.__version__]

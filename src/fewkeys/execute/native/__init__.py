@@ -1,9 +1,10 @@
-"""Plans by the compiled kernels for the CPU, forward and, where somebody asks for gradients, backward."""
+"""Plans by the compiled kernels for the CPU: forward and, if gradients are needed, backward."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from fewkeys.core.impl import COMPILED
 from fewkeys.core.weights import Softmax
 from fewkeys.execute.native import backward, by_scan, forward
 from fewkeys.execute.problem import Problem
@@ -11,7 +12,7 @@ from fewkeys.native.build import missing
 from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
 
-__all__ = ["attend", "unsupported"]
+__all__ = ["attend", "repeated", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -34,8 +35,7 @@ def unsupported(problem: Problem) -> str | None:
     if problem.graph.scan is not None:
         plain = placed(*by_scan.read(problem))
     elif isinstance(s, BlockStandIns):
-        steps = None if s.scan is None else s.scan.steps()
-        plain = readable(x.query, x.key, x.value, *((s.states.rows,) if steps is None else steps.state))
+        plain = readable(x.query, x.key, x.value, s.states.rows)
     else:
         plain = readable(x.query, x.key, x.value, *forward.read(s))
     if not plain:
@@ -47,10 +47,16 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def attend(problem: Problem) -> Tensor:
-    """The output (B, Hq, Nq, Dv), for what `unsupported` lets pass: `forward` or `backward` has it."""
+    """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts: by `forward` or `backward`."""
     if not _wants_gradient(problem):
         return forward.attend(problem)
     return backward.attend(problem)
+
+
+def repeated(problem: Problem) -> by_scan.ScanCall | None:
+    """The arguments of a scan, for the problem and for later tokens; None where no kernel reads such a problem."""
+    is_scan = problem.graph.scan is not None and problem.inputs.impl in COMPILED
+    return by_scan.ScanCall(problem) if is_scan and unsupported(problem) is None else None
 
 
 def _form(problem: Problem) -> str | None:
@@ -83,6 +89,4 @@ def _wants_gradient(problem: Problem) -> bool:
         return wants_gradient(*by_scan.read(problem))
     if not isinstance(s, BlockStandIns):
         return wants_gradient(x.query, x.key, x.value, *forward.read(s))
-    # Means that have yet to be made depend on the keys and values, and on what they were before.
-    rows = s.states.rows if s.scan is None else s.scan.state.summary.rows
-    return wants_gradient(x.query, x.key, x.value, rows)
+    return wants_gradient(x.query, x.key, x.value, s.states.rows)

@@ -1,4 +1,4 @@
-"""Softmax attention where somebody asks for gradients: compiled kernels in both directions.
+"""Softmax attention with gradients: compiled kernels in both directions.
 
 `native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks.
 """
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fewkeys.core.derivatives import gradients_of
+from fewkeys.core.derivatives import gradients_by_torch
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import torch as by_torch
@@ -25,7 +25,7 @@ from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, Stan
 
 
 def attend(problem: Problem) -> Tensor:
-    """`forward.attend` with gradients of queries, keys, values and what the stand-ins hold of keys and values.
+    """`forward.attend` with gradients of queries, keys, values and the stand-ins' means.
 
     With weights P, values v and the gradient g of the output, the scores have the gradient
     `P (g v^T - rowsum(P g v^T))`; the weights are made again from the inputs, so nothing but these is kept. Derivatives
@@ -37,7 +37,7 @@ def attend(problem: Problem) -> Tensor:
 
 
 def _parts(problem: Problem) -> tuple[Tensor, ...]:
-    """What carries gradients."""
+    """The tensors of the stand-ins that carry gradients."""
     stand_ins = problem.stand_ins
     if problem.graph.scan is not None:
         return by_scan.parts(problem)
@@ -63,65 +63,58 @@ def _of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, *parts: Ten
 
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, problem: Problem, *given: Tensor) -> Tensor:
-        ctx.save_for_backward(*given)
+    def forward(ctx: Any, problem: Problem, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
         ctx.problem = problem
         return forward.attend(problem)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Views: the stand-ins depend on keys and values, too, which is for others to follow.
-        given = [rows.view_as(rows) for rows in ctx.saved_tensors]
-        problem = _of(ctx.problem, *given)
-        if torch.is_grad_enabled():
-            return None, *gradients_of(given, [(by_torch.attend(problem), gradient)])
-        if problem.by_cohort or problem.graph.scan is not None:
-            # No kernel has these gradients: the choice is known, and torch attends to it once more.
-            with torch.enable_grad():
-                rows = [part.detach().requires_grad_() for part in given]
-                output = by_torch.attend(_of(ctx.problem, *rows))
-                return None, *torch.autograd.grad(output, rows, gradient, allow_unused=True)
+        tensors, problem = ctx.saved_tensors, ctx.problem
+        if torch.is_grad_enabled() or problem.by_cohort or problem.graph.scan is not None:
+            # No kernel has gradients of gradients, of cohorts or of scans.
+            return None, *gradients_by_torch(lambda *rows: [by_torch.attend(_of(problem, *rows))], tensors, [gradient])
+        problem = _of(problem, *tensors)
         x = problem.inputs
         x = replace(x, query=dense(x.query), key=dense(x.key), value=dense(x.value))
         gradient = dense(gradient.to(x.query.dtype))
         graph, s = problem.graph, problem.stand_ins
-        found: Sequence[Tensor]
+        gradients: Sequence[Tensor]
         if problem.by_block:
             means = s.states if isinstance(s, BlockStandIns) else None
-            found = _blocks_back(x, cast(Columns, graph.columns), means, gradient)
+            gradients = _blocks_back(x, cast(Columns, graph.columns), means, gradient)
         else:
-            found = _near_back(x, graph, cast("StandIns | None", s), gradient)
-        return None, *(part.to(rows.dtype) for part, rows in zip(found, given, strict=True))
+            gradients = _near_back(x, graph, cast("StandIns | None", s), gradient)
+        return None, *(part.to(rows.dtype) for part, rows in zip(gradients, tensors, strict=True))
 
 
 def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Tensor) -> Sequence[Tensor]:
-    given = (x.query, x.key, x.value, *(() if means is None else (means.rows,)))
-    found = _zeros(given)
-    told, _alive = forward.blocks(x, columns, means, gradient)
-    held = pointers(dict(zip(("query", "key", "value", "means"), found, strict=False)))
-    call("fewkeys_attend_blocks_back", struct("BlocksBack")(of=told, out=Rows.of(gradient), **held), x.query.dtype)
-    return found
+    gradients = _zeros((x.query, x.key, x.value, *(() if means is None else (means.rows,))))
+    args, _alive = forward.blocks(x, columns, means, gradient)
+    addresses = pointers(dict(zip(("query", "key", "value", "means"), gradients, strict=False)))
+    call("fewkeys_attend_blocks_back", struct("BlocksBack")(of=args, out=Rows.of(gradient), **addresses), x.query.dtype)
+    return gradients
 
 
 def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Tensor) -> Sequence[Tensor]:
-    query, key, value = found = _zeros((x.query, x.key, x.value))
-    told, _alive = forward.near(x, graph, stand_ins, gradient)
-    sizes = [told.entries, told.means, told.rank]
+    query, key, value = direct = _zeros((x.query, x.key, x.value))
+    args, _alive = forward.near(x, graph, stand_ins, gradient)
+    sizes = [args.entries, args.means, args.rank]
     shared = [key.new_zeros((*key.shape[:2], sum(sizes), dim)) for dim in (x.head_dim, round_up(x.value_dim))]
     names = ("query", "key", "value", "shared_key", "shared_value")
-    held = pointers(dict(zip(names, (*found, *shared), strict=True)))
-    call("fewkeys_attend_back", struct("NearBack")(of=told, out=Rows.of(gradient), **held), x.query.dtype)
+    addresses = pointers(dict(zip(names, (*direct, *shared), strict=True)))
+    call("fewkeys_attend_back", struct("NearBack")(of=args, out=Rows.of(gradient), **addresses), x.query.dtype)
     list_key, mean_key, left = shared[0].split(sizes, 2)
     list_value, mean_value, _ = shared[1][..., : x.value_dim].split(sizes, 2)
     if graph.columns is not None:
-        # Fillings of the list have no weight, so their gradients are zero.
+        # Placeholders in the list have no weight, so their gradients are zero.
         index = graph.columns.index.squeeze(2).unsqueeze(-1)
-        for to, rows in ((key, list_key), (value, list_value)):
-            to.scatter_add_(2, index.expand_as(rows), rows)
+        for gradient_of, rows in ((key, list_key), (value, list_value)):
+            gradient_of.scatter_add_(2, index.expand_as(rows), rows)
     if stand_ins is None:
-        return found
+        return direct
     return (query, key, value, mean_key, mean_value, *(() if stand_ins.left is None else (left.mT,)))
 
 
-def _zeros(given: Sequence[Tensor]) -> list[Tensor]:
-    return [rows.new_zeros(rows.shape, dtype=torch.float32) for rows in given]
+def _zeros(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [rows.new_zeros(rows.shape, dtype=torch.float32) for rows in tensors]

@@ -32,13 +32,13 @@ def is_rounded(problem: Problem) -> bool:
 
 
 def read(problem: Problem) -> list[Tensor]:
-    """What the kernel reads that may want gradients; sums want them where keys or values do."""
+    """The inputs of the kernel that may need gradients; the sums need them if keys or values do."""
     x = problem.inputs
     return [x.query, x.key, x.value]
 
 
 def parts(problem: Problem) -> tuple[Tensor, ...]:
-    """What carries gradients, beside queries, keys and values."""
+    """The other tensors that carry gradients, beside queries, keys and values."""
     s = problem.stand_ins
     return (s.totals,) if isinstance(s, RangeStandIns) else ()
 
@@ -48,33 +48,50 @@ def attend(problem: Problem) -> Tensor:
 
     Every query chooses as it goes: nothing but the output is stored. Cost O(n slots (D + Dv)) beside the scan.
     """
-    x, scanned, s = problem.inputs, problem.graph.scan, problem.stand_ins
-    if not isinstance(scanned, Scanned):
-        raise ValueError("graph: expected the keys of a scan, got others")
-    query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
-    output = query.new_empty((*query.shape[:3], x.value_dim))
-    codes = scanned.codes
-    of, _alive = scan(codes.packed, codes.sigma, query, scanned.sign, scanned.seen, x.valid, scanned.most)
-    of.keys = x.keys
-    held: dict[str, Tensor | None] = {}
-    means: dict[str, Any] = {"steps": 1}
-    if isinstance(s, RangeStandIns):
-        reals = None if s.reals is None else s.reals.contiguous()
-        held = {"size": reals, "edges": s.edges.contiguous()}
-        total = Rows.of(dense(s.totals))
-        means = {"total": total, "steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
-    rows = {"key": key, "value": value, "out": output}
-    if scanned.scale is not None:
-        rows["scales"] = scanned.scale
-    told = struct("ScanAttend")(
-        of=of,
-        **{name: Rows.of(tensor) for name, tensor in rows.items()},
-        **pointers(held),
-        **means,
-        value_dim=x.value_dim,
-        offset=x.offset,
-        causal=x.is_causal,
-        scale=x.scale,
-    )
-    call("fewkeys_scan_attend", told, x.query.dtype)
-    return output
+    x = problem.inputs
+    return ScanCall(problem).attend(x.query, x.keys, x.offset)
+
+
+class ScanCall:
+    """The kernel's arguments for a problem, and the tensors that they point to.
+
+    They serve later tokens, too, as long as the own block of the queries stays the same: their keys and values stand
+    behind those of the problem, in the same memory, and nothing else that the kernel reads changes.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        x, scanned, s = problem.inputs, problem.graph.scan, problem.stand_ins
+        if not isinstance(scanned, Scanned):
+            raise ValueError("graph: expected the keys of a scan, got others")
+        query, key, value = (dense(rows) for rows in (x.query, x.key, x.value))
+        codes = scanned.codes
+        of, alive = scan(codes.packed, codes.sigma, query, scanned.sign, scanned.seen, x.valid, scanned.most)
+        arrays: dict[str, Tensor | None] = {}
+        means: dict[str, Any] = {"steps": 1}
+        if isinstance(s, RangeStandIns):
+            reals = None if s.reals is None else s.reals.contiguous()
+            arrays = {"size": reals, "edges": s.edges.contiguous()}
+            total = Rows.of(dense(s.totals))
+            means = {"total": total, "steps": len(s.edges), "means": s.count, "blocks": s.totals.shape[2] - 1}
+        rows = {"key": key, "value": value}
+        if scanned.scale is not None:
+            rows["scales"] = scanned.scale
+        self._arguments = struct("ScanAttend")(
+            of=of,
+            **{name: Rows.of(tensor) for name, tensor in rows.items()},
+            **pointers(arrays),
+            **means,
+            value_dim=x.value_dim,
+            causal=x.is_causal,
+            scale=x.scale,
+        )
+        self._alive = (alive, key, value, scanned.scale, arrays, s)
+
+    def attend(self, query: Tensor, keys: int, offset: int) -> Tensor:
+        """The output for queries (B, Hq, Nq, D), the first of which stands at place `offset` of so many keys."""
+        query, arguments = dense(query), self._arguments
+        output = query.new_empty((*query.shape[:3], arguments.value_dim))
+        arguments.of.query, arguments.out = Rows.of(query), Rows.of(output)
+        arguments.of.keys, arguments.offset = keys, offset
+        call("fewkeys_scan_attend", arguments, query.dtype)
+        return output

@@ -1,7 +1,7 @@
 """Softmax attention in one pass over the queries, by the compiled kernels.
 
 `native/near.h`: a band, one shared list and stand-ins; `native/near_cohorts.h`: lists and stand-ins of cohorts, and a
-band; `native/blocks.h`: lists and means of the past by blocks; `native/prefill.h`: the same while the past moves on.
+band; `native/blocks.h`: lists and means of the past by blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
-from fewkeys.native.build import address, call
-from fewkeys.native.tensors import Rows, Told, dense, pointers, struct
-from fewkeys.past.native import NativeScan
+from fewkeys.native.build import call
+from fewkeys.native.tensors import KernelArgs, Rows, dense, pointers, struct
 from fewkeys.past.scan import States
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
@@ -27,7 +26,7 @@ _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
 
 
 def read(stand_ins: AnyStandIns | None) -> tuple[Tensor | None, ...]:
-    """What the kernels read of stand-ins that serve all queries, or those of a cohort."""
+    """The tensors of stand-ins, of all queries or of cohorts, that the kernels read."""
     s = stand_ins
     return (s.key, s.value, s.bias, s.left, s.right) if isinstance(s, StandIns | CohortStandIns) else ()
 
@@ -44,40 +43,30 @@ def attend(problem: Problem) -> Tensor:
         return by_scan.attend(problem)
     query, key, value = (dense(rows) for rows in (inputs.query, inputs.key, inputs.value))
     x = replace(inputs, query=query, key=key, value=value)
-    # Queries of no cohort are nobody's to write.
+    # Kernels of cohorts do not write padded queries.
     make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
     output = make((*query.shape[:3], x.value_dim))
     if not problem.by_block:
-        told, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
-        call("fewkeys_attend", told, x.query.dtype)
+        args, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
+        call("fewkeys_attend", args, x.query.dtype)
     elif graph.columns is None:
         raise ValueError("graph: expected lists by blocks, got none")
     else:
-        _attend_blocks(x, graph.columns, cast("BlockStandIns | None", stand_ins), output)
+        states = stand_ins.states if isinstance(stand_ins, BlockStandIns) else None
+        args, _also_alive = blocks(x, graph.columns, states, output)
+        call("fewkeys_attend_blocks", args, x.query.dtype)
     return output
 
 
-def _attend_blocks(x: Inputs, columns: Columns, stand_ins: BlockStandIns | None, output: Tensor) -> None:
-    """Write the output of lists by blocks, and of the means of the past beside them."""
-    if stand_ins is not None and stand_ins.scan is not None:
-        past = NativeScan(stand_ins.scan.steps())
-        told, _alive = blocks(x, columns, None, output)
-        told.means, told.past = stand_ins.scan.count, address(past.told)
-        call("fewkeys_prefill", told, x.query.dtype)
-    else:
-        told, _alive = blocks(x, columns, None if stand_ins is None else stand_ins.states, output)
-        call("fewkeys_attend_blocks", told, x.query.dtype)
-
-
-def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[Told, tuple[Tensor, ...]]:
-    """The problem as the kernels are told of it, and tensors that must live as long."""
+def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -> tuple[KernelArgs, tuple[Tensor, ...]]:
+    """The kernel's arguments, and tensors that must live as long."""
     place = columns.index.masked_fill(~columns.used, x.keys).contiguous()
     rows = x.key.new_empty((x.batch, x.kv_heads, 0, x.head_dim + x.value_dim), dtype=torch.float32)
     bias, means = None, 0
     if states is not None:
         rows, bias, means = dense(states.rows.flatten(2, 3)), states.excess.contiguous(), states.rows.shape[3]
     mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
-    told = struct("Blocks")(
+    args = struct("Blocks")(
         **_common(x, output),
         **pointers({"bias": bias, "place": place}),
         mean_key=Rows.of(mean_key),
@@ -88,13 +77,13 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
         entries=place.shape[3],
         means=means,
     )
-    return told, (place, rows, *(() if bias is None else (bias,)))
+    return args, (place, rows, *(() if bias is None else (bias,)))
 
 
 def near(
     x: Inputs, graph: Graph, stand_ins: StandIns | CohortStandIns | None, output: Tensor
-) -> tuple[Told, dict[str, Tensor | None]]:
-    """The problem as the kernels are told of it, and tensors that must live as long."""
+) -> tuple[KernelArgs, dict[str, Tensor | None]]:
+    """The kernel's arguments, and tensors that must live as long."""
     s, columns = stand_ins, graph.columns
     tensors: dict[str, Tensor | None] = {} if s is None else {**_means(s), "label": s.label}
     tensors = {name: part if part is None or name == "label" else part.float() for name, part in tensors.items()}
@@ -123,7 +112,7 @@ def near(
 
 
 def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
-    """What kernels read of stand-ins, by their names there."""
+    """The tensors of stand-ins, by their names in the kernels' arguments."""
     tensors = {"mean_key": s.key, "mean_value": s.value, "left_factor": s.left, "right_factor": s.right}
     tensors |= {"factor": s.factor, "bounds": s.bounds}
     if isinstance(s, CohortStandIns):
@@ -133,7 +122,7 @@ def _means(s: StandIns | CohortStandIns) -> dict[str, Tensor | None]:
 
 
 def _common(x: Inputs, output: Tensor) -> dict[str, Any]:
-    """What both kernels are told."""
+    """The arguments that both kernels share."""
     rows = zip(_ROWS, (x.query, x.key, x.value, output), strict=True)
     sizes = (x.batch, x.query_heads, x.gqa_ratio, x.queries, x.keys, x.head_dim, x.value_dim)
     numbers = {"offset": x.offset, "causal": x.is_causal, "scale": x.scale}

@@ -27,7 +27,7 @@ from fewkeys.execute.torch.distances import Distances
 from fewkeys.execute.torch.sources import Band, Chunk, KeySource, Lists, Means, PastMeans, Source
 from fewkeys.rest.base import BlockStandIns, StandIns
 
-CHUNK = 2**20
+CACHED_SCORES = 2**20
 """Scores held at a time (4 MB in float32): about the cache next to a core."""
 
 
@@ -47,7 +47,7 @@ def attend(problem: Problem) -> Tensor:
     size = block_size(graph)
     lead = x.offset % size if graph.columns is not None and graph.columns.blocks > 1 else 0
     if lead:
-        # Lists serve blocks of absolute positions: the first block is filled up from the front.
+        # Lists serve blocks of absolute positions: the first block is padded at the front.
         whole = replace(x, query=pad(x.query, (0, 0, lead, 0)), offset=x.offset - lead)
         return attend(replace(problem, inputs=whole, graph=_led(graph, whole, lead)))[:, :, lead:]
     if graph.extra is not None:
@@ -59,7 +59,7 @@ def attend(problem: Problem) -> Tensor:
     def of_heads(heads: slice) -> Callable[[Chunk], Tensor]:
         return partial(_attend_chunk, sources=sources, means=means, weights=weights, distances=distances)
 
-    return by_chunks(problem, size, width, CHUNK, of_heads)
+    return by_chunks(problem, size, width, CACHED_SCORES, of_heads)
 
 
 def by_chunks(
@@ -96,7 +96,7 @@ def by_chunks(
 
 
 def block_size(graph: Graph) -> int:
-    """Queries per block: those of the graph's lists, or what suits the band's reach."""
+    """Queries per block: those of the graph's lists, or a size that fits the band's reach."""
     if graph.columns is not None and graph.columns.blocks > 1:
         return graph.columns.size
     return 64 if graph.band is None else band_block(sum(graph.band))
@@ -150,15 +150,15 @@ def _attend_chunk(
     elif means is not None:
         multiplicity = means.multiplicity(chunk)
         if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
-            # A stand-in that speaks for nobody must not decide the row's largest score. A mean cannot: it is an average
+            # A stand-in without keys must not decide the row's largest score. A mean cannot: it is an average
             # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
             parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
-    found = weights.kernel(parts)
+    weight = weights.kernel(parts)
     if multiplicity is not None:
-        found[-1] = found[-1] * multiplicity if found[-1].requires_grad else found[-1].mul_(multiplicity)
-    total = found[0].sum(-1, keepdim=True)
-    mixed = sources[0].mix(found[0], chunk)
-    for source, part in zip(sources[1:], found[1:], strict=True):
+        weight[-1] = weight[-1] * multiplicity if weight[-1].requires_grad else weight[-1].mul_(multiplicity)
+    total = weight[0].sum(-1, keepdim=True)
+    mixed = sources[0].mix(weight[0], chunk)
+    for source, part in zip(sources[1:], weight[1:], strict=True):
         total += part.sum(-1, keepdim=True)
         mixed += source.mix(part, chunk)
     output: Tensor = mixed / positive(total)
@@ -166,6 +166,6 @@ def _attend_chunk(
 
 
 def _led(graph: Graph, inputs: Inputs, lead: int) -> Graph:
-    """The graph for inputs whose first `lead` queries are filling."""
+    """The graph for inputs whose first `lead` queries are padding."""
     extra = None if graph.extra is None else graph.extra.delayed(lead)
     return replace(graph, inputs=inputs, extra=extra)

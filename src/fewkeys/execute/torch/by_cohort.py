@@ -2,7 +2,7 @@
 
 Queries are gathered cohort by cohort, so that a cohort's list and its stand-ins are one matrix product for all of its
 queries. A band is one product for every block of consecutive queries: its scores join those of the cohorts, and its
-weights go back to where the queries stand.
+weights go back to the order of the queries. So do the masses of stand-ins under a bias of distances.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import one_hot, pad
 
+from fewkeys.core.distances import DistanceBias, logarithm
 from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
+from fewkeys.execute.torch.distances import Distances
 from fewkeys.rest.base import CohortStandIns
-
-CHUNK = 2**22
-"""Scores held at a time (16 MB in float32), or those of one head."""
 
 
 def attend(problem: Problem) -> Tensor:
@@ -34,8 +33,10 @@ def attend(problem: Problem) -> Tensor:
     stand_ins = problem.stand_ins if isinstance(problem.stand_ins, CohortStandIns) else None
     per_head = x.gqa_ratio * x.queries * (columns.index.shape[3] + (0 if stand_ins is None else stand_ins.count))
     rows = []
-    for batch in _slices(x.batch, CHUNK // (x.kv_heads * per_head)):
-        row = [_attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, CHUNK // per_head)]
+    for batch in _slices(x.batch, SCORES_AT_ONCE // (x.kv_heads * per_head)):
+        row = [
+            _attend(_part(problem, columns, batch, heads)) for heads in _slices(x.kv_heads, SCORES_AT_ONCE // per_head)
+        ]
         rows.append(torch.cat(row, 1))
     return torch.cat(rows).to(x.query.dtype)
 
@@ -53,7 +54,8 @@ def _part(problem: Problem, columns: Columns, batch: slice, heads: slice) -> Pro
         return tensor[batch, heads]
 
     query, valid = part(x.grouped_query()).flatten(1, 2), None if x.valid is None else x.valid[batch]
-    inputs = replace(x, query=query, key=part(x.key), value=part(x.value), valid=valid, _memory={})
+    bias = None if x.bias is None else x.bias.heads(heads, x.gqa_ratio)
+    inputs = replace(x, query=query, key=part(x.key), value=part(x.value), valid=valid, bias=bias, _memory={})
     place = None if columns.place is None else part(columns.place)
     lists = Columns(part(columns.index), part(columns.used), columns.size, place)
     if isinstance(s, CohortStandIns):
@@ -73,21 +75,22 @@ def _attend(problem: Problem) -> Tensor:
     query = take(queries, place)
     list_key, list_value = (working(take(rows, columns.index)) for rows in (x.key, x.value))
     scores = [query @ list_key.mT]
+    biases = None if x.bias is None else _Biases(x, x.bias, columns, columns.place, band)
+    if biases is not None:
+        scores[0] = scores[0] + biases.of_list
     if not bool(columns.used.all()):
         scores[0] = scores[0].masked_fill(~columns.used.unsqueeze(3), -torch.inf)
     if band is not None:
         scores.append(take(band.scores(queries), place))
-    multiplicity = None
     if isinstance(s, CohortStandIns):
-        multiplicity = s.mass.unsqueeze(3)
-        if band is not None:
-            size = s.size.unsqueeze(3)
-            multiplicity = multiplicity * ((size - take(band.counts(s), place)) / size.clamp_min(1))
+        spoken_for = s.size.unsqueeze(3)
         extra = query @ working(s.key).mT + s.bias.unsqueeze(3)
-        scores.append(extra.masked_fill(multiplicity <= 0, -torch.inf))
+        if biases is not None:
+            spoken_for, extra = biases.mass(s), extra + biases.largest
+        elif band is not None:
+            spoken_for = spoken_for - take(band.counts(s), place)
+        scores.append(extra + logarithm(s.mass.unsqueeze(3) * spoken_for / s.size.unsqueeze(3).clamp_min(1)))
     weights = problem.weights.kernel(scores)
-    if multiplicity is not None:
-        weights[-1] = weights[-1] * multiplicity
     total = torch.stack([part.sum(-1, keepdim=True) for part in weights]).sum(0)
     mixed = weights[0] @ list_value
     if isinstance(s, CohortStandIns):
@@ -124,6 +127,10 @@ class _Band:
         position = first.unsqueeze(-1) + torch.arange(self.width, device=device)
         distance = position - (query + x.offset).unsqueeze(-1)
         seen = (distance >= -self.left) & (distance <= right) & (position >= 0) & (position < x.keys)
+        self.reach, self.bias = (self.left, right), None
+        if x.bias is not None:
+            heads = torch.arange(x.query_heads, device=device)[:, None, None]
+            self.bias = x.bias.at(heads, distance).unflatten(0, (x.kv_heads, -1)).flatten(1, 2)
         self.position = position.clamp(0, x.keys - 1).repeat(x.gqa_ratio, 1)
         hidden = torch.zeros((*columns.index.shape[:3], x.keys), dtype=torch.uint8, device=device)
         hidden.scatter_reduce_(-1, columns.index, columns.used.to(torch.uint8), "amax")
@@ -142,7 +149,7 @@ class _Band:
         return working(stretches).unsqueeze(2)
 
     def _by_block(self, rows: Tensor) -> Tensor:
-        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), filled up with zeros."""
+        """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), padded with zeros."""
         by_head = rows.unflatten(2, (self.inputs.gqa_ratio, -1))
         filled: Tensor = pad(by_head, (0, 0, 0, self.blocks * self.size - self.inputs.queries))
         by_block: Tensor = filled.unflatten(3, (self.blocks, self.size))
@@ -156,6 +163,7 @@ class _Band:
     def scores(self, query: Tensor) -> Tensor:
         """Of scaled queries (B, Hkv, R Nq, D)."""
         scores = self._by_query(self._by_block(query) @ self._around(self.inputs.key))
+        scores = scores if self.bias is None else scores + self.bias
         return scores.masked_fill(~self.seen, -torch.inf)
 
     def mix(self, weights: Tensor) -> Tensor:
@@ -167,6 +175,39 @@ class _Band:
         label = stand_ins.label.gather(-1, self.position.flatten().expand(*self.seen.shape[:2], -1))
         counts = stand_ins.size.new_zeros((*self.seen.shape[:3], stand_ins.count))
         return counts.scatter_add_(-1, label.view(self.seen.shape), self.seen.to(counts.dtype))
+
+
+class _Biases:
+    """What a bias of distances adds to the scores of lists, (B, Hkv, H, M, S), and does to the masses of stand-ins.
+
+    `largest` (B, Hkv, H, M, 1): the largest bias of each query's head.
+    """
+
+    def __init__(self, inputs: Inputs, bias: DistanceBias, columns: Columns, place: Tensor, band: _Band | None) -> None:
+        x, self.inputs, self.index, self.place = inputs, inputs, columns.index, place.clamp_min(0)
+        bias = bias.reaching(0, max(x.keys, x.queries + x.offset))
+        first = x.gqa_ratio * torch.arange(x.kv_heads, device=place.device)[:, None, None]
+        head, position = first + self.place // x.queries, self.place % x.queries + x.offset
+        distance = columns.index.unsqueeze(3) - position.unsqueeze(-1)
+        self.of_list, self.largest = bias.at(head.unsqueeze(-1), distance), bias.largest[head].unsqueeze(-1)
+        self.listed, reach, size = columns.used.unsqueeze(3), None, 64
+        if band is not None:
+            reach, size = band.reach, band.size
+            self.listed = self.listed & ((distance < -reach[0]) | (distance > reach[1]))
+        self.distances = Distances(x, bias, size, reach)
+
+    def mass(self, stand_ins: CohortStandIns) -> Tensor:
+        """(B, Hkv, H, M, C): sums of exp(bias - largest) over the keys of each cluster that a query does not keep."""
+        x, label = self.inputs, stand_ins.label
+        cluster = one_hot(label, stand_ins.count).to(self.of_list.dtype)
+        real = cluster if x.valid is None else cluster * x.valid[:, None, :, None]
+        blocks = -(-x.queries // self.distances.size)
+        by_block = self.distances.mass(real.flatten(0, 1), slice(None), x.offset, blocks)
+        by_head = by_block.transpose(1, 2).flatten(2, 3)[:, :, : x.queries]
+        mass = take(by_head.flatten(1, 2).unflatten(0, (x.batch, x.kv_heads)), self.place)
+        left = mass - ((self.of_list - self.largest).exp() * self.listed) @ take(cluster, self.index)
+        # A stand-in all of whose keys are kept must vanish exactly, not up to rounding.
+        return left.masked_fill(left <= 64 * torch.finfo(mass.dtype).eps * mass, 0.0)
 
 
 def _in_order(inputs: Inputs, place: Tensor, rows: Tensor) -> Tensor:

@@ -13,17 +13,14 @@ from torch import Tensor
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
-from fewkeys.execute.problem import Problem
+from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned
 from fewkeys.sketch.codes import BLOCK
 
-PIECE = 2**22
-"""Numbers of gathered keys held at a time (16 MB in float32)."""
-
 
 def knows(problem: Problem) -> bool:
-    """Whether the graph is what a scan found and nothing else."""
+    """Whether the graph holds the keys that a scan chose, and no others."""
     graph = problem.graph
     others = (graph.band, graph.columns, graph.rows, graph.extra)
     return isinstance(graph.scan, Scanned) and not graph.full and all(other is None for other in others)
@@ -33,9 +30,9 @@ def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding. Cost O(n slots (D + Dv))."""
     x, scanned = problem.inputs, problem.graph.scan
     if not isinstance(scanned, Scanned):
-        raise ValueError("graph: expected what a scan found, got another")
+        raise ValueError("graph: expected the keys of a scan, got others")
     each = x.gqa_ratio * (scanned.most + 1) * (x.head_dim + x.value_dim)
-    heads = max(1, PIECE // (each * min(BLOCK, x.queries)))
+    heads = max(1, SCORES_AT_ONCE // (each * min(BLOCK, x.queries)))
     rows, seen = _Rows(problem, scanned), scanned.seen
     output = x.query.new_empty((x.batch * x.kv_heads, x.gqa_ratio, x.queries, x.value_dim))
     parts: list[Tensor] = []
@@ -44,11 +41,11 @@ def attend(problem: Problem) -> Tensor:
         stop = min(x.queries, start + BLOCK - (start + x.offset) % BLOCK)
         for head in range(0, len(output), heads):
             part = slice(head, head + heads)
-            found = rows.attend(part, start, stop, int(seen[start]))
-            if found.requires_grad:
-                parts.append(found)
+            mixed = rows.attend(part, start, stop, int(seen[start]))
+            if mixed.requires_grad:
+                parts.append(mixed)
             else:
-                output[part, :, start:stop] = found
+                output[part, :, start:stop] = mixed
         start = stop
     if parts:
         # Written in place without gradients; with them, in-place writes would copy the whole gradient once per part.
@@ -70,18 +67,18 @@ class _Rows:
         self.scale = None if scanned.scale is None else scanned.scale.flatten(0, 1).to(working(x.query[:0]).dtype)
         self.index = scanned.index.unflatten(1, (x.kv_heads, x.gqa_ratio)).flatten(0, 1)
 
-    def attend(self, heads: slice, start: int, stop: int, own: int) -> Tensor:
-        """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at `own`."""
+    def attend(self, heads: slice, start: int, stop: int, first: int) -> Tensor:
+        """The output (H, gqa_ratio, M, Dv) of queries start .. stop - 1, whose own block begins at key `first`."""
         x = self.x
         query = working(self.query[heads, :, start:stop]).flatten(1, 2) * x.scale
-        last = min(x.keys, stop + x.offset) if x.is_causal else own
-        near, far = slice(own, last), self.index[heads, :, start:stop].flatten(1, 2).long()
+        last = min(x.keys, stop + x.offset) if x.is_causal else first
+        near, far = slice(first, last), self.index[heads, :, start:stop].flatten(1, 2).long()
         hidden = far < 0
         chosen = far.clamp_min(0).unsqueeze(1)
         keys, values = self._read(lambda rows: take(rows[heads].unsqueeze(1), chosen).squeeze(1))
         near_keys, near_values = self._read(lambda rows: rows[heads, near])
         late = (
-            torch.arange(own, last, device=far.device)
+            torch.arange(first, last, device=far.device)
             > torch.arange(start, stop, device=far.device)[:, None] + x.offset
         )
         late = late.repeat(x.gqa_ratio, 1).expand(len(query), -1, -1)
@@ -114,7 +111,7 @@ class _Rows:
         return by_head
 
     def _read(self, part: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Some keys and values, as `part` takes them from all."""
+        """The keys and values that `part` selects."""
         key, value = working(part(self.key)), working(part(self.value))
         if self.scale is None:
             return key, value

@@ -16,10 +16,10 @@ class Distances:
 
     def __init__(self, inputs: Inputs, bias: DistanceBias, size: int, band: tuple[int, int] | None) -> None:
         x = inputs
-        own = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
-        self.reach, self.size, self.keys = own.reach, size, x.keys
-        self.table = own.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
-        self.largest = own.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
+        reaching = bias.reaching(0 if band is None else max(band), max(x.keys, x.queries + x.offset))
+        self.reach, self.size, self.keys = reaching.reach, size, x.keys
+        self.table = reaching.table.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1, 1)
+        self.largest = reaching.largest.unflatten(0, (x.kv_heads, x.gqa_ratio)).repeat(x.batch, 1)
         self.band = band
 
     def of(self, place: Tensor, chunk: Chunk) -> Tensor:
@@ -28,36 +28,44 @@ class Distances:
         query = torch.arange(chunk.blocks * chunk.size, device=place.device).view(chunk.blocks, chunk.size, 1)
         distance = place.unsqueeze(2) - (query + chunk.first_key)
         index = (distance.clamp(-self.reach, self.reach) + self.reach).flatten(1).unsqueeze(1)
-        found = table.gather(-1, index.expand(*table.shape[:2], -1))
-        own: Tensor = found.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
-        return own
+        biases = table.gather(-1, index.expand(*table.shape[:2], -1))
+        by_query: Tensor = biases.unflatten(-1, distance.shape[1:]).transpose(1, 2).flatten(1, 3)
+        return by_query
 
     def of_stand_ins(self, member: Tensor, chunk: Chunk) -> Tensor:
         """(H, M, C): log of the mass that each stand-in has for each query, the bias of all keys included.
 
-        member (H, Nk, C): what each key counts for. A block of queries meets the keys within `reach` by one small
-        matrix, the same for all blocks; keys before and after have one bias each, and sums of all of them are at hand.
+        member (Heads, Nk, C): what each key counts for.
         """
-        heads, held = chunk.heads, member[chunk.heads]
+        largest = self.largest[chunk.heads][:, None, :, None, None]
+        mass = self.mass(member[chunk.heads], chunk.heads, chunk.first_key, chunk.blocks)
+        log_mass: Tensor = (logarithm(mass) + largest).flatten(1, 3)
+        return log_mass
+
+    def mass(self, held: Tensor, heads: slice, first_key: int, blocks: int) -> Tensor:
+        """(H, blocks, R, size, C): sums of `held` (H, Nk, C) over all keys outside the band, times exp(bias - largest).
+
+        Of blocks of queries from the place `first_key` on. A block meets the keys within `reach` by one small matrix,
+        the same for all blocks; keys before and after have one bias each, and sums of all of them are at hand.
+        """
         weight = (self.table[heads] - self.largest[heads].unsqueeze(-1)).exp()
-        width, device = self.size + 2 * self.reach, member.device
+        width, device = self.size + 2 * self.reach, held.device
         step = torch.arange(width, device=device) - self.reach - torch.arange(self.size, device=device)[:, None]
         near = weight[:, :, step.clamp(-self.reach, self.reach) + self.reach]
-        first = chunk.first_key - self.reach
-        last = first + (chunk.blocks - 1) * self.size + width
+        first = first_key - self.reach
+        last = first + (blocks - 1) * self.size + width
         if self.band is not None:
             near = near.masked_fill((step >= -self.band[0]) & (step <= self.band[1]), 0.0)
         rows = held[:, max(0, first) : max(0, min(self.keys, last))]
         before = min(max(0, -first), last - first)
         rows = pad(rows, (0, 0, before, last - first - before - rows.shape[1]))
-        stretch = rows.unfold(1, width, self.size).mT  # (H, blocks, width, C)
-        mass = near.unsqueeze(1) @ stretch.unsqueeze(2)  # (H, blocks, ratio, size, C)
+        stretch = rows.unfold(1, width, self.size).flatten(1, 2)  # (H, blocks C, width)
+        product = (near.flatten(1, 2) @ stretch.mT).unflatten(1, (-1, self.size)).unflatten(3, (blocks, -1))
+        mass: Tensor = product.movedim(3, 1)
         sums = pad(held.cumsum(1), (0, 0, 1, 0))
-        starts = first + torch.arange(chunk.blocks, device=device) * self.size
+        starts = first + torch.arange(blocks, device=device) * self.size
         ahead = sums[:, starts.clamp(0, self.keys)]
         behind = sums[:, -1:] - sums[:, (starts + width).clamp(0, self.keys)]
         for end, beyond in ((weight[..., 0], ahead), (weight[..., -1], behind.clamp_min(0.0))):
             mass = mass + end[:, None, :, None, None] * beyond[:, :, None, None, :]
-        largest = self.largest[heads][:, None, :, None, None]
-        found: Tensor = (logarithm(mass) + largest).flatten(1, 3)
-        return found
+        return mass

@@ -75,7 +75,7 @@ class KeySource(Source):
     """Keys that queries attend to exactly."""
 
     spoken_for = True
-    """Whether stand-ins may speak for its keys to other queries."""
+    """Whether stand-ins may represent its keys for other queries."""
 
     @abstractmethod
     def place(self, chunk: Chunk) -> Tensor:
@@ -87,7 +87,7 @@ class KeySource(Source):
 
     @abstractmethod
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
-        """What the source's keys hold of every stand-in: sums of `member` (Heads, N, C) over each query's keys."""
+        """The part of every stand-in in the source's keys: sums of `member` (Heads, N, C) over each query's keys."""
 
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class Band(KeySource):
     def represented(self, member: Tensor, chunk: Chunk) -> Tensor:
         inside = self.inside
         if self.columns is not None and self.columns.blocks > 1:
-            # What a block's list holds, the list counts; no stand-in speaks for shared lists.
+            # The list itself counts the keys that it holds; shared lists have no stand-ins.
             inside = inside & ~self._listed(self.columns, chunk).unsqueeze(2)
         held = inside.to(member.dtype) @ self.stretch(member, chunk).mT
         return held.unsqueeze(2).expand(-1, -1, chunk.gqa_ratio, -1, -1).flatten(1, 3)
@@ -234,7 +234,7 @@ class Band(KeySource):
         place = lists - self._stretch_places(chunk)[:, :1]
         inside = used & (place >= 0) & (place < self.width)
         flags = torch.zeros((*place.shape[:2], self.width + 1), dtype=torch.bool, device=lists.device)
-        # Whatever is not in the stretch is written to a last column that is cut off.
+        # Keys outside the stretch are written to a last column, which is cut off.
         return flags.scatter_(-1, place.masked_fill(~inside, self.width), True)[..., : self.width]
 
 
@@ -251,7 +251,7 @@ class Means(Source):
             flat(part) for part in (stand_ins.curvature, stand_ins.bounds, stand_ins.factor)
         )
         if factor is not None:
-            # The factors ride along as one more value column.
+            # The factors are one more column of the values.
             self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
         self.total = stand_ins.total.flatten(0, 1).unsqueeze(1)
         self.stand_ins, self.near = stand_ins, near
@@ -262,7 +262,7 @@ class Means(Source):
 
     @property
     def member(self) -> Tensor:
-        """(H, Nk, C): what every key counts for in every stand-in."""
+        """(H, Nk, C): the share of every key in every stand-in."""
         return self.stand_ins.member.flatten(0, 1)
 
     def scores(self, chunk: Chunk) -> Tensor:
@@ -277,7 +277,7 @@ class Means(Source):
         return scores
 
     def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor:
-        """How many keys each stand-in speaks for, per query: (H, M, C), or (H, 1, C) where all queries agree.
+        """How many keys each stand-in represents, per query: (H, M, C), or (H, 1, C) where all queries agree.
 
         `held` (H, M, C): what queries keep of every stand-in besides the keys of `near`.
         """
@@ -325,7 +325,7 @@ class PastMeans(Source):
         return (scores + bias.unsqueeze(2)).flatten(1, 2)
 
     def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor | None:
-        """How many keys each stand-in speaks for, (H, M, C); None where the bias has told it."""
+        """How many keys each stand-in represents, (H, M, C); None where the bias includes it."""
         if self.tilted:
             return None
         rows = chunk.gqa_ratio * chunk.size

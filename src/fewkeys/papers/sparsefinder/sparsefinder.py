@@ -281,8 +281,8 @@ class Sparsefinder:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sparsefinder):
             return NotImplemented
-        own = (self.shape, self.settings, fingerprint(NAME, self.tensors))
-        return own == (other.shape, other.settings, fingerprint(NAME, other.tensors))
+        content = (self.shape, self.settings, fingerprint(NAME, self.tensors))
+        return content == (other.shape, other.settings, fingerprint(NAME, other.tensors))
 
     __hash__ = None  # type: ignore[assignment]  # it learns centroids on demand
 

@@ -8,7 +8,7 @@ const methods = [...new Set(rows.map((row) => row.name))];
 const budgets = [...new Set(rows.map((row) => row.budget).filter((budget) => budget !== null))].sort((a, b) => a - b);
 const label = (row) => (row.budget === null ? row.name : `${row.name}, ${row.budget} slots`);
 const best = rows.filter((row) => row.kind === "method").reduce((a, b) => (a && a.error <= b.error ? a : b), null);
-const start = Math.max(0, rows.indexOf(best));
+const start = data.crossing?.row ?? Math.max(0, rows.indexOf(best));
 const rival = rows.findIndex((row) => row.kind === "oracle" && row.budget === rows[start].budget);
 
 const state = {

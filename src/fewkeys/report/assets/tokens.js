@@ -10,12 +10,12 @@ async function unpack() {
   const size = Number(new DataView(file).getBigUint64(0, true));
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(file, 8, size)));
   const kinds = { I16: Int16Array, U8: Uint8Array, F32: Float32Array };
-  const found = {};
+  const read = {};
   for (const [name, { dtype, shape, data_offsets }] of Object.entries(header)) {
     if (name === "__metadata__") continue;
-    found[name] = { shape, flat: new kinds[dtype](file.slice(8 + size + data_offsets[0], 8 + size + data_offsets[1])) };
+    read[name] = { shape, flat: new kinds[dtype](file.slice(8 + size + data_offsets[0], 8 + size + data_offsets[1])) };
   }
-  return found;
+  return read;
 }
 // The last dimension at the first indices, null where there is no such tensor.
 function at(name, ...where) {
@@ -108,8 +108,24 @@ function drawHead() {
         make("thead", {}, make("tr", {}, ...["key (position)", "exact weight", "plan A", "plan B"].map((name) => make("th", { scope: "col" }, name)))),
         make("tbody", {}, ...top.map(([w, j]) => make("tr", {}, make("th", { scope: "row" }, place(j)),
           make("td", {}, w.toFixed(4)), make("td", {}, fate(a.seen, j)), make("td", {}, fate(b.seen, j))))))));
+  for (const box of $("look").querySelectorAll(".tokens")) {
+    const asked = box.querySelector(".asked");
+    if (asked) box.scrollTop = asked.offsetTop - box.clientHeight / 2;
+  }
 }
 listeners.push((what) => { if (["plans", "layer", "head", "query"].some((name) => what.includes(name))) drawHead(); });
 drawHead();
+// Where the page opens: the head and the query with the most keys of at least a hundredth of the exact weight that plan A
+// keeps.
+function firstView() {
+  let most = { count: -1 };
+  for (let layer = 0; layer < data.layers; layer++) for (let head = 0; head < data.heads; head++) sample.queries.forEach((_, query) => {
+    const [exact, bits] = [at("exact", layer, head, query), at(`${state.plans[0]}.kept`, layer, head, query)];
+    let count = 0;
+    exact.forEach((w, j) => { count += w >= sample.unit / 100 && (bits[j >> 3] >> (j & 7)) & 1; });
+    if (count > most.count) most = { count, layer, head, query };
+  });
+  return { layer: most.layer, head: most.head, query: most.query };
+}
 // The sample stands behind this script.
-if (sample) document.addEventListener("DOMContentLoaded", () => unpack().then((found) => { tensors = found; drawHead(); }));
+if (sample) document.addEventListener("DOMContentLoaded", () => unpack().then((file) => { tensors = file; change(firstView()); }));

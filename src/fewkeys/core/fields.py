@@ -1,0 +1,89 @@
+"""Dataclasses of tensors, the first dimension of which is the batch: what is the same for all of them, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any, Self
+
+from torch import Tensor
+
+from fewkeys.core.buffer import Buffer
+
+DERIVED: Mapping[str, bool] = {"derived": True}
+"""The metadata of a field that follows from the others and is no part of a file."""
+
+
+class Fields:
+    """Base of frozen dataclasses whose fields are tensors, `Buffer`s, other `Fields`, and tuples and dicts of these.
+
+    Fields of other types are facts, which stay as they are.
+    """
+
+    def tensors(self, root: str = "") -> dict[str, Tensor]:
+        """All tensors by dotted names, in a fixed order, but for those of `DERIVED` fields."""
+        return {name: leaf.rows if isinstance(leaf, Buffer) else leaf for name, leaf in _leaves(self, root, False)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor], root: str = "") -> Self:
+        """The same with the tensors of these names; `KeyError` where one is missing. A dict takes all of its names."""
+        rebuilt: Self = _rebuilt(self, root, lambda leaf, name: tensors[name], tensors)
+        return rebuilt
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed, those of `DERIVED` fields, too."""
+        rebuilt: Self = _rebuilt(self, "", lambda leaf, name: change(leaf))
+        return rebuilt
+
+    def select(self, index: Tensor) -> Self:
+        """The sequences `index` (M,) of the batch, in memory of their own."""
+        return self.changed(lambda tensor: tensor[index])
+
+    def bytes(self) -> int:
+        """Bytes of memory. What several fields share counts once, and files do not count."""
+        sizes: dict[int, int] = {}
+        for _, leaf in _leaves(self, "", True):
+            tensor = leaf.held if isinstance(leaf, Buffer) else leaf
+            if tensor.numel() and not (isinstance(leaf, Buffer) and leaf.folder is not None):
+                sizes[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+        return sum(sizes.values())
+
+
+def _leaves(part: object, name: str, derived: bool) -> Iterator[tuple[str, Tensor | Buffer]]:
+    if isinstance(part, Tensor | Buffer):
+        yield name, part
+    for inner_name, inner, is_derived in _inside(part, name):
+        if derived or not is_derived:
+            yield from _leaves(inner, inner_name, derived)
+
+
+def _inside(part: object, name: str) -> Iterator[tuple[str, object, bool]]:
+    """What a field holds: names, values, and whether these are derived."""
+    root = f"{name}." if name else ""
+    if isinstance(part, dict):
+        yield from ((root + key, inner, False) for key, inner in part.items())
+    elif type(part) is tuple:
+        yield from ((f"{name}{number}", inner, False) for number, inner in enumerate(part))
+    elif isinstance(part, Fields):
+        for field in fields(part):  # type: ignore[arg-type]  # every subclass is a dataclass
+            yield root + field.name, getattr(part, field.name), bool(field.metadata)
+
+
+def _rebuilt(
+    part: Any, name: str, change: Callable[[Tensor, str], Tensor], given: Mapping[str, Tensor] | None = None
+) -> Any:
+    """The part with `change(tensor, name)` for every tensor; `given`: of these names, without derived ones."""
+    if isinstance(part, Tensor):
+        return change(part, name)
+    if isinstance(part, Buffer):
+        return part.holding(change(part.rows, name))
+    if isinstance(part, dict) and given is not None:
+        return {key.removeprefix(f"{name}."): given[key] for key in given if key.startswith(f"{name}.")}
+    inside = [
+        (inner_name, inner if derived and given is not None else _rebuilt(inner, inner_name, change, given))
+        for inner_name, inner, derived in _inside(part, name)
+    ]
+    if isinstance(part, Fields):
+        return replace(part, **{inner_name.rpartition(".")[2]: inner for inner_name, inner in inside})  # type: ignore[type-var]
+    if isinstance(part, dict):
+        return dict(zip(part, (inner for _, inner in inside), strict=True))
+    return tuple(inner for _, inner in inside) if type(part) is tuple else part

@@ -1,0 +1,84 @@
+"""What a stream lets in."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.precision import lowered
+from fewkeys.core.validation import check_finite, check_tensor, largest_entries
+
+
+class Kind(NamedTuple):
+    """What tokens that follow each other share."""
+
+    batch: int
+    heads: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Came(NamedTuple):
+    """Tokens that came: keys (B, Hkv, N, D), values (B, Hkv, N, Dv), which are real (B, N; None: all), and the largest
+    entries of both.
+    """
+
+    key: Tensor
+    value: Tensor
+    real: Tensor | None
+    largest: list[float]
+
+    @property
+    def kind(self) -> Kind:
+        batch, heads, _, dim = self.key.shape
+        return Kind(batch, heads, dim, self.value.shape[3], self.key.dtype, self.key.device)
+
+
+def check_tokens(key: object, value: object, key_mask: object, before: Kind | None) -> Came:
+    """Tokens, once keys and values match each other and the kind of those `before`."""
+    k, v = lowered(check_tensor("key", key)), lowered(check_tensor("value", value))
+    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
+        raise ValueError(
+            f"value: expected {tuple(k.shape[:3])} (batch, heads, tokens), {k.dtype} on {k.device} like key, got "
+            f"{tuple(v.shape[:3])}, {v.dtype} on {v.device}"
+        )
+    real = None
+    if isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and key_mask.shape == (k.shape[0], k.shape[2]):
+        if not bool(key_mask.all()):
+            real = key_mask.to(k.device)
+            k, v = (tensor.masked_fill(~real[:, None, :, None], 0.0) for tensor in (k, v))
+    elif key_mask is not None:
+        what = f"{key_mask.dtype} {tuple(key_mask.shape)}" if isinstance(key_mask, Tensor) else type(key_mask)
+        raise ValueError(f"key_mask: expected a bool tensor {(k.shape[0], k.shape[2])}, got {what}")
+    came = Came(k, v, real, largest_entries(k, v))
+    if before is not None and came.kind != before:
+        new, old = came.kind, before
+        name = "key" if (*new[:3], *new[4:]) != (*old[:3], *old[4:]) else "value"
+        sizes = [(*kind[:2], kind.dim if name == "key" else kind.value_dim) for kind in (old, new)]
+        raise ValueError(
+            f"{name}: expected (batch, heads, dim) = {sizes[0]}, {old.dtype} on {old.device} like the tokens before, "
+            f"got {sizes[1]}, {new.dtype} on {new.device}"
+        )
+    if not all(map(math.isfinite, came.largest)):
+        check_finite(key=k, value=v)
+    return came
+
+
+def check_query(query: Tensor, key: Tensor) -> float:
+    """The largest entry of queries; `ValueError` where they cannot ask for the last of these keys."""
+    batch, heads, tokens, dim = key.shape
+    shape = query.shape
+    if shape[0] != batch or shape[1] % heads or shape[2] > tokens or shape[3] != dim or query.dtype != key.dtype:
+        raise ValueError(
+            f"query: expected ({batch}, a multiple of {heads}, at most {tokens}, {dim}) in {key.dtype} for the "
+            f"tokens last appended, got {tuple(shape)} in {query.dtype}"
+        )
+    (largest,) = largest_entries(query)
+    if not math.isfinite(largest):
+        check_finite(query=query)
+    return largest

@@ -1,0 +1,74 @@
+"""Streams as one file: plans and counters in the header, memory as tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fewkeys.core import tensor_files
+from fewkeys.core.records import build
+from fewkeys.core.validation import check_count
+
+FORMAT = 4
+FAULTS = (ValueError, KeyError, TypeError, RuntimeError, IndexError)
+"""What the contents of a file may raise; RuntimeError: no state of a generator."""
+
+Contents = tuple[dict[str, Any], dict[str, Tensor]]
+"""What a file says and holds of a stream."""
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """The number of a group's plan, where its sequences are padded, and what its memory says of itself."""
+
+    plan: int
+    gaps: list[list[int]]
+    held: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The plans as `Plan.to_dict` gives them, the scale, how leaves are held, the tokens seen, and all groups."""
+
+    plans: list[dict[str, Any]]
+    scale: float | None
+    leaves: str | None
+    length: int
+    groups: list[GroupFacts]
+
+    def __post_init__(self) -> None:
+        check_count("length", self.length, least=0)
+
+
+@dataclass(frozen=True)
+class _Header:
+    format: int
+    streams: list[Facts]
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"expected format {FORMAT}, got {self.format}")
+
+
+def write(path: str | os.PathLike[str], kind: str, streams: Sequence[Contents]) -> None:
+    """Write the contents of streams to one file, whole or not at all."""
+    tensors = {f"{number}/{name}": part for number, (_, held) in enumerate(streams) for name, part in held.items()}
+    tensor_files.write(path, kind, {"format": FORMAT, "streams": [facts for facts, _ in streams]}, tensors)
+
+
+def read(path: str | os.PathLike[str], kind: str) -> list[tuple[Facts, dict[str, Tensor]]]:
+    """The contents of all streams of a file; `ValueError` where it is damaged or none of this kind."""
+    header, tensors = tensor_files.read(path, kind)
+    streams = [(facts, taken(tensors, f"{number}/")) for number, facts in enumerate(build(_Header, header).streams)]
+    if tensors:
+        raise ValueError(f"expected tensors of {len(streams)} streams, got {', '.join(sorted(tensors))}")
+    return streams
+
+
+def taken(tensors: dict[str, Tensor], root: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `root`, by the rest of their names; they are removed from `tensors`."""
+    return {name.removeprefix(root): tensors.pop(name) for name in [*tensors] if name.startswith(root)}

@@ -1,0 +1,102 @@
+"""Which sequences and key heads of a stream go together: those that have one plan and are padded alike.
+
+Padding goes nowhere: memory sees real tokens alone, and positions are counted over these, so a sequence answers as it
+would alone, wherever its padding stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fewkeys.memory.base import Memory
+
+Gaps = tuple[tuple[int, int], ...]
+"""Where padding stands: places from the first on, before the second."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The sequences `rows` (M,) and the key heads `heads` (H,) of a batch, where they are padded, and their memory.
+
+    `plan`: the number of their plan among those of the stream.
+    """
+
+    plan: int
+    heads: Tensor
+    rows: Tensor
+    gaps: Gaps
+    memory: Memory
+
+    def by_padding(self, real: Tensor) -> list[Group]:
+        """Parts that are padded alike in `real` (B, N)."""
+        kinds, kind = real[self.rows].unique(dim=0, return_inverse=True)
+        if len(kinds) == 1:
+            return [self]
+        parts = [(kind == number).nonzero().squeeze(-1) for number in range(len(kinds))]
+        return [replace(self, rows=self.rows[part], memory=self.memory.select(part)) for part in parts]
+
+    def places(self, tokens: Tensor, real: Tensor | None, ratio: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """The index into `tokens` (B, ratio x key heads, N, X) of the real ones of this group."""
+        inside = torch.arange(tokens.shape[2], device=tokens.device)
+        inside = inside if real is None else inside[real[self.rows[0]]]
+        heads = (self.heads[:, None] * ratio + torch.arange(ratio, device=self.heads.device)).flatten()
+        return self.rows[:, None, None], heads[:, None], inside
+
+    def padded(self, real: Tensor, first: int) -> Group:
+        """The same after the tokens of `real` (B, N), from place `first` on."""
+        edges = torch.nn.functional.pad(~real[self.rows[0]], (1, 1)).int().diff().nonzero().squeeze(-1) + first
+        return replace(self, gaps=joined(self.gaps, tuple(map(tuple, edges.view(-1, 2).tolist()))))
+
+    def count(self, length: int) -> int:
+        """Real tokens among the first `length`."""
+        return real_tokens(self.gaps, length)
+
+    def crop(self, length: int) -> Group:
+        """The same without what came from place `length` on."""
+        gaps = tuple((start, min(stop, length)) for start, stop in self.gaps if start < length)
+        return replace(self, gaps=gaps, memory=self.memory.crop(self.count(length)))
+
+    def select(self, index: Tensor) -> Group | None:
+        """The same for the sequences `index` of the batch, if any of them is here."""
+        at = (index[:, None] == self.rows).nonzero()
+        return replace(self, rows=at[:, 0], memory=self.memory.select(at[:, 1])) if len(at) else None
+
+    def merge(self, other: Group, length: int) -> Group | None:
+        """The sequences of both, which have one plan, as if those of `other` had come after `length` tokens."""
+        mine, theirs = (self.rows[:, None] == other.rows).nonzero().unbind(1)
+        if not len(mine):
+            return None
+        memory = self.memory.select(mine).merge(other.memory.select(theirs))
+        gaps = tuple((start + length, stop + length) for start, stop in other.gaps)
+        return replace(self, rows=self.rows[mine], gaps=joined(self.gaps, gaps), memory=memory)
+
+
+def real_tokens(gaps: Gaps, length: int) -> int:
+    """Real tokens among the first `length`."""
+    return length - sum(min(stop, length) - start for start, stop in gaps if start < length)
+
+
+def joined(before: Gaps, after: Gaps) -> Gaps:
+    """Gaps followed by later ones."""
+    if before and after and before[-1][1] == after[0][0]:
+        return (*before[:-1], (before[-1][0], after[0][1]), *after[1:])
+    return before + after
+
+
+def checked_gaps(gaps: Sequence[Sequence[int]], length: int) -> Gaps:
+    """Gaps that a file names; `ValueError` unless they rise within `length` places."""
+    edges = [place for gap in gaps for place in gap]
+    if any(len(gap) != 2 for gap in gaps) or edges != sorted({*edges}) or not all(0 <= e <= length for e in edges):
+        raise ValueError(f"expected padding at places that rise, of {length}, got {gaps}")
+    return tuple((start, stop) for start, stop in gaps)
+
+
+def checked_rows(rows: Tensor) -> Tensor:
+    """Sequences that a file names."""
+    if rows.ndim != 1 or rows.dtype != torch.int64 or not len(rows):
+        raise ValueError(f"expected rows (sequences,) of torch.int64, got {tuple(rows.shape)} of {rows.dtype}")
+    return rows

@@ -1,0 +1,108 @@
+"""Keys and values as they are held: as they come, or in int8.
+
+Under int8 a key is `round(k / s)` with a scale `s = max |k| / 127` of its own, in float32, and so is a value: off by
+s / 2 at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.buffer import Buffer
+from fewkeys.core.fields import Fields
+from fewkeys.core.precision import working
+from fewkeys.core.tensor_files import Form, check
+from fewkeys.memory.base import Held, named_rows
+
+LARGEST = 127
+
+
+@dataclass(frozen=True, eq=False)
+class HeldRows(Fields):
+    """The keys (B, Hkv, N, D) and values (B, Hkv, N, Dv) of N tokens, which came in `dtype`.
+
+    scale (B, Hkv, N, 2): of both, under int8.
+    """
+
+    dtype: torch.dtype
+    key: Buffer
+    value: Buffer
+    scale: Buffer | None
+
+    @staticmethod
+    def empty(how: Held, key: Tensor, value: Tensor) -> HeldRows:
+        """None yet, in the shape of keys (B, Hkv, any, D) and values."""
+        rows = _written(key[:, :, :0], value[:, :, :0], how.dtype == "int8")
+        buffers = [None if part is None else Buffer(part, folder=how.folder) for part in rows]
+        return HeldRows(key.dtype, *buffers)  # type: ignore[arg-type]
+
+    @property
+    def count(self) -> int:
+        return self.key.count
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
+
+    def make_room(self, count: int) -> None:
+        """Make room for so many tokens in all; `OSError` where there is none, and nothing has changed."""
+        for buffer in self.buffers:
+            buffer.make_room(count)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add tokens."""
+        key, value, scale = _written(key, value, self.scale is not None)
+        self.key.append(key)
+        self.value.append(value)
+        if self.scale is not None and scale is not None:
+            self.scale.append(scale)
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, in working precision where they are held in int8."""
+        part = slice(start, stop)
+        key, value = self.key.rows[:, :, part], self.value.rows[:, :, part]
+        if self.scale is None:
+            return key, value
+        kind, scale = working(torch.empty(0, dtype=self.dtype)).dtype, self.scale.rows[:, :, part]
+        return key.to(kind) * scale[..., :1], value.to(kind) * scale[..., 1:]
+
+    def join(self, other: HeldRows) -> None:
+        """Add the tokens of others."""
+        if (self.scale is None) != (other.scale is None):
+            self.append(*(rows.to(self.dtype) for rows in other.read(0, other.count)))
+            return
+        for buffer, more in zip(self.buffers, other.buffers, strict=True):
+            buffer.append(more.rows)
+
+    @staticmethod
+    def checked(tensors: Mapping[str, Tensor], dtype: torch.dtype, root: str) -> HeldRows:
+        """Rows of which `tensors` gave these; `ValueError` where they are none, of keys that came in `dtype`."""
+        key, value = named_rows(tensors, root)
+        scale = tensors.get(f"{root}scale")
+        forms = {root + name: Form(tuple(rows.shape), dtype) for name, rows in (("key", key), ("value", value))}
+        if scale is not None:
+            whole = {"dtype": torch.int8, "least": -LARGEST, "most": LARGEST}
+            forms = {name: form._replace(**whole) for name, form in forms.items()}  # type: ignore[arg-type]
+            forms[f"{root}scale"] = Form((*key.shape[:3], 2), torch.float32, 0)
+        check(tensors, forms)
+        buffers = (None if rows is None else Buffer(rows, key.shape[2]) for rows in (key, value, scale))
+        return HeldRows(dtype, *buffers)  # type: ignore[arg-type]
+
+
+def _written(key: Tensor, value: Tensor, in_int8: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    if not in_int8:
+        return key, value, None
+    (key, of_key), (value, of_value) = _rounded(key), _rounded(value)
+    return key, value, torch.cat([of_key, of_value], -1)
+
+
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (..., N, X) as int8, and their scales (..., N, 1)."""
+    rows = working(rows)
+    scale = rows.abs().amax(-1, keepdim=True).float() / LARGEST
+    number = (rows / scale.clamp_min(torch.finfo(torch.float32).tiny)).round().clamp(-LARGEST, LARGEST)
+    return number.to(torch.int8), scale
