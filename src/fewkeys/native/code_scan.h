@@ -67,34 +67,35 @@ class Scanner {
   template <class Scores>
   void choose(Scores &by, int64_t batch, int64_t head, const Asking &tile) {
     by.set(query.data(), tile.rows);
-    const bool many = tile.seen >= SAMPLED * p.count;
+    // One query alone waits for its codes, not for what it holds.
+    const bool many = tile.rows > FEW && tile.seen >= SAMPLED * p.count;
     if (many) {
       // More than the sample's share of `count`, so that hardly any query has fewer.
       for (int i = 0; i < tile.rows; i++) best[i].begin(2 * p.count / SAMPLED + 8);
-      scan(by, batch, head, tile, SAMPLED);
+      scan(by, batch, head, tile, SAMPLED, true);
     }
     for (int i = 0; i < tile.rows; i++) best[i].begin(p.count, many ? best[i].reached() : INT16_MIN);
-    scan(by, batch, head, tile, 1);
+    scan(by, batch, head, tile, 1, !many);
     bool again = false;
     for (int i = 0; many && i < tile.rows; i++) {
       const bool lacks = best[i].finish() < std::min(p.count, tile.seen) && best[i].bound() > INT16_MIN;
       lacks ? best[i].begin(p.count) : best[i].close();
       again |= lacks;
     }
-    if (again) scan(by, batch, head, tile, 1);
+    if (again) scan(by, batch, head, tile, 1, true);
   }
 
-  // Scores the keys that a tile has seen, of every `step` blocks one, anywhere among them.
+  // Scores the keys that a tile has seen, of every `step` blocks one, anywhere among them. `dense`: most blocks have
+  // keys that count.
   template <class Scores>
-  void scan(Scores &by, int64_t batch, int64_t head, const Asking &tile, int step) {
+  void scan(Scores &by, int64_t batch, int64_t head, const Asking &tile, int step, bool dense) {
     const int64_t from = (batch * (p.heads / p.gqa_ratio) + head) * p.room, all = (tile.seen + CODED - 1) / CODED;
     Piece piece = {p.packed + from * p.wide / 2 * TABLE, p.sigma + from * CODED, 0, {}};
     PieceScores &of = scores[0];
-    const bool dense = step > 1 || tile.seen < SAMPLED * p.count;
     for (int64_t next = 0; next < all;) {
       uint32_t shown[TOGETHER];
-      for (piece.blocks = 0; piece.blocks < TOGETHER && next < all; next += step) {
-        const int64_t block = next + (next * 0x9e3779b1u >> 16) % step;
+      for (piece.blocks = 0; piece.blocks < Scores::AT_ONCE && next < all; next += step) {
+        const int64_t block = step > 1 ? next + (next * 0x9e3779b1u >> 16) % step : next;
         if (block >= all) continue;
         shown[piece.blocks] = shown_of(batch, block, tile.seen);
         piece.block[piece.blocks++] = block;
@@ -111,7 +112,7 @@ class Scanner {
         for (int i = 0; i < tile.rows; i++) add(i, 0, piece.blocks);
         continue;
       }
-      // Few blocks have keys that count: which ones do is known first, without a branch.
+      // Which blocks have any is known first, without a branch.
       for (int64_t b = 0; b < piece.blocks; b++)
         for (uint32_t some = that_have(of.above[b], shown[b]) & ~0u >> (TILE - tile.rows); some; some &= some - 1)
           add(__builtin_ctz(some), b, 1);

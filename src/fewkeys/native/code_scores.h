@@ -77,8 +77,8 @@ static inline eight over_parts(shorts x) {
 
 // Scores of R queries, from the i-th on, by their tables (R, pairs, 16).
 template <int R>
-static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64_t pairs, const uint8_t *tables,
-                                                       const int16_t *bound, int i, PieceScores &to) {
+static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64_t pairs, const uint8_t *tables, int i,
+                                                       PieceScores &to) {
   const int64_t bytes_each = pairs * TABLE;
   const int16_t middle = MIDDLE * pairs, unit = LARGEST_WIDE / 2 / pairs;
   count_multiply_adds(R * piece.blocks * pairs * TABLE);
@@ -111,13 +111,14 @@ static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64
         eight *at = (eight *)(score + half * CODED / 2);
         at[0] = scaled((low - middle) * unit, factor[0]), at[1] = scaled((high - middle) * unit, factor[1]);
       }
-      to.above[b][i + r] = bits_above(score, bound[i + r]);
     }
   }
 }
 
 class TableScores {
  public:
+  static constexpr int AT_ONCE = TOGETHER;
+
   explicit TableScores(int64_t wide) : pairs(wide / 2) {}
 
   // The integers (rows, wide) of queries.
@@ -133,13 +134,16 @@ class TableScores {
   void write(const Piece &piece, const int16_t *bound, PieceScores &to) const {
     int i = 0;
     const auto run = [&](auto scores, int count) {
-      scores(piece, pairs, &tables[i * pairs * TABLE], bound, i, to);
+      scores(piece, pairs, &tables[i * pairs * TABLE], i, to);
       i += count;
     };
     while (rows - i >= ABREAST_ROWS) run(scores_by_tables<ABREAST_ROWS>, ABREAST_ROWS);
     if (rows - i == 3) run(scores_by_tables<3>, 3);
     if (rows - i == 2) run(scores_by_tables<2>, 2);
     if (rows - i == 1) run(scores_by_tables<1>, 1);
+    // Not earlier: scores are read in wider moves than they are written in.
+    for (int64_t b = 0; b < piece.blocks; b++)
+      for (int r = 0; r < rows; r++) to.above[b][r] = bits_above(to.score[b][r], bound[r]);
   }
 
  private:
@@ -162,10 +166,11 @@ constexpr ByteOf BYTE_OF;
 // Numbers are filled up to `deep`, 64 at a time. The unit's B is 16 rows of 16 keys, four numbers each.
 class MatrixScores {
  public:
-  static constexpr int DEEP = 64;
+  // More blocks at once would not fit into the nearest cache beside their scores.
+  static constexpr int DEEP = 64, AT_ONCE = 4;
 
   explicit MatrixScores(int64_t wide)
-      : wide(wide), deep(round_up(wide, DEEP)), query(TILE * deep), level(TOGETHER * 2 * deep * EDGE) {}
+      : wide(wide), deep(round_up(wide, DEEP)), query(TILE * deep), level(AT_ONCE * 2 * deep * EDGE) {}
 
   void set(const int8_t *integers, int rows) {
     this->rows = rows;

@@ -13,7 +13,7 @@
 namespace fewkeys {
 
 constexpr int CODED = 32;  // keys of a block
-constexpr int TOGETHER = 4;  // blocks that are scored together: more would not fit into the nearest cache
+constexpr int TOGETHER = 16;  // blocks that are scored together at most
 
 typedef int16_t eight __attribute__((vector_size(16), aligned(2), may_alias));
 

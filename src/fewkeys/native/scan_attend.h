@@ -26,7 +26,9 @@ class ScanAttention {
     mixed.assign(rows * wide, 0.0f), sum.assign(rows, 0.0f), top.assign(rows, -INFINITY);
     for (int t = 0; t < tiles; t++) choose(batch, head, tile[t], t * TILE);
     const Held of = {p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0), p.scales.at<float>(batch, head, 0)};
-    for (int64_t stop = CHUNK; stop < seen + CHUNK; stop += CHUNK)
+    // Few queries share nothing. All that counts are those of the call: not its batch or its threads.
+    const int64_t chunk = p.of.queries < CODED ? std::max<int64_t>(1, seen) : CHUNK;
+    for (int64_t stop = chunk; stop < seen + chunk; stop += chunk)
       for (int64_t q = 0; q < rows; q++) take(q, of, stop);
     for (int t = 0; t < tiles; t++) finish(batch, head, tile[t], t * TILE);
   }
