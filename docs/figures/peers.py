@@ -114,7 +114,83 @@ def _decoder() -> str:
     return table(["error (slots paid)", "64 slots", "128 slots", "256 slots"], rows)
 
 
+QUESTIONS = "experiments/decoders/results/questions.json"
+OPENVINO = "experiments/decoders/results/questions-openvino.json"
+SIZES = (256, 128)
+
+
+def _questions(slots: int) -> str:
+    from experiments.decoders.questions.report import table as tables
+
+    return tables(read(QUESTIONS)["cells"], slots)
+
+
+def _asked(slots: int) -> dict[str, dict[str, Any]]:
+    from experiments.decoders.questions.report import rows
+
+    return {row["row"]: row for row in rows(read(QUESTIONS)["cells"], slots)}
+
+
+def _presses() -> str:
+    """Every row at both sizes, by its KL at the larger: what it answers, how far it is, what it reads and holds."""
+    larger, smaller = (_asked(slots) for slots in SIZES)
+    lines = []
+    for name, row in larger.items():
+        pair = [row] if name == "exact" else [row, smaller[name]]
+        line = [name, f"{row['slots']:.0f}", f"{row['read'] / 1e3:,.0f}", f"{row['held'] / 1e6:.1f}"]
+        line += [cell for one in pair for cell in (_answered(one), f"{one['kl']:.3f}")]
+        line += [""] * (8 - len(line))
+        lines.append([f"**{cell}**" for cell in line] if name == "fewkeys" else line)
+    first, second = SIZES
+    head = ["", "slots a query", "KB read", "MB held", f"{first} slots: right", "KL", f"{second} slots: right", "KL"]
+    return table(head, lines)
+
+
+def _answered(row: dict[str, Any]) -> str:
+    right, answers = (sum(counts) for counts in zip(*row["right"].values(), strict=True))
+    return f"{right} / {answers}"
+
+
+def _nearest() -> str:
+    """The press that is nearest to exact attention."""
+    from experiments.decoders.questions.presses import PRESSES
+
+    name, row = next((name, row) for name, row in _asked(SIZES[0]).items() if name in PRESSES)
+    return f"{name} (KL {row['kl']:.2f}, {_answered(row)} right)"
+
+
+def _many() -> str:
+    """What presses answer that keep most of the keys."""
+    return ", ".join(f"{name} {_answered(row)}" for name, row in _asked(1024).items())
+
+
+def _half() -> str:
+    """Our plan with half of the slots."""
+    row = _asked(SIZES[1])["fewkeys"]
+    return f"KL {row['kl']:.3f}, {_answered(row)} right, {row['read'] / 1e3:,.0f} KB"
+
+
+def _openvino() -> str:
+    """Right answers by OpenVINO's own rows, beside its exact attention on the same prompts."""
+    given: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    for cell in read(OPENVINO)["cells"]:
+        of = cell["of"]
+        given.setdefault(of["row"], {})[of["task"], of["seed"]] = cell
+    exact, rows = given.pop("exact"), []
+    for name, own in given.items():
+        shared = own.keys() & exact.keys()
+        cells = [own[prompt] for prompt in shared], [exact[prompt] for prompt in shared]
+        rows.append([name, *(f"{sum(c['right'] for c in row)} / {sum(c['answers'] for c in row)}" for row in cells)])
+    return table(["OpenVINO GenAI", "right", "exact attention, same prompts"], rows)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    **{f"questions.{slots}": partial(_questions, slots) for slots in SIZES},
+    "questions.nearest": _nearest,
+    "questions.half": _half,
+    "questions.many": _many,
+    "peers.presses": _presses,
+    "peers.openvino": _openvino,
     **{f"peers.{name}": partial(_encoder, name) for name in ENCODERS},
     **{f"peers.below.{name}": partial(_below, name) for name in ENCODERS},
     "peers.decoder": _decoder,

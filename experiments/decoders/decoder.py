@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gzip
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,35 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 def load(folder: str, gguf: str | None) -> tuple[Any, Any]:
     """Model, in float32, and tokenizer. `gguf`: its file of quantised weights, if it has no others."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    found = {"gguf_file": gguf} if gguf else {}
+    tokenizer = load_tokenizer(folder, gguf)
+    with _loading(folder):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, **_weights(gguf)
+        )
+    return model.eval(), tokenizer
+
+
+def load_tokenizer(folder: str, gguf: str | None) -> Any:
+    """The tokenizer alone."""
+    from transformers import AutoTokenizer
+
+    with _loading(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **_weights(gguf))
+
+
+def _weights(gguf: str | None) -> dict[str, str]:
+    return {"gguf_file": gguf} if gguf else {}
+
+
+@contextmanager
+def _loading(folder: str) -> Iterator[None]:
     with quiet():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **found)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **found)
+            yield
         except OSError as error:
             raise ValueError(f"--model: cannot load {folder} ({str(error).splitlines()[0]})") from None
-    return model.eval(), tokenizer
 
 
 def read_text(path: Path) -> str:

@@ -65,7 +65,7 @@ def replaced(model: Any, method: str, slots: int, tokens: int, first: int) -> It
     elif method in PLANS:
         plan = PLANS[method](slots).never_exact()
         with fk.apply(model, plan):
-            yield lambda: _paid(plan, model.config, tokens, first)
+            yield lambda: paid_by(plan, model.config, tokens, first)
     else:
         answer = ByRule(RULES[method](slots), first)
         detach = attach(model, answer).detach
@@ -75,11 +75,11 @@ def replaced(model: Any, method: str, slots: int, tokens: int, first: int) -> It
             detach()
 
 
-def _paid(plan: fk.Plan | fk.ModelPlan, config: Any, tokens: int, first: int) -> float:
-    """What queries `first` .. `tokens - 1` pay on average, by any data."""
+def paid_by(plan: fk.Plan | fk.ModelPlan, config: Any, tokens: int, first: int) -> float:
+    """Slots that queries `first` .. `tokens - 1` of a model with this configuration pay on average, by any data."""
     if isinstance(plan, fk.ModelPlan):
         counts = Counter(own for layer in plan for own in layer)
-        total = sum(count * _paid(own, config, tokens, first) for own, count in counts.items())
+        total = sum(count * paid_by(own, config, tokens, first) for own, count in counts.items())
         return total / counts.total()
     if plan.keep is None:
         raise ValueError("plan: expected one that keeps some keys, got exact attention")

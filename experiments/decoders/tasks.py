@@ -55,10 +55,11 @@ class Judged:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """Tokens (1, N), and what is judged of them."""
+    """Tokens (1, N), what is judged of them, and how many stand before the first question."""
 
     tokens: Tensor
     judged: tuple[Judged, ...]
+    context: int
 
     @property
     def first(self) -> int:
@@ -181,6 +182,8 @@ class Maker:
         with quiet():
             found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, ends = found["input_ids"], [end for _, end in found["offset_mapping"]]
+        asked = text.index(messages[0]["content"]) + len(context) + 1
+        before = next(i for i, end in enumerate(ends) if end > asked)
         judged, at, answer = [], 0, -1
         for place, message in enumerate(messages):
             at = text.index(message["content"], at)
@@ -199,7 +202,7 @@ class Maker:
                     else:
                         judged += [Judged(i, ids[i], (), answer) for i in range(first, last + 1)]
                 at += len(told)
-        return Prompt(torch.tensor([ids]), tuple(judged))
+        return Prompt(torch.tensor([ids]), tuple(judged), before)
 
     def _first(self, word: str) -> int:
         """The first token of a word after a space."""

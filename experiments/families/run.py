@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 import transformers
 from experiments.families.build import Kind, kinds
-from experiments.families.trial import COLUMNS, FAILED, FLAG, ITSELF, REFUSED, UNTRIED, WINDOWS, YES, Row, trial
+from experiments.families.trial import COLUMNS, FAILED, FLAG, FORM, ITSELF, REFUSED, UNTRIED, WINDOWS, YES, Row, trial
 
 RESULTS = Path(__file__).parent / "results" / "families.json"
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-SECONDS, TURNS = 60, 25
+SECONDS, TURNS = 240, 25
 """The longest that a type may take, and after how many types a process is followed by a fresh one."""
 
 
@@ -105,7 +105,8 @@ def page(table: dict[str, Row], version: str) -> str:
     lines += [f"| type | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, row in table.items():
         if UNTRIED not in row:
-            lines.append(f"| {name} | {' | '.join(cell(row.get(column)) for column in COLUMNS)} |")
+            label = f"{name} ({row[FORM]})" if FORM in row else name
+            lines.append(f"| {label} | {' | '.join(cell(row.get(column)) for column in COLUMNS)} |")
     lines += ["\n## Why not\n", *(f"{number}. {reason}" for reason, number in reasons.items())]
     lines += ["\n## Not tried\n", "| type | reason |", "|---|---|"]
     lines += [f"| {name} | {_plain(row[UNTRIED] or '')} |" for name, row in table.items() if UNTRIED in row]

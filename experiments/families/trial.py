@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.families.build import CannotBuildError, Kind, build
+from experiments.families.build import CannotBuildError, Kind, forms
 from experiments.families.inputs import Inputs, candidates
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 import fewkeys as fk
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations.interface import attach, exact
 
-YES, FLAG = "yes", "wrong flag"
+YES, FLAG, FORM = "yes", "wrong flag", "form"
 WINDOWS = "yes: every layer keeps its window"
 UNTRIED = "untried"
 REFUSED, FAILED, ITSELF = "no", "FAILED", "not even by itself"
@@ -50,20 +51,33 @@ def trial(kind: Kind) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model = build(kind)
-            inputs = understood(model)
+            model, inputs, form = _runnable(kind)
         except CannotBuildError as error:
             return {UNTRIED: str(error)}
         writes = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "Seq2SeqLM"))
         writes = writes and model.can_generate() and "input_ids" in inputs
         decodes = writes and not model.config.is_encoder_decoder
-        return {
+        return ({FORM: form} if form else {}) | {
             FLAG: _flag(model, inputs),
             "apply": tried(lambda: _applied(model, inputs)),
             "generate": tried(lambda: _generated(model, inputs)) if writes else None,
             "cache": tried(lambda: _cached(model, inputs)) if decodes else None,
             "train": tried(lambda: _trained(model, inputs)),
         }
+
+
+def _runnable(kind: Kind) -> tuple[nn.Module, Inputs, str]:
+    """The first form of a type that runs by itself, by inputs that we know."""
+    reasons = []
+    try:
+        for form, model in forms(kind):
+            try:
+                return model, understood(model), form
+            except CannotBuildError as error:
+                reasons.append(error)
+    except CannotBuildError as error:
+        reasons.append(error)
+    raise reasons[0]
 
 
 def tried(work: Callable[[], str]) -> str:
@@ -101,15 +115,20 @@ def understood(model: nn.Module) -> Inputs:
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """The outputs that are numbers; zero at padding, whose outputs mean nothing."""
+    """The outputs that are numbers; zero at padding, whose outputs mean nothing.
+
+    Where a model puts a token of its own before or after the others, padding is where either leaves it.
+    """
     torch.manual_seed(0)
     outputs = model(**inputs)
     real = inputs.get("attention_mask")
     parts = []
     for part in outputs.values() if hasattr(outputs, "values") else outputs:
         if isinstance(part, Tensor) and part.is_floating_point() and part.numel() and part.ndim:
-            if real is not None and part.shape[:2] == real.shape:
-                part = part.masked_fill(real.view(*real.shape, *[1] * (part.ndim - 2)) == 0, 0.0)
+            if real is not None and part.ndim > 1 and part.shape[:2] in (real.shape, (len(real), real.shape[1] + 1)):
+                more = part.shape[1] - real.shape[1]
+                seen = pad(real, (0, more), value=1) * pad(real, (more, 0), value=1)
+                part = part.masked_fill(seen.view(*seen.shape, *[1] * (part.ndim - 2)) == 0, 0.0)
             parts.append(part.float())
     return parts
 

@@ -67,8 +67,6 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     if not problems:  # padding alone: there is nothing to run
         return explanation
     executor, uncompiled = dispatch.choose(problems[0])
-    if choice.reason == flow.FASTER and choice.inputs.impl == "torch":
-        uncompiled = f"those for {instruction_set()} are slower than torch here, at this size"
     kernels = instruction_set() if executor == "native" else None
     return replace(explanation, executor=executor, uncompiled=uncompiled, kernels=kernels)
 
@@ -83,6 +81,5 @@ def _of_choice(choice: flow.Choice) -> Explanation:
     if times is None:
         reason = f"{operations[0]:.0f} operations per query against {operations[1]:.0f} of exact attention"
         return Explanation(runs, reason)
-    ms = times.plan_by_torch if times.torch_is_faster and times.plan_by_torch is not None else times.plan
-    reason = f"about {in_words(ms)} for the plan, {in_words(times.exact)} for exact attention, by what this machine "
-    return Explanation(runs, reason + "was measured to do", times.exact, ms)
+    ms = f"about {in_words(times.plan)} for the plan, {in_words(times.exact)} for exact attention"
+    return Explanation(runs, f"{ms}, by what this machine was measured to do", times.exact, times.plan)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Unpack
 
@@ -26,7 +26,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs, unknown_option
-from fewkeys.cost.crossover import exact_is_faster, torch_is_faster
+from fewkeys.cost.crossover import exact_is_faster
 from fewkeys.execute import dispatch, exact
 from fewkeys.execute.problem import Problem
 from fewkeys.guard.fallback import Guard
@@ -35,7 +35,7 @@ from fewkeys.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Who answers `inputs`: exact attention, or `plan`, whose executor `inputs.impl` names; and the reason."""
+    """Who answers `inputs`: exact attention, or `plan`; and the reason."""
 
     inputs: Inputs
     plan: Plan
@@ -97,9 +97,7 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
         return Choice(inputs, plan, False, "it does not say exact_if_faster")
     if inputs.impl != "auto":
         return Choice(inputs, plan, False, 'impl="auto" alone looks for what is faster')
-    if exact_is_faster(inputs, plan):
-        return Choice(inputs, plan, True, FASTER)
-    return Choice(replace(inputs, impl="torch") if torch_is_faster(inputs, plan) else inputs, plan, False, FASTER)
+    return Choice(inputs, plan, exact_is_faster(inputs, plan), FASTER)
 
 
 def gives_way(plan: Plan | Sequence[Plan], inputs: Inputs) -> bool:
@@ -150,9 +148,12 @@ def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[T
     """The problem as the plan is written for it, in parts, and what makes the output of theirs.
 
     Padding is zero, squares of all entries have a float, and, where a causal plan looks at positions, no real key
-    stands after padding: sequences that are padded alike are then a part.
+    stands after padding: sequences that are padded alike are then a part. Where rows are read here and there, for
+    cohorts, those of a head lie side by side: models have those of all heads of a token side by side.
     """
     plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
+    if plan.keep is not None and plan.keep.cohort_lists > 1:
+        x = x.by_head()
     parts: Sequence[Inputs] = (x,)
     restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
     if x.valid is not None and plan.keep is not None and has_gaps(x):

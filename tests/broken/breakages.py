@@ -205,8 +205,8 @@ BREAKAGES = (
     Breakage(
         "the first-order term of cohorts is not taken back where a value is right",
         "native/cohort_means.h",
-        "-factor * std::min(std::max(x, low[r]), high[r])",
-        "-0.0f * std::min(std::max(x, low[r]), high[r])",
+        "-factor * std::clamp(x, -reach, reach)",
+        "-0.0f * std::clamp(x, -reach, reach)",
         (PREPARED,),
     ),
     Breakage(

@@ -10,6 +10,7 @@ import operator
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 import fewkeys as fk
 from fewkeys import cli, native
+from fewkeys.core import trust
 from fewkeys.memory import Stream
 from fewkeys.native import build, sets
 from integrations.test_report import BYTES, VALUES, Skipped, places, report
@@ -100,9 +102,29 @@ def forks(seed):
         return compared(0) or wait()
 
 
+def swap(folder, file, theirs, turn):
+    """Another file, a link to one, or another folder in place of what is there, where that is allowed; and back."""
+    ours = f"{theirs}/{turn}"
+    with contextlib.suppress(OSError):
+        if turn % 3 == 2:
+            os.rename(folder, f"{folder}.kept")
+            os.symlink(theirs, folder) if turn % 2 else os.rename(theirs, folder)
+        else:
+            os.symlink(theirs / file.name, ours) if turn % 3 else shutil.copy(theirs / file.name, ours)
+            os.rename(file, f"{file}.kept")
+            os.rename(ours, file)
+    for path in (file, folder):
+        with contextlib.suppress(OSError):
+            if path == folder and os.path.exists(f"{folder}.kept") and turn % 3 == 2:
+                os.unlink(folder) if turn % 2 else os.rename(folder, theirs)
+            os.rename(f"{path}.kept", path)
+    with contextlib.suppress(OSError):
+        os.unlink(ours)
+
+
 class Libraries:
-    """Kernels are right, and never of a file that another user or group may have written, or beside a lock that
-    another process or user holds, for ever or not.
+    """Kernels are right, and never of a file that another user or group may have written, or puts there at the very
+    moment, or beside a lock that another process or user holds, for ever or not.
     """
 
     def __init__(self):
@@ -146,6 +168,37 @@ class Libraries:
             return "the library of another user was loaded"
         return None if torch.allclose(self.attend(), self.want, atol=1e-5) else "other answers"
 
+    def raced(self, draw, above, file):
+        """Another user swaps file and folder without end, while they are looked at and loaded."""
+        folder, good = file.parent, self.library + hashlib.sha256(self.library).digest()
+        theirs, other = above.parent / "theirs", self.library + b"another user's"
+        theirs.mkdir()
+        (theirs / file.name).write_bytes(other + hashlib.sha256(other).digest())
+        for path in (theirs, theirs / file.name):
+            os.chown(path, NOBODY, NOBODY)
+        file.write_bytes(good)
+        folder.chmod(draw.choice([0o755, 0o775, 0o777, 0o1777]))
+        above.chmod(draw.choice([0o755, 0o777, 0o1777]))
+        os.chown(folder, -1, NOBODY)
+        swapper = os.fork()
+        if not swapper:
+            with contextlib.suppress(BaseException):
+                os.setgroups([]), os.setresgid(NOBODY, NOBODY, NOBODY), os.setresuid(NOBODY, NOBODY, NOBODY)
+                for turn in range(10**9):
+                    swap(folder, file, theirs, turn)
+            os._exit(0)
+        try:
+            for turn in range(draw.randint(100, 2000)):
+                if turn % 10 == 0 and draw.random() < 0.5:  # somebody shuts the folder, or opens it
+                    with contextlib.suppress(OSError):
+                        os.chmod(folder, draw.choice([0o755, 0o777]))
+                if trust.read_trusted(file) not in (None, good):
+                    return "the bytes of another user were read"
+            return in_a_child(lambda: self.tried(folder, 0.1))()
+        finally:
+            os.kill(swapper, signal.SIGKILL)
+            os.waitpid(swapper, 0)
+
     def __call__(self, seed):
         draw = random.Random(seed)
         with tempfile.TemporaryDirectory() as parent:
@@ -153,6 +206,8 @@ class Libraries:
             folder = above / "cache"
             folder.mkdir(parents=True)
             os.chmod(parent, 0o755)
+            if os.getuid() == 0 and draw.random() < 0.3:
+                return self.raced(draw, above, folder / self.name)
             file, lock = folder / self.name, (folder / self.name).with_suffix(".lock")
             other = self.library + b"another user's"
             file.write_bytes(other + hashlib.sha256(other).digest())

@@ -74,8 +74,16 @@ def kernels(seed):
         want = next(right)
     except ValueError as error:
         return None if "impl='native'" in str(error) or "expected" in str(error) else str(error)
+    wrong = compared(found, want, right, ROUNDINGS[problem.dtype])
+    return wrong and f"{problem.name}, {problem.dtype}: {wrong}"
+
+
+def compared(found, want, right, rounding):
+    """What is wrong with an output and gradients. `want`: of the reference; `right`: others that are right, too, in
+    float32 first; `rounding`: what may be off, as a part of the largest one.
+    """
     if not all(x.isfinite().all() for x in found):
-        return f"{problem.name}: not finite"
+        return "not finite"
     plain = next(right)
     largest = max(x.abs().max() for x in want).clamp_min(1e-6)
     sizes = [x.abs().max().clamp_min(1e-3 * largest) for x in want]
@@ -85,13 +93,11 @@ def kernels(seed):
 
     # Row by row: every query and every head has choices of its own. A row of which float32 says less has more room, but
     # not one of which it says something else.
-    allowed = [ROUNDINGS[problem.dtype] + 4 * x.where(x < 0.1, 0.0) for x in parts_off(plain, want)]
+    allowed = [rounding + 4 * x.where(x < 0.1, 0.0) for x in parts_off(plain, want)]
     off = [torch.full(x.shape, torch.inf) for x in allowed]
     for one in itertools.chain((want, plain), right):
         off = [torch.minimum(before, x) for before, x in zip(off, parts_off(found, one), strict=True)]
         if all((x <= most).all() for x, most in zip(off, allowed, strict=True)):
             return None
-    worst = [x.max().item() for x in off]
-    kinds = ("output", "query's gradient", "key's gradient", "value's gradient")
-    told = ", ".join(f"{kind} {x:.2g}" for kind, x in zip(kinds, worst, strict=False))
-    return f"{problem.name}, {problem.dtype}: off by {told}"
+    kinds = ("output", "first gradient", "second gradient", "third gradient")
+    return "off by " + ", ".join(f"{kind} {x.max().item():.2g}" for kind, x in zip(kinds, off, strict=False))

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import fewkeys as fk
+from campaign.calls import calls
 from campaign.hostile import Libraries, forks, reports
 from campaign.kernels import kernels
 from campaign.models import Caches, Commands
@@ -302,6 +303,7 @@ class Ranks:
 
 PARTS = {
     "kernels": lambda: kernels,
+    "calls": lambda: calls,
     "streams": lambda: streams,
     "caches": Caches,
     "derivatives": lambda: derivatives,
@@ -319,7 +321,7 @@ PARTS = {
     "soak": Soak,
 }
 """What makes each part."""
-SHARES = {"files": 5, "kernels": 2, "kernels, sanitized": 2, "streams": 2, "caches": 2}
+SHARES = {"files": 5, "kernels": 2, "calls": 3, "kernels, sanitized": 2, "streams": 2, "caches": 2}
 """Of the time, where it is not one."""
 
 

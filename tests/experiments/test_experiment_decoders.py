@@ -10,15 +10,14 @@ from experiments.decoders.attend import ByRule
 from experiments.decoders.evidence import main
 from experiments.decoders.likelihood import Stretch
 from experiments.decoders.rivals import Multipole, Quest
-from experiments.value_aware.models import train_tokenizer
 
 import fewkeys as fk
+from chats import chat_text, chat_tokenizer
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.integrations.interface import attach
 from tiny_models import close, llama, tokens
 
 TOKENS, SLOTS = 300, 64
-TEMPLATE = "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '\n' }}{% endfor %}"
 
 
 def problem(tokens=TOKENS, seed=0):
@@ -145,17 +144,12 @@ def test_every_method_is_in_the_table_and_restores_the_model():
 
 @pytest.fixture(scope="module")
 def text():
-    words = [*tasks.NAMES, *tasks.PLACES]
-    lines = [f"The {words[i % 80]} of {words[i * 7 % 80]} was number {i} of the list. It is so." for i in range(600)]
-    names = [a + b + c + d for a in "bdfgklmn" for b in "aeiou" for c in "rstvz" for d in "ao"]
-    return "\n".join([*lines, *(f"It is {name}, and {name} it is and so on it goes." for name in names)])
+    return chat_text()
 
 
 @pytest.fixture(scope="module")
-def tokenizer(text):
-    found = train_tokenizer(text)
-    found.chat_template = TEMPLATE
-    return found
+def tokenizer():
+    return chat_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,6 @@ def test_a_call_that_exact_attention_answers_faster_is_the_models_own(name, side
         few = run(model, **inputs)
     assert far(few, before)
     monkeypatch.setattr(flow, "exact_is_faster", lambda *_: False)
-    monkeypatch.setattr(flow, "torch_is_faster", lambda *_: False)
     flow._gives_way.cache_clear()
     try:
         with apply(model, plan):

@@ -119,11 +119,22 @@ def test_own_importance_is_half_the_variance_of_a_cohorts_scores(impl):
     torch.testing.assert_close(own_importance(x, found), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("queries", "count"), [(15, 1), (64, 4), (512, 32), (1024, 32), (1365, 32), (1366, 64), (9000, 64)]
+)
+def test_short_inputs_have_fewer_cohorts(queries, count):
+    """Of 16 queries at least, and at most three times as many cohorts as a cohort has queries."""
+    rows = torch.randn(3, 1, 1, queries, 4, generator=torch.Generator().manual_seed(0))
+    assert cohorts(check_inputs(*rows), 64).count == count
+
+
 def told(x, h, clusters, kept):
     """What sums are told where scores decide nothing: random shares of the keys."""
     g = torch.Generator().manual_seed(5)
     heads = (x.batch, x.kv_heads)
     index = torch.stack([torch.randperm(x.keys, generator=g)[:kept] for _ in range(4 * h)]).view(*heads, h, kept)
+    real = torch.ones(x.batch, x.keys, dtype=torch.bool) if x.valid is None else x.valid
+    is_real = real[:, None, None].expand(*index.shape[:3], -1).gather(-1, index)
     return {
         "label": torch.randint(clusters, (*heads, x.keys), generator=g),
         "half_variance": torch.rand(*heads, x.keys, generator=g, dtype=x.key.dtype),
@@ -131,7 +142,7 @@ def told(x, h, clusters, kept):
         "middle": torch.randn(*heads, 1, x.head_dim, generator=g, dtype=x.key.dtype),
         "mean": torch.zeros(*heads, h, x.head_dim, dtype=x.key.dtype),
         "index": index,
-        "used": torch.rand(*heads, h, kept, generator=g) > 0.2,
+        "used": is_real & (torch.rand(*heads, h, kept, generator=g) > 0.2),
     }
 
 
@@ -143,7 +154,7 @@ def test_sums_have_exact_gradients():
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
     def found(k, v):
-        _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(None, facts, 3, True, WHOLE))
+        _, _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(None, facts, 3, True, WHOLE))
         return (*sums, together)
 
     assert torch.autograd.gradcheck(found, (key, value))
@@ -163,7 +174,7 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     for answer in (tilted._ByKernels.apply, tilted._by_torch):
         given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
         sums = answer(*given, TiltArgs(x.valid, facts, 6, True, WHOLE))
-        passed = torch.autograd.grad([sums[2], sums[3], sums[5]], given, coming)
+        passed = torch.autograd.grad([sums[3], sums[4], sums[6]], given, coming)
         found.append([*(part.detach() for part in sums), *passed])
     for one, other in zip(*found, strict=True):
         exact = one.dtype == torch.float32

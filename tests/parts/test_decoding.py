@@ -45,7 +45,7 @@ def test_what_is_measured_is_kept_and_decides(monkeypatch):
     decoding._length.cache_clear()
     monkeypatch.setattr(decoding, "kept", kept)
     longer = [rows.expand(3, -1, 7, -1) for rows in ROWS]
-    assert exact_length(PLAN, *ROWS, _one_token) == exact_length(PLAN, *longer, _one_token) == 24
+    assert exact_length(PLAN, *ROWS, _one_token) == exact_length(PLAN, *longer, _one_token) == 21
     assert len(asked) == 1
     assert asked[0]["query_heads"] == 4
     decoding._length.cache_clear()

@@ -18,6 +18,7 @@ PLANS = {
     "constant memory": (fk.budget(24, is_causal=True, memory="constant"), 70),
     "all keys there are": (fk.Plan(fk.Window(401)), 70),
     "groups": (fk.Plan(sparsefinder.Strided(8)), 70),
+    "entmax": (fk.Plan(fk.Window(9) | fk.select.Leverage(4), weights=fk.weights.Entmax(1.5)), 70),
 }
 """Plans, and the keys of a sequence."""
 WAYS = [("auto", torch.float64), ("torch", torch.float64), ("auto", torch.float32)]

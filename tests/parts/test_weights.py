@@ -114,8 +114,27 @@ def test_entmax_is_the_argmax_it_claims_to_be():
         assert (objective(grid) <= objective(entmax(scores, alpha)) + 1e-9).all()
 
 
-@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, 2.5])
-def test_entmax_gradient(alpha):
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is", "ignore:There is a perf")  # torch's, of its own transforms
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 1.8, 2.0, 2.5])
+def test_entmax_derivatives(alpha):
+    """Of both modes, first and second, and one mode of the other."""
     g = torch.Generator().manual_seed(0)
     scores = torch.randn(4, 7, dtype=torch.float64, generator=g, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda s: entmax(s, alpha), (scores,))
+
+    def weigh(scores):
+        """A row that sees one entry and one that sees none, too."""
+        hidden = torch.zeros(4, 7, dtype=torch.bool)
+        hidden[2, 1:], hidden[3] = True, True
+        return entmax(scores.masked_fill(hidden, -torch.inf), alpha)
+
+    assert torch.autograd.gradcheck(weigh, (scores,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(weigh, (scores,), check_fwd_over_rev=True)
+    rows, along = scores.detach(), torch.randn(4, 7, dtype=torch.float64, generator=g)
+    want = torch.autograd.functional.hvp(lambda x: weigh(x).square().sum(), rows, along)[1]
+
+    def slope(x):
+        return torch.func.jvp(lambda y: weigh(y).square().sum(), (x,), (along,))[1]
+
+    torch.testing.assert_close(torch.func.grad(slope)(rows), want)
+    torch.testing.assert_close(torch.func.jvp(slope, (rows,), (along,))[1], (want * along).sum())
+    torch.testing.assert_close(torch.func.jacfwd(weigh)(rows), torch.autograd.functional.jacobian(weigh, rows))

@@ -1,4 +1,4 @@
-"""alpha-entmax with its exact gradient, of whole rows or of rows that are split over several tensors.
+"""alpha-entmax with its exact derivatives, of whole rows or of rows that are split over several tensors.
 
 `p_j = max(0, z_j - tau)^r` with `z = (alpha - 1) s`, `r = 1 / (alpha - 1)` and tau such that the row sums to one
 (Peters, Niculae, Martins, "Sparse Sequence-to-Sequence Models", ACL 2019). With the largest z moved to 0, tau lies in
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fewkeys.core.derivatives import are_transformed, constants
 
 BISECTIONS = 60
 NEWTON_STEPS = 100
@@ -42,6 +44,8 @@ def entmax_of_split_rows(parts: Lines, rows: Sequence[Tensor], count: int, alpha
 
     Line l of `parts[p]` (L, W), float64 or float32, belongs to row `rows[p][l]`. Returns the weights in their places.
     """
+    if are_transformed(*parts):
+        return _by_operations(parts, rows, count, alpha)
     return list(_Entmax.apply(alpha, count, rows, *parts))  # type: ignore[no-untyped-call]
 
 
@@ -91,13 +95,42 @@ def _bisection(z: Lines, rows: Sequence[Tensor], count: int, power: float) -> Te
     return low
 
 
+def _threshold(z: Lines, rows: Sequence[Tensor], count: int, power: float) -> Tensor:
+    """The tau (count,) of every row."""
+    return (_newton if power >= 1 else _bisection)(z, rows, count, power)
+
+
+def _by_operations(parts: Lines, rows: Sequence[Tensor], count: int, alpha: float) -> list[Tensor]:
+    """The same by operations that have derivatives of every kind.
+
+    Newton's steps from the root do not move, but carry derivatives: a step makes those of the first order right, the
+    next one those up to the third.
+    """
+    top, power = largest(parts, rows, count), 1 / (alpha - 1)
+    z = [(part - top[row].unsqueeze(-1)) * (alpha - 1) for part, row in zip(parts, rows, strict=True)]
+    with constants():
+        tau = _threshold(z, rows, count, power)
+    for _ in range(2):
+        total, slope = torch.zeros_like(tau), torch.zeros_like(tau)
+        for part, row in zip(z, rows, strict=True):
+            total = total.index_add(0, row, _raised(part - tau[row].unsqueeze(-1), power).sum(-1))
+            slope = slope.index_add(0, row, _raised(part - tau[row].unsqueeze(-1), power - 1).sum(-1) * power)
+        tau = tau + ((total - 1) / slope.masked_fill(slope == 0, 1.0)).masked_fill(slope == 0, 0.0)
+    return [_raised(part - tau[row].unsqueeze(-1), power) for part, row in zip(z, rows, strict=True)]
+
+
+def _raised(above: Tensor, power: float) -> Tensor:
+    """Powers of what is positive; zero, with all its derivatives, elsewhere."""
+    support = above > 0
+    return torch.where(support, above, 1.0).pow(power) * support
+
+
 class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(alpha: float, count: int, rows: Sequence[Tensor], *parts: Tensor) -> tuple[Tensor, ...]:
-        top = largest(parts, rows, count)
+        top, power = largest(parts, rows, count), 1 / (alpha - 1)
         z = [(part - top[row].unsqueeze(-1)).mul_(alpha - 1) for part, row in zip(parts, rows, strict=True)]
-        power = 1 / (alpha - 1)
-        tau = (_newton if power >= 1 else _bisection)(z, rows, count, power)
+        tau = _threshold(z, rows, count, power)
         total = torch.zeros_like(tau)
         for part, row in zip(z, rows, strict=True):
             part.sub_(tau[row].unsqueeze(-1)).clamp_min_(0.0)

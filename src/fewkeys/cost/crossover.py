@@ -1,30 +1,28 @@
 """The choice between a plan and exact attention, by linear models of their times on this machine.
 
-Exact attention takes `a + b * pairs` of queries and keys. A plan takes `c + d * keys` to prepare and `e + f * queries`
-to attend, where queries that scan all keys count for more, by compiled kernels and by torch's operations. Each line
-goes through two short runs on random inputs when `impl="auto"` first needs it: some tenths of a second, once a month
-for every plan, device, dtype, head size and number of threads of a machine and version (`fewkeys.cost.kept`).
+For a sequence, with all heads of a layer, exact attention takes `a + b * pairs` of queries and keys. A plan takes
+`c + d * keys` to prepare and `e + f * queries` to attend, where queries that scan all keys count for more. A batch
+takes as long as its sequences one after the other. Each line goes through two runs on random inputs, near the length
+where the plan begins to pay, when `impl="auto"` first needs it: some tenths of a second, once a month for every plan,
+device, dtype, number and size of heads and number of threads of a machine and version (`fewkeys.cost.kept`).
 
 The runs take turns, so that other load disturbs all of them, and the fastest run of each counts. Turns go on while
 times improve. If that does not end, or more work takes less time, the lines are measured again soon. Until the kept
-numbers expire, the same call runs the same way in every process. The plan runs if its line is clearly below, and
-torch's operations if they are clearly faster than the kernels. If numbers cannot be kept, nothing is measured, and
-counts of operations decide (`fewkeys.cost.operations`).
+numbers expire, the same call runs the same way in every process. The plan runs if its line is clearly below. If numbers
+cannot be kept, nothing is measured, and counts of operations decide (`fewkeys.cost.operations`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from functools import lru_cache, partial
 
 import torch
 
 from fewkeys.core.clock import clock
-from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import learned_parts
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, scan_share, visible_keys
@@ -34,14 +32,13 @@ from fewkeys.native.build import identity
 from fewkeys.native.tensors import DTYPES
 from fewkeys.plan import Plan
 
-ADVANTAGE = 0.85
-"""The plan runs if it is expected to take at most this share of exact attention's time: a margin for the lines' errors.
-Torch's operations run if they are expected to take at most this share of the kernels' time."""
+ADVANTAGE = 0.9
+"""The plan runs if it is expected to take at most this share of exact attention's time, since lines have errors."""
 SHIPPED = 0.3
 """Without measurements, the plan runs if it has at most this share of exact attention's operations: a cautious share,
 since the operations of plans come in smaller pieces."""
-EXACT_LENGTHS, PLAN_LENGTHS = (256, 1024), (2048, 4096)
-HEADS = 2
+SHORTEST, LONGEST = 512, 2048
+"""The least and the largest length from which plans are measured, up to twice as long; exact attention up to it."""
 REACH = 128
 """Of the biases of distances that are tried, as T5 and MPNet have it."""
 FEWEST_TURNS, MOST_TURNS, CALM_TURNS = 4, 40, 3
@@ -80,23 +77,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Expected:
-    """Milliseconds that exact attention and the plan are expected to take.
-
-    `plan_by_torch`: the plan by torch's operations alone, if there are compiled kernels.
-    """
+    """Milliseconds that exact attention and the plan are expected to take."""
 
     exact: float
     plan: float
-    plan_by_torch: float | None = None
 
     @property
     def exact_is_faster(self) -> bool:
-        plan = self.plan if self.plan_by_torch is None else min(self.plan, self.plan_by_torch)
-        return plan > ADVANTAGE * self.exact
-
-    @property
-    def torch_is_faster(self) -> bool:
-        return self.plan_by_torch is not None and self.plan_by_torch < ADVANTAGE * self.plan
+        return self.plan > ADVANTAGE * self.exact
 
 
 def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
@@ -109,41 +97,29 @@ def exact_is_faster(inputs: Inputs, plan: Plan) -> bool:
     return plan_count > SHIPPED * exact_count if times is None else times.exact_is_faster
 
 
-def torch_is_faster(inputs: Inputs, plan: Plan) -> bool:
-    """Whether torch's operations are clearly faster than the compiled kernels. Reads no data."""
-    times = expected(inputs, plan)
-    return times is not None and times.torch_is_faster
-
-
 def expected(inputs: Inputs, plan: Plan) -> Expected | None:
     """The expected times on inputs of this size by this machine's lines; None if no lines can be kept."""
     return inputs.remember(("expected", plan), lambda: _expected(inputs, plan))
 
 
 def _expected(x: Inputs, plan: Plan) -> Expected | None:
-    # Learned plans need all heads of a layer; for other plans a few heads suffice.
-    heads = x.kv_heads if any(learned_parts(plan)) else min(HEADS, x.kv_heads)
     compiled = x.query.device.type == "cpu" and x.query.dtype in DTYPES
     setting = Setting(
-        *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, heads, x.gqa_ratio),
+        *(str(x.query.device), str(x.query.dtype), x.head_dim, x.value_dim, x.is_causal, x.kv_heads, x.gqa_ratio),
         *(torch.get_num_threads(), identity() if compiled else "none", x.bias is not None),
     )
     lines = _lines(setting, plan)
     if lines is None:
         return None
-    exact_line, *plan_lines = lines
-    pairs, keys = x.batch * x.query_heads * x.queries * visible_keys(x), x.batch * x.kv_heads * x.keys
-    rows = x.batch * x.query_heads * answered_queries(x, plan) * (1 + scan_share(x, plan))
-    # Groups of as many heads as were measured run one after the other: each pays the fixed cost of preparing.
-    times = x.batch * x.kv_heads / heads
-    lines_of_plan = zip(*[iter(plan_lines)] * 2, strict=True)
-    plans = [times * (prepare.at(keys / times) + attend.at(rows / times)) for prepare, attend in lines_of_plan]
-    return Expected(exact_line.at(pairs), *plans)
+    exact_line, prepare, attend = lines
+    pairs, rows = (x.query_heads * count for count in (x.queries * visible_keys(x), answered_queries(x, plan)))
+    keys, rows = x.kv_heads * x.keys, rows * (1 + scan_share(x, plan))
+    return Expected(x.batch * exact_line.at(pairs), x.batch * (prepare.at(keys) + attend.at(rows)))
 
 
 @lru_cache(256)
 def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
-    """The kept lines: of exact attention, then of preparing and attending for each executor that a plan can use."""
+    """The kept lines: of exact attention, of preparing the plan, and of attending by it."""
     facts = asdict(setting) | {"plan": plan.to_dict()}
     if setting.device.startswith("cuda"):
         facts["device"] = torch.cuda.get_device_name(setting.device)
@@ -166,23 +142,28 @@ def _points(setting: Setting, plan: Plan) -> list[tuple[float, Callable[[], obje
     keep = plan.keep
     if keep is None:
         raise ValueError("plan: expected one that chooses keys, got exact attention")
-    for length in EXACT_LENGTHS:
+    crossing = _crossing(setting, plan)
+    for length in (crossing // 2, crossing):
         x = _inputs(setting, length)
         points.append((x.query_heads * length * visible_keys(x), partial(exact.attend, x, plan.weights)))
-    impls: tuple[Impl, ...] = ("auto",) if setting.kernels == "none" or setting.is_biased else ("auto", "torch")
-    for impl in impls:
-        sizes = [replace(_inputs(setting, length), impl=impl) for length in PLAN_LENGTHS]
+    sizes = [_inputs(setting, length) for length in (crossing, 2 * crossing)]
 
-        def ready(x: Inputs) -> Problem:
-            x = x.branch()  # it has no statistics yet
-            graph = keep.select(x)
-            return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
+    def ready(x: Inputs) -> Problem:
+        x = x.branch()  # it has no statistics yet
+        graph = keep.select(x)
+        return Problem(x, graph, plan.rest.prepare(x, graph, plan.weights), plan.weights)
 
-        points += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
-        points += [
-            (x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, ready(x))) for x in sizes
-        ]
+    points += [(float(x.kv_heads * x.keys), partial(ready, x)) for x in sizes]
+    points += [(x.query_heads * x.keys * (1 + scan_share(x, plan)), partial(dispatch.attend, ready(x))) for x in sizes]
     return points
+
+
+def _crossing(setting: Setting, plan: Plan) -> int:
+    """The power of two from which the plan is expected to be faster, by counts of operations."""
+    length = SHORTEST
+    while length < LONGEST and plan_operations(x := _inputs(setting, length), plan) > SHIPPED * exact_operations(x):
+        length *= 2
+    return length
 
 
 def _inputs(setting: Setting, length: int) -> Inputs:

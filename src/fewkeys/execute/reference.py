@@ -19,7 +19,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.core.weights import Softmax, Weights, positive
 from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, within_reach
 
 
 def unsupported(problem: Problem) -> None:
@@ -100,7 +100,7 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     if stand_ins.left is not None and stand_ins.factor is not None:
         moved = query @ per_query_head(stand_ins.left)
         if stand_ins.bounds is not None:
-            moved = moved.clamp(*per_query_head(stand_ins.bounds).split(1, 2))
+            moved = within_reach(moved, per_query_head(stand_ins.bounds))
         if stand_ins.right is not None:
             moved = moved @ per_query_head(stand_ins.right)
         output = output + (weight_extra @ per_query_head(stand_ins.factor).unsqueeze(-1)) * moved
@@ -156,9 +156,8 @@ def _beside_cohort_means(
     output = weight @ per_query_head(x.value) + (weight_extra.unsqueeze(-2) @ per_query(stand_ins.value)).squeeze(-2)
     s = stand_ins
     if s.left is not None and s.right is not None and s.factor is not None and s.bounds is not None:
-        low, high = per_query(s.bounds).unbind(-2)
-        along = (query.unsqueeze(-2) @ per_query(s.left)).squeeze(-2).clamp(low, high)
-        moved = (along.unsqueeze(-2) @ per_query(s.right)).squeeze(-2)
+        along = within_reach(query.unsqueeze(-2) @ per_query(s.left), per_query(s.bounds))
+        moved = (along @ per_query(s.right)).squeeze(-2)
         output = output + (weight_extra * per_query(s.factor)).sum(-1, keepdim=True) * moved
     return output / positive(total)
 

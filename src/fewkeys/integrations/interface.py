@@ -35,10 +35,12 @@ _MIXED = ", and its scores depend on contents and distances together, which no p
 _SPARSE = ", and it is sparse by a rule of its own"
 OUTSIDE = {
     **dict.fromkeys(("deberta", "deberta-v2", "xlnet"), _MIXED),
-    **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus"), _SPARSE),
+    **dict.fromkeys(("longformer", "led", "big_bird", "bigbird_pegasus", "informer"), _SPARSE),
     **dict.fromkeys(("mamba", "mamba2", "rwkv"), ", as it has none"),
 }
 """Why models of some types cannot ask the interface."""
+PARTLY = ("informer",)
+"""Types of which some layers ask it, and others, which compute with the mask, do not."""
 
 
 class Attachment:
@@ -117,7 +119,7 @@ def attention_modules(model: object) -> list[nn.Module]:
     """The modules of `model` that ask the attention interface, in the model's own order: layer 0, layer 1, ..."""
     model = unwrapped(model)
     modules = [module for module in model.modules() if family_of(module) or _asks_interface(type(module))]
-    if not modules:
+    if not modules or model.config.model_type in PARTLY:
         why = OUTSIDE.get(model.config.model_type, "")
         raise ValueError(
             f"model: {type(model).__name__} does not use transformers' attention interface, so its attention cannot "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, Rows, dense, pointers, struct
+from fewkeys.native.tensors import KernelArgs, Rows, dense, struct
 
 LARGEST_CODED = 1024
 """The largest dimension of a head: sums of more numbers would not fit into 16 bits."""
@@ -21,7 +21,7 @@ def code_keys(key: Tensor, sign: Tensor, middle: Tensor, spread: Tensor) -> tupl
     batch, heads, keys, dim = key.shape
     args = struct("Coding")(
         key=Rows.of(key),
-        **pointers({**held, "packed": packed, "sigma": sigma}),
+        **{**held, "packed": packed, "sigma": sigma},
         batch=batch,
         heads=heads,
         keys=keys,
@@ -46,7 +46,7 @@ def scan(
     apart = packed.stride(1 if packed.shape[1] > 1 else 0)
     held = {"sign": sign, "seen": seen.contiguous(), "real": None if real is None else real.contiguous()}
     args = struct("Scan")(
-        **pointers({"packed": packed, "sigma": sigma, **held}),
+        **{"packed": packed, "sigma": sigma, **held},
         query=Rows.of(query),
         batch=batch,
         heads=heads,

@@ -149,17 +149,17 @@ class CohortMeans {
     }
     if (!p.rank) return;
     const float mean = std::max(spreads / std::max(all, 1e-30f), 1e-30f), reach = p.reach / p.unit[head];
-    float *low = p.bounds + cohort * 2 * p.rank, *high = low + p.rank;
+    float *bounds = p.bounds + cohort * 2 * p.rank;
     for (int64_t r = 0; r < ranks; r += TILE) {
       dots(asked, dim, 1, dim, &left[r * dim], &start[r]);
       dots(offset.data(), tall, count, dim, &moving[r * dim], &moved[r * count]);
     }
-    for (int64_t r = 0; r < p.rank; r++) low[r] = p.tilt * start[r] - reach, high[r] = p.tilt * start[r] + reach;
+    for (int64_t r = 0; r < p.rank; r++) bounds[r] = p.tilt * start[r], bounds[p.rank + r] = reach;
     for (int64_t c = 0; c < count; c++) {
       const float factor = p.factor[first + c] = std::min(std::sqrt(spread[c] / mean), p.largest_spread);
       for (int64_t r = 0; r < p.rank; r++) {
-        const float x = p.tilt * (start[r] + moved[r / TILE * TILE * count + c * TILE + r % TILE]);
-        add(p.value + (first + c) * wide, right + r * wide, -factor * std::min(std::max(x, low[r]), high[r]), wide);
+        const float x = p.tilt * moved[r / TILE * TILE * count + c * TILE + r % TILE];  // from the middle
+        add(p.value + (first + c) * wide, right + r * wide, -factor * std::clamp(x, -reach, reach), wide);
       }
     }
   }

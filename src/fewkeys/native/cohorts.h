@@ -1,6 +1,7 @@
 // Cohorts of queries and the keys that each keeps: `fewkeys.sketch.cohorts`, `fewkeys.sketch.tilted.best`. Cohorts stand
 // in the lanes, keys are rows.
 #pragma once
+#include "keys.h"
 #include "rows.h"
 #include "seeker.h"
 
@@ -159,15 +160,30 @@ static void halve(const Halves &p, int threads) {
   in_parallel(threads, p.sets, [&] { return Halver(p); }, split);
 }
 
-static void form(const Forms &p, int threads) {
-  in_parallel(threads, p.sets, [&](int64_t set) {
-    const int64_t dim = p.dim;
-    float *own = p.form + set * (dim + 1) * dim, *shift = p.shift + set * (dim + 1);
-    if (!factorise_raised(p.within + set * dim * dim, dim, p.ridge, own))
+template <class T>
+static void own_importance(const OwnImportance &p, int threads) {
+  const int64_t heads = p.batch * p.heads, dim = p.dim, size = (dim + 1) * dim;
+  aligned_vector<float> roots(heads * size);  // L^T and what it makes of the mean key
+  struct Keys {
+    aligned_vector<float> lanes, found;
+    float spread[TILE];
+    explicit Keys(int64_t dim) : lanes(dim * TILE), found(dim * TILE) {}
+  };
+  const auto factorise = [&](Keys &, int64_t head, int64_t) {
+    float *root = &roots[head * size], *shift = root + dim * dim;
+    if (!factorise_raised(p.within + head * dim * dim, dim, p.ridge, root))
       __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
-    std::fill_n(own + dim * dim, dim, 0.0f);
-    for (int64_t r = 0; r <= dim; r++) shift[r] = product(own + r * dim, p.middle + set * dim, dim);
-  });
+    for (int64_t r = 0; r < dim; r++) shift[r] = product(root + r * dim, p.middle + head * dim, dim);
+  };
+  const auto look = [&](Keys &some, int64_t head, int64_t piece) {
+    const int64_t first = piece * TILE, rows = std::min<int64_t>(TILE, p.keys - first);
+    const float *root = &roots[head * size];
+    to_lanes(p.key.at<T>(head / p.heads, head % p.heads, first), p.key.row, rows, dim, 1.0f, some.lanes.data());
+    see_spread(root, root + dim * dim, dim, some.lanes.data(), some.found.data(), some.spread);
+    for (int64_t j = 0; j < rows; j++) p.own[head * p.keys + first + j] = 0.5f * some.spread[j];
+  };
+  in_phases(threads, heads, p.keys <= PIECE, [&] { return Keys(dim); }, Phase{1, factorise},
+            Phase{(p.keys + TILE - 1) / TILE, look});
 }
 
 // The means of a tile of cohorts, in lanes.
@@ -177,7 +193,7 @@ struct CohortLanes {
 
   explicit CohortLanes(int dim) : means(dim * TILE) {}
   void read(const float *mean, int64_t cohorts, int64_t tile, int dim) {
-    count = std::min<int64_t>(TILE, cohorts - tile * TILE), used = round_up(count, 2 * LANES);
+    count = std::min<int64_t>(TILE, cohorts - tile * TILE), used = round_up(count, LANES);
     to_lanes(mean + tile * TILE * dim, dim, count, dim, 1.0f, means.data());
   }
 };

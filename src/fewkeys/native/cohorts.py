@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, Rows, alike, pointers, struct
+from fewkeys.native.tensors import KernelArgs, Rows, alike, struct
 
 
 def halve(
@@ -23,24 +23,22 @@ def halve(
     held = {"rows": rows.contiguous(), "metric": metric.contiguous(), **output}
     sizes = {"sets": sets, "rows_each": many, "dim": dim, "count": count, "step": step}
     steps = {"sample": sample, "power": power, "refine": refine}
-    call("fewkeys_halve", struct("Halves")(**pointers(held), **sizes, **steps))
+    call("fewkeys_halve", struct("Halves")(**held, **sizes, **steps))
     return output["place"], output["mean"], output["within"]
 
 
-def form(within: Tensor, middle: Tensor, ridge: float) -> tuple[Tensor, Tensor] | None:
-    """`form` (B, H, D + 1, D) and `shift` (B, H, D + 1, 1) for `keys.statistics`, of L with `L L^T = within` but for a
-    ridge, and a mean query of zero. None where rounding has made a matrix indefinite.
+def own_importance(key: Tensor, within: Tensor, middle: Tensor, ridge: float) -> Tensor | None:
+    """`(k_j - middle)^T W (k_j - middle) / 2` (B, H, N) with W = `within` (B, H, D, D) but for a ridge, and `middle`
+    (B, H, 1, D). None where rounding has made a matrix indefinite.
     """
-    batch, heads, _, dim = within.shape
-    output = {
-        "form": within.new_empty((batch, heads, dim + 1, dim)),
-        "shift": within.new_empty((batch, heads, dim + 1, 1)),
-    }
-    held = {"within": within.contiguous(), "middle": middle.contiguous(), **output}
-    indefinite = ctypes.c_int64(0)
-    numbers = {"indefinite": ctypes.addressof(indefinite), "sets": batch * heads, "dim": dim, "ridge": ridge}
-    call("fewkeys_form", struct("Forms")(**pointers(held), **numbers))
-    return None if indefinite.value else (output["form"], output["shift"])
+    (key,), within, middle = alike(key), within.contiguous(), middle.contiguous()
+    batch, heads, keys, dim = key.shape
+    own, indefinite = within.new_empty((batch, heads, keys)), ctypes.c_int64(0)
+    sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "ridge": ridge}
+    tensors = {"within": within, "middle": middle, "own": own}
+    problem = struct("OwnImportance")(key=Rows.of(key), **tensors, indefinite=ctypes.addressof(indefinite), **sizes)
+    call("fewkeys_own_importance", problem, key.dtype)
+    return None if indefinite.value else own
 
 
 def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +52,7 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
         torch.empty(shape, dtype=torch.int64, device="cpu"),
         torch.empty(shape, dtype=torch.uint8, device="cpu"),
     )
-    addresses = pointers({"mean": mean, "offset": offset, "index": index, "used": used})
+    addresses = {"mean": mean, "offset": offset, "index": index, "used": used}
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "cohorts": mean.shape[2], "count": count}
     call("fewkeys_best", struct("Best")(key=Rows.of(key), **addresses, **sizes), key.dtype)
     return index, used.bool()
@@ -62,20 +60,20 @@ def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor,
 
 def tilt(
     key: Tensor, value: Tensor, facts: dict[str, Tensor | None], count: int, together: bool, **numbers: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Mass, energy, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Mass, energy, size, key, value, importance and, where it is asked for, `together` of `sketch.tilted.Tilted`, for
     `count` clusters. `facts` and `numbers`: the fields that `Tilts` of `problems.h` reads, by name.
     """
     (key, value), held = alike(key, value), _dense(facts)
     mean = held["mean"]
-    mass, energy, level = mean.new_empty((3, *mean.shape[:3], count)).unbind()
+    mass, energy, size, level = mean.new_empty((4, *mean.shape[:3], count)).unbind()
     key_sum, value_sum = (mean.new_empty((*level.shape, rows.shape[3])) for rows in (key, value))
     products = mean.new_empty((*mean.shape[:2], key.shape[3], value.shape[3])) if together else None
-    sums = {"mass": mass, "energy": energy, "key_sum": key_sum, "value_sum": value_sum, "level": level}
+    sums = {"mass": mass, "energy": energy, "size": size, "key_sum": key_sum, "value_sum": value_sum, "level": level}
     args = _tilts(key, value, held | sums, numbers)
     args.together = None if products is None else products.data_ptr()
     call("fewkeys_tilt", args, key.dtype)
-    return mass, energy, key_sum, value_sum, level, products
+    return mass, energy, size, key_sum, value_sum, level, products
 
 
 def tilt_back(
@@ -91,7 +89,7 @@ def tilt_back(
     (key, value), held = alike(key, value), _dense(facts)
     of_sums = _dense(dict(zip(("key_sum", "value_sum", "together"), gradients, strict=True)))
     output = {name: rows.new_zeros(rows.shape, dtype=torch.float32) for name, rows in (("key", key), ("value", value))}
-    args = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **pointers(of_sums | output))
+    args = struct("TiltsBack")(of=_tilts(key, value, held, numbers), **(of_sums | output))
     call("fewkeys_tilt_back", args, key.dtype)
     return output["key"], output["value"]
 
@@ -105,7 +103,7 @@ def _tilts(key: Tensor, value: Tensor, held: dict[str, Tensor], numbers: dict[st
     batch, heads, keys, dim = key.shape
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "value_dim": value.shape[3]}
     sizes |= {"cohorts": held["mean"].shape[2], "count": held["level"].shape[3], "kept": held["index"].shape[3]}
-    return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **pointers(held), **sizes, **numbers)
+    return struct("Tilts")(key=Rows.of(key), value=Rows.of(value), **held, **sizes, **numbers)
 
 
 def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: float) -> dict[str, Tensor]:
@@ -121,6 +119,6 @@ def cohort_means(tensors: dict[str, Tensor], rank: int, steps: int, **numbers: f
         shapes |= {"factor": (count,), "left": (dim, rank), "right": (rank, value_dim), "bounds": (2, rank)}
     output = {name: dense["mass"].new_empty((batch, heads, cohorts, *shape)) for name, shape in shapes.items()}
     sizes = {"heads": batch * heads, "cohorts": cohorts, "count": count, "dim": dim, "value_dim": value_dim}
-    problem = struct("CohortStandIns")(**pointers(dense | output), **sizes, rank=rank, steps=steps, **numbers)
+    problem = struct("CohortStandIns")(**(dense | output), **sizes, rank=rank, steps=steps, **numbers)
     call("fewkeys_cohort_means", problem)
     return output | {"key": dense["key"], "value": dense["value"]}

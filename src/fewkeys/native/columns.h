@@ -22,6 +22,7 @@ struct LaneProducts {
    public:
     explicit Queries(int dim) : dim(dim), lanes(dim * TILE) {}
     void set(const T *rows, int64_t stride, int count) { to_lanes(rows, stride, count, dim, 1.0f, lanes.data()); }
+    void set(const T *const *rows, int count) { to_lanes(rows, count, dim, 1.0f, lanes.data()); }
 
    private:
     friend LaneProducts;

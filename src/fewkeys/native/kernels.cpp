@@ -39,6 +39,7 @@ EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
+EXPORT_BY_DTYPE(own_importance, OwnImportance)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
@@ -46,7 +47,6 @@ EXPORT_BY_DTYPE(scan_attend, ScanAttend)
 EXPORT_BY_DTYPE(scan_codes, Scan)
 EXPORT_BY_DTYPE(code_keys, Coding)
 EXPORT(cohort_means, CohortStandIns)
-EXPORT(form, Forms)
 EXPORT(halve, Halves)
 
 FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
@@ -90,7 +90,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Lloyd);
   SIZE_OF(Clustered);
   SIZE_OF(Past);
-  SIZE_OF(Forms);
+  SIZE_OF(OwnImportance);
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);

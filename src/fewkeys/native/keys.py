@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, alike, pointers, struct
+from fewkeys.native.tensors import Rows, alike, struct
 
 
 def statistics(key: Tensor, form: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def _survey(key: Tensor, value: Tensor, **parts: Tensor) -> None:
     key, value = alike(key, value)
     held = {name: part.contiguous() for name, part in parts.items()}
     count = held["centre"].shape[2] if "centre" in held else 0
-    call("fewkeys_survey", struct("Survey")(**_rows(key, value), **pointers(held), count=count), key.dtype)
+    call("fewkeys_survey", struct("Survey")(**_rows(key, value), **held, count=count), key.dtype)
 
 
 def label_sums(key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int) -> Tensor:
@@ -65,7 +65,7 @@ def _sums(
 ) -> Tensor:
     (key, value), label, share = alike(key, value), label.contiguous(), share.contiguous()
     sums = share.new_zeros((*key.shape[:2], count, key.shape[3] + value.shape[3]))
-    held = pointers({"label": label, "share": share, "sums": sums, **others})
+    held = {"label": label, "share": share, "sums": sums, **others}
     call("fewkeys_label_sums", struct("Sums")(**_rows(key, value), **held, count=count), key.dtype)
     return sums
 
@@ -86,7 +86,7 @@ def frame(
     indefinite = ctypes.c_int64(0)
     args = struct("Framed")(
         **_rows(key, value),
-        **pointers(output | {"asked": asked, "real": real}),
+        **(output | {"asked": asked, "real": real}),
         query=Rows.of(query),
         indefinite=ctypes.addressof(indefinite),
         gqa_ratio=query.shape[1] // heads,
@@ -129,14 +129,14 @@ def cluster(
     cluster_importance, constant = form.new_empty((2, *key.shape[:2], count)).unbind()
     centre = form.new_empty((*cluster_importance.shape, key.shape[3] + value.shape[3]))
     held |= {"centre": centre, "constant": constant}
-    lloyd = pointers(held | {"importance": cluster_importance, "real": real})
+    lloyd = held | {"importance": cluster_importance, "real": real}
     numbers = {"count": count, "steps": steps, "tilt": tilt, "lowest": lowest}
     statistics = {"spread": spread, "importance": importance, "nearest": nearest, "square": square, "label": label}
-    survey = pointers({name: part for name, part in held.items() if name != "unit"} | statistics)
+    survey = {name: part for name, part in held.items() if name != "unit"} | statistics
     args = struct("Clustered")(
         sample=struct("Lloyd")(**_rows(*rows), **lloyd, **numbers),
         all=struct("Survey")(**_rows(key, value), **survey, count=count),
-        **pointers({"distance": distance}),
+        distance=distance,
         near=near,
     )
     call("fewkeys_cluster", args, key.dtype)

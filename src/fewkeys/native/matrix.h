@@ -137,20 +137,25 @@ struct AmxProducts {
     explicit Queries(int dim) : dim(dim), deep(round_up(dim, STEP)), pairs(deep / 2 * TILE) {}
 
     void set(const bf16 *rows, int64_t stride, int count) {
-      for (int part = 0; part < TILE; part += EDGE)
-        for (int d = 0; d < deep; d += STEP)
-          transpose_square(
-              [&](int i) {
-                const bf16 *row = rows + (part + i) * stride;
-                return part + i < count ? numbers_of(row, d, dim) : vec{};
-              },
-              [&](int i, vec x) { store(&pairs[(d / 2 + i) * TILE + part], x); });
+      take([=](int i) { return rows + i * stride; }, count);
+    }
+    void set(const bf16 *const *rows, int count) {
+      take([=](int i) { return rows[i]; }, count);
     }
 
    private:
     friend AmxProducts;
     const int dim, deep;
     aligned_vector<float> pairs;  // (dimensions / 2, TILE)
+
+    template <class RowAt>
+    void take(RowAt row_at, int count) {
+      for (int part = 0; part < TILE; part += EDGE)
+        for (int d = 0; d < deep; d += STEP)
+          transpose_square(
+              [&](int i) { return part + i < count ? numbers_of(row_at(part + i), d, dim) : vec{}; },
+              [&](int i, vec x) { store(&pairs[(d / 2 + i) * TILE + part], x); });
+    }
   };
 
   class Mixed {

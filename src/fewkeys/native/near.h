@@ -77,14 +77,20 @@ class NearWeights {
     for (int r = 0; r < p.rank; r++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         float *to = &score[(p.entries + p.means + r) * TILE + v];
-        store(to, along(head, r, load(to)) * slope[w]);
+        store(to, cut(head, r, along(head, r, load(to))) * slope[w]);
       }
   }
 
-  // The coordinate r of the first-order term, from the product with the left factor.
+  // How far queries are from the middle along coordinate r of the first-order term, from the product with the left
+  // factor.
   vec along(int64_t head, int r, vec product) const {
-    const vec low = broadcast(p.bounds[head * 2 * p.rank + r]), high = broadcast(p.bounds[(head * 2 + 1) * p.rank + r]);
-    return -max(-max(product * p.scale, low), -high);
+    return product * p.scale - broadcast(p.bounds[head * 2 * p.rank + r]);
+  }
+
+  // The same, no further than the term reaches.
+  vec cut(int64_t head, int r, vec along) const {
+    const vec reach = broadcast(p.bounds[(head * 2 + 1) * p.rank + r]);
+    return -max(-max(along, -reach), -reach);
   }
 
  private:
@@ -211,10 +217,10 @@ class Shared {
   typename Products::Columns columns;
 
   explicit Shared(const Near &p)
-      : columns(p.dim, p.value_dim), p(p), count(p.entries + p.means + p.rank), wide(round_up(p.value_dim)),
-        rows(count * (p.dim + wide)) {}
+      : columns(p.dim, p.value_dim), p(p), count(p.entries + p.means + p.rank), wide(round_up(p.value_dim)) {}
 
   void read(int64_t b, int64_t h) {
+    rows.resize(count * (p.dim + wide));
     float *value = rows.data() + count * p.dim;
     gather_shared<typename Products::Number>(p, b, h, rows.data(), p.dim, value, wide);
     columns.read(rows.data(), p.dim, value, wide, count);

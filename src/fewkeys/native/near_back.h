@@ -5,9 +5,9 @@
 
 namespace fewkeys {
 
-// The first-order term adds sum_r u_r s right_r to the output, u_r = scale q . left_r within its bounds,
+// The first-order term adds sum_r u_r s right_r to the output, u_r = scale q . left_r - middle_r within reach,
 // s = sum_c P_c factor_c. So phi = sum_r u_r (g . right_r) joins the gradient of every stand-in's weight, times its
-// factor, and q . left_r has the gradient s (g . right_r) inside the bounds, none beyond.
+// factor, and q . left_r has the gradient s (g . right_r) within reach, none beyond.
 template <class T>
 class NearAttentionBack {
  public:
@@ -83,9 +83,9 @@ class NearAttentionBack {
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         const int64_t at = (columns + r) * TILE + v;
         float *to = &grad_shared[at];
-        const vec product = load(&weights.score[at]), u = weights.along(head, r, product);
+        const vec along = weights.along(head, r, load(&weights.score[at])), u = weights.cut(head, r, along);
         phi[w] += u * load(to);
-        store(to, u == product * p.scale ? load(to) * weights.slope[w] * inverse[w] * p.scale : vec{});
+        store(to, u == along ? load(to) * weights.slope[w] * inverse[w] * p.scale : vec{});
       }
     for (int c = 0; p.rank && c < p.means; c++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {

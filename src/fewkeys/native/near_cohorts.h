@@ -10,18 +10,19 @@ namespace fewkeys {
 template <class T>
 class Scattered {
  public:
-  explicit Scattered(const Near &p) : query(TILE * p.dim), out(TILE * p.value_dim), p(p) {}
-  aligned_vector<T> query, out;
+  explicit Scattered(const Near &p) : out(TILE * p.value_dim), p(p) {}
+  aligned_vector<T> out;
+  const T *query[TILE];
   int64_t row[TILE];  // the queries' numbers among those that read the key head
 
-  // Gathers those among `count` places that are of a query; returns how many.
+  // Looks up those among `count` places that are of a query; returns how many.
   int gather(int64_t b, int64_t h, int64_t first, int count) {
     const int64_t *own = p.order + (b * p.heads + h) * p.queries + first;
     int found = 0;
     for (int i = 0; i < count; i++) {
       if (own[i] < 0) continue;
       const int64_t head = h / p.cohorts * p.asking + own[i] / p.asked, place = own[i] % p.asked;
-      std::copy_n(p.query.at<T>(b, head, place), p.dim, &query[found * p.dim]);
+      query[found] = p.query.at<T>(b, head, place);
       row[found] = own[i];
       to[found++] = (T *)p.out.at<T>(b, head, place);
     }
@@ -50,7 +51,7 @@ class CohortAttention {
     if (has_band(p)) around.expect(scattered.row, rows);
     const int64_t head = b * p.heads + h, wide = round_up(p.value_dim);
     const int columns = p.entries + p.means + p.rank;
-    query.set(scattered.query.data(), p.dim, rows);
+    query.set(scattered.query, rows);
     shared.dots(query, columns, weights.score.data());
 
     Tile tile(p.scale);

@@ -120,8 +120,8 @@ class BandAttention {
         weigh(&around.hidden[cohort[i] * p.keys + first[i]], i, around.top[row + i], around.sum[row + i]);
     for (int i = 0; i < rows; i++) {
       if (cohort[i] < 0) continue;
-      std::fill(mixed.begin(), mixed.end(), 0.0f);
-      add(mixed.data(), &around.mixed[(row + i) * around.wide], before[i], around.wide);
+      copy(mixed.data(), &around.mixed[(row + i) * around.wide], around.wide);
+      scale(mixed.data(), before[i], around.wide);
       mix_rows(&value[first[i] - begin], &score[i * most], count[i], p.value_dim, mixed.data());
       T *to = (T *)p.out.at<T>(b, h, place + i);
       for (int d = 0; d < p.value_dim; d++) round_to(mixed[d] * inverse[i], to[d]);

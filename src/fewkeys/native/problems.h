@@ -24,7 +24,7 @@ struct Near {
   const float *mean_key, *mean_value;      // (B Hkv, means, D or Dv)
   const float *left_factor, *right_factor; // (B Hkv, D, rank), (B Hkv, rank, Dv)
   const float *bias, *total, *factor;      // (B Hkv, means)
-  const float *bounds;                     // (B Hkv, 2, rank): of what queries are along the left factor
+  const float *bounds;                     // (B Hkv, 2, rank): middle and reach of what queries are along the left factor
   const int64_t *label;                    // (B Hkv, Nk)
   const float *share;                      // (B Hkv, Nk); null for cohorts
   const uint8_t *hidden;                   // (B Hkv, Nk): keys that no band reaches; or null
@@ -161,13 +161,14 @@ struct Halves {
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
-// The metric of cohorts: `fewkeys.sketch.cohorts.own_importance`.
-struct Forms {
-  const float *within;  // (sets, dim, dim)
-  const float *middle;  // (sets, dim): the mean key
-  float *form, *shift;  // (sets, dim + 1, dim), the last row zero; (sets, dim + 1)
+// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.own_importance`.
+struct OwnImportance {
+  Rows key;
+  const float *within;  // (B Hkv, D, D)
+  const float *middle;  // (B Hkv, D): the mean key
+  float *own;           // (B Hkv, Nk)
   int64_t *indefinite;  // becomes 1 where rounding has left a matrix without a root
-  int64_t sets, dim;
+  int64_t batch, heads, keys, dim;
   float ridge;
 };
 
@@ -194,6 +195,7 @@ struct Tilts {
   const uint8_t *used;   // (B Hkv, H, S)
   float *level;          // (B Hkv, H, C): g_hc
   float *mass, *energy;  // (B Hkv, H, C)
+  float *size;           // (B Hkv, H, C): how many real keys of a cluster the cohort does not keep
   float *key_sum;        // (B Hkv, H, C, D): of centred keys
   float *value_sum;      // (B Hkv, H, C, Dv)
   float *together;       // (B Hkv, D, Dv): over all keys and cohorts, of e (k - middle) v^T; null: not asked

@@ -39,26 +39,32 @@ static inline void to_lanes(const T *rows, int64_t stride, int count, int dim, f
   to_lanes(at, count, dim, scale, into, pitch);
 }
 
-template <int R>
+// R rows with W vectors of lanes.
+template <int R, int W>
 static __attribute__((noinline)) void dots_of(const float *row, int64_t stride, int dim, const float *lanes,
-                                              float *into, int used) {
-  for (int part = 0; part < used; part += 2 * LANES) {
-    vec sum[R][2] = {};
-    const float *x = lanes + part;
-    for (int d = 0; d < dim; d++, x += TILE) {
-      const vec a = load(x), b = load(x + LANES);
+                                              float *into) {
+  vec sum[R][W] = {};
+  for (int d = 0; d < dim; d++, lanes += TILE) {
+    vec x[W];
+#pragma GCC unroll 2
+    for (int w = 0; w < W; w++) x[w] = load(lanes + w * LANES);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        sum[r][0] += a * row[r * stride + d];
-        sum[r][1] += b * row[r * stride + d];
-      }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {  // unrolled like the loop above: indexed sums would live in memory
-      store(into + r * TILE + part, sum[r][0]);
-      store(into + r * TILE + part + LANES, sum[r][1]);
-    }
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int w = 0; w < W; w++) sum[r][w] += x[w] * row[r * stride + d];
   }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)  // unrolled like the loop above: sums that are ever indexed live in memory
+#pragma GCC unroll 2
+    for (int w = 0; w < W; w++) store(into + r * TILE + w * LANES, sum[r][w]);
+}
+
+// R rows with the first `used` lanes, in whole vectors.
+template <int R>
+static inline void dots_with(const float *row, int64_t stride, int dim, const float *lanes, float *into, int used) {
+  int part = 0;
+  for (; part + 2 * LANES <= used; part += 2 * LANES) dots_of<R, 2>(row, stride, dim, lanes + part, into + part);
+  if (part < used) dots_of<R, 1>(row, stride, dim, lanes + part, into + part);
 }
 
 // The same for `count` rows, at most R.
@@ -67,7 +73,7 @@ static inline void dots_up_to(int count, const float *row, int64_t stride, int d
                               int used) {
   if constexpr (R > 0) {
     if (count == R)
-      dots_of<R>(row, stride, dim, lanes, into, used);
+      dots_with<R>(row, stride, dim, lanes, into, used);
     else
       dots_up_to<R - 1>(count, row, stride, dim, lanes, into, used);
   }
@@ -78,7 +84,7 @@ static inline void dots(const float *row, int64_t stride, int count, int dim, co
                         int used = TILE) {
   count_multiply_adds((int64_t)count * dim * used);
   int c = 0;
-  for (; c + ROWS <= count; c += ROWS) dots_of<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE, used);
+  for (; c + ROWS <= count; c += ROWS) dots_with<ROWS>(row + c * stride, stride, dim, lanes, into + c * TILE, used);
   dots_up_to<ROWS - 1>(count - c, row + c * stride, stride, dim, lanes, into + c * TILE, used);
 }
 
@@ -113,6 +119,7 @@ static inline void mix(const float *value, int64_t stride, int count, int dim, c
   constexpr int STEP = ABREAST * LANES;
   int v = 0;
   for (; v + STEP <= dim; v += STEP) mix_of<SOME, ABREAST>(value + v, stride, count, weight, pitch, into + v, to);
+  for (; v + 2 * LANES <= dim; v += 2 * LANES) mix_of<SOME, 2>(value + v, stride, count, weight, pitch, into + v, to);
   for (; v + LANES <= dim; v += LANES) mix_of<SOME, 1>(value + v, stride, count, weight, pitch, into + v, to);
 }
 

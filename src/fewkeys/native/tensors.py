@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -57,32 +56,55 @@ class Rows(ctypes.Structure):
 
 
 class KernelArgs(ctypes.Structure):
-    """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero."""
+    """Arguments of a kernel: a struct of `problems.h`. Fields that are left out are zero.
 
-    names: frozenset[str]
+    Tensors are contiguous, of the dtype that the struct declares, and must live as long as the call.
+    """
+
+    kinds: dict[str, str]
 
     def __init__(self, **values: Any) -> None:
-        if odd := values.keys() - self.names:
+        if odd := values.keys() - self.kinds.keys():
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
-        super().__init__(**values)
+        super().__init__(**{name: self._address(name, value) for name, value in values.items()})
+
+    def _address(self, name: str, value: Any) -> Any:
+        """The address of a tensor. Read as another dtype, it would give numbers that look like any others."""
+        if not isinstance(value, Tensor):
+            return value
+        expected = _POINTED.get(self.kinds[name])
+        if expected is not None and value.dtype not in expected:
+            raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {value.dtype}")
+        return value.data_ptr()
 
 
 @lru_cache
 def struct(name: str) -> type[KernelArgs]:
-    """The struct that `problems.h` declares under this name: of pointers, numbers and other structs of it."""
+    """The struct that `problems.h` declares under this name: of numbers and other structs of it."""
     text = re.sub("//.*", "", (Path(__file__).parent / "problems.h").read_text())
     declared_fields = re.search(rf"^struct {name} \{{(.*?)^\}};", text, re.DOTALL | re.MULTILINE)
     if declared_fields is None:
         raise ValueError(f"problems.h: expected a struct {name}, got none")
     fields: list[tuple[str, Any]] = []
+    kinds = {}
     for kind, declared in re.findall(r"(?:const )?(\w+) ([^;]+);", declared_fields[1]):
         for field in declared.split(","):
-            pointer = field.strip().startswith("*")
-            fields.append((field.strip(" *\n"), ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
-    return type(name, (KernelArgs,), {"_fields_": fields, "names": frozenset(field for field, _ in fields)})
+            pointer, field_name = field.strip().startswith("*"), field.strip(" *\n")
+            kinds[field_name] = kind
+            fields.append((field_name, ctypes.c_void_p if pointer else _KINDS.get(kind) or struct(kind)))
+    return type(name, (KernelArgs,), {"_fields_": fields, "kinds": kinds})
 
 
 _KINDS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float, "Rows": Rows}
+_POINTED = {
+    "float": (torch.float32,),
+    "double": (torch.float64,),
+    "int64_t": (torch.int64,),
+    "int32_t": (torch.int32,),
+    "int16_t": (torch.int16,),
+    "uint8_t": (torch.uint8, torch.bool, torch.int8),
+}
+"""Dtypes of tensors, by the type of the pointer."""
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -94,11 +116,6 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in such layouts and in one dtype: float32 where theirs differ."""
     same = all(tensor.dtype == tensors[0].dtype for tensor in tensors)
     return tuple(dense(tensor if same else tensor.float()) for tensor in tensors)
-
-
-def pointers(tensors: Mapping[str, Tensor | None]) -> dict[str, int | None]:
-    """The addresses of contiguous tensors, which must live as long as the call."""
-    return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def round_up(dim: int) -> int:

@@ -9,8 +9,8 @@ namespace fewkeys {
 // The real keys of one head, cluster by cluster.
 struct ByCluster {
   aligned_vector<int32_t> place, begin;
-  std::vector<std::pair<int32_t, int32_t>> kept;  // pairs: the rank of a key, and a cohort that keeps it
-  aligned_vector<int32_t> kept_begin;
+  std::vector<std::pair<int32_t, int32_t>> kept;  // pairs: the rank of a key, and a cohort that keeps it, by chunk
+  aligned_vector<int32_t> chunk, kept_begin;      // the first chunk of every cluster; where the pairs of a chunk begin
 
   void sort(const Tilts &p, int64_t head) {
     const int64_t *label = p.label + head * p.keys;
@@ -24,13 +24,24 @@ struct ByCluster {
       if (!real || real[j]) place[rank[j] = next[label[j]]++] = j;
     const int64_t lists = p.cohorts * p.kept, *index = p.index + head * lists;
     const uint8_t *used = p.used + head * lists;
-    kept_begin.assign(p.count + 1, 0);
-    for (int64_t i = 0; i < lists; i++) kept_begin[label[index[i]] + 1] += used[i];
-    for (int64_t c = 0; c < p.count; c++) kept_begin[c + 1] += kept_begin[c];
-    next.assign(kept_begin.begin(), kept_begin.end() - 1);
-    kept.resize(kept_begin[p.count]);
+    chunk.assign(p.count + 1, 0);
+    for (int64_t c = 0; c < p.count; c++) chunk[c + 1] = chunk[c] + (begin[c + 1] - begin[c] + CHUNK - 1) / CHUNK;
+    const auto chunk_of = [&](int64_t key) { return chunk[label[key]] + (rank[key] - begin[label[key]]) / CHUNK; };
+    const int64_t chunks = chunk[p.count];
+    kept_begin.assign(chunks + 1, 0);
     for (int64_t i = 0; i < lists; i++)
-      if (used[i]) kept[next[label[index[i]]]++] = {rank[index[i]], int32_t(i / p.kept)};
+      if (used[i]) kept_begin[chunk_of(index[i]) + 1]++;
+    for (int64_t c = 0; c < chunks; c++) kept_begin[c + 1] += kept_begin[c];
+    next.assign(kept_begin.begin(), kept_begin.end() - 1);
+    kept.resize(kept_begin[chunks]);
+    for (int64_t i = 0; i < lists; i++)
+      if (used[i]) kept[next[chunk_of(index[i])]++] = {rank[index[i]], int32_t(i / p.kept)};
+  }
+
+  // How many keys of a cluster each cohort does not keep.
+  void count_left(int64_t cluster, int64_t cohorts, std::vector<int32_t> &left) const {
+    left.assign(cohorts, begin[cluster + 1] - begin[cluster]);
+    for (int32_t i = kept_begin[chunk[cluster]]; i < kept_begin[chunk[cluster + 1]]; i++) left[kept[i].second]--;
   }
 
  private:
@@ -59,7 +70,7 @@ class Cluster {
       for (int64_t t = 0; t < (int64_t)cohorts.size(); t++)
         cohorts[t].read(p.mean + of * p.cohorts * dim, p.cohorts, t, dim);
     head = of, order = keys.place.data(), at = keys.begin[cluster], end = keys.begin[cluster + 1];
-    kept = keys.kept.data() + keys.kept_begin[cluster], last = keys.kept.data() + keys.kept_begin[cluster + 1];
+    kept = keys.kept.data(), kept_begin = &keys.kept_begin[keys.chunk[cluster]];
   }
 
   // g_hc: that of the mean key and the mean k^T W k / 2.
@@ -95,9 +106,12 @@ class Cluster {
       dots(row.data(), both, count, dim, cohorts[t].means.data(), &score[t * CHUNK * TILE], cohorts[t].used);
       weigh(t, count);
     }
-    for (const auto *one = kept; one != last; one++)
-      if (const int64_t j = one->first - at; j >= 0 && j < count)
-        score[(one->second / TILE * CHUNK + j) * TILE + one->second % TILE] = 0.0f;
+    if (!count) return 0;
+    for (int32_t i = kept_begin[0]; i < kept_begin[1]; i++) {
+      const auto [rank, cohort] = kept[i];
+      score[(cohort / TILE * CHUNK + rank - at) * TILE + cohort % TILE] = 0.0f;
+    }
+    kept_begin++;
     for (size_t t = 0; t < cohorts.size(); t++)
       for (int j = 0; j < count; j++) weight[j] += weight_of(&score[(t * CHUNK + j) * TILE], cohorts[t].used);
     at += count;
@@ -109,7 +123,8 @@ class Cluster {
   const Tilts &p;
   int64_t head = -1, at = 0, end = 0;
   const int32_t *order = nullptr;
-  const std::pair<int32_t, int32_t> *kept = nullptr, *last = nullptr;
+  const std::pair<int32_t, int32_t> *kept = nullptr;
+  const int32_t *kept_begin = nullptr;  // of the next chunk
 
   const T *key(int64_t j) const { return p.key.at<T>(head / p.heads, head % p.heads, j); }
   const T *value(int64_t j) const { return p.value.at<T>(head / p.heads, head % p.heads, j); }
@@ -144,7 +159,7 @@ template <class T>
 class Tilting {
  public:
   explicit Tilting(const Tilts &p)
-      : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, 2 * LANES)), mass(lanes), energy(lanes),
+      : p(p), keys(p), wide(keys.both - keys.deep), lanes(round_up(p.cohorts, LANES)), mass(lanes), energy(lanes),
         sums(lanes * keys.both), weighted(CHUNK * keys.deep) {}
 
   // The sums of one cluster; `products` (D, Dv) padded on both sides.
@@ -166,9 +181,10 @@ class Tilting {
       for (int64_t d = 0; d < deep; d += SOME)
         mix(&keys.row[deep], both, count, wide, &weighted[d], deep, products + d * wide, wide);
     }
+    order.count_left(cluster, p.cohorts, left);
     for (int64_t h = 0; h < p.cohorts; h++) {
       const int64_t to = (head * p.cohorts + h) * p.count + cluster;
-      p.mass[to] = mass[h], p.energy[to] = 2 * energy[h], p.level[to] = keys.level[h];
+      p.mass[to] = mass[h], p.energy[to] = 2 * energy[h], p.level[to] = keys.level[h], p.size[to] = left[h];
       std::copy_n(&sums[h * both], p.dim, p.key_sum + to * p.dim);
       std::copy_n(&sums[h * both + deep], p.value_dim, p.value_sum + to * p.value_dim);
     }
@@ -179,6 +195,7 @@ class Tilting {
   Cluster<T> keys;
   const int64_t wide, lanes;
   aligned_vector<float> mass, energy, sums, weighted;
+  std::vector<int32_t> left;
 
   void total(int count) {
     count_multiply_adds(count * lanes * 2);

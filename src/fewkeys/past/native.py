@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.native.build import call, missing
-from fewkeys.native.tensors import Rows, alike, dense, pointers, readable, struct, suits
+from fewkeys.native.tensors import Rows, alike, dense, readable, struct, suits
 
 _STATE = (
     *("rows", "excess", "size", "seen", "seen_key", "seen_value", "seen_square"),
@@ -65,7 +65,7 @@ class NativeScan:
         held |= {"answered": answered, "index": index, "real": real}
         self.dtypes, self._alive = (key.dtype, query.dtype), (held, query, key, value)
         self.args = struct("Past")(
-            **pointers(held),
+            **held,
             query=Rows.of(query),
             key=Rows.of(key),
             value=Rows.of(value),

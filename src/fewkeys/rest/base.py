@@ -32,14 +32,14 @@ class StandIns:
     Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
     `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_{j: label_j = c} share_j` runs over the keys j that query i does
     not keep: so no key counts twice. Its value is `value_c`, plus the first-order term `factor_c u_i right`, where
-    `u_i = min(max(q_i left, low), high)`: inside these bounds a cluster's values move with its keys, beyond them there
-    are none.
+    `u_i = min(max(q_i left - middle, -reach), reach)`: within reach a cluster's values move with its keys, beyond it
+    there are none.
 
     Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that represents a key,
     0 .. C - 1; share (B, Hkv, Nk): its weight there, zero for keys that all queries keep and for padding;
     bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
     three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
-    bounds (B, Hkv, 2, r): low and high, wherever there is `left`. Labels, shares and bounds carry no gradient.
+    bounds (B, Hkv, 2, r): middle and reach, wherever there is `left`. Labels, shares and bounds carry no gradient.
     """
 
     key: Tensor
@@ -272,5 +272,15 @@ def unkept(inputs: Inputs, graph: Graph) -> Tensor:
 
 def bounds_around(middle: Tensor, unit: Tensor) -> Tensor:
     """`StandIns.bounds` (..., 2, r) around the directions' values (..., 1, r) at the mean query; `unit`: of `Frame`."""
-    reach = REACH / unit
-    return torch.cat([middle - reach, middle + reach], -2)
+    return torch.cat([middle, (REACH / unit).expand_as(middle)], -2)
+
+
+def within_reach(along: Tensor, bounds: Tensor) -> Tensor:
+    """How far queries are from the middle of each direction, (..., r), cut at the reach; `along`: times `left`.
+
+    What is taken from a stand-in's value and what a query adds to it are both of the size of the values, however large
+    the scores are: no precision is lost to two large numbers that cancel.
+    """
+    middle, reach = bounds.unbind(-2)
+    middle, reach = middle.unsqueeze(-2), reach.unsqueeze(-2)
+    return (along - middle).clamp(-reach, reach)

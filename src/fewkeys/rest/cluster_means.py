@@ -15,7 +15,7 @@ from fewkeys.core.totals import Totals
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import Softmax, Weights
 from fewkeys.core.work import PER_SCORE, Work, per_score
-from fewkeys.rest.base import CohortStandIns, Rest, StandIns, bounds_around, unkept
+from fewkeys.rest.base import CohortStandIns, Rest, StandIns, bounds_around, unkept, within_reach
 from fewkeys.rest.cohort_means import LARGEST_SPREAD, cohort_means
 from fewkeys.select.base import Selector
 from fewkeys.sketch.clusters import TILT, clustering_operations, clusters, frame, key_statistics, query_moments
@@ -158,7 +158,7 @@ def represent(
     left = product(pooled, right.mT)
     with constants():
         bounds = bounds_around(TILT * moments.mean @ left, units.unit)
-    moved = mean_value - factor.unsqueeze(-1) * ((reference @ left).clamp(*bounds.split(1, 2)) @ right)
+    moved = mean_value - factor.unsqueeze(-1) * (within_reach(reference @ left, bounds) @ right)
     return StandIns(mean_key, moved, label, share, bias, left, right, factor, bounds=bounds)
 
 

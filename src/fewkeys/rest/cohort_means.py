@@ -7,10 +7,9 @@ from torch import Tensor
 
 import fewkeys.native as native
 from fewkeys.core.derivatives import constants
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.precision import working
-from fewkeys.rest.base import REACH, CohortStandIns, bounds_around
+from fewkeys.rest.base import REACH, CohortStandIns, bounds_around, within_reach
 from fewkeys.sketch.backend import compiled_at_once
 from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts
@@ -31,7 +30,6 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         raise ValueError("rest: ClusterMeans(cohorts=...) needs the lists of Outliers(cohorts=...), got others")
     cluster = clusters(x, count)
     sums = tilted_sums(x, cohort, cluster, columns.index, columns.used, together=rank > 0)
-    size = _sizes(x, cluster.label, columns, count)
     middle, together = frame(x).mean, sums.together
     if together is not None and compiled_at_once(x, x.key, x.value, cohort.mean):
         tensors = {"mass": sums.mass, "energy": sums.energy, "level": sums.importance}
@@ -41,7 +39,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         numbers = {"tilt": COHORT_TILT, "largest_tilt": LARGEST_TILT, "largest_spread": LARGEST_SPREAD, "reach": REACH}
         rank = min(rank, x.head_dim, x.value_dim)
         stand_ins = native.cohort_means(tensors, rank, SUBSPACE_STEPS, least=LEAST_DIRECTION, **numbers)
-        return CohortStandIns(mass=sums.mass, size=size, label=cluster.label, **stand_ins)
+        return CohortStandIns(mass=sums.mass, size=sums.size, label=cluster.label, **stand_ins)
     mass = sums.mass.clamp_min(1e-30).unsqueeze(-1)
     offset, value = sums.key / mass, sums.value / mass
     with constants():
@@ -51,7 +49,7 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
         bias = (COHORT_TILT * (sums.importance - seen)).clamp(-LARGEST_TILT, LARGEST_TILT)
     key = offset + middle.unsqueeze(2)
     if together is None:
-        return CohortStandIns(key, value, bias, sums.mass, size, cluster.label)
+        return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label)
     between = product((sums.mass.unsqueeze(-1) * offset).flatten(2, 3).mT, value.flatten(2, 3))
     pooled = (together - between) / sums.mass.sum((2, 3))[..., None, None].clamp_min(1e-30)
     with constants():
@@ -61,21 +59,10 @@ def cohort_means(inputs: Inputs, graph: Graph, count: int, rank: int, parts: int
     left = product(pooled, right.mT)
     with constants():
         bounds = bounds_around(COHORT_TILT * query @ left.unsqueeze(2), frame(x).unit.unsqueeze(2))
-    moved = (reference @ left.unsqueeze(2)).clamp(*bounds.split(1, 3))
+    moved = within_reach(reference @ left.unsqueeze(2), bounds)
     value = value - factor.unsqueeze(-1) * (moved @ right.unsqueeze(2))
     left, right = (part.unsqueeze(2).expand(-1, -1, key.shape[2], -1, -1) for part in (left, right))
-    return CohortStandIns(key, value, bias, sums.mass, size, cluster.label, left, right, factor, bounds)
-
-
-def _sizes(inputs: Inputs, label: Tensor, columns: Columns, count: int) -> Tensor:
-    """How many real keys of every cluster are outside a cohort's list: (B, Hkv, H, C)."""
-    x, totals, (*lists, _) = inputs, inputs.whole.totals, columns.index.shape
-    real = torch.ones_like(label) if x.valid is None else x.valid[:, None].to(label.dtype).expand_as(label)
-    members = label.new_zeros((*label.shape[:2], count)).scatter_add_(-1, label, real)
-    index = columns.index.flatten(2)
-    listed = label.gather(-1, index).view_as(columns.index)
-    kept = label.new_zeros((*lists, count)).scatter_add_(-1, listed, columns.used.to(label.dtype))
-    return totals.sum((members.unsqueeze(2) - kept).to(working(x.key[:0]).dtype))
+    return CohortStandIns(key, value, bias, sums.mass, sums.size, cluster.label, left, right, factor, bounds)
 
 
 def _factor(energy: Tensor, square: Tensor, mass: Tensor) -> Tensor:

@@ -61,5 +61,5 @@ class Moments(Rest):
             left=spread.mT @ (value - mean_value) / count,
             factor=member.new_ones((inputs.batch, inputs.kv_heads, 1)),
             curvature=spread.mT @ spread / count,
-            bounds=torch.cat([-reach, reach], 2),
+            bounds=torch.cat([torch.zeros_like(reach), reach], 2),
         )

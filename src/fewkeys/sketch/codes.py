@@ -77,7 +77,8 @@ def width(dim: int) -> int:
 def signs(dim: int, device: torch.device) -> Tensor:
     """The diagonal of S (W,): 1 and -1 in float32, drawn once for all time; zeros beyond `dim`."""
     generator = torch.Generator("cpu").manual_seed(dim)
-    drawn = torch.randint(2, (dim,), generator=generator, device="cpu") * 2.0 - 1
+    # Kernels read float32, whatever the default dtype is at the first call.
+    drawn = torch.randint(2, (dim,), generator=generator, device="cpu").float() * 2 - 1
     return pad(drawn, (0, width(dim) - dim)).to(device)
 
 

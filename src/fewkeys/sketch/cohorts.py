@@ -33,6 +33,10 @@ from fewkeys.sketch.sample import centre, sample_keys
 
 COHORT_QUERIES = 16
 """The smallest cohort: the work of preparing a cohort does not pay for fewer queries."""
+COHORTS_PER_QUERY = 3
+"""There are at most this many times as many cohorts as a cohort has queries: preparing takes time for each of them, and
+attending for each query.
+"""
 METRIC_SAMPLE = 256, 512
 """At least and at most how many keys, approximately, define the distance of two queries."""
 
@@ -57,8 +61,8 @@ class Cohorts:
 
 
 def cohorts(inputs: Inputs, count: int) -> Cohorts:
-    """The queries in `count` cohorts, a power of two; in fewer if cohorts would have less than COHORT_QUERIES queries.
-    Cost O(n D log count).
+    """The queries in `count` cohorts, a power of two; in fewer if cohorts would have too few queries (`_at_most`). Cost
+    O(n D log count).
     """
     with constants():
         return inputs.remember(("cohorts", count), lambda: _cohorts(inputs, count))
@@ -68,24 +72,15 @@ def own_importance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
 
     def compute() -> Tensor:
-        key = inputs.key.detach()
-        form, shift = _form(inputs, cohorts.within)
-        if compiled(inputs.impl, key, form):
-            return 0.5 * native.statistics(key, form, shift)[0]
-        return 0.5 * (working(key) @ form[:, :, :-1].mT - shift[:, :, :-1].mT).square_().sum(-1)
+        key, within, middle = inputs.key.detach(), cohorts.within, frame(inputs).mean
+        if compiled(inputs.impl, key, within, middle):
+            own = native.own_importance(key, within, middle, RIDGE)
+            if own is not None:
+                return own
+        root = triangular_root(within, RIDGE)
+        return 0.5 * (working(key) @ root - middle @ root).square_().sum(-1)
 
     return inputs.remember(("own importance", cohorts.count), compute)
-
-
-def _form(inputs: Inputs, within: Tensor) -> tuple[Tensor, Tensor]:
-    """`Frame.form` and `Frame.shift` with W for `E[q q^T]` and a mean query of zero."""
-    middle = frame(inputs).mean
-    if inputs.impl in COMPILED and native.suits(within, middle) and within.dtype == torch.float32:
-        compiled_form = native.form(within, middle, RIDGE)
-        if compiled_form is not None:
-            return compiled_form
-    form = pad(triangular_root(within, RIDGE).mT, (0, 0, 0, 1))
-    return form, form @ middle.mT
 
 
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:
@@ -175,7 +170,9 @@ def _filled(inputs: Inputs, place: Tensor, total: int) -> Tensor:
 
 
 def _at_most(count: int, total: int) -> int:
-    """`count` cohorts, a power of two, or fewer, so that each has at least COHORT_QUERIES queries."""
-    while count > 1 and count * COHORT_QUERIES > total:
+    """`count` cohorts, a power of two, or fewer: each has COHORT_QUERIES queries or more, and there are at most
+    COHORTS_PER_QUERY times as many cohorts as a cohort has queries.
+    """
+    while count > 1 and max(COHORT_QUERIES, count / COHORTS_PER_QUERY) * count > total:
         count //= 2
     return count

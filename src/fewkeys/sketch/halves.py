@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fewkeys.core.rows import take
 
-POWER, REFINE, SPLIT_SAMPLE = 2, 2, 128
+POWER, REFINE, SPLIT_SAMPLE = 2, 2, 64
 """Power iterations, then steps of 2-means, and about how many rows of a set they use."""
 
 

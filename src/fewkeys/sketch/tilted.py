@@ -35,13 +35,15 @@ LARGEST_TILT = 2.0
 class Tilted:
     """Sums over the keys of every cluster that a cohort does not keep, with weights e_hj.
 
-    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`), both without gradient; `key` (B, Hkv, H, C, D): of
-    centred keys; `value` (B, Hkv, H, C, Dv); `importance` (B, Hkv, H, C): g_hc, without gradient; `together`
-    (B, Hkv, D, Dv): of products of centred keys and values, over all clusters and cohorts, or None.
+    `mass` (B, Hkv, H, C), `energy` (the same: of `k_j^T W k_j`) and `size` (the same: the number of these keys), all
+    without gradient; `key` (B, Hkv, H, C, D): of centred keys; `value` (B, Hkv, H, C, Dv); `importance`
+    (B, Hkv, H, C): g_hc, without gradient; `together` (B, Hkv, D, Dv): of products of centred keys and values, over all
+    clusters and cohorts, or None.
     """
 
     mass: Tensor
     energy: Tensor
+    size: Tensor
     key: Tensor
     value: Tensor
     importance: Tensor
@@ -82,8 +84,8 @@ def tilted_sums(
         sums = _ByKernels.apply(x.key, x.value, args)  # type: ignore[no-untyped-call]
     else:
         sums = _by_torch(x.key, x.value, args)
-    mass, energy, key, value = map(totals.sum, sums[:4])
-    return Tilted(mass, energy, key, value, sums[4], None if sums[5] is None else totals.sum(sums[5]))
+    mass, energy, size, key, value = map(totals.sum, sums[:5])
+    return Tilted(mass, energy, size, key, value, sums[5], None if sums[6] is None else totals.sum(sums[6]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +103,7 @@ class TiltArgs:
     totals: Totals
 
 
-Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+Sums = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """The fields of `Tilted`, in order."""
 
 
@@ -113,6 +115,7 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         where = label.unsqueeze(2).expand_as(e)
         mass = torch.zeros_like(level).scatter_add(-1, where, e)
         energy = torch.zeros_like(level).scatter_add(-1, where, e * (2 * facts["half_variance"]).unsqueeze(2))
+        size = _sizes(args, level)
     centred, values = working(key) - facts["middle"], working(value)
 
     def by_cluster(rows: Tensor) -> Tensor:
@@ -121,7 +124,16 @@ def _by_torch(key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         return torch.stack([none.scatter_add(2, index, rows * weights.unsqueeze(-1)) for weights in e.unbind(2)], 2)
 
     products = (centred * e.sum(2).unsqueeze(-1)).mT @ values if args.together else None
-    return mass, energy, by_cluster(centred), by_cluster(values), level, products
+    return mass, energy, size, by_cluster(centred), by_cluster(values), level, products
+
+
+def _sizes(args: TiltArgs, level: Tensor) -> Tensor:
+    """How many real keys of every cluster are outside a cohort's list, in the form of `level` (B, Hkv, H, C)."""
+    label, index, used = (args.facts[name] for name in ("label", "index", "used"))
+    real = torch.ones_like(level[:, :, 0, :1]) if args.real is None else args.real[:, None].to(level.dtype)
+    members = torch.zeros_like(level[:, :, 0]).scatter_add(-1, label, real.expand(label.shape))
+    listed = label.gather(-1, index.flatten(2)).view_as(index)
+    return members.unsqueeze(2) - torch.zeros_like(level).scatter_add(-1, listed, used.to(level.dtype))
 
 
 def _levels(key: Tensor, args: TiltArgs) -> Tensor:
@@ -157,23 +169,23 @@ class _ByKernels(torch.autograd.Function):
     def forward(ctx: Any, key: Tensor, value: Tensor, args: TiltArgs) -> Sums:
         facts = {**args.facts, "real": args.real}
         sums = native.tilt(key, value, facts, args.count, args.together, tilt=COHORT_TILT, largest=LARGEST_TILT)
-        ctx.save_for_backward(key, value, sums[4])
+        ctx.save_for_backward(key, value, sums[5])
         ctx.args = args
-        ctx.mark_non_differentiable(sums[0], sums[1], sums[4])
+        ctx.mark_non_differentiable(*sums[:3], sums[5])
         return sums
 
     @staticmethod
-    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, *gradients: Any) -> Any:
-        key, value, level = ctx.saved_tensors
+    def backward(ctx: Any, _mass: Tensor, _energy: Tensor, _size: Tensor, *gradients: Any) -> Any:
+        (key, value, level), args = ctx.saved_tensors, ctx.args
         to_key, to_value, _, to_products = gradients
         of_sums = to_key, to_value, to_products
         if torch.is_grad_enabled():
 
             def sums(key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-                _, _, key_sum, value_sum, _, products = _by_torch(key, value, ctx.args)
+                _, _, _, key_sum, value_sum, _, products = _by_torch(key, value, args)
                 return key_sum, value_sum, products
 
             return *gradients_by_torch(sums, (key, value), of_sums), None
-        facts = {**ctx.args.facts, "real": ctx.args.real, "level": level}
+        facts = {**args.facts, "real": args.real, "level": level}
         results = native.tilt_back(key, value, facts, of_sums, tilt=COHORT_TILT, largest=LARGEST_TILT)
         return *(part.to(rows.dtype) for part, rows in zip(results, (key, value), strict=True)), None

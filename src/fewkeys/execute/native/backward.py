@@ -19,7 +19,7 @@ from fewkeys.execute import torch as by_torch
 from fewkeys.execute.native import by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import Rows, dense, pointers, round_up, struct
+from fewkeys.native.tensors import Rows, dense, round_up, struct
 from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, StandIns
 
@@ -91,7 +91,7 @@ class _Attended(torch.autograd.Function):
 def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Tensor) -> Sequence[Tensor]:
     gradients = _zeros((x.query, x.key, x.value, *(() if means is None else (means.rows,))))
     args, _alive = forward.blocks(x, columns, means, gradient)
-    addresses = pointers(dict(zip(("query", "key", "value", "means"), gradients, strict=False)))
+    addresses = dict(zip(("query", "key", "value", "means"), gradients, strict=False))
     call("fewkeys_attend_blocks_back", struct("BlocksBack")(of=args, out=Rows.of(gradient), **addresses), x.query.dtype)
     return gradients
 
@@ -102,7 +102,7 @@ def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Te
     sizes = [args.entries, args.means, args.rank]
     shared = [key.new_zeros((*key.shape[:2], sum(sizes), dim)) for dim in (x.head_dim, round_up(x.value_dim))]
     names = ("query", "key", "value", "shared_key", "shared_value")
-    addresses = pointers(dict(zip(names, (*direct, *shared), strict=True)))
+    addresses = dict(zip(names, (*direct, *shared), strict=True))
     call("fewkeys_attend_back", struct("NearBack")(of=args, out=Rows.of(gradient), **addresses), x.query.dtype)
     list_key, mean_key, left = shared[0].split(sizes, 2)
     list_value, mean_value, _ = shared[1][..., : x.value_dim].split(sizes, 2)

@@ -10,7 +10,7 @@ from fewkeys.execute.problem import Problem
 from fewkeys.execute.torch import by_scan
 from fewkeys.native.build import call
 from fewkeys.native.codes import LARGEST_CODED, scan
-from fewkeys.native.tensors import Rows, dense, pointers, struct
+from fewkeys.native.tensors import Rows, dense, struct
 from fewkeys.rest.base import RangeStandIns
 from fewkeys.select.key_scan import Scanned
 
@@ -79,7 +79,7 @@ class ScanCall:
         self._arguments = struct("ScanAttend")(
             of=of,
             **{name: Rows.of(tensor) for name, tensor in rows.items()},
-            **pointers(arrays),
+            **arrays,
             **means,
             value_dim=x.value_dim,
             causal=x.is_causal,

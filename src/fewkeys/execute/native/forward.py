@@ -17,7 +17,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.execute.native import by_scan
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
-from fewkeys.native.tensors import KernelArgs, Rows, dense, pointers, struct
+from fewkeys.native.tensors import KernelArgs, Rows, dense, struct
 from fewkeys.past.scan import States
 from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
 
@@ -68,7 +68,8 @@ def blocks(x: Inputs, columns: Columns, states: States | None, output: Tensor) -
     mean_key, mean_value = rows[..., : x.head_dim], rows[..., x.head_dim :]
     args = struct("Blocks")(
         **_common(x, output),
-        **pointers({"bias": bias, "place": place}),
+        bias=bias,
+        place=place,
         mean_key=Rows.of(mean_key),
         mean_value=Rows.of(mean_value),
         blocks=columns.blocks,
@@ -101,7 +102,7 @@ def near(
     left, right = (0, -reach) if graph.band is None else graph.band
     problem = struct("Near")(
         **sizes,
-        **pointers(tensors),
+        **tensors,
         entries=0 if columns is None else columns.index.shape[3],
         means=0 if s is None else s.count,
         rank=0 if s is None or s.left is None else s.left.shape[-1],

@@ -22,7 +22,7 @@ from fewkeys.core.rows import take
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.execute.torch.distances import Distances
-from fewkeys.rest.base import CohortStandIns
+from fewkeys.rest.base import CohortStandIns, within_reach
 
 
 def attend(problem: Problem) -> Tensor:
@@ -96,7 +96,7 @@ def _attend(problem: Problem) -> Tensor:
     if isinstance(s, CohortStandIns):
         mixed = mixed + weights[-1] @ working(s.value)
         if s.left is not None and s.right is not None and s.factor is not None and s.bounds is not None:
-            along = (query @ working(s.left)).clamp(*s.bounds.split(1, 3))
+            along = within_reach(query @ working(s.left), s.bounds)
             mixed = mixed + (weights[-1] @ s.factor.unsqueeze(-1)) * (along @ s.right)
     if band is None:
         output = _in_order(x, columns.place, mixed / positive(total))

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.rest.base import BlockStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, StandIns, within_reach
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +295,7 @@ class Means(Source):
             return mixed
         moved = chunk.query @ self.left[chunk.heads]
         if self.bounds is not None:
-            moved = moved.clamp(*self.bounds[chunk.heads].split(1, 1))
+            moved = within_reach(moved, self.bounds[chunk.heads])
         if self.right is not None:
             moved = moved @ self.right[chunk.heads]
         return mixed[..., :-1] + mixed[..., -1:] * moved
