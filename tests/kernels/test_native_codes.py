@@ -76,9 +76,20 @@ def test_long_past():
         assert_same(key, query, torch.full((queries,), 20_000), None, 227)
 
 
+def test_samples_that_mislead():
+    """A few large scores in one block: the bound that its sample gives leaves too few, so all keys are scored."""
+    query = drawn(1, 1, 1, 64, seed=1)
+    for block in range(16):
+        key = drawn(1, 1, 800, 64)
+        key[:, :, 32 * block : 32 * block + 14] += 4 * query
+        assert_same(key, query, torch.tensor([800]), None, 20)
+    few = torch.rand(1, 800, generator=torch.Generator().manual_seed(3)) < 0.06
+    assert_same(drawn(1, 1, 800, 64), query, torch.tensor([800]), few, 20)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_are_copied(dtype):
-    """More bytes of keys and values than a cache holds, chosen often, in heads and sequences of their own."""
+def test_rows_that_pass_by_chunks(dtype):
+    """More keys than a chunk has, and more bytes than a cache holds, in heads and sequences of their own."""
     plan, size = fk.Plan(fk.KeyScan(80), fk.BlockMeans(3)), 8 // dtype.itemsize
     query = drawn(2, 4, 512, 250 * size, seed=1).to(dtype)
     key, value = drawn(2, 2, 2100, 250 * size).to(dtype), drawn(2, 2, 2100, 40, seed=2).to(dtype)

@@ -1,8 +1,8 @@
 // The best keys of a query by codes of two bits a number: `fewkeys.sketch.codes` has the equations.
 //
-// Keys come piece by piece, in rising order. A query holds those that may still be among its best; when there are too
-// many, it drops all but the best, and later keys must beat the least of these. So the scores of a piece are all that
-// is stored.
+// Every query scores all keys before it, piece by piece in rising order, and no scores are stored but those of a piece.
+// So that few keys have to be held, some blocks are scored first: a bound that a few times `count` keys should exceed.
+// Where fewer than `count` do, the keys are scored once more without one, so the choice is exact.
 #pragma once
 #include <memory>
 
@@ -10,185 +10,10 @@
 
 namespace fewkeys {
 
-// One bit for each of a block's scores above `least`.
-static inline uint32_t bits_above(const int16_t *score, int16_t least) {
-#if defined(__AVX512BW__)
-  return _mm512_cmpgt_epi16_mask(_mm512_loadu_si512(score), _mm512_set1_epi16(least));
-#else
-  const eight *x = (const eight *)score;
-  uint32_t bits = 0;
-  for (int half = 0; half < 2; half++, x += 2) {
-#if defined(__SSE2__)
-    const __m128i both = _mm_packs_epi16((__m128i)(x[0] > least), (__m128i)(x[1] > least));
-    bits |= (uint32_t)_mm_movemask_epi8(both) << (16 * half);
-#elif defined(__aarch64__)
-    const uint8x8_t bit = {1, 2, 4, 8, 16, 32, 64, 128};
-    for (int part = 0; part < 2; part++)
-      bits |= (uint32_t)vaddv_u8(vand_u8(vmovn_u16((uint16x8_t)(x[part] > least)), bit)) << (16 * half + 8 * part);
-#else
-    for (int i = 0; i < 16; i++) bits |= (uint32_t)(x[i / 8][i % 8] > least) << (16 * half + i);
-#endif
-  }
-  return bits;
-#endif
-}
-
-// The numbers of a block whose bits are set, side by side; something may be written behind them.
-static inline void pack(const int16_t *number, uint32_t bits, int16_t *to) {
-#if defined(__AVX512VBMI2__)
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi16(bits, _mm512_loadu_si512(number)));
-#else
-  for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
-#endif
-}
-static inline void pack(const int32_t *number, uint32_t bits, int32_t *to) {
-#if defined(__AVX512F__)
-  const uint32_t half = bits & 0xffff;
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(half, _mm512_loadu_si512(number)));
-  to += __builtin_popcount(half);
-  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits >> 16, _mm512_loadu_si512(number + 16)));
-#else
-  for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
-#endif
-}
-
-// The `count` best of the keys that a query has seen, of equal scores the first.
-class Largest {
- public:
-  static constexpr int PIECE = 512;  // keys that come at once at most
-
-  void begin(int64_t best) {
-    count = best, held = 0, least = INT16_MIN;
-    const int64_t room = 2 * count + 2 * PIECE + CODED;
-    if ((int64_t)score.size() < room) score.resize(room), place.resize(room);
-  }
-
-  // Scores and places of blocks of keys, of which the bits of `shown` are there.
-  void add(const int16_t *from, const int32_t *at, const uint32_t *shown, int64_t blocks) {
-    int64_t to = held;
-    for (int64_t b = 0; b < blocks; b++, from += CODED, at += CODED) {
-      const uint32_t bits = bits_above(from, least) & shown[b];
-      pack(from, bits, &score[to]), pack(at, bits, &place[to]);
-      to += __builtin_popcount(bits);
-    }
-    held = to;
-    if (held > 2 * count + PIECE / 2) cut(count / 2);
-  }
-
-  // How many there are; then `places` gives them, ascending.
-  int64_t finish() {
-    cut(0);
-    return held;
-  }
-  const int32_t *places() const { return place.data(); }
-
- private:
-  int64_t count = 0, held = 0;
-  int16_t least = INT16_MIN;  // later keys must have more
-  aligned_vector<int16_t> score;
-  aligned_vector<int32_t> place;
-
-  // How many of those held are above a bound.
-  int64_t above(int16_t bound) const {
-    int64_t total = 0;
-    for (int64_t v = 0; v < held; v += CODED) total += __builtin_popcount(bits_above(&score[v], bound));
-    return total;
-  }
-
-  // Drops all but the `count` best, and at most `slack` of the next.
-  void cut(int64_t slack) {
-    if (held <= count) return;
-    std::fill_n(&score[held], CODED, INT16_MIN);  // up to whole blocks
-    // The largest bound that `count` reach, or one that at most so many more do.
-    int32_t low = least, high = INT16_MAX;
-    int64_t reach = held;
-    while (low < high && reach > count + slack) {
-      // The first steps double the bound: the largest score is not known.
-      const int32_t middle = high == INT16_MAX ? std::clamp(2 * low, 16, high) : low + (high - low + 1) / 2;
-      const int64_t there = above(middle - 1);
-      if (there >= count)
-        low = middle, reach = there;
-      else
-        high = middle - 1;
-    }
-    // Of those that are equal to it, the first ones.
-    int64_t equal = reach > count + slack ? count - above(low) : held;
-    int64_t to = 0;
-    for (int64_t v = 0; v < held; v += CODED) {
-      const uint32_t more = bits_above(&score[v], low);
-      uint32_t same = held - v < CODED ? ~0u >> (CODED - (held - v)) : ~0u;
-      same &= bits_above(&score[v], low - 1) ^ more;
-      for (; equal < __builtin_popcount(same);) same ^= 1u << (31 - __builtin_clz(same));
-      equal -= __builtin_popcount(same);
-      const uint32_t bits = more | same;
-      pack(&score[v], bits, &score[to]), pack(&place[v], bits, &place[to]);
-      to += __builtin_popcount(bits);
-    }
-    held = to, least = low;
-  }
-};
-
-// What a thread needs to find the keys of at most TILE queries of a key head that choose among the same keys.
-template <class T>
-class Scanner {
- public:
-  explicit Scanner(const Scan &p)
-      : p(p), turned(p.wide), query(TILE * p.wide), score(TILE * PIECE), tables(TILE, p.wide) {}
-
-  // Chooses among the first `seen` keys; `query_of(i)` is where the i-th query lies.
-  template <class QueryOf>
-  void choose(int64_t batch, int64_t head, int64_t seen, int rows, QueryOf query_of) {
-    for (int i = 0; i < rows; i++) {
-      best[i].begin(p.count);
-      round_query(query_of(i), p.dim, p.wide, p.sign, turned.data(), &query[i * p.wide]);
-    }
-#ifdef FEWKEYS_MATRIX
-    if (rows > FEW && AmxProducts::is_there()) {
-      if (!matrix) matrix.reset(new MatrixScores(p.wide));
-      return scan(*matrix, batch, head, seen, rows);
-    }
-#endif
-    scan(tables, batch, head, seen, rows);
-  }
-  // What the i-th of them has chosen.
-  Largest &chosen(int i) { return best[i]; }
-
- private:
-  static constexpr int FEW = 4, PIECE = Largest::PIECE;
-  const Scan &p;
-  aligned_vector<float> turned;
-  aligned_vector<int8_t> query;
-  aligned_vector<int16_t> score;
-  TableScores tables;
-#ifdef FEWKEYS_MATRIX
-  std::unique_ptr<MatrixScores> matrix;
-#endif
-  Largest best[TILE];
-
-  template <class Scores>
-  void scan(Scores &scores, int64_t batch, int64_t head, int64_t seen, int rows) {
-    const int64_t from = (batch * (p.heads / p.gqa_ratio) + head) * p.room;
-    scores.set(query.data(), rows);
-    for (int64_t first = 0; first < seen; first += PIECE) {
-      const int64_t blocks = std::min<int64_t>(PIECE, seen - first + CODED - 1) / CODED, block = from + first / CODED;
-      scores.write(p.packed + block * p.wide / 2 * TABLE, p.sigma + block * CODED, blocks, score.data(), PIECE);
-      uint32_t shown[PIECE / CODED];
-      for (int64_t b = 0, j = first; b < blocks; b++, j += CODED) {
-        shown[b] = seen - j < CODED ? (1u << (seen - j)) - 1 : UINT32_MAX;
-        for (int i = 0; p.real && i < std::min<int64_t>(CODED, seen - j); i++)
-          if (!p.real[batch * p.keys + j + i]) shown[b] &= ~(1u << i);
-      }
-      int32_t place[PIECE];
-      for (int i = 0; i < PIECE; i++) place[i] = first + i;
-      for (int i = 0; i < rows; i++) best[i].add(&score[i * PIECE], place, shown, blocks);
-    }
-  }
-};
-
-// At most TILE queries of a key head that choose among the same keys: of those start .. stop - 1 of its query heads,
-// head after head, the ones from `first` on.
+// At most TILE queries of a key head that choose among the first `seen` keys: of those start .. stop - 1 of its query
+// heads, head after head, the ones from `first` on.
 struct Asking {
-  int64_t start, stop, first;
+  int64_t seen, start, stop, first;
   int rows;
   int64_t head(int i) const { return (first + i) / (stop - start); }  // of those that share the key head
   int64_t query(int i) const { return start + (first + i) % (stop - start); }
@@ -199,26 +24,136 @@ static inline std::vector<Asking> asking(const Scan &p) {
     for (stop = start + 1; stop < p.queries && stop - start < CODED && p.seen[stop] == p.seen[start];) stop++;
     const int64_t many = p.gqa_ratio * (stop - start);
     for (int64_t first = 0; first < many; first += TILE)
-      all.push_back({start, stop, first, (int)std::min<int64_t>(TILE, many - first)});
+      all.push_back({p.seen[start], start, stop, first, (int)std::min<int64_t>(TILE, many - first)});
   }
   return all;
 }
 
+// What a thread needs to find the keys of a tile of queries.
+template <class T>
+class Scanner {
+ public:
+  explicit Scanner(const Scan &p) : p(p), turned(p.wide), query(TILE * p.wide), scores(1), tables(p.wide) {}
+
+  // `query_of(i)` is where the i-th query lies.
+  template <class QueryOf>
+  void choose(int64_t batch, int64_t head, const Asking &tile, QueryOf query_of) {
+    for (int i = 0; i < tile.rows; i++)
+      round_query(query_of(i), p.dim, p.wide, p.sign, turned.data(), &query[i * p.wide]);
+#ifdef FEWKEYS_MATRIX
+    if (tile.rows > FEW && AmxProducts::is_there()) {
+      if (!matrix) matrix.reset(new MatrixScores(p.wide));
+      return choose(*matrix, batch, head, tile);
+    }
+#endif
+    choose(tables, batch, head, tile);
+  }
+  // What the i-th of them has chosen.
+  Largest &chosen(int i) { return best[i]; }
+
+ private:
+  static constexpr int FEW = 4;
+  static constexpr int SAMPLED = 16;  // one block of so many is scored first, in a past of as many times `count` keys
+  const Scan &p;
+  aligned_vector<float> turned;
+  aligned_vector<int8_t> query;
+  aligned_vector<PieceScores> scores;
+  TableScores tables;
+#ifdef FEWKEYS_MATRIX
+  std::unique_ptr<MatrixScores> matrix;
+#endif
+  Largest best[TILE];
+
+  template <class Scores>
+  void choose(Scores &by, int64_t batch, int64_t head, const Asking &tile) {
+    by.set(query.data(), tile.rows);
+    // One query alone waits for its codes, not for what it holds.
+    const bool many = tile.rows > FEW && tile.seen >= SAMPLED * p.count;
+    if (many) {
+      // More than the sample's share of `count`, so that hardly any query has fewer.
+      for (int i = 0; i < tile.rows; i++) best[i].begin(2 * p.count / SAMPLED + 8);
+      scan(by, batch, head, tile, SAMPLED, true);
+    }
+    for (int i = 0; i < tile.rows; i++) best[i].begin(p.count, many ? best[i].reached() : INT16_MIN);
+    scan(by, batch, head, tile, 1, !many);
+    bool again = false;
+    for (int i = 0; many && i < tile.rows; i++) {
+      const bool lacks = best[i].finish() < std::min(p.count, tile.seen) && best[i].bound() > INT16_MIN;
+      lacks ? best[i].begin(p.count) : best[i].close();
+      again |= lacks;
+    }
+    if (again) scan(by, batch, head, tile, 1, true);
+  }
+
+  // Scores the keys that a tile has seen, of every `step` blocks one, anywhere among them. `dense`: most blocks have
+  // keys that count.
+  template <class Scores>
+  void scan(Scores &by, int64_t batch, int64_t head, const Asking &tile, int step, bool dense) {
+    const int64_t from = (batch * (p.heads / p.gqa_ratio) + head) * p.room, all = (tile.seen + CODED - 1) / CODED;
+    Piece piece = {p.packed + from * p.wide / 2 * TABLE, p.sigma + from * CODED, 0, {}};
+    PieceScores &of = scores[0];
+    for (int64_t next = 0; next < all;) {
+      uint32_t shown[TOGETHER];
+      for (piece.blocks = 0; piece.blocks < Scores::AT_ONCE && next < all; next += step) {
+        const int64_t block = step > 1 ? next + (next * 0x9e3779b1u >> 16) % step : next;
+        if (block >= all) continue;
+        shown[piece.blocks] = shown_of(batch, block, tile.seen);
+        piece.block[piece.blocks++] = block;
+      }
+      int16_t bound[TILE];
+      for (int i = 0; i < tile.rows; i++) bound[i] = best[i].bound();
+      by.write(piece, bound, of);
+      const auto add = [&](int i, int64_t b, int64_t blocks) {
+        uint32_t bits[TOGETHER];
+        for (int64_t c = 0; c < blocks; c++) bits[c] = of.above[b + c][i] & shown[b + c];
+        best[i].add(of.score[b][i], TILE * CODED, &piece.block[b], bits, blocks);
+      };
+      if (dense) {
+        for (int i = 0; i < tile.rows; i++) add(i, 0, piece.blocks);
+        continue;
+      }
+      // Which blocks have any is known first, without a branch.
+      for (int64_t b = 0; b < piece.blocks; b++)
+        for (uint32_t some = that_have(of.above[b], shown[b]) & ~0u >> (TILE - tile.rows); some; some &= some - 1)
+          add(__builtin_ctz(some), b, 1);
+    }
+  }
+
+  // One bit for each key of a block that a tile has seen.
+  uint32_t shown_of(int64_t batch, int64_t block, int64_t seen) const {
+    const int64_t first = block * CODED, left = std::min<int64_t>(CODED, seen - first);
+    uint32_t shown = left < CODED ? (1u << left) - 1 : UINT32_MAX;
+    for (int i = 0; p.real && i < left; i++)
+      if (!p.real[batch * p.keys + first + i]) shown &= ~(1u << i);
+    return shown;
+  }
+};
+
+// Calls `run(worker, batch, head, tile, tiles)` for the tiles of all key heads, at most `together` of one at once.
+template <class NewWorker, class Run>
+static void by_tiles(const Scan &p, int threads, int64_t together, NewWorker new_worker, Run run) {
+  const std::vector<Asking> all = asking(p);
+  const int64_t kv_heads = p.heads / p.gqa_ratio, count = all.size();
+  // A few portions for every thread.
+  together = std::clamp<int64_t>(count * p.batch * kv_heads / (4 * team_size(threads)), 1, together);
+  const int64_t each = (count + together - 1) / together;
+  in_parallel(threads, p.batch * kv_heads * each, new_worker, [&](auto &worker, int64_t t) {
+    const int64_t first = t % each * together, head = t / each;
+    run(*worker, head / kv_heads, head % kv_heads, &all[first], (int)std::min(together, count - first));
+  });
+}
+
 template <class T>
 static void scan_codes(const Scan &p, int threads) {
-  const std::vector<Asking> all = asking(p);
-  const int64_t kv_heads = p.heads / p.gqa_ratio, each = all.size();
-  in_parallel(
-      threads, p.batch * kv_heads * each, [&] { return std::make_unique<Scanner<T>>(p); },
-      [&](std::unique_ptr<Scanner<T>> &scanner, int64_t t) {
-        const Asking &one = all[t % each];
-        const int64_t head = t / each % kv_heads, batch = t / each / kv_heads;
-        const auto head_of = [&](int i) { return head * p.gqa_ratio + one.head(i); };
-        scanner->choose(batch, head, p.seen[one.start], one.rows,
-                        [&](int i) { return p.query.at<T>(batch, head_of(i), one.query(i)); });
-        for (int i = 0; i < one.rows; i++) {
-          Largest &best = scanner->chosen(i);
-          int32_t *to = p.index + ((batch * p.heads + head_of(i)) * p.queries + one.query(i)) * p.count;
+  by_tiles(
+      p, threads, 1, [&] { return std::make_unique<Scanner<T>>(p); },
+      [&](Scanner<T> &scanner, int64_t batch, int64_t head, const Asking *tile, int) {
+        const auto head_of = [&](int i) { return head * p.gqa_ratio + tile->head(i); };
+        scanner.choose(batch, head, *tile,
+                       [&](int i) { return p.query.at<T>(batch, head_of(i), tile->query(i)); });
+        for (int i = 0; i < tile->rows; i++) {
+          Largest &best = scanner.chosen(i);
+          int32_t *to = p.index + ((batch * p.heads + head_of(i)) * p.queries + tile->query(i)) * p.count;
           const int64_t count = best.finish();
           std::copy_n(best.places(), count, to);
           std::fill(to + count, to + p.count, -1);

@@ -2,11 +2,10 @@
 //
 // Every step is an exact product, a sum in a fixed order or a correctly rounded operation, so the bits are torch's.
 #pragma once
-#include "lanes.h"
+#include "largest.h"
 
 namespace fewkeys {
 
-constexpr int CODED = 32;    // keys of a block
 constexpr int TABLE = 16;    // bytes of a pair of numbers in a block
 constexpr int LEVELS = 10;   // the largest integer of a query
 constexpr int UNIT = 4096;   // the factor of a key at the mean distance of the first block from the middle

@@ -6,9 +6,6 @@
 #include <new>
 
 #include "counters.h"
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 namespace fewkeys {
 
@@ -66,26 +63,6 @@ class Pool {
     busy.clear(std::memory_order_release);
     return fits;
   }
-};
-
-// A buffer that is read at scattered places: large pages, if the system has them, need fewer look-ups.
-template <class T>
-class HugePages {
- public:
-  explicit HugePages(size_t count) {
-    count_bytes(count * sizeof(T));
-    held = (T *)::operator new(count * sizeof(T), PAGE);
-#ifdef MADV_HUGEPAGE
-    madvise(held, count * sizeof(T), MADV_HUGEPAGE);
-#endif
-  }
-  HugePages(const HugePages &) = delete;
-  ~HugePages() { ::operator delete(held, PAGE); }
-  T *data() const { return held; }
-
- private:
-  static constexpr std::align_val_t PAGE{2 << 20};
-  T *held;
 };
 
 }  // namespace fewkeys

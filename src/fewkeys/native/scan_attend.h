@@ -1,7 +1,10 @@
 // Softmax over each query's own block of keys, the keys that it chooses by their codes, and means of what it does not.
 //
-// Queries of a run have the same own block and the same means: those are columns of a tile, queries in the lanes. What a
-// query chooses is its own: there, dimensions are in the lanes, four rows at a time.
+// What a query chooses lies anywhere. So tiles of many queries go together: first all of them choose; then the keys pass
+// CHUNK by CHUNK, and every query attends to those of its own that lie in the chunk, which a cache near the core holds.
+// Chunks begin at fixed places: what a query gets does not depend on which others go with it. There, dimensions are in
+// the lanes, four rows at a time. Queries of a tile have the same own block and the same means: those are columns of a
+// tile, queries in the lanes.
 #pragma once
 #include "code_scan.h"
 #include "rows.h"
@@ -14,56 +17,25 @@ template <class T, class R>
 class ScanAttention {
  public:
   explicit ScanAttention(const ScanAttend &p)
-      : p(p), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of), lanes(dim * TILE), asked(TILE * dim),
-        mixed(TILE * wide) {}
+      : p(p), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of), lanes(dim * TILE) {}
 
-  void attend(int64_t batch, int64_t head, const Asking &one) {
-    const Scan &scan = p.of;
-    const int64_t seen = scan.seen[one.start];
-    const int rows = one.rows;
-    const auto head_of = [&](int i) { return head * scan.gqa_ratio + one.head(i); };
-    const T *at[TILE];
-    for (int i = 0; i < rows; i++) {
-      at[i] = scan.query.at<T>(batch, head_of(i), one.query(i));
-      for (int64_t d = 0; d < dim; d++) asked[i * dim + d] = to_float(at[i][d]) * p.scale;
-    }
-    scanner.choose(batch, head, seen, rows, [&](int i) { return at[i]; });
-    to_lanes(at, rows, dim, p.scale, lanes.data());
-    collect(batch, head, seen, p.causal ? std::min(scan.keys, one.stop + p.offset) : seen);
-    const int64_t step = p.steps > 1 ? (one.start + p.offset) / CODED - p.offset / CODED : 0;
-    collect_means(batch, head, p.edges + step * (p.means + 1));
-    score.resize((near + p.means) * TILE);
-    const int used = rows <= TILE / 2 ? TILE / 2 : TILE;
-    dots(key.data(), dim, near + p.means, dim, lanes.data(), score.data(), used);
-
-    Tile tile(1.0f);
-    int64_t last[TILE];
-    for (int i = 0; i < TILE; i++) last[i] = i < rows ? one.query(i) + p.offset : -1;
-    hide(tile, batch, last, seen);
-    std::fill(mixed.begin(), mixed.end(), 0.0f);
-    Chosen now = chosen(0, batch, head);
-    for (int i = 0; i < rows; i++) {
-      const Chosen next = i + 1 < rows ? chosen(i + 1, batch, head) : Chosen{};
-      weigh_means(i, now, p.edges + step * (p.means + 1));
-      mix_chosen(tile, i, now, next);
-      now = next;
-    }
-    tile.settle();
-    tile.weigh(score.data(), near + p.means);
-    for (int i = 0; near + p.means && i < rows; i += SOME)
-      mix(value.data(), wide, near + p.means, wide, &score[i], TILE, &mixed[i * wide], wide);
-    for (int i = 0; i < rows; i++) {
-      const float sum = tile.sum[i / LANES][i % LANES], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      T *to = (T *)p.out.at<T>(batch, head_of(i), one.query(i));
-      for (int64_t d = 0; d < p.value_dim; d++) round_to(mixed[i * wide + d] * inverse, to[d]);
-    }
+  void attend(int64_t batch, int64_t head, const Asking *tile, int tiles) {
+    const int64_t rows = tiles * TILE, seen = tile[tiles - 1].seen;
+    asked.resize(rows * dim), place.resize(rows * p.of.count);
+    kept.assign(rows, 0), next.assign(rows, 0);
+    mixed.assign(rows * wide, 0.0f), sum.assign(rows, 0.0f), top.assign(rows, -INFINITY);
+    for (int t = 0; t < tiles; t++) choose(batch, head, tile[t], t * TILE);
+    const Held of = {p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0), p.scales.at<float>(batch, head, 0)};
+    // Few queries share nothing. All that counts are those of the call: not its batch or its threads.
+    const int64_t chunk = p.of.queries < CODED ? std::max<int64_t>(1, seen) : CHUNK;
+    for (int64_t stop = chunk; stop < seen + chunk; stop += chunk)
+      for (int64_t q = 0; q < rows; q++) take(q, of, stop);
+    for (int t = 0; t < tiles; t++) finish(batch, head, tile[t], t * TILE);
   }
 
  private:
-  // What a query chooses: places, and where the rows of a key head lie.
-  struct Chosen {
-    const int32_t *place;
-    int64_t count;
+  static constexpr int CHUNK = 2048;
+  struct Held {
     const R *key, *value;
     const float *scale;
   };
@@ -72,17 +44,104 @@ class ScanAttention {
   const int64_t dim, wide;
   Scanner<T> scanner;
   int near = 0;
-  aligned_vector<float> lanes, asked, mixed, key, value, score, logit, size;
+  aligned_vector<float> lanes, key, value, score, logit, size;
   aligned_vector<const R *> row;
+  // By query: it and what it chooses, how many these are, and how many of them it has attended to; the sum of the
+  // values under their weights, the sum of the weights, and the score that has the weight one.
+  aligned_vector<float> asked, mixed, sum, top;
+  aligned_vector<int32_t> place, kept, next;
 
   // Whether keys and values have scales.
   static constexpr bool SCALED = std::is_same_v<R, int8_t>;
 
-  Chosen chosen(int i, int64_t batch, int64_t head) {
-    Largest &best = scanner.chosen(i);
-    const int64_t count = best.finish();
-    return {best.places(), count, p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0),
-            p.scales.at<float>(batch, head, 0)};
+  const T *query(int64_t batch, int64_t head, const Asking &tile, int i) const {
+    return p.of.query.at<T>(batch, head * p.of.gqa_ratio + tile.head(i), tile.query(i));
+  }
+
+  // What the queries of a tile choose, which are kept from q on.
+  void choose(int64_t batch, int64_t head, const Asking &tile, int64_t q) {
+    scanner.choose(batch, head, tile, [&](int i) { return query(batch, head, tile, i); });
+    for (int i = 0; i < tile.rows; i++, q++) {
+      const T *from = query(batch, head, tile, i);
+      for (int64_t d = 0; d < dim; d++) asked[q * dim + d] = to_float(from[d]) * p.scale;
+      Largest &best = scanner.chosen(i);
+      kept[q] = best.finish();
+      std::copy_n(best.places(), kept[q], &place[q * p.of.count]);
+    }
+  }
+
+  // Attends to the keys before `stop` that query q has chosen and not attended to.
+  void take(int64_t q, const Held &of, int64_t stop) {
+    const int32_t *at = &place[q * p.of.count + next[q]], left = kept[q] - next[q];
+    int64_t count = 0;
+    while (count < left && at[count] < stop) count++;
+    if (!count) return;
+    next[q] += count;
+    const int64_t whole = round_up(count, LANES);
+    if ((int64_t)logit.size() < whole + LANES) logit.resize(whole + LANES), row.resize(whole + LANES);
+    for (int64_t c = 0; c < count; c++) row[c] = of.key + at[c] * p.key.row;
+    for (int64_t c = count; c % FOUR; c++) row[c] = row[0];
+    for (int64_t c = 0; c < count; c += FOUR) four_dots(&row[c], &asked[q * dim], dim, &logit[c]);
+    for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[at[c] * p.scales.row];
+    std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
+    vec largest = broadcast(top[q]);
+    for (int64_t v = 0; v < whole; v += LANES) largest = max(load(&logit[v]), largest);
+    raise(q, max_of_lanes(largest));
+    count_multiply_adds(count);
+    vec mass = {};
+    for (int64_t v = 0; v < whole; v += LANES) {
+      const vec x = exponential(load(&logit[v]) - top[q]);
+      store(&logit[v], x);
+      mass += x;
+    }
+    sum[q] += sum_of_lanes(mass);
+    for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[at[c] * p.scales.row + 1];
+    for (int64_t c = 0; c < count; c++) row[c] = of.value + at[c] * p.value.row;
+    for (int64_t c = 0; c < count; c += 2 * FOUR)
+      mix_rows(&row[c], &logit[c], std::min<int64_t>(2 * FOUR, count - c), p.value_dim, &mixed[q * wide]);
+  }
+
+  // A larger score has the weight one from now on.
+  void raise(int64_t q, float score) {
+    if (!(score > top[q])) return;
+    const float share = exponential(broadcast(top[q] - score))[0];
+    top[q] = score, sum[q] *= share;
+    scale(&mixed[q * wide], share, wide);
+  }
+
+  // The output of a tile, from what its queries have chosen, their own block and means.
+  void finish(int64_t batch, int64_t head, const Asking &one, int64_t q) {
+    const Scan &scan = p.of;
+    const int rows = one.rows;
+    const T *at[TILE];
+    for (int i = 0; i < rows; i++) at[i] = query(batch, head, one, i);
+    to_lanes(at, rows, dim, p.scale, lanes.data());
+    collect(batch, head, one.seen, p.causal ? std::min(scan.keys, one.stop + p.offset) : one.seen);
+    const int64_t step = p.steps > 1 ? (one.start + p.offset) / CODED - p.offset / CODED : 0;
+    const int64_t *edges = p.edges + step * (p.means + 1);
+    collect_means(batch, head, edges);
+    score.resize((near + p.means) * TILE);
+    dots(key.data(), dim, near + p.means, dim, lanes.data(), score.data(), rows <= TILE / 2 ? TILE / 2 : TILE);
+
+    Tile tile(1.0f);
+    int64_t last[TILE];
+    for (int i = 0; i < TILE; i++) last[i] = i < rows ? one.query(i) + p.offset : -1;
+    hide(tile, batch, last, one.seen);
+    for (int i = 0; i < rows; i++) {
+      float highest = tile.top[i / LANES][i % LANES];
+      weigh_means(i, &place[(q + i) * scan.count], kept[q + i], edges, highest);
+      raise(q + i, highest);
+    }
+    for (int w = 0; w < WIDE; w++) tile.top[w] = load(&top[q + w * LANES]), tile.sum[w] = load(&sum[q + w * LANES]);
+    tile.settle();
+    tile.weigh(score.data(), near + p.means);
+    for (int i = 0; near + p.means && i < rows; i += SOME)
+      mix(value.data(), wide, near + p.means, wide, &score[i], TILE, &mixed[(q + i) * wide], wide);
+    for (int i = 0; i < rows; i++) {
+      const float mass = tile.sum[i / LANES][i % LANES], inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
+      T *to = (T *)p.out.at<T>(batch, head * scan.gqa_ratio + one.head(i), one.query(i));
+      for (int64_t d = 0; d < p.value_dim; d++) round_to(mixed[(q + i) * wide + d] * inverse, to[d]);
+    }
   }
 
   // Copies the keys first .. stop - 1 and their values.
@@ -126,101 +185,32 @@ class ScanAttention {
     }
   }
 
-  // Scores of means become those of all keys that query i does not keep of them.
-  void weigh_means(int i, const Chosen &of, const int64_t *edges) {
+  // Scores of means become those of all keys that query i does not keep of them; `highest` is at least the largest.
+  void weigh_means(int i, const int32_t *chosen, int64_t count, const int64_t *edges, float &highest) {
     int64_t at = 0;
     for (int64_t c = 0; c < p.means; c++) {
       const int64_t before = at;
-      while (at < of.count && of.place[at] < edges[c + 1]) at++;
+      while (at < count && chosen[at] < edges[c + 1]) at++;
       const float left = size[c] - (at - before);
       float &own = score[(near + c) * TILE + i];
       own = left > 0 ? own + std::log(left) : -INFINITY;
+      highest = std::max(highest, own);
     }
-  }
-
-  // Sends for rows that a query chooses, not into the nearest cache: all of them would not fit there.
-  void send_for(const Chosen &next, int64_t first, int64_t count) const {
-    for (int64_t r = first; r < std::min(first + count, next.count); r++) {
-      prefetch<2>(next.key + next.place[r] * p.key.row, dim * sizeof(R));
-      prefetch<2>(next.value + next.place[r] * p.value.row, p.value_dim * sizeof(R));
-    }
-  }
-
-  // Adds the values that query i chooses under their weights; means have been weighed. What the next query chooses is
-  // sent for meanwhile.
-  void mix_chosen(Tile &tile, int i, const Chosen &of, const Chosen &next) {
-    const int64_t count = of.count, room = (count + LANES + FOUR) / LANES * LANES + LANES;
-    if ((int64_t)logit.size() < room) logit.resize(room), row.resize(room);
-    float top = tile.top[i / LANES][i % LANES];
-    for (int64_t c = 0; c < p.means; c++) top = std::max(top, score[(near + c) * TILE + i]);
-    if (count) {
-      for (int64_t c = 0; c < count; c++) row[c] = of.key + of.place[c] * p.key.row;
-      for (int64_t c = count; c % FOUR; c++) row[c] = row[0];
-      for (int64_t c = 0; c < count; c += FOUR) {
-        four_dots(&row[c], &asked[i * dim], dim, &logit[c]);
-        for (int64_t r = c; SCALED && r < std::min(c + FOUR, count); r++) logit[r] *= of.scale[of.place[r] * p.scales.row];
-        send_for(next, c / 2, FOUR / 2);
-      }
-      const int64_t whole = (count + LANES - 1) / LANES * LANES;
-      std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
-      vec largest = broadcast(top);
-      for (int64_t v = 0; v < whole; v += LANES) largest = max(load(&logit[v]), largest);
-      for (int l = 0; l < LANES; l++) top = std::max<float>(top, largest[l]);
-      count_multiply_adds(count);
-      vec sum = {};
-      for (int64_t v = 0; v < whole; v += LANES) {
-        const vec x = exponential(load(&logit[v]) - top);
-        store(&logit[v], x);
-        sum += x;
-      }
-      tile.sum[i / LANES][i % LANES] = sum_of_lanes(sum);
-      for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[of.place[c] * p.scales.row + 1];
-      for (int64_t c = 0; c < count; c++) row[c] = of.value + of.place[c] * p.value.row;
-      for (int64_t c = 0; c < count; c += 2 * FOUR) {
-        mix_rows(&row[c], &logit[c], std::min<int64_t>(2 * FOUR, count - c), p.value_dim, &mixed[i * wide]);
-        send_for(next, (count + c) / 2, FOUR);
-      }
-    }
-    tile.top[i / LANES][i % LANES] = top;
   }
 };
 
-// For so many key heads from `first` on.
-template <class T, class R>
-static void scan_attend_heads(const ScanAttend &p, int threads, int64_t first, int64_t count) {
-  const std::vector<Asking> all = asking(p.of);
-  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, each = all.size();
-  in_parallel(
-      threads, count * each, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
-      [&](std::unique_ptr<ScanAttention<T, R>> &worker, int64_t t) {
-        const int64_t head = first + t / each;
-        worker->attend(head / kv_heads, head % kv_heads, all[t % each]);
-      });
-}
-
-// Rows that no cache near a core holds, and of which each is chosen often, are copied, a key beside its value, one key
-// head at a time: a query then finds both at one address.
 template <class T, class R>
 static void scan_attend_rows(const ScanAttend &p, int threads) {
-  constexpr int OFTEN = 16, MANY_BYTES = 4 << 20, SOME = 512;
-  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, heads = p.of.batch * kv_heads, keys = p.of.keys;
-  const int64_t both = p.of.dim + p.value_dim, row = round_up(both * sizeof(R), 64) / sizeof(R);
-  const int64_t chosen = p.of.queries * p.of.gqa_ratio * p.of.count;
-  if (chosen < OFTEN * keys || keys * row * (int64_t)sizeof(R) < MANY_BYTES)
-    return scan_attend_heads<T, R>(p, threads, 0, heads);
-  HugePages<R> rows(keys * row);
-  ScanAttend copied = p;
-  copied.key = {rows.data(), 0, 0, row}, copied.value = {rows.data() + p.of.dim, 0, 0, row};
-  for (int64_t head = 0; head < heads; head++) {
-    in_parallel(threads, (keys + SOME - 1) / SOME, [&](int64_t some) {
-      for (int64_t j = some * SOME; j < std::min(keys, (some + 1) * SOME); j++) {
-        R *to = rows.data() + j * row;
-        std::copy_n(p.key.at<R>(head / kv_heads, head % kv_heads, j), p.of.dim, to);
-        std::copy_n(p.value.at<R>(head / kv_heads, head % kv_heads, j), p.value_dim, to + p.of.dim);
-      }
-    });
-    scan_attend_heads<T, R>(copied, threads, head, 1);
-  }
+  // So many tiles go together that every key passes for a few queries, where a cache near a core does not hold them all.
+  constexpr int MANY_BYTES = 1 << 20, OFTEN = 4, MOST = 64;
+  const int64_t bytes = p.of.keys * (p.of.dim + p.value_dim) * sizeof(R);
+  const int64_t often = OFTEN * p.of.keys / (TILE * std::max<int64_t>(1, p.of.count));
+  const int64_t together = bytes < MANY_BYTES ? 1 : std::clamp<int64_t>(often, 1, MOST);
+  by_tiles(
+      p.of, threads, together, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
+      [](ScanAttention<T, R> &worker, int64_t batch, int64_t head, const Asking *tile, int tiles) {
+        worker.attend(batch, head, tile, tiles);
+      });
 }
 
 template <class T>

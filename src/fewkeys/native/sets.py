@@ -25,7 +25,7 @@ SOURCES = (
     *("columns.h", "matrix.h", "back.h", "neighbours.h", "near.h", "near_back.h", "near_cohorts.h", "blocks.h"),
     *("blocks_back.h", "keys.h", "frame.h", "lloyd.h", "extent.h", "merge.h", "scan.h"),
     *("rows.h", "seeker.h", "cohorts.h", "tilts.h", "cohort_means.h", "codes.h"),
-    *("code_scores.h", "code_scan.h", "scan_attend.h"),
+    *("largest.h", "code_scores.h", "code_scan.h", "scan_attend.h"),
 )
 FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),

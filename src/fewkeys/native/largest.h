@@ -1,0 +1,176 @@
+// The best keys of a query, of scores that come block by block: those that may still be among its best are held. When
+// there are too many, all but the best go, and later keys must beat the least of these.
+#pragma once
+#include <limits>
+
+#include "lanes.h"
+#if defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace fewkeys {
+
+constexpr int CODED = 32;  // keys of a block
+constexpr int TOGETHER = 16;  // blocks that are scored together at most
+
+typedef int16_t eight __attribute__((vector_size(16), aligned(2), may_alias));
+
+// One bit for each of a block's scores above `least`.
+static inline uint32_t bits_above(const int16_t *score, int16_t least) {
+#if defined(__AVX512BW__)
+  return _mm512_cmpgt_epi16_mask(_mm512_loadu_si512(score), _mm512_set1_epi16(least));
+#else
+  const eight *x = (const eight *)score;
+  uint32_t bits = 0;
+  for (int half = 0; half < 2; half++, x += 2) {
+#if defined(__SSE2__)
+    const __m128i both = _mm_packs_epi16((__m128i)(x[0] > least), (__m128i)(x[1] > least));
+    bits |= (uint32_t)_mm_movemask_epi8(both) << (16 * half);
+#elif defined(__aarch64__)
+    const uint8x8_t bit = {1, 2, 4, 8, 16, 32, 64, 128};
+    for (int part = 0; part < 2; part++)
+      bits |= (uint32_t)vaddv_u8(vand_u8(vmovn_u16((uint16x8_t)(x[part] > least)), bit)) << (16 * half + 8 * part);
+#else
+    for (int i = 0; i < 16; i++) bits |= (uint32_t)(x[i / 8][i % 8] > least) << (16 * half + i);
+#endif
+  }
+  return bits;
+#endif
+}
+
+// The numbers of a block whose bits are set, side by side; something may be written behind them.
+static inline void pack(const int16_t *number, uint32_t bits, int16_t *to) {
+#if defined(__AVX512VBMI2__)
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi16(bits, _mm512_loadu_si512(number)));
+#else
+  for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
+#endif
+}
+static inline void pack(const int32_t *number, uint32_t bits, int32_t *to) {
+#if defined(__AVX512F__)
+  const uint32_t half = bits & 0xffff;
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(half, _mm512_loadu_si512(number)));
+  to += __builtin_popcount(half);
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(bits >> 16, _mm512_loadu_si512(number + 16)));
+#else
+  for (; bits; bits &= bits - 1) *to++ = number[__builtin_ctz(bits)];
+#endif
+}
+
+// The places of a block's keys whose bits are set.
+static inline void pack_places(int32_t first, uint32_t bits, int32_t *to) {
+#if defined(__AVX512F__)
+  const __m512i low = (__m512i)(count_up() + first), high = (__m512i)(count_up() + first + LANES);
+  const uint32_t half = bits & 0xffff;
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(half, low));
+  _mm512_storeu_si512(to + __builtin_popcount(half), _mm512_maskz_compress_epi32(bits >> 16, high));
+#else
+  for (; bits; bits &= bits - 1) *to++ = first + __builtin_ctz(bits);
+#endif
+}
+
+// Which of TILE words have one of these bits, a bit for each.
+static inline uint32_t that_have(const uint32_t *word, uint32_t bits) {
+#if defined(__AVX512F__)
+  const __m512i wanted = _mm512_set1_epi32(bits);
+  const uint32_t low = _mm512_test_epi32_mask(_mm512_loadu_si512(word), wanted);
+  return low | (uint32_t)_mm512_test_epi32_mask(_mm512_loadu_si512(word + LANES), wanted) << LANES;
+#else
+  uint32_t some = 0;
+  for (int i = 0; i < TILE; i++) some |= (uint32_t)((word[i] & bits) != 0) << i;
+  return some;
+#endif
+}
+
+// The `count` best of the keys that a query has seen, of equal scores the first.
+class Largest {
+ public:
+  // Of keys whose scores are above a bound.
+  void begin(int64_t best, int16_t bound = INT16_MIN) {
+    count = best, held = 0, least = bound;
+    const int64_t room = most() + (TOGETHER + 2) * CODED;
+    if ((int64_t)score.size() < room) score.resize(room), place.resize(room);
+  }
+
+  // Only keys with larger scores count.
+  int16_t bound() const { return least; }
+
+  // The scores of so many blocks, `pitch` apart, and which of their keys count.
+  void add(const int16_t *from, int64_t pitch, const int32_t *block, const uint32_t *bits, int64_t blocks) {
+    int64_t to = held;
+    for (int64_t b = 0; b < blocks; b++, from += pitch) {
+      pack(from, bits[b], &score[to]), pack_places(block[b] * CODED, bits[b], &place[to]);
+      to += __builtin_popcount(bits[b]);
+    }
+    held = to;
+    if (held > most()) cut(count / 2);
+  }
+
+  // How many there are; then `places` gives them, ascending.
+  int64_t finish() {
+    cut(0);
+    return held;
+  }
+  // Just below what `count` have reached; where there are fewer, no bound.
+  int16_t reached() {
+    if (held < count) return INT16_MIN;
+    cut(0);
+    int16_t smallest = INT16_MAX;
+    for (int64_t j = 0; j < held; j++) smallest = std::min(smallest, score[j]);
+    return smallest - 1;
+  }
+  // None comes later.
+  void close() { least = INT16_MAX; }
+  const int32_t *places() const { return place.data(); }
+
+ private:
+  int64_t count = 0, held = 0;
+  int16_t least = INT16_MIN;  // later keys must have more
+  aligned_vector<int16_t> score;
+  aligned_vector<int32_t> place;
+
+  int64_t most() const { return 2 * count + 4 * CODED; }
+
+  // How many of those held are above a bound.
+  int64_t above(int16_t bound) const {
+    int64_t total = 0;
+    for (int64_t v = 0; v < held; v += CODED) total += __builtin_popcount(bits_above(&score[v], bound));
+    return total;
+  }
+
+  // Drops all but the `count` best, and at most `slack` of the next.
+  void cut(int64_t slack) {
+    if (held <= count) return;
+    std::fill_n(&score[held], CODED, INT16_MIN);  // up to whole blocks
+    // The largest bound that `count` reach, or one that at most so many more do.
+    int32_t low = least, high = INT16_MAX;
+    int64_t reach = held;
+    while (low < high && reach > count + slack) {
+      // The first steps double the bound: the largest score is not known.
+      const int32_t middle = high == INT16_MAX ? std::clamp(2 * low, 16, high) : low + (high - low + 1) / 2;
+      const int64_t there = above(middle - 1);
+      if (there >= count)
+        low = middle, reach = there;
+      else
+        high = middle - 1;
+    }
+    // Of those that are equal to it, the first ones.
+    int64_t equal = reach > count + slack ? count - above(low) : held;
+    int64_t to = 0;
+    for (int64_t v = 0; v < held; v += CODED) {
+      const uint32_t more = bits_above(&score[v], low);
+      uint32_t same = held - v < CODED ? ~0u >> (CODED - (held - v)) : ~0u;
+      same &= bits_above(&score[v], low - 1) ^ more;
+      for (; equal < __builtin_popcount(same);) same ^= 1u << (31 - __builtin_clz(same));
+      equal -= __builtin_popcount(same);
+      const uint32_t bits = more | same;
+      pack(&score[v], bits, &score[to]), pack(&place[v], bits, &place[to]);
+      to += __builtin_popcount(bits);
+    }
+    held = to, least = low;
+  }
+};
+
+}  // namespace fewkeys
