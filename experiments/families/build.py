@@ -18,7 +18,7 @@ MOST_WEIGHTS = 75 * 10**6
 Sizes = list[tuple[str, Any]]
 SIZES: Sizes = [
     (r"use_cache", True),
-    (r"(\w+_)?(num|n)_(key_value|kv)_heads|num_kv_heads|num_global_key_value_heads", 2),
+    (r"(swa_)?(num|n)_(key_value|kv)_heads|num_kv_heads|num_global_key_value_heads", 2),
     (r"linear_num_(key|value)_heads|linear_num_heads", 2),
     (r"mamba_n_heads|mamba_num_heads", 8),
     (r"index_n_heads|num_index_heads", 2),

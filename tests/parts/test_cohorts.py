@@ -247,3 +247,18 @@ def test_budget_with_cohorts_has_their_lists_and_means():
 def test_budget_has_cohorts_that_halve_as_slots_double():
     slots = (1, 2, 64, 65, 128, 129, 256, 512, 1024, 2048, 50_000)
     assert [fk.budget(count).keep.cohort_lists for count in slots] == [1, 64, 64, 32, 32, 16, 16, 8, 4, 2, 1]
+
+
+@pytest.mark.parametrize("offset", [0, 3, 45, 60, 10**6])
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+def test_a_band_may_lie_beyond_all_keys(offset, impl):
+    g = torch.Generator().manual_seed(0)
+    rows = [
+        torch.randn(1, heads, tokens, 8, generator=g).requires_grad_() for heads, tokens in ((4, 40), (2, 50), (2, 50))
+    ]
+    plan = fk.Plan(fk.Outliers(5, 6, cohorts=2) | fk.Window(9), fk.ClusterMeans(6, 2, cohorts=2))
+    outputs = [fk.attention(*rows, plan=plan, query_offset=offset, impl=way) for way in (impl, "reference")]
+    torch.testing.assert_close(*outputs)
+    gradients = [torch.autograd.grad(output.square().sum(), rows) for output in outputs]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -198,6 +198,19 @@ def test_cropping_forgets_what_came_later(plan, back):
     torch.testing.assert_close(found, feed(other, q, k, v, mask, [150])[rest], rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_stream_cropped_to_nothing_is_saved_and_goes_on(plan, tmp_path):
+    q, k, v = SHAPES[0].draw()
+    mask = real(SHAPES[0])
+    stream, other = fk.stream(plan), fk.stream(plan)
+    feed(stream, q[:, :, :8], k[:, :, :8], v[:, :, :8], mask[:, :8], [8])
+    stream.crop(0)
+    stream.save(tmp_path / "stream")
+    stream = Stream.load(tmp_path / "stream")
+    assert stream.length == 0
+    torch.testing.assert_close(feed(stream, q, k, v, mask, [150]), feed(other, q, k, v, mask, [150]))
+
+
 @pytest.mark.parametrize("lengths", [(8, 6), (8, 8, 5), (11, 9, 6), (16, 15)])
 @pytest.mark.parametrize("tokens", [12, 16])
 def test_cropping_again_is_right_or_refused(tokens, lengths):

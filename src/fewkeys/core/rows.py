@@ -1,9 +1,10 @@
-"""Gathering rows of tokens."""
+"""Rows of tokens: gathered, and in a stretch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
@@ -11,3 +12,12 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     batch, heads, count, dim = rows.shape
     first = torch.arange(batch * heads, device=index.device).view(batch, heads, *[1] * (index.ndim - 2)) * count
     return rows.reshape(-1, dim).index_select(0, (index + first).flatten()).view(*index.shape, dim)
+
+
+def stretch(rows: Tensor, first: int, last: int) -> Tensor:
+    """The rows `first` to `last - 1` of (..., N, D); zeros at places before the first row and beyond the last one."""
+    count = rows.shape[-2]
+    inner = rows[..., min(max(first, 0), count) : min(max(last, 0), count), :]
+    before = min(max(-first, 0), last - first)
+    after = last - first - before - inner.shape[-2]
+    return pad(inner, (0, 0, before, after)) if before or after else inner

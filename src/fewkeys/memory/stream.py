@@ -273,7 +273,7 @@ class Stream:
         if left or places != [(plan, row) for plan in range(len(plans) if groups else 0) for row in range(batch)]:
             raise ValueError(f"expected every sequence in one group of each plan, got others, {sorted(left)}")
         kinds = {_like(group.memory, batch, self._by_head) for group in groups}
-        if len(kinds) != bool(facts.length):
+        if len(kinds) > 1 or (facts.length and not kinds):  # none, too, once cropped to nothing
             raise ValueError(f"expected the memory of {facts.length} tokens of one kind, got {len(kinds)}")
         for rules, state in zip(self._rules, states, strict=True):
             rules.generator.set_state(state)

@@ -18,7 +18,7 @@ from fewkeys.core.distances import DistanceBias, logarithm
 from fewkeys.core.graph import Columns, Graph, band_block, cohort_of_queries
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
-from fewkeys.core.rows import take
+from fewkeys.core.rows import stretch, take
 from fewkeys.core.weights import positive
 from fewkeys.execute.problem import SCORES_AT_ONCE, Problem
 from fewkeys.execute.torch.distances import Distances
@@ -143,10 +143,9 @@ class _Band:
 
     def _around(self, rows: Tensor) -> Tensor:
         """Rows (B, Hkv, Nk, X) around every block, (B, Hkv, 1, blocks, X, width); zeros beyond the sequence."""
-        before = self.left - self.inputs.offset
-        after = self.blocks * self.size + self.width - self.size - before - rows.shape[2]
-        stretches: Tensor = pad(rows, (0, 0, before, after)).unfold(2, self.width, self.size)
-        return working(stretches).unsqueeze(2)
+        first = self.inputs.offset - self.left
+        last = first + (self.blocks - 1) * self.size + self.width
+        return working(stretch(rows, first, last).unfold(2, self.width, self.size)).unsqueeze(2)
 
     def _by_block(self, rows: Tensor) -> Tensor:
         """(B, Hkv, R Nq, X) -> (B, Hkv, R, blocks, size, X), padded with zeros."""

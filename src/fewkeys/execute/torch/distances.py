@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from fewkeys.core.distances import DistanceBias, logarithm
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.rows import stretch
 from fewkeys.execute.torch.sources import Chunk
 
 
@@ -56,11 +57,8 @@ class Distances:
         last = first + (blocks - 1) * self.size + width
         if self.band is not None:
             near = near.masked_fill((step >= -self.band[0]) & (step <= self.band[1]), 0.0)
-        rows = held[:, max(0, first) : max(0, min(self.keys, last))]
-        before = min(max(0, -first), last - first)
-        rows = pad(rows, (0, 0, before, last - first - before - rows.shape[1]))
-        stretch = rows.unfold(1, width, self.size).flatten(1, 2)  # (H, blocks C, width)
-        product = (near.flatten(1, 2) @ stretch.mT).unflatten(1, (-1, self.size)).unflatten(3, (blocks, -1))
+        around = stretch(held, first, last).unfold(1, width, self.size).flatten(1, 2)  # (H, blocks C, width)
+        product = (near.flatten(1, 2) @ around.mT).unflatten(1, (-1, self.size)).unflatten(3, (blocks, -1))
         mass: Tensor = product.movedim(3, 1)
         sums = pad(held.cumsum(1), (0, 0, 1, 0))
         starts = first + torch.arange(blocks, device=device) * self.size

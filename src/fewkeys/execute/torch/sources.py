@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fewkeys.core.graph import Columns
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
+from fewkeys.core.rows import stretch
 from fewkeys.rest.base import BlockStandIns, StandIns, within_reach
 
 
@@ -172,12 +172,7 @@ class Band(KeySource):
         """The rows (H, N, D) that each block's band spans: a view (H, blocks, D, width), zeros outside 0 .. N - 1."""
         first = chunk.first_key - self.left
         last = chunk.first_key + chunk.blocks * chunk.size + self.right
-        inner = rows[chunk.heads, min(max(first, 0), self.keys) : min(max(last, 0), self.keys)]
-        before = min(max(-first, 0), last - first)
-        after = last - first - before - inner.shape[1]
-        if before or after:
-            inner = pad(inner, (0, 0, before, after))
-        return inner.unfold(1, self.width, self.size)
+        return stretch(rows[chunk.heads], first, last).unfold(1, self.width, self.size)
 
     def scores(self, chunk: Chunk) -> Tensor:
         scores = chunk.by_block(chunk.query) @ working(self.stretch(self.key, chunk))
