@@ -87,15 +87,16 @@ def kernels(seed):
     return wrong and f"{problem.name}, {problem.dtype}: {wrong}"
 
 
-def compared(found, want, right, rounding):
+def compared(found, want, right, rounding, least=1e-3):
     """What is wrong with an output and gradients. `want`: of the reference; `right`: others that are right, too, in
-    float32 first; `rounding`: what may be off, as a part of the largest one.
+    float32 first; `rounding`: what may be off, as a part of the largest one, of a gradient at least of `least` times
+    the largest of all.
     """
     if not all(x.isfinite().all() for x in found):
         return "not finite"
     plain = next(right)
     largest = max(x.abs().max() for x in want).clamp_min(1e-6)
-    sizes = [x.abs().max().clamp_min(1e-3 * largest) for x in want]
+    sizes = [x.abs().max().clamp_min(least * largest) for x in want]
 
     def parts_off(one, other):
         return [(x - y).abs().amax(-1) / size for x, y, size in zip(one, other, sizes, strict=True)]
