@@ -66,8 +66,12 @@ def test_gradients_are_those_of_the_lowered_call(shape):
         torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
 
 
-def test_streams_under_autocast():
-    plan = fk.budget(24, is_causal=True)
+@pytest.mark.parametrize(
+    "plan",
+    [fk.budget(24, is_causal=True, memory="constant").never_exact(), fk.Plan(fk.KeyScan(9), fk.BlockMeans(3))],
+    ids=["constant memory", "scan"],
+)
+def test_streams_under_autocast(plan):
     q, k, v = CAUSAL_SHAPES["causal"].draw(dtype=torch.float32)
     one, other = fk.stream(plan), fk.stream(plan)
     found = []

@@ -84,11 +84,12 @@ def test_whatever_is_done_to_them(plan, tmp_path):
     stream.save(tmp_path / "stream")
     loaded = Stream.load(tmp_path / "stream")
     assert loaded.memory() == stream.memory() or plan is MEANS
+    more = [part[:, :, :30] for part in draw("small", 150)[:3]]
+    assert torch.equal(feed(copy.deepcopy(loaded), *more, [30]), feed(copy.deepcopy(stream), *more, [30]))
     rest = [part[:, :, 90:] for part in (q, k, v)]
     want = feed(stream, *rest, [60])
     assert want.isfinite().all()
     assert torch.equal(feed(loaded, *rest, [60]), want)
-    more = [part[:, :, :30] for part in draw("small", 150)[:3]]
     wanted = feed(copy.deepcopy(loaded), *more, [30])
     for one in (stream, loaded):
         one.select(torch.tensor([1, 0, 1]))

@@ -61,7 +61,7 @@ def test_cluster_means_follow_their_equations(shape):
             for c, (offset, nu) in means.items():
                 factor = (spreads[c].clamp_min(0) / mean_spread).sqrt().clamp_max(2)
                 torch.testing.assert_close(found.factor[b, h, c], factor, **CLOSE)
-                expected = nu - factor * (0.5 * (m + covariance @ offset)) @ pooled
+                expected = nu - factor * (0.5 * covariance @ offset) @ pooled
                 torch.testing.assert_close(found.value[b, h, c], expected, **CLOSE)
 
 
