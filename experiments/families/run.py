@@ -62,6 +62,8 @@ runs and is right, not how good a plan is for a trained model; `fewkeys compare`
 - **apply**: as said above; types that take images or sounds beside text are given text alone where they take that.
   **generate**: greedy, under `apply`, as without. **cache**: greedy, by a `fewkeys.cache` that keeps every key, as
   without a cache. **train**: gradients under a plan of few slots are finite.
+- In brackets after a type: where its small model cannot be built or run, it has few layers "of the usual widths"; where
+  that does not do either, the row is of the first model inside it that runs by itself, those of text first.
 - "windows": all layers have a window of their own, which they keep. Layers beside others keep theirs, too.
 - Where scores are capped (Gemma 2), plans need `budget(slots, is_causal=True, memory="constant")`, or `ClusterMeans`
   without a first-order term: the other stand-ins are defined for softmax alone.
