@@ -1,4 +1,4 @@
-"""A folder of texts to vectors: `python benchmarks/embed.py [--model modernbert] [--texts 100] [--most 8000]`.
+"""A folder of texts to vectors: `python -m benchmarks.embed [--model modernbert] [--texts 100] [--most 8000]`.
 
 Writes benchmarks/results/embed.json; `python -m docs.figures` then writes the table of docs/embedding.md. With
 `--texts 10 --most 4000` it takes a tenth of the time.
