@@ -67,6 +67,13 @@ def along_a_line() -> Hard:
     return _of(_normal(KEYS, seed=2), value)
 
 
+def divided() -> Hard:
+    """Half of the keys are kept, and the values of the others are others: the sum of the weights counts, too."""
+    value = 1 + 0.3 * _normal(KEYS, DIM, seed=3)
+    value[KEYS // 2 :] += 2
+    return _of(_normal(KEYS, seed=2), value, sinks=KEYS // 2)
+
+
 def rare(share: float, length: float = 2.0) -> Hard:
     """One key of a share of the weight, with the opposite value of all others."""
     score, value = torch.zeros(KEYS), torch.ones(KEYS, 4)
@@ -122,6 +129,7 @@ def cancelling() -> Hard:
 HARD: dict[str, Callable[[], Hard]] = {
     "random keys": random,
     "values along a line": along_a_line,
+    "half of the keys are kept, the others have other values": divided,
     **{f"one key has {share:.1%}, with the opposite value": lambda s=share: rare(s) for share in (0.005, 0.02, 0.1)},
     "one key has 0.5%, codes are off by a unit of score": lambda: rare(0.005, 25.0),
     "one key has 2.0%, codes are off by three units": lambda: rare(0.02, 70.0),
