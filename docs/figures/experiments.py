@@ -129,6 +129,12 @@ def _encoders() -> str:
     return table(["encoder", "tokens", *titles], rows)
 
 
+def _budget_of(model: str, length: int, slots: int) -> float:
+    """The mean error of `budget(slots)`."""
+    plans = read("experiments/encoders/results/encoders.json")["errors"][f"{model} {length} {slots}"]
+    return float(plans["fk.budget"][0])
+
+
 def _vision(data: str) -> str:
     sys.path.insert(0, str(ROOT / "experiments/levattention"))  # its scripts find one another so
     from vit_report import text
@@ -266,6 +272,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "training.plan": lambda: f"{_training_runs()[1][-1]['exact']:.2f}",
     "training.seconds": lambda: f"{_training_runs()[0][-1]['seconds']:.0f}",
     "encoders": _encoders,
+    "encoders.mpnet": lambda: f"{_budget_of('mpnet', 512, 64):.3f}",
     "decoders": _decoders,
     "decoders.ours-256": lambda: _cost([_decoder("text", "fewkeys", 256)]),
     "decoders.evicting-256": lambda: _cost(_evicting(256)),
