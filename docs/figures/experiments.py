@@ -122,6 +122,8 @@ def _encoders() -> str:
     for name, encoder in ENCODERS.items():
         length = max(encoder.lengths)
         errors = [places.get((name, length, slots)) for slots in (64, 192)]
+        if not any(errors):
+            continue
         shown = ["" if plans is None else "{:.3f}, {:.2f}".format(*plans["fk.budget"]) for plans in errors]
         oracle = ["" if plans is None else f"{plans['best keys'][0]:.3f}" for plans in errors]
         rows.append([encoder.title, f"{length:,}", shown[0], oracle[0], shown[1], oracle[1]])

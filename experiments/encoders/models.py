@@ -133,13 +133,6 @@ ENCODERS = {
     "digits": Encoder(
         "a vision transformer, small digits", ("digits",), (65,), tuple(range(3)), vit("digits", "digits")
     ),
-    "twin": Encoder(
-        "the softmax twin of the entmax encoder, English",
-        ("twin", "text"),
-        (128, 256, 512),
-        tuple(range(6)),
-        text("twin"),
-    ),
     "albert": Encoder("RXNMapper's ALBERT, reactions", ("rxnmapper",), (128, 256, 512), (0, 2, 4, 6, 8, 11), albert),
 }
 
