@@ -20,6 +20,9 @@ from fewkeys.sketch.tilted import best
 
 NEAR = 1e-5
 """Squared distances below this part of the largest are taken for as much."""
+PAIR = 0.999
+"""A factor of log distances. Without it the two keys of a cluster of two have the very same score; with it the more
+important one wins, whatever the rounding."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,10 @@ class Outliers(Counted):
         return False
 
     def scores(self, inputs: Inputs) -> Tensor:
-        """(B, Hkv, Nk): twice the expression above.
-
-        The two keys of a cluster of two have the very same score; the thousandth lets the more important one win,
-        whatever the rounding.
-        """
+        """(B, Hkv, Nk): twice the expression above, with the factor `PAIR`."""
         distance = clusters(inputs, self.clusters).distance
         tiny = torch.finfo(distance.dtype).tiny
-        return 1.001 * key_statistics(inputs).importance + distance.clamp_min(tiny).log()
+        return key_statistics(inputs).importance + PAIR * distance.clamp_min(tiny).log()
 
     def select(self, inputs: Inputs) -> Graph:
         if self.cohorts == 1:
@@ -85,7 +84,7 @@ class Outliers(Counted):
         distance = clusters(inputs, self.clusters).distance
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
         least = (NEAR * inputs.whole.totals.max(row_maximum(real))).clamp_min(torch.finfo(distance.dtype).tiny)
-        return own_importance(inputs, known) + distance.maximum(least).log()
+        return own_importance(inputs, known) + PAIR * distance.maximum(least).log()
 
     def work(self, inputs: Inputs) -> Work:
         each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0
