@@ -14,6 +14,7 @@ from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, Sharded, shared_top
 from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
+from fewkeys.sketch.cohort_bias import bias_importance
 from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
 
@@ -34,7 +35,8 @@ class Outliers(Counted):
 
     `cohorts` H > 1, a power of two: the queries of a head are sorted into H cohorts of similar ones
     (`fewkeys.sketch.cohorts`), and each has a list of its own, by its own importance g_hj. Such lists stand alone, or
-    beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides.
+    beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of distances, g_hj includes the bias
+    that the cohort's queries have at the key (`fewkeys.sketch.cohort_bias`); a list that all share is chosen without.
     """
 
     clusters: int
@@ -62,8 +64,16 @@ class Outliers(Counted):
     def select(self, inputs: Inputs) -> Graph:
         if self.cohorts == 1:
             return shared_top(inputs, self.scores(inputs), self.count)
-        known = cohorts(inputs, self.cohorts)
-        index, used = best(inputs, known, self.common(inputs, known), self.count)
+        return self._lists(inputs, None)
+
+    def beside(self, inputs: Inputs, kept: Graph) -> Graph:
+        return kept | (self.select(inputs) if self.cohorts == 1 else self._lists(inputs, kept.band))
+
+    def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
+        """A list for every cohort, whose queries keep the keys of the band besides."""
+        known, bias = cohorts(inputs, self.cohorts), inputs.bias
+        own = None if bias is None else bias_importance(inputs, known, bias, band)
+        index, used = best(inputs, known, self.common(inputs, known), self.count, own)
         return Graph(inputs, columns=Columns(index, used, known.place.shape[3], known.place))
 
     def common(self, inputs: Inputs, known: Cohorts) -> Tensor:
