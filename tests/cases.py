@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from experiments.sparsefinder import baselines
 from torch import Tensor
 
 import fewkeys as fk
@@ -64,17 +65,15 @@ KEEP_CASES = {
         fk.select.RecentBlocks(16, 3) | fk.select.Leverage(7, centre=True) | fk.Sinks(2), by_position=True
     ),
     "global tokens + window": Case(sparsefinder.GlobalTokens(2) | fk.Window(3), by_position=True, alone=True),
-    "longformer: window + globals": Case(sparsefinder.Longformer(5, 2), by_position=True, alone=True),
-    "bigbird: window + random + globals": Case(
-        sparsefinder.BigBird(4, 3, 2, 1), by_position=True, draws=True, alone=True
-    ),
-    "strided + window": Case(sparsefinder.Strided(8), by_position=True, grows=True, alone=True),
-    "fixed windows": Case(sparsefinder.Fixed(8, 2), by_position=True, grows=True, alone=True),
+    "longformer: window + globals": Case(baselines.Longformer(5, 2), by_position=True, alone=True),
+    "bigbird: window + random + globals": Case(baselines.BigBird(4, 3, 2, 1), by_position=True, draws=True, alone=True),
+    "strided + window": Case(baselines.Strided(8), by_position=True, grows=True, alone=True),
+    "fixed windows": Case(baselines.Fixed(8, 2), by_position=True, grows=True, alone=True),
     "reformer + window": Case(
-        sparsefinder.Reformer(8, 2) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
+        baselines.Reformer(8, 2) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
     ),
-    "sorted hash + window": Case(sparsefinder.SortedLSH(9) | fk.Window(1), by_position=True, alone=True),
-    "routing + window": Case(sparsefinder.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
+    "sorted hash + window": Case(baselines.SortedLSH(9) | fk.Window(1), by_position=True, alone=True),
+    "routing + window": Case(baselines.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
     "block clusters": Case(sparsefinder.BlockClusters(4, 2, places()), by_position=True, alone=True),
     "predicted: buckets + window": Case(
         sparsefinder.Predicted(sparsefinder.Buckets(24, "uniform")) | fk.Window(1),
@@ -86,7 +85,7 @@ KEEP_CASES = {
     "predicted: clusters": Case(
         sparsefinder.Predicted(sparsefinder.Clusters(5, top=2), fitted=places()), grows=True, regroups=True, alone=True
     ),
-    "low-dimensional entmax": Case(sparsefinder.LowRankEntmax(4), alone=True),
+    "low-dimensional entmax": Case(baselines.LowRankEntmax(4), alone=True),
     "random edges": Case(sparsefinder.RandomEdges(6), draws=True, alone=True),
     "key scan": Case(fk.KeyScan(9), by_position=True, grows=True, alone=True),
     "key scan + window": Case(fk.KeyScan(9) | fk.Window(25), by_position=True, grows=True, alone=True),
@@ -111,7 +110,7 @@ WEIGHTS = {
 }
 GROUPED = {
     "routing + window, group means, softmax": Case(
-        Plan(sparsefinder.Routing(7) | fk.Window(1), sparsefinder.GroupMeans(7)), by_position=True, grows=True
+        Plan(baselines.Routing(7) | fk.Window(1), sparsefinder.GroupMeans(7)), by_position=True, grows=True
     ),
     "block clusters + window, group means, power": Case(
         Plan(

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from experiments.sparsefinder import baselines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ PLANS = [
     (fk.Plan(fk.Window(5), fk.ClusterMeans(7)), 1.0),
     (fk.Plan(fk.Window(5), fk.rest.Moments()), 2.0),
     (fk.Plan(fk.Window(5), fk.rest.UniformSample(7)), 1.0),
-    (fk.Plan(sparsefinder.Routing(7), sparsefinder.GroupMeans(7)), 1.0),
+    (fk.Plan(baselines.Routing(7), sparsefinder.GroupMeans(7)), 1.0),
 ]
 CAUSAL = [(fk.budget(32, is_causal=True, memory="constant"), 1.0), (fk.budget(64, is_causal=True), 1.0)]
 

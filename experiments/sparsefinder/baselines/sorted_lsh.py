@@ -11,14 +11,14 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.baselines.draws import normal
+from fewkeys.papers.sparsefinder.draws import normal
 from fewkeys.papers.sparsefinder.groups import Groups
 from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
 
 
 @dataclass(frozen=True)
-class SortedLSH(Selector):
+class SortedLSH(Selector, listed=True):
     """Queries and keys are sorted by a hash and split into equal blocks; block b of queries sees block b of keys.
 
     The hash is the signs of `planes` random projections, ordered along the Gray code, so that neighbouring buckets
