@@ -263,13 +263,6 @@ PROMISES = (
         (Law("integrations/test_cli", "checks_before_it_loads"),),
     ),
     Breakage(
-        "no network for a folder: plans in one that is named like a repository",
-        "core/hub.py",
-        "if Path(name).is_dir() or not isinstance",
-        "if not isinstance",
-        (Law("integrations/test_hub", "named_like"),),
-    ),
-    Breakage(
         "nothing half is left: on SIGTERM",
         "cli/__init__.py",
         "        _end_in_order_on_sigterm()\n",
