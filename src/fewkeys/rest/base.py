@@ -195,9 +195,6 @@ class Rest(Listed, ABC):
     needs_causal: ClassVar[bool] = False
     """Whether the stand-ins are of the past, and mean nothing without `is_causal=True`."""
 
-    sharded: ClassVar[bool] = False
-    """Whether `prepare` works, without causality, on keys that are split over processes (`inputs.whole`)."""
-
     @abstractmethod
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> AnyStandIns | None:
         """The stand-ins for all keys outside the graph's shared columns, or None where nothing stands in."""
@@ -238,7 +235,6 @@ class Drop(Rest):
     """Nothing stands in: the weights are renormalised over the kept keys."""
 
     causal: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | None:
         return None

@@ -61,14 +61,12 @@ class Sharded:
     """How a rule chooses without causality among keys that are split over processes.
 
     Attributes:
-        band: as many keys around the query's position as `Window(band)` keeps.
         score: numbers (B, Hkv, N) for the keys of `inputs`, which are a part of `inputs.whole`; the rule keeps
         count: this many of the largest of all parts, or
         least: every key of at least this score.
     """
 
-    band: int = 0
-    score: Callable[[Inputs], Tensor] | None = None
+    score: Callable[[Inputs], Tensor]
     count: int | None = None
     least: float | None = None
 

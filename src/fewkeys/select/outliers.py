@@ -12,7 +12,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, Sharded, shared_top
+from fewkeys.select.base import Counted, shared_top
 from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
 from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
@@ -82,7 +82,3 @@ class Outliers(Counted):
         return Work(
             float(self.count), 4.0 * inputs.head_dim**2 + each, shared=clustering_operations(inputs, self.clusters)
         )
-
-    @property
-    def sharded(self) -> Sharded | None:
-        return None if self.cohorts > 1 else Sharded(score=self.scores, count=self.count)
