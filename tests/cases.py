@@ -168,12 +168,7 @@ def _plans() -> dict[str, Case]:
 
 RUNNING_CASES = {
     "recent, running means": Case(Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(6))),
-    "recent + sinks + leverage, running means": Case(
-        Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(5, centre=True), fk.rest.RunningMeans(7))
-    ),
-    "recent + random, running means": Case(
-        Plan(fk.select.RecentBlocks(64, 1) | fk.RandomKeys(70), fk.rest.RunningMeans(3)), draws=True
-    ),
+    "recent + sinks, running means": Case(Plan(fk.select.RecentBlocks(16) | fk.Sinks(2), fk.rest.RunningMeans(7))),
     "recent, running means, power": Case(
         Plan(fk.select.RecentBlocks(8, 3), fk.rest.RunningMeans(6), fk.weights.Power(2.0))
     ),

@@ -111,15 +111,15 @@ PROMISES = (
     Breakage(
         "in any order or refused: steps back forget who was chosen",
         "core/fields.py",
-        "inner if derived and given is not None else",
+        "inner if derived and from_names else",
         "inner if derived else",
         (Law("integrations/test_cache", "repeated_and_selected or taken_back"),),
     ),
     Breakage(
         "in any order or refused: steps back remain after a merge",
         "memory/constant.py",
-        "heavy=heavy, before=())",
-        "heavy=heavy)",
+        "state=after, before=())",
+        "state=after)",
         (Law("parts/test_streams", "merge_ends"),),
     ),
     Breakage(

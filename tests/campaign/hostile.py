@@ -25,7 +25,7 @@ from fewkeys.native import build, sets
 from integrations.test_report import BYTES, VALUES, Skipped, places, report
 
 SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
-SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(5))
+SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2), fk.rest.RunningMeans(5))
 NOBODY = 65534
 
 

@@ -18,7 +18,7 @@ from fewkeys.papers import sparsefinder
 from tiny_models import llama
 
 SCAN = fk.budget(64, is_causal=True).never_exact()
-SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(5))
+SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2), fk.rest.RunningMeans(5))
 WINDOW = fk.Plan(fk.Window(9) | fk.Sinks(2))
 CACHED = {
     "scan": (SCAN, "model"),

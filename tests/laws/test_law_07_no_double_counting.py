@@ -9,8 +9,7 @@ from executors import FORMS, WAYS, runs
 
 SUMMING = [name for name, plan in CAUSAL_PLANS.items() if plan.weights != fk.weights.Relu(2.0)]
 EVENLY = [way for way in WAYS if way.impl in ("reference", "torch", "native")]
-DRAWN = "recent + random, running means"
-COUNTING = [name for name, plan in RUNNING_PLANS.items() if plan.weights == fk.Softmax() and name != DRAWN]
+COUNTING = [name for name, plan in RUNNING_PLANS.items() if plan.weights == fk.Softmax()]
 
 
 @pytest.mark.parametrize(("name", "form", "way"), runs(PLANS, ["plain", "padded", "grouped"]))

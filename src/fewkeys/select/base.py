@@ -16,18 +16,6 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_count, check_inputs
 from fewkeys.core.work import Work
-from fewkeys.select.causal import OnlineScore
-
-
-@dataclass(frozen=True)
-class Best:
-    """The `count` best keys so far: of scores, made anew for every sequence, that see no later key.
-
-    `online` takes the generator of random rules.
-    """
-
-    count: int
-    online: Callable[[torch.Generator | None], OnlineScore]
 
 
 class Recent(NamedTuple):
@@ -45,14 +33,12 @@ class Remembered:
         latest: the number of latest keys, which each query counts from its own place.
         recent: blocks of positions; whole blocks are evicted at once.
         first: the number of first real keys.
-        best: the best keys so far.
         scan: how many keys a scan chooses among all keys, which must be held for it; 0: there is no scan.
     """
 
     latest: int = 0
     recent: Recent | None = None
     first: int = 0
-    best: Best | None = None
     scan: int = 0
 
 

@@ -13,12 +13,9 @@ from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, shared_top
-from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
+from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, key_statistics
 from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
-
-NEAR = 1e-5
-"""Squared distances below this part of the largest are taken for as much."""
 
 
 @dataclass(frozen=True)
