@@ -106,18 +106,6 @@ WEIGHTS = {
     "softcap": fk.weights.Softcap(4.0),
     "relu": fk.weights.Relu(2.0),
 }
-GROUPED = {
-    "routing + window, group means, softmax": Case(
-        Plan(baselines.Routing(7) | fk.Window(1), sparsefinder.GroupMeans(7)), by_position=True, grows=True
-    ),
-    "block clusters + window, group means, power": Case(
-        Plan(
-            sparsefinder.BlockClusters(4, 2, places()) | fk.Window(5), sparsefinder.GroupMeans(5), fk.weights.Power(2.0)
-        ),
-        by_position=True,
-    ),
-}
-"""Plans whose stand-ins are of the selector's own groups."""
 SCANS = {
     "key scan, block means": Case(Plan(fk.KeyScan(9), fk.BlockMeans(3)), by_position=True, grows=True),
     "larger key scan, block means": Case(Plan(fk.KeyScan(40), fk.BlockMeans(2)), by_position=True, grows=True),
@@ -163,7 +151,7 @@ def _plans() -> dict[str, Case]:
                     continue
                 name = f"{keep_name}, {rest_name}, {weights_name}"
                 plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
-    return plans | GROUPED | SCANS | COHORTS
+    return plans | SCANS | COHORTS
 
 
 RUNNING_CASES = {

@@ -33,7 +33,6 @@ LEFT_TO_TORCH = {
     baselines.Routing: GROUPS,
     sparsefinder.Predicted: GROUPS,
     sparsefinder.BlockClusters: GROUPS,
-    sparsefinder.GroupMeans: GROUPS,
 }
 """Selectors and rests that no kernel answers under any case, and the reason that is given."""
 

@@ -9,7 +9,6 @@ from fewkeys.papers.sparsefinder.entmax_support import EntmaxSupport as EntmaxSu
 from fewkeys.papers.sparsefinder.global_tokens import GlobalTokens as GlobalTokens
 from fewkeys.papers.sparsefinder.graphs import GraphScores as GraphScores
 from fewkeys.papers.sparsefinder.graphs import score_graphs as score_graphs
-from fewkeys.papers.sparsefinder.group_means import GroupMeans as GroupMeans
 from fewkeys.papers.sparsefinder.group_measures import computation_sparsity as computation_sparsity
 from fewkeys.papers.sparsefinder.group_measures import group_entropy as group_entropy
 from fewkeys.papers.sparsefinder.groupings import Buckets as Buckets
