@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fewkeys.core.files import read_json, write_json
+from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.learned import Learned, load_learned, save_learned
 from fewkeys.core.records import build
 from fewkeys.plan import FILE as PLAN_FILE
@@ -107,12 +107,12 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
-        """The plans saved in `directory`.
+        """The plans saved in `directory`, a folder or a file in it.
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        data = read_json(directory, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
-        return cls.from_dict(data, load_learned(directory, data))
+        data = read_json(folder_of(directory), FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
+        return cls.from_dict(data, load_learned(folder_of(directory), data))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fewkeys.core.catalogue import is_listed
-from fewkeys.core.files import read_json, write_json
+from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
 from fewkeys.core.records import build
@@ -161,12 +161,12 @@ class Plan:
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
-        """The plan saved in `directory`.
+        """The plan saved in `directory`, a folder or a file in it.
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        data = read_json(directory, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
-        return cls.from_dict(data, load_learned(directory, data))
+        data = read_json(folder_of(directory), FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
+        return cls.from_dict(data, load_learned(folder_of(directory), data))
 
 
 @dataclass(frozen=True)

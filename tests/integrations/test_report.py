@@ -385,7 +385,7 @@ def places(data, path=()):
 @st.composite
 def malformed(draw):
     """A results file in which one to three values are gone, or are others."""
-    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"], sample=None).to_dict()
+    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"]).to_dict()
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(places(data)[1:]))
         *way, last = place

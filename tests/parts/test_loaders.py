@@ -252,8 +252,6 @@ CRAFTED = {
     "negative size": changed("0.state.summary.size", lambda x: -x),
     "too many": changed("0.state.summary.size", lambda x: x * 10**6),
     "free and taken": changed("0.state.summary.excess", lambda x: torch.full_like(x, -torch.inf)),
-    "no generator": changed("generator0", lambda x: x[:5]),
-    "another generator": changed("generator0", lambda x: torch.full_like(x, 255)),
     "one missing": lambda facts, tensors: tensors.pop("0.state.answered"),
     "one more": lambda facts, tensors: tensors.update(other=torch.ones(1)),
     "longer": told("length", 10**9),
