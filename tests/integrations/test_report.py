@@ -26,7 +26,7 @@ from fewkeys.judge.row import Row, Skipped, WholeTime
 from fewkeys.judge.standard import OURS
 from fewkeys.report import print_table, save_figure
 from fewkeys.report.figure import LOOKS
-from fewkeys.report.headline import headline
+from fewkeys.report.headline import crossing, headline
 from fewkeys.report.style import spread
 from fewkeys.report.table import advice, title
 
@@ -291,6 +291,13 @@ def test_the_headline_at_one_length():
     fast = report([row(budget=None, ms=0.5)])
     assert headline(fast) == "At 64 tokens window is 2.0 times as fast as exact attention, at an error of 50 %."
     assert headline(report([row(slots=99.0)])) == "No method stayed within its budget."
+    slow = report([row(budget=None, ms=1e200, exact_ms=1e-200)])
+    assert "takes inf times" in headline(slow)
+    assert "inf times as slow" in advice(slow)[0]
+
+
+def test_a_ratio_of_times_may_be_zero():
+    assert crossing([(512, 0.0), (1024, 2.0)]) == pytest.approx(1024, rel=1e-2)
 
 
 @pytest.mark.parametrize(

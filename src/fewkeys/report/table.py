@@ -122,8 +122,8 @@ def _at(numbers: list[str]) -> str:
 
 
 def _speed(row: Row) -> str:
-    ratio = row.exact_ms / row.ms
-    speed = f"{ratio:.1f} times as fast as" if ratio >= 1 else f"{1 / ratio:.1f} times as slow as"
+    fast, slow = row.exact_ms / row.ms, row.ms / row.exact_ms
+    speed = f"{fast:.1f} times as fast as" if fast >= 1 else f"{slow:.1f} times as slow as"
     return f"; {speed} exact attention at this length"
 
 

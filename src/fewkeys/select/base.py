@@ -71,6 +71,10 @@ class Selector(Listed, ABC):
     def select(self, inputs: Inputs) -> Graph:
         """The edges kept on a validated problem. No gradient flows through the choice."""
 
+    def beside(self, inputs: Inputs, kept: Graph) -> Graph:
+        """`kept`, and the edges that the rule keeps. A rule may choose others where these are there."""
+        return kept | self.select(inputs)
+
     @abstractmethod
     def covers(self, inputs: Inputs) -> bool:
         """Whether every visible key is kept whatever the data, so that the plan is exact attention."""
@@ -183,9 +187,11 @@ class Union(Selector, listed=False):
         return tuple(part for member in self.members for part in member.parts)
 
     def select(self, inputs: Inputs) -> Graph:
-        graph = self.members[0].select(inputs)
-        for member in self.members[1:]:
-            graph = graph | member.select(inputs)
+        # Lists of cohorts are chosen last: they have the choice of all keys but those of a band.
+        first, *others = sorted(self.members, key=lambda member: member.cohort_lists)
+        graph = first.select(inputs)
+        for member in others:
+            graph = member.beside(inputs, graph)
         return graph
 
     def covers(self, inputs: Inputs) -> bool:
