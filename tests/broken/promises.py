@@ -111,15 +111,15 @@ PROMISES = (
     Breakage(
         "in any order or refused: steps back forget who was chosen",
         "core/fields.py",
-        "inner if derived and given is not None else",
+        "inner if derived and from_names else",
         "inner if derived else",
         (Law("integrations/test_cache", "repeated_and_selected or taken_back"),),
     ),
     Breakage(
         "in any order or refused: steps back remain after a merge",
         "memory/constant.py",
-        "heavy=heavy, before=())",
-        "heavy=heavy)",
+        "state=after, before=())",
+        "state=after)",
         (Law("parts/test_streams", "merge_ends"),),
     ),
     Breakage(
@@ -261,13 +261,6 @@ PROMISES = (
         '    check(folder / "model.safetensors", SHA256)\n',
         "",
         (Law("integrations/test_cli", "checks_before_it_loads"),),
-    ),
-    Breakage(
-        "no network for a folder: plans in one that is named like a repository",
-        "core/hub.py",
-        "if Path(name).is_dir() or not isinstance",
-        "if not isinstance",
-        (Law("integrations/test_hub", "named_like"),),
     ),
     Breakage(
         "nothing half is left: on SIGTERM",

@@ -392,7 +392,7 @@ def places(data, path=()):
 @st.composite
 def malformed(draw):
     """A results file in which one to three values are gone, or are others."""
-    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"], sample=None).to_dict()
+    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"]).to_dict()
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(places(data)[1:]))
         *way, last = place
@@ -423,7 +423,7 @@ BYTES = [
 @given_any(data=malformed() | st.sampled_from(BYTES), page=st.booleans())
 def test_a_malformed_results_file_is_one_line(data, page, tmp_path, capsys, monkeypatch):
     """Shown, where it is still a report, or refused: never a traceback."""
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    monkeypatch.setattr("fewkeys.report.page._picture", lambda report: "")
     path = tmp_path / "results.json"
     path.write_bytes(data)
     code = cli.main(["report", str(path), *(["--html", str(tmp_path / "page.html")] if page else [])])

@@ -12,14 +12,12 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, Sharded, shared_top
-from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
+from fewkeys.select.base import Counted, shared_top
+from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, key_statistics
 from fewkeys.sketch.cohort_bias import bias_importance
 from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
 
-NEAR = 1e-5
-"""Squared distances below this part of the largest are taken for as much."""
 PAIR = 0.999
 """A factor of log distances. Without it the two keys of a cluster of two have the very same score; with it the more
 important one wins, whatever the rounding."""
@@ -91,7 +89,3 @@ class Outliers(Counted):
         return Work(
             float(self.count), 4.0 * inputs.head_dim**2 + each, shared=clustering_operations(inputs, self.clusters)
         )
-
-    @property
-    def sharded(self) -> Sharded | None:
-        return None if self.cohorts > 1 else Sharded(score=self.scores, count=self.count)
