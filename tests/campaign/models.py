@@ -125,8 +125,9 @@ def _every_call(folder):
 
 def _results(folder):
     from fewkeys.judge.result import Report
+    from fewkeys.judge.sample import Sample
 
-    Report.load(folder / "results.json")
+    Report.load(folder / "results.json"), Sample.load(folder / "sample.safetensors")
 
 
 def _page(folder):

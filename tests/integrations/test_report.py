@@ -423,7 +423,7 @@ BYTES = [
 @given_any(data=malformed() | st.sampled_from(BYTES), page=st.booleans())
 def test_a_malformed_results_file_is_one_line(data, page, tmp_path, capsys, monkeypatch):
     """Shown, where it is still a report, or refused: never a traceback."""
-    monkeypatch.setattr("fewkeys.report.page._picture", lambda report: "")
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     path = tmp_path / "results.json"
     path.write_bytes(data)
     code = cli.main(["report", str(path), *(["--html", str(tmp_path / "page.html")] if page else [])])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
-RESULTS = "results.json"
+RESULTS, SAMPLE = "results.json", "sample.safetensors"
 """What `fewkeys report` reads."""
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
@@ -33,8 +33,8 @@ def add_to(commands: Any) -> None:
         help="judge approximations of attention on a model and a text",
         description="Judge approximations of attention on a model and a text: error of the attention output, effect on "
         "the whole model (unless it is a capture), time against exact attention. Prints a table; --out also writes "
-        f"{PAGE}, a page for the browser, {RESULTS}, pareto.png and pareto.pdf. With --demo, --out is {DEMO_OUT} and "
-        f"--lengths {','.join(map(str, DEMO_LENGTHS))}, unless named.",
+        f"{PAGE}, a page for the browser, {RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png, "
+        f"pareto.pdf. With --demo, --out is {DEMO_OUT} and --lengths {','.join(map(str, DEMO_LENGTHS))}, unless named.",
     )
     add_model(parser, capture=True)
     add_text(parser)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.lengths = arguments.lengths or DEMO_LENGTHS
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
-    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
+    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib", "plotly")))
     user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
     if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
@@ -74,14 +74,15 @@ def run(arguments: argparse.Namespace) -> None:
 
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
+        from fewkeys.judge.sample import take
         from fewkeys.judge.standard import OURS
 
         if opened is None:
-            captured = inputs.open_capture(arguments)
+            captured, tokens = inputs.open_capture(arguments)
             text, model, batches, name = [], None, None, captured.model_name
         else:
             step(0, 1, "exact attention of every layer")
-            captured = capture(opened.model, opened.batches)
+            captured, tokens = capture(opened.model, opened.batches), opened.tokens
             text, model, batches, name = opened.files, opened.model, opened.batches, opened.name
         plans = _rows(captured, arguments.slots, user_plans)
         report = compare(
@@ -98,12 +99,20 @@ def run(arguments: argparse.Namespace) -> None:
             timed = [row for row in report.rows if row.name == OURS or row.name in user_plans]
             each = [plans[row.budget][row.name] for row in timed]
             report = replace(report, whole_times=_whole_times(model, timed, each, arguments.lengths, step))
-    report = replace(report, model=name).with_settings(text=text)
+        sample = None
+        if arguments.out is not None:
+            step(0, 0, "a closer look at a few queries")
+            first = arguments.slots[0]  # of rows that are the same at every budget
+            rows = [plans[None if r.name in user_plans else r.budget or first][r.name] for r in report.rows]
+            sample = take(captured, rows, tokens=tokens, seed=arguments.seed)
+    report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
     from fewkeys.report import print_table, save_figure
     from fewkeys.report.page import save_page
 
     files = {RESULTS: report.save, **picture("pareto", lambda path: save_figure(report, path))}
-    files[PAGE] = lambda path: save_page(report, path)
+    if sample is not None:
+        files[SAMPLE] = sample.save
+    files[PAGE] = lambda path: save_page(report, path, sample)
     deliver(arguments, files, report.to_json(), lambda: print_table(report))
     if arguments.out is not None and not arguments.json:
         print(f"Open {(arguments.out / PAGE).resolve().as_uri()}")

@@ -16,8 +16,9 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="show the results of a comparison, as a table or a page",
-        description="Show the results of fewkeys compare: the table again, or with --html a page that needs no "
-        "network: error against slots, every row, and every head under the recommended plan.",
+        description=f"Show the results of fewkeys compare: the table again, or with --html a page that needs no "
+        "network: error against slots and against time, every row, every head, and what a few queries of the text see. "
+        f"That last part is read from the file beside {RESULTS} that fewkeys compare wrote with it.",
     )
     parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
     parser.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
@@ -26,11 +27,12 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the table, or write the page and name it."""
-    need("rich" if arguments.html is None else "matplotlib")
+    need("rich" if arguments.html is None else "plotly")
     path: Path = arguments.results / RESULTS if arguments.results.is_dir() else arguments.results
     if not path.is_file():
         raise ValueError(f"RESULTS: expected a file that fewkeys compare --out wrote, got no such file: {path}")
     from fewkeys.judge.result import Report
+    from fewkeys.judge.sample import Sample
     from fewkeys.report import print_table
     from fewkeys.report.page import save_page
 
@@ -38,10 +40,12 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.html is None:
         print_table(report)
         return
+    beside = report.settings.get("sample")
+    sample = Sample.load(path.parent / beside) if beside and (path.parent / beside).is_file() else None
     page: Path = arguments.html
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        save_page(report, page)
+        save_page(report, page, sample)
     except OSError as error:
         raise ValueError(f"--html: expected a file that can be written, got {page} ({error.strerror})") from error
     print(f"Open {page.resolve().as_uri()}")

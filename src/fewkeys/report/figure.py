@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from fewkeys.judge.result import Report
 from fewkeys.judge.row import Row
 from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
 from fewkeys.report.table import title
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NOTHING = 1e-4
 """Smaller errors count as exact and are left out: a logarithmic axis cannot show zero."""
@@ -33,12 +29,7 @@ LOOKS = {
 
 
 def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the figure of a report as PNG and PDF. Needs matplotlib."""
-    save(figure_of(report), path)
-
-
-def figure_of(report: Report) -> Figure:
-    """Mean output error (log) against slots used (log), a line for every name."""
+    """Draw mean output error (log) against slots used (log) and write it as PNG. Needs matplotlib."""
     figure, (axes,) = sheet("Output error of attention with few keys", title(report))
     lines = _lines(report)
     looks = {name: look_of(name, order) for order, name in enumerate(lines)}
@@ -56,7 +47,7 @@ def figure_of(report: Report) -> Figure:
         name_lines(axes, {name: (rows[-1].slots, rows[-1].error) for name, rows in lines.items()}, looks)
     else:
         axes.text(0.5, 0.5, "every plan is exact here", transform=axes.transAxes, ha="center", color="#555555")
-    return figure
+    save(figure, path)
 
 
 def look_of(name: str, order: int) -> Look:

@@ -34,11 +34,11 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         star = starred(report, row)
         names.append(f"  {row.name}{' *' if star else ''}")
         styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, "bold green" if star else ""))
-    by_row = [cells(report, row) for row in rows]
+    cells = [_cells(report, row) for row in rows]
     drop = DROP | {AT.format(length): 1 for length in lengths(report)[1:-2]}
     drop |= {"cosine": 8} if report.whole_times else {}
     columns = [
-        Column(name, [cell[name] for cell in by_row], drop=drop.get(name, 0)) for name in (by_row[0] if rows else ())
+        Column(name, [cell[name] for cell in cells], drop=drop.get(name, 0)) for name in (cells[0] if cells else ())
     ]
     columns = [Column("plan", names, "left"), *(column for column in columns if set(column.cells) != {"-"})]
     shown = print_columns(screen, columns, title=title(report), sections=sections, styles=styles)
@@ -127,8 +127,7 @@ def _speed(row: Row) -> str:
     return f"; {speed} exact attention at this length"
 
 
-def cells(report: Report, row: Row) -> dict[str, str]:
-    """A row's figures as text, by column."""
+def _cells(report: Report, row: Row) -> dict[str, str]:
     layer, head = row.worst_head
     cells = {
         "slots": f"{row.slots:.1f}",
