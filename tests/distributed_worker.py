@@ -365,6 +365,11 @@ def what_is_not_supported_is_said(rank, world):
     raises(ValueError, "query: expected", lambda: fkd.attention(q[:, :, 1:], k, v, keep=cohorts))
     raises(ValueError, "got None (exact attention)", lambda: fkd.attention(q, k, v, keep=None))
     raises(TypeError, "keep: expected a selector or None, got str", lambda: fkd.attention(q, k, v, keep="leverage"))
+    raises(
+        ValueError,
+        "rest: expected Drop()",
+        lambda: fkd.attention(q, k, v, keep=fk.select.KeyNorm(3), rest=fk.rest.Moments()),
+    )
     raises(ValueError, "value: expected", lambda: fkd.attention(q, k[:, :, :0], v, keep=fk.select.KeyNorm(3)))
     raises(ValueError, "ridge: expected 0, or a positive", lambda: fkd.leverage_scores(k, 3.0, 0.1))
     raises(ValueError, "key: expected at least one token on some rank", lambda: fkd.leverage_scores(k[:, :, :0]))

@@ -33,6 +33,7 @@ LEFT_TO_TORCH = {
     baselines.Routing: GROUPS,
     sparsefinder.Predicted: GROUPS,
     sparsefinder.BlockClusters: GROUPS,
+    fk.rest.Moments: r"stand-ins without curvature, got Moments\(\)",
 }
 """Selectors and rests that no kernel answers under any case, and the reason that is given."""
 

@@ -63,7 +63,7 @@ def attention(
         impl: which code runs, for statistics and attention alike; refused with the reason where it cannot.
             "reference": dense, the definition itself. "torch": operations of torch, in linear time and memory (oracle
             selectors excepted). "native": C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16,
-            with gradients, over all but extra edges and lists for every query. "auto":
+            with gradients, over all but extra edges, `Moments` and lists for every query. "auto":
             "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
             key; "auto" does too for plans with `exact_if_faster` (those of `budget`) where exact attention is faster,
             by a model of this machine. Its measurements are kept for 30 days, for an hour if other work disturbed

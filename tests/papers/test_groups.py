@@ -43,6 +43,8 @@ BESIDE = {
 RESTS = {
     "means": fk.ClusterMeans(3),
     "first-order means": fk.ClusterMeans(3, rank=2),
+    "moments": fk.rest.Moments(),
+    "sample": fk.rest.UniformSample(4),
 }
 
 
@@ -387,6 +389,14 @@ def test_kept_keys_and_stand_ins_count_every_key_once(case, rest):
         queries = min(n, case.queries)
         expected = torch.full_like(found[b, :, :queries], min(7, n) / n)
         torch.testing.assert_close(found[b, :, :queries], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_stand_in_for_nobody_decides_nothing():
+    """Its score may exceed all others by hundreds: as the row's largest it would leave them no weight."""
+    (q, k, v), groups, _ = PLAIN.draw(torch.float32)
+    everything = Held(sparsefinder.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1))
+    found = fk.attention(30 * q, k, v, keep=everything, rest=fk.rest.Moments(), impl="torch")
+    torch.testing.assert_close(found, fk.attention(30 * q, k, v), rtol=1e-4, atol=1e-4)
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class SortedLSH(Selector, listed=True):
     `m = ceil(n / size)` blocks; a query of rank r among N sees the keys whose rank times m / n rounds down to the same
     block as `r m / N`. The planes come from the call's generator, the same for all sequences and heads.
 
-    HyperAttention adds a uniform sample of the other keys. Not causal: ranks depend on later tokens, and the paper's
+    HyperAttention is this beside `rest=UniformSample(count)`. Not causal: ranks depend on later tokens, and the paper's
     recursion over halves of the sequence sorts each half as a whole.
 
     Args:

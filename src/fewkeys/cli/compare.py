@@ -143,7 +143,7 @@ def _rows(
     length = max(call.key.shape[2] for call in captured.calls(0))
     rows: dict[int | None, dict[str, Any]] = {}
     for count in slots:
-        plans = standard_plans(count, is_causal=captured.is_causal, length=length)
+        plans = standard_plans(count, is_causal=captured.is_causal, head_dim=captured.head_dim, length=length)
         rows[count] = dict(plans)
     if taken := user_plans.keys() & rows[slots[0]].keys():
         raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")

@@ -84,6 +84,8 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     extra = query @ per_query_head(stand_ins.key).mT
     if stand_ins.bias is not None:
         extra = extra + per_query_head(stand_ins.bias).unsqueeze(-2)
+    if stand_ins.curvature is not None:
+        extra = extra + 0.5 * ((query @ per_query_head(stand_ins.curvature)) * query).sum(-1, keepdim=True)
     if inputs.bias is not None and bias is not None:
         largest = inputs.bias.largest[:, None, None]
         mass = ((~kept) * (bias - largest).exp()) @ per_query_head(stand_ins.member)

@@ -1,0 +1,65 @@
+"""One Gaussian for all the keys that are not kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fewkeys.core.derivatives import constants
+from fewkeys.core.graph import Graph
+from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import working
+from fewkeys.core.weights import Softmax, Weights
+from fewkeys.core.work import Work
+from fewkeys.rest.base import Rest, StandIns, unkept
+from fewkeys.select.base import Selector
+
+REACH = 1.0
+"""How far the first-order term reaches in each coordinate, in standard deviations of the values."""
+
+
+@dataclass(frozen=True)
+class Moments(Rest):
+    """The keys and values that are not kept, taken as jointly Gaussian with their own mean and covariance.
+
+    `sum_j exp(q . k_j) v_j = n exp(q . mu + q^T C q / 2) (nu + S^T q)` with q scaled, mu, C the mean and covariance of
+    the keys, nu the mean value, S the covariance of keys and values, n the number of keys the query does not keep.
+    In each coordinate S^T q stays within `REACH` standard deviations of the unkept values, so that the output is at
+    most `2 max |v|` whatever the scores.
+
+    `Softmax` only. Slots: 1 for the mean, `D^2 / (D + Dv)` for the quadratic form and `D Dv / (D + Dv)` for S: with
+    D = Dv that is D + 1. Cost O(n D (D + Dv)) once, O(D (D + Dv)) per query. Gradients flow through the moments. Not
+    causal.
+    """
+
+    def check(self, weights: Weights) -> None:
+        super().check(weights)
+        if not isinstance(weights, Softmax):
+            raise ValueError(f"rest: Moments() is the Gaussian integral of exp and needs Softmax(), got {weights}")
+
+    def slots(self, head_dim: int, value_dim: int) -> float:
+        return 1.0 + head_dim
+
+    def work(self, inputs: Inputs, keep: Selector) -> Work:
+        return Work(1.0 + inputs.head_dim, 2.0 * inputs.head_dim * (inputs.head_dim + inputs.value_dim))
+
+    def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns:
+        key, value = working(inputs.key), working(inputs.value)
+        free = unkept(inputs, graph)
+        member = free.unsqueeze(-1)
+        count = member.sum(-2, keepdim=True).clamp_min(1)
+        mean_key, mean_value = member.mT @ key / count, member.mT @ value / count
+        spread = (key - mean_key) * member
+        with constants():
+            reach = REACH * (((value - mean_value) * member).square().sum(-2, keepdim=True) / count).sqrt()
+        return StandIns(
+            key=mean_key,
+            value=mean_value,
+            label=torch.zeros_like(free, dtype=torch.int64),
+            share=free,
+            left=spread.mT @ (value - mean_value) / count,
+            factor=member.new_ones((inputs.batch, inputs.kv_heads, 1)),
+            curvature=spread.mT @ spread / count,
+            bounds=torch.cat([torch.zeros_like(reach), reach], 2),
+        )
