@@ -137,14 +137,14 @@ def test_the_command_writes_json_and_pictures(tmp_path, capsys):
     from fewkeys import cli
 
     out = tmp_path / "out"
-    small = ["--lengths=32,64", "--plans=budget:16,window:8,sample:8", "--dim=8", "--heads=2", f"--out={out}"]
+    small = ["--lengths=32,64", "--plans=budget:16,window:8,random:8", "--dim=8", "--heads=2", f"--out={out}"]
     assert cli.main(["bench", *small]) == 0
     assert "budget:16" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["bench.json", "time.pdf", "time.png"]
     assert (out / "time.png").read_bytes()[:4] == b"\x89PNG"
     found = json.loads((out / "bench.json").read_text())
     assert found["settings"]["inputs"] == "random"
-    assert set(found["growth"]) == {"exact", "budget:16", "window:8", "sample:8"}
+    assert set(found["growth"]) == {"exact", "budget:16", "window:8", "random:8"}
     assert len(found["rows"]) == 8
     assert cli.main(["bench", "--json", "--causal", "--backward", *small[:1], "--plans=window:8", *small[2:]]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -158,7 +158,7 @@ BAD = {
     "--text": ["--text=words.txt"],
     "--plans": ["--plans=budget"],
     "--plans: expected": ["--plans=budgets:3"],
-    "is_causal": ["--causal", "--plans=outliers:8"],
+    "is_causal": ["--plans=constant:8"],
     "--device": ["--device=cuda"],
     "--lengths": ["--lengths=0"],
 }
