@@ -8,6 +8,10 @@ Needs `pip install "fewkeys[engines]"`. Ways to run the same random weights, all
     openvino        converted by OpenVINO, `INFERENCE_PRECISION_HINT` f32
     fewkeys         the same model as `torch` under `fk.apply(model, fk.budget(64))`
     fewkeys.compile the same, compiled
+    free            `torch` or `torch.compile`, the faster one, with `query + key + value` in the place of attention
+
+`free` is no way to run a model. It takes the time of everything but attention, so no attention whatever gains more on
+the best engine than `ceiling`, the ratio of their times.
 
 Ways take turns; a row has the median of each. A way is left out of a row where all scores of a layer would not fit
 (`SCORES`), or where the shorter row says that a call would take longer than `LONGEST` seconds, with the reason.
@@ -20,6 +24,7 @@ Each row is added to benchmarks/results/engines.json, in the place of an older o
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import tempfile
@@ -32,6 +37,7 @@ from typing import Any
 import torch
 from shapes import random_model
 from torch import Tensor
+from transformers import AttentionInterface
 
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
@@ -95,6 +101,19 @@ def _compiled(encoder: Encoder) -> Callable[[Tensor], Tensor]:
     return torch.compile(encoder, dynamic=False)
 
 
+def _sum_of_inputs(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    return (query + key + value).transpose(1, 2), None
+
+
+def _without_attention(encoder: Encoder) -> Encoder:
+    AttentionInterface.register("sum_of_inputs", _sum_of_inputs)
+    encoder = copy.deepcopy(encoder)
+    encoder.model.set_attn_implementation("sum_of_inputs")
+    return encoder
+
+
 WAYS: dict[str, Callable[[Encoder, Tensor], Callable[[], Tensor]]] = {
     "torch": lambda encoder, ids: lambda: encoder(ids),
     "torch.compile": lambda encoder, ids: (lambda call: lambda: call(ids))(_compiled(encoder)),
@@ -102,7 +121,10 @@ WAYS: dict[str, Callable[[Encoder, Tensor], Callable[[], Tensor]]] = {
     "openvino": _by_openvino,
     "fewkeys": lambda encoder, ids: _under_plan(encoder, encoder, ids),
     "fewkeys.compile": lambda encoder, ids: _under_plan(encoder, _compiled(encoder), ids),
+    "free": lambda encoder, ids: (lambda free: lambda: free(ids))(_without_attention(encoder)),
+    "free.compile": lambda encoder, ids: (lambda call: lambda: call(ids))(_compiled(_without_attention(encoder))),
 }
+FREE = ("free", "free.compile")
 EXACT = ("torch", "torch.compile", "onnxruntime", "openvino")
 
 
@@ -117,10 +139,12 @@ def measure(name: str, batch: int, length: int, left_out: dict[str, str]) -> dic
     ways = {way: make(encoder, ids) for way, make in WAYS.items() if way not in left_out}
     expected = ways["torch"]()
     largest = float(expected.abs().max())
-    apart = {way: float((run() - expected).abs().max()) / largest for way, run in ways.items()}
+    apart = {way: float((run() - expected).abs().max()) / largest for way, run in ways.items() if way not in FREE}
     wrong = [way for way in EXACT if apart.get(way, 0.0) > 1e-3]
     if wrong:
         raise SystemExit(f"{name}, {batch} x {length}: {', '.join(wrong)} is not torch's model: {apart}")
+    for way in FREE:
+        ways[way]()
     took: dict[str, list[float]] = {way: [] for way in ways}
     start = time.perf_counter()
     while len(took["torch"]) < TURNS and (not took["torch"] or time.perf_counter() - start < ENOUGH_SECONDS):
@@ -130,10 +154,12 @@ def measure(name: str, batch: int, length: int, left_out: dict[str, str]) -> dic
             run()
             took[way].append(1000 * (time.perf_counter() - before))
     ms = {way: median(times) for way, times in took.items()}
+    free = min(ms.pop(way) for way in FREE)
     best = min((way for way in EXACT if way in ms), key=ms.__getitem__)
     ours = min(ms["fewkeys"], ms.get("fewkeys.compile", ms["fewkeys"]))
     row = {"model": name, "batch": batch, "length": length, "turns": len(took["torch"]), "ms": ms, "apart": apart}
-    return row | {"best_engine": best, "ratio": ms[best] / ours, "left_out": left_out}
+    rates = {"ratio": ms[best] / ours, "ceiling": ms[best] / free}
+    return row | {"best_engine": best, **rates, "left_out": left_out}
 
 
 def _left_out(name: str, batch: int, length: int, rows: list[dict[str, Any]]) -> dict[str, str]:

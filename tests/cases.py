@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from experiments.sparsefinder import baselines
 from torch import Tensor
 
 import fewkeys as fk
@@ -64,17 +65,15 @@ KEEP_CASES = {
         fk.select.RecentBlocks(16, 3) | fk.select.Leverage(7, centre=True) | fk.Sinks(2), by_position=True
     ),
     "global tokens + window": Case(sparsefinder.GlobalTokens(2) | fk.Window(3), by_position=True, alone=True),
-    "longformer: window + globals": Case(sparsefinder.Longformer(5, 2), by_position=True, alone=True),
-    "bigbird: window + random + globals": Case(
-        sparsefinder.BigBird(4, 3, 2, 1), by_position=True, draws=True, alone=True
-    ),
-    "strided + window": Case(sparsefinder.Strided(8), by_position=True, grows=True, alone=True),
-    "fixed windows": Case(sparsefinder.Fixed(8, 2), by_position=True, grows=True, alone=True),
+    "longformer: window + globals": Case(baselines.Longformer(5, 2), by_position=True, alone=True),
+    "bigbird: window + random + globals": Case(baselines.BigBird(4, 3, 2, 1), by_position=True, draws=True, alone=True),
+    "strided + window": Case(baselines.Strided(8), by_position=True, grows=True, alone=True),
+    "fixed windows": Case(baselines.Fixed(8, 2), by_position=True, grows=True, alone=True),
     "reformer + window": Case(
-        sparsefinder.Reformer(8, 2) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
+        baselines.Reformer(8, 2) | fk.Window(1), by_position=True, grows=True, regroups=True, alone=True
     ),
-    "sorted hash + window": Case(sparsefinder.SortedLSH(9) | fk.Window(1), by_position=True, alone=True),
-    "routing + window": Case(sparsefinder.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
+    "sorted hash + window": Case(baselines.SortedLSH(9) | fk.Window(1), by_position=True, alone=True),
+    "routing + window": Case(baselines.Routing(7) | fk.Window(1), by_position=True, grows=True, alone=True),
     "block clusters": Case(sparsefinder.BlockClusters(4, 2, places()), by_position=True, alone=True),
     "predicted: buckets + window": Case(
         sparsefinder.Predicted(sparsefinder.Buckets(24, "uniform")) | fk.Window(1),
@@ -86,7 +85,7 @@ KEEP_CASES = {
     "predicted: clusters": Case(
         sparsefinder.Predicted(sparsefinder.Clusters(5, top=2), fitted=places()), grows=True, regroups=True, alone=True
     ),
-    "low-dimensional entmax": Case(sparsefinder.LowRankEntmax(4), alone=True),
+    "low-dimensional entmax": Case(baselines.LowRankEntmax(4), alone=True),
     "random edges": Case(sparsefinder.RandomEdges(6), draws=True, alone=True),
     "key scan": Case(fk.KeyScan(9), by_position=True, grows=True, alone=True),
     "key scan + window": Case(fk.KeyScan(9) | fk.Window(25), by_position=True, grows=True, alone=True),
@@ -96,8 +95,6 @@ REST_CASES = {
     "drop": Case(fk.Drop()),
     "means": Case(fk.ClusterMeans(8)),
     "first-order means": Case(fk.ClusterMeans(8, rank=3)),
-    "moments": Case(fk.rest.Moments()),
-    "sample": Case(fk.rest.UniformSample(6), draws=True),
 }
 KEEPS = {name: case.part for name, case in KEEP_CASES.items()}
 RESTS = {name: case.part for name, case in REST_CASES.items()}
@@ -109,18 +106,6 @@ WEIGHTS = {
     "softcap": fk.weights.Softcap(4.0),
     "relu": fk.weights.Relu(2.0),
 }
-GROUPED = {
-    "routing + window, group means, softmax": Case(
-        Plan(sparsefinder.Routing(7) | fk.Window(1), sparsefinder.GroupMeans(7)), by_position=True, grows=True
-    ),
-    "block clusters + window, group means, power": Case(
-        Plan(
-            sparsefinder.BlockClusters(4, 2, places()) | fk.Window(5), sparsefinder.GroupMeans(5), fk.weights.Power(2.0)
-        ),
-        by_position=True,
-    ),
-}
-"""Plans whose stand-ins are of the selector's own groups."""
 SCANS = {
     "key scan, block means": Case(Plan(fk.KeyScan(9), fk.BlockMeans(3)), by_position=True, grows=True),
     "larger key scan, block means": Case(Plan(fk.KeyScan(40), fk.BlockMeans(2)), by_position=True, grows=True),
@@ -166,17 +151,12 @@ def _plans() -> dict[str, Case]:
                     continue
                 name = f"{keep_name}, {rest_name}, {weights_name}"
                 plans[name] = replace(keep, part=plan, draws=keep.draws or rest.draws)
-    return plans | GROUPED | SCANS | COHORTS
+    return plans | SCANS | COHORTS
 
 
 RUNNING_CASES = {
     "recent, running means": Case(Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(6))),
-    "recent + sinks + leverage, running means": Case(
-        Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(5, centre=True), fk.rest.RunningMeans(7))
-    ),
-    "recent + random, running means": Case(
-        Plan(fk.select.RecentBlocks(64, 1) | fk.RandomKeys(70), fk.rest.RunningMeans(3)), draws=True
-    ),
+    "recent + sinks, running means": Case(Plan(fk.select.RecentBlocks(16) | fk.Sinks(2), fk.rest.RunningMeans(7))),
     "recent, running means, power": Case(
         Plan(fk.select.RecentBlocks(8, 3), fk.rest.RunningMeans(6), fk.weights.Power(2.0))
     ),
@@ -198,8 +178,6 @@ SOME_PLANS = {
         "outliers + window, first-order means, softmax",
         "top-k + window + sinks, means, elu",
         "leverage + window, means, power",
-        "leverage + window, moments, softmax",
-        "leverage + window, sample, relu",
         "universal set, first-order means, softmax",
         "key scan, block means",
         "first-order cohorts + window",

@@ -13,7 +13,7 @@ import fewkeys as fk
 import fewkeys.distributed as fkd
 from distributed_worker import TIMEOUT, problem, split, start
 
-MEANS = fk.Plan(fk.Outliers(4, 6) | fk.Window(5), fk.ClusterMeans(6))
+MEANS = fk.Plan(fk.Outliers(4, 6, cohorts=2) | fk.Window(5), fk.ClusterMeans(6, cohorts=2))
 PAST = fk.Plan(fk.select.RecentBlocks(8) | fk.Sinks(2), fk.rest.RunningMeans(4))
 
 

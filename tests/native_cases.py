@@ -22,7 +22,6 @@ MEANS = [
     fk.Plan(fk.select.Leverage(7) | fk.Window(4), fk.ClusterMeans(8)),
     fk.Plan(fk.Window(7), fk.ClusterMeans(8, rank=3)),
     fk.Plan(fk.select.KeyNorm(5), fk.ClusterMeans(8, rank=3)),
-    fk.Plan(fk.select.KeyNorm(5) | fk.Window(6), fk.rest.UniformSample(8)),
     fk.Plan(fk.select.KeyNorm(5) | fk.Window(6)),
     fk.Plan(fk.Window(6)),
     fk.Plan(fk.Sinks(3)),

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from experiments.sparsefinder import baselines
 
 import fewkeys as fk
 from cases import CASES, CAUSAL_SHAPES, SHAPES
@@ -21,19 +22,17 @@ GROUPS = "extra edges"
 LEFT_TO_TORCH = {
     fk.TopK: ROWS,
     sparsefinder.EntmaxSupport: ROWS,
-    sparsefinder.LowRankEntmax: ROWS,
+    baselines.LowRankEntmax: ROWS,
     sparsefinder.GlobalTokens: GROUPS,
-    sparsefinder.Longformer: GROUPS,
-    sparsefinder.BigBird: GROUPS,
-    sparsefinder.Strided: GROUPS,
-    sparsefinder.Fixed: GROUPS,
-    sparsefinder.Reformer: GROUPS,
-    sparsefinder.SortedLSH: GROUPS,
-    sparsefinder.Routing: GROUPS,
+    baselines.Longformer: GROUPS,
+    baselines.BigBird: GROUPS,
+    baselines.Strided: GROUPS,
+    baselines.Fixed: GROUPS,
+    baselines.Reformer: GROUPS,
+    baselines.SortedLSH: GROUPS,
+    baselines.Routing: GROUPS,
     sparsefinder.Predicted: GROUPS,
     sparsefinder.BlockClusters: GROUPS,
-    fk.rest.Moments: r"stand-ins without curvature, got Moments\(\)",
-    sparsefinder.GroupMeans: GROUPS,
 }
 """Selectors and rests that no kernel answers under any case, and the reason that is given."""
 

@@ -122,11 +122,19 @@ def _encoders() -> str:
     for name, encoder in ENCODERS.items():
         length = max(encoder.lengths)
         errors = [places.get((name, length, slots)) for slots in (64, 192)]
+        if not any(errors):
+            continue
         shown = ["" if plans is None else "{:.3f}, {:.2f}".format(*plans["fk.budget"]) for plans in errors]
         oracle = ["" if plans is None else f"{plans['best keys'][0]:.3f}" for plans in errors]
         rows.append([encoder.title, f"{length:,}", shown[0], oracle[0], shown[1], oracle[1]])
     titles = [cell for slots in (64, 192) for cell in (f"{slots} slots: error, worst head", "oracle")]
     return table(["encoder", "tokens", *titles], rows)
+
+
+def _budget_of(model: str, length: int, slots: int) -> float:
+    """The mean error of `budget(slots)`."""
+    plans = read("experiments/encoders/results/encoders.json")["errors"][f"{model} {length} {slots}"]
+    return float(plans["fk.budget"][0])
 
 
 def _vision(data: str) -> str:
@@ -266,6 +274,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "training.plan": lambda: f"{_training_runs()[1][-1]['exact']:.2f}",
     "training.seconds": lambda: f"{_training_runs()[0][-1]['seconds']:.0f}",
     "encoders": _encoders,
+    "encoders.mpnet": lambda: f"{_budget_of('mpnet', 512, 64):.3f}",
     "decoders": _decoders,
     "decoders.ours-256": lambda: _cost([_decoder("text", "fewkeys", 256)]),
     "decoders.evicting-256": lambda: _cost(_evicting(256)),

@@ -145,6 +145,40 @@ def _spot_checks() -> str:
     return table(["plan", "check", "covered", "worst", "at least 93 of 100", "half width", "textbook"], rows)
 
 
+BARS = "experiments/decoders/results/error-bars.json"
+
+
+def _bars_of_heads() -> str:
+    rows = [
+        [
+            f"{row['error']:.0%}",
+            f"{row['bars']:,}",
+            f"{row['covered']:.2%}",
+            f"{row['worst_head']:.1%}",
+            f"{row['reached']:.0%}",
+            f"{row['covered_if_reached']:.2%}",
+            f"{row['drawn']:.0f}",
+            f"{row['mean_off']:.3f}",
+            f"{row['mean_off_of_plan']:.3f}",
+        ]
+        for row in read(BARS)["heads"]
+        if row["slots"] == 256
+    ]
+    titles = ["to reach", "bars", "hold", "worst head", "reached", "hold, of those", "draws"]
+    return table([*titles, "mean error", "mean error of the plan"], rows)
+
+
+def _bars_of_hard_keys() -> str:
+    found = {(row["keys"], row["error"]): row for row in read(BARS)["hard"]}
+    errors = sorted({error for _, error in found})
+    rows = []
+    for name in dict.fromkeys(name for name, _ in found):
+        cells = [found[name, error] for error in errors]
+        held = min(1 - cell["missed"] for cell in cells)
+        rows.append([name, f"{held:.1%}", *(f"{cell['reached']:.0%}" for cell in cells)])
+    return table(["keys", "hold", *(f"{error:.0%} reached" for error in errors)], rows)
+
+
 ENCODER = "experiments/causal/results/encoder.json"
 CAUSAL = {
     "each query's best keys (oracle)": "each query's own best 96 keys (oracle)",
@@ -261,6 +295,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "stand-ins": _stand_ins,
     "stand-ins.of-the-oracle": _of_the_oracle,
     "spot-checks": _spot_checks,
+    "error-bars.heads": _bars_of_heads,
+    "error-bars.hard": _bars_of_hard_keys,
     "causal.encoder": _causal_encoder,
     "causal.encoder.512": lambda: f"{read(ENCODER)['results']['512']['fewkeys']['of the oracle']:.2f}",
     "causal.encoder.8192": lambda: f"{read(ENCODER)['results']['8192']['fewkeys']['of the oracle']:.2f}",

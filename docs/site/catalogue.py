@@ -20,10 +20,6 @@ EXAMPLES: dict[str, Any] = {
     "Sinks": fk.Sinks(4),
     "GlobalTokens": sparsefinder.GlobalTokens(3),
     "RecentBlocks": fk.select.RecentBlocks(8, 2),
-    "BigBird": sparsefinder.BigBird(4, 3, 2, 1),
-    "Longformer": sparsefinder.Longformer(9, 2),
-    "Strided": sparsefinder.Strided(8),
-    "Fixed": sparsefinder.Fixed(8, 1),
     "Leverage": fk.select.Leverage(8, centre=True),
     "KeyNorm": fk.select.KeyNorm(8),
     "RandomKeys": fk.RandomKeys(8),
@@ -33,10 +29,6 @@ EXAMPLES: dict[str, Any] = {
     "Outliers": fk.Outliers(8, clusters=6),
     "KeyScan": fk.KeyScan(8),
     "EntmaxSupport": sparsefinder.EntmaxSupport(1.5),
-    "LowRankEntmax": sparsefinder.LowRankEntmax(4),
-    "Reformer": sparsefinder.Reformer(8, 1),
-    "Routing": sparsefinder.Routing(8),
-    "SortedLSH": sparsefinder.SortedLSH(8),
 }
 """What is drawn; the other selectors need something learned, or more tokens than a picture has room for."""
 CAUSAL = ("RecentBlocks", "KeyScan")

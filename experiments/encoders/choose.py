@@ -14,6 +14,9 @@ Place = tuple[str, int, int]
 Found = Mapping[str, Mapping[str, Sequence[float]]]
 """By place, its three words in one, and plan: the mean error and that of the worst head."""
 
+ALIKE = {"vit", "digits"}
+"""Models of one kind, which are left out together, too."""
+
 
 def by_place(found: Found) -> dict[Place, dict[str, Sequence[float]]]:
     """What was found, with places taken apart."""
@@ -75,22 +78,27 @@ class Errors:
 
 
 def conclusions(found: Found) -> dict[str, Any]:
-    """For every model the rule that the others choose, how it does beside the best rule for that model and beside the
-    best plan at each length and number of slots; and the rule that all choose together.
+    """For every model, and for those of one kind together, the rule that the others choose, how it does beside the best
+    rule for that model and beside the best plan at each length and number of slots; and the rule that all choose.
     """
     errors = Errors(found)
     if len(errors.models) < 2:
         raise ValueError(f"--models: expected two at least, got {', '.join(errors.models) or 'none'}")
     held_out = []
-    for model in errors.models:
-        rule, own = (errors.order(names)[0] for names in ([n for n in errors.models if n != model], [model]))
+    apart = [(model, {model}) for model in errors.models]
+    if set(errors.models) > ALIKE:
+        apart += [(model, ALIKE) for model in sorted(ALIKE)]
+    for model, without in apart:
+        others = [name for name in errors.models if name not in without]
+        rule, own = (errors.order(names)[0] for names in (others, [model]))
         chosen, best, least = errors.of(rule, model), errors.of(own, model), errors.least(model)
         ratios = {
             f"{kind} beside {name}": mean_ratio([chosen[place][k] / other[place][k] for place in chosen])
             for k, kind in enumerate(("error", "worst"))
             for name, other in (("best rule", best), ("best at each", least))
         }
-        held_out.append({"model": model, "rule": str(rule), "best rule": str(own), **_short(ratios)})
+        alike = ", ".join(sorted(without - {model}))
+        held_out.append({"model": model, "and": alike, "rule": str(rule), "best rule": str(own), **_short(ratios)})
     order = errors.order(errors.models)
     rule = order[0]
     excess = {name: errors.beside_best(rule, name) for name in errors.models}

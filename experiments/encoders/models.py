@@ -21,7 +21,8 @@ from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
 
 STRETCHES = 2
-"""How many pieces of a text, a recording or a set of images each model reads."""
+"""How many pieces of a text or a recording each model reads."""
+IMAGES = 32
 HERE = Path(__file__).parent
 TOKEN = re.compile(r"\[[^]]+]|Br|Cl|>>|%\d\d|.")
 """A token of a reaction in SMILES."""
@@ -81,15 +82,19 @@ def whisper(paths: Paths, length: int) -> tuple[Any, Inputs]:
     return model, [{"input_features": torch.cat([mel[..., 2 * i : 2 * (i + length)] for i in starts])}]
 
 
-def vit(paths: Paths, length: int) -> tuple[Any, Inputs]:
-    """A vision transformer on the last images of MNIST's test set, which `experiments.levattention` tests it on."""
-    from experiments.levattention import vit_data
-    from transformers import AutoModelForImageClassification
+def vit(folder: str, data: Literal["mnist", "digits"]) -> Callable[[Paths, int], tuple[Any, Inputs]]:
+    """A vision transformer on the last images of the test set that `experiments.levattention` tests it on."""
 
-    with quiet():
-        model = AutoModelForImageClassification.from_pretrained(paths["vit"]).eval()
-    images = vit_data.mnist(paths["mnist"])[1]
-    return model, [{"pixel_values": images.pixels[-4 * STRETCHES :]}]
+    def read(paths: Paths, length: int) -> tuple[Any, Inputs]:
+        from experiments.levattention import vit_data
+        from transformers import AutoModelForImageClassification
+
+        with quiet():
+            model = AutoModelForImageClassification.from_pretrained(paths[folder]).eval()
+        images = (vit_data.mnist(paths["mnist"]) if data == "mnist" else vit_data.digits(0))[1]
+        return model, [{"pixel_values": images.pixels[-IMAGES:]}]
+
+    return read
 
 
 def albert(paths: Paths, length: int) -> tuple[Any, Inputs]:
@@ -124,7 +129,10 @@ ENCODERS = {
     "whisper": Encoder(
         "Whisper-base's encoder, speech", ("whisper", "speech"), (500, 1000, 1500), tuple(range(6)), whisper, "encoder"
     ),
-    "vit": Encoder("a vision transformer, digits", ("vit", "mnist"), (197,), tuple(range(3)), vit),
+    "vit": Encoder("a vision transformer, MNIST", ("vit", "mnist"), (197,), tuple(range(3)), vit("vit", "mnist")),
+    "digits": Encoder(
+        "a vision transformer, small digits", ("digits",), (65,), tuple(range(3)), vit("digits", "digits")
+    ),
     "albert": Encoder("RXNMapper's ALBERT, reactions", ("rxnmapper",), (128, 256, 512), (0, 2, 4, 6, 8, 11), albert),
 }
 

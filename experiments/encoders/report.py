@@ -61,7 +61,11 @@ def table(data: dict[str, Any]) -> str:
     ]
     for row in chosen["held_out"]:
         kinds = [f"{kind} beside {name}" for kind in ("error", "worst") for name in ("best rule", "best at each")]
-        told.append(f"| {row['model']} | {row['rule']} | " + " | ".join(f"{row[kind]:.2f}" for kind in kinds) + " |")
+        told.append(
+            f"| {row['model']}{row['and'] and ' and ' + row['and']} | {row['rule']} | "
+            + " | ".join(f"{row[kind]:.2f}" for kind in kinds)
+            + " |"
+        )
     told += [
         "",
         f"On all models: {chosen['rule']}. Beside the best single rule for each: "

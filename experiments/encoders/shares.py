@@ -79,11 +79,11 @@ def cohorts_of(slots: int) -> int:
 
 
 OUTLIERS = 3 / 8, 1 / 2, 9 / 16, 5 / 8
-WINDOWS = Part(1 / 5), *(Part(share, root=True) for share in (1.0, 1.25, 1.5, 2.0))
-RANKS = Part(1 / 16), Part(1 / 8), Part(1 / 8, most=8)
+WINDOWS = Part(1 / 5), *(Part(share, root=True) for share in (0.75, 1.0, 1.25, 1.5, 2.0))
+RANKS = Part(1 / 16), Part(1 / 8, most=4), Part(1 / 8, most=8), Part(3 / 4, root=True, most=8)
 RULES = [Rule(*parts) for parts in product(OUTLIERS, WINDOWS, RANKS)]
 """The rules among which one is chosen."""
-MIDDLE = Rule(9 / 16, WINDOWS[2], RANKS[2])
+MIDDLE = Rule(9 / 16, WINDOWS[3], RANKS[2])
 """The rule that is tried with other numbers of cohorts."""
 WITHOUT_WINDOW = Rule(9 / 16, Part(0.0), Part(1 / 8))
 """Cohorts without a window."""

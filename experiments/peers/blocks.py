@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from experiments.peers.parts import partial, rows
+from experiments.sparsefinder.baselines.sorted_lsh import gray_rank
 from torch import Tensor
-
-from fewkeys.papers.sparsefinder.baselines.sorted_lsh import gray_rank
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import fewkeys as fk
-from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder import (
+from experiments.sparsefinder.baselines import (
     BigBird,
-    BlockClusters,
     Fixed,
     Longformer,
     LowRankEntmax,
-    RandomEdges,
     Reformer,
     Routing,
     SortedLSH,
     Strided,
 )
+
+import fewkeys as fk
+from fewkeys.papers import sparsefinder
+from fewkeys.papers.sparsefinder import BlockClusters, RandomEdges
 from fewkeys.select import Selector
 
 WINDOWS = (0, 1, 3, 5, 7, 9, 11, 15, 19, 23, 27)

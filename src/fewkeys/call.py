@@ -63,7 +63,7 @@ def attention(
         impl: which code runs, for statistics and attention alike; refused with the reason where it cannot.
             "reference": dense, the definition itself. "torch": operations of torch, in linear time and memory (oracle
             selectors excepted). "native": C++ compiled on this machine, for softmax on the CPU in float32 and bfloat16,
-            with gradients, over all but extra edges, `Moments` and lists for every query. "auto":
+            with gradients, over all but extra edges and lists for every query. "auto":
             "native" where it can, else "torch". All but "reference" answer exactly where the plan keeps every
             key; "auto" does too for plans with `exact_if_faster` (those of `budget`) where exact attention is faster,
             by a model of this machine. Its measurements are kept for 30 days, for an hour if other work disturbed
@@ -74,8 +74,8 @@ def attention(
         distance_bias: (Hq, 2 R + 1), added to the scores: `distance_bias[h, clamp(j - i, -R, R) + R]` for key j and a
             query at place i (its number plus `query_offset`), as T5's relative positions are. Exact on kept keys; a
             stand-in has `log(mean of exp(bias))` over the keys that it speaks for, weighted as they are in it
-            (`fewkeys.core.distances`). Keys are chosen without it, but by oracles. For plans of windows and shared
-            lists with nothing or `ClusterMeans` beside them; not by "native". Gradients flow.
+            (`fewkeys.core.distances`). Oracles and lists of cohorts choose keys with it, other rules without. For plans
+            of windows and lists with nothing or `ClusterMeans` beside them; not by "native". Gradients flow.
 
     Returns:
         (B, Hq, Nq, Dv) in the input's dtype. A query that sees no key gives zeros.

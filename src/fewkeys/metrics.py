@@ -7,6 +7,8 @@ from fewkeys.core.metrics import recall as recall
 from fewkeys.core.metrics import relative_error as relative_error
 from fewkeys.core.metrics import sparsity as sparsity
 from fewkeys.core.rooms import public_names
+from fewkeys.judge.error_bars import ErrorBars as ErrorBars
+from fewkeys.judge.error_bars import error_bars as error_bars
 
 
 def __dir__() -> list[str]:

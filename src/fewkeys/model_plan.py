@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any
 
-from fewkeys.core import hub
-from fewkeys.core.files import read_json, write_json
-from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, save_learned
+from fewkeys.core.files import folder_of, read_json, write_json
+from fewkeys.core.learned import Learned, load_learned, save_learned
 from fewkeys.core.records import build
 from fewkeys.plan import FILE as PLAN_FILE
 from fewkeys.plan import MODEL_FILE, Plan, check_listed
@@ -19,7 +18,7 @@ FILE = MODEL_FILE
 
 
 @dataclass(frozen=True)
-class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
+class ModelPlan(Sequence[tuple[Plan, ...]]):
     """One plan for every layer and key head: `model_plan[layer][head]`.
 
     `fewkeys.apply(model, model_plan)` runs it; `fewkeys.attention(..., plan=model_plan[layer])` runs one layer. The
@@ -111,20 +110,14 @@ class ModelPlan(Sequence[tuple[Plan, ...]], hub.OnHub):
         save_learned(directory, self.layers)
         write_json(directory, FILE, data)
 
-    @property
-    def base_model(self) -> object:
-        return self.record.get("model")
-
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], **how: Unpack[hub.Download]) -> ModelPlan:
-        """The plans saved in `directory`, or in a repository of the hub, "owner/name"; `how` as
-        `huggingface_hub.snapshot_download` takes it: revision, token, cache_dir, force_download, local_files_only.
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
+        """The plans saved in `directory`, a folder or a file in it.
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        directory = hub.folder(directory, [FILE, PLAN_FILE, LEARNED_FILES], how)
-        data = read_json(directory, FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
-        return cls.from_dict(data, load_learned(directory, data))
+        data = read_json(folder_of(directory), FILE, PLAN_FILE, "fewkeys.Plan.from_pretrained")
+        return cls.from_dict(data, load_learned(folder_of(directory), data))
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
-from fewkeys.core import hub
 from fewkeys.core.catalogue import is_listed
-from fewkeys.core.files import read_json, write_json
+from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import LEARNED_FILES, Learned, load_learned, pack, save_learned, unpack
+from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.weights import WEIGHTS, Softmax, Weights
@@ -40,7 +39,7 @@ MEANS_OF_SCAN = 32
 
 
 @dataclass(frozen=True)
-class Plan(hub.OnHub):
+class Plan:
     """Which keys are kept, what stands in for the rest, and how scores become weights.
 
     Args:
@@ -161,15 +160,13 @@ class Plan(hub.OnHub):
         write_json(directory, FILE, data)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], **how: Unpack[hub.Download]) -> Plan:
-        """The plan saved in `directory`, or in a repository of the hub, "owner/name"; `how` as
-        `huggingface_hub.snapshot_download` takes it: revision, token, cache_dir, force_download, local_files_only.
+    def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
+        """The plan saved in `directory`, a folder or a file in it.
 
         Raises `ValueError` for files that are missing or damaged.
         """
-        directory = hub.folder(directory, [FILE, MODEL_FILE, LEARNED_FILES], how)
-        data = read_json(directory, FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
-        return cls.from_dict(data, load_learned(directory, data))
+        data = read_json(folder_of(directory), FILE, MODEL_FILE, "fewkeys.ModelPlan.from_pretrained")
+        return cls.from_dict(data, load_learned(folder_of(directory), data))
 
 
 @dataclass(frozen=True)

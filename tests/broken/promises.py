@@ -111,15 +111,15 @@ PROMISES = (
     Breakage(
         "in any order or refused: steps back forget who was chosen",
         "core/fields.py",
-        "inner if derived and given is not None else",
+        "inner if derived and from_names else",
         "inner if derived else",
         (Law("integrations/test_cache", "repeated_and_selected or taken_back"),),
     ),
     Breakage(
         "in any order or refused: steps back remain after a merge",
         "memory/constant.py",
-        "heavy=heavy, before=())",
-        "heavy=heavy)",
+        "state=after, before=())",
+        "state=after)",
         (Law("parts/test_streams", "merge_ends"),),
     ),
     Breakage(
@@ -263,13 +263,6 @@ PROMISES = (
         (Law("integrations/test_cli", "checks_before_it_loads"),),
     ),
     Breakage(
-        "no network for a folder: plans in one that is named like a repository",
-        "core/hub.py",
-        "if Path(name).is_dir() or not isinstance",
-        "if not isinstance",
-        (Law("integrations/test_hub", "named_like"),),
-    ),
-    Breakage(
         "nothing half is left: on SIGTERM",
         "cli/__init__.py",
         "        _end_in_order_on_sigterm()\n",
@@ -289,5 +282,26 @@ PROMISES = (
         "fcntl.LOCK_EX",
         "fcntl.LOCK_SH",
         (Law("kernels/test_native_building", "compile_once"),),
+    ),
+    Breakage(
+        "error bars: keys that no draw has met add nothing",
+        "judge/error_bars.py",
+        " - math.log(miss) / count * bound",
+        "",
+        (Law("judging/test_error_bars", "bars_hold"), Law("judging/test_error_bars", "covered_exactly")),
+    ),
+    Breakage(
+        "error bars: codes have a rotation that is known beforehand",
+        "sketch/random_codes.py",
+        "(turn * triangle.diagonal().sign())",
+        "torch.eye(dim, dtype=torch.float64)",
+        (Law("judging/test_error_bars", "bars_hold and hides"), Law("judging/test_error_bars", "size_that_is_said")),
+    ),
+    Breakage(
+        "error bars: chances of draws do not sum to one",
+        "judge/error_bars.py",
+        "log.gather(-1, place) - log_sum.unsqueeze(-1)",
+        "log.gather(-1, place) - log_sum.unsqueeze(-1) + 0.3",
+        (Law("judging/test_error_bars", "bars_hold and half"), Law("judging/test_error_bars", "no_bias")),
     ),
 )

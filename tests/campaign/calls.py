@@ -91,6 +91,9 @@ class Call:
             # Sums of gradients over what is one: of all that was rounded, little may be left.
             for place in self.wanted:
                 self.layouts[place] = self.layouts[place].partition("one ")[0] or "plain"
+        if self.wanted and self.layouts[0] == "one token for all":
+            # The gradient of a key sums over queries that are one: which of them share a cohort is a tie.
+            self.layouts[0] = "plain"
         shapes = ((ratio * heads, queries, dim), (heads, keys, dim), (heads, keys, value_dim))
         rows = [torch.randn(batch, *shape, generator=self.g, dtype=torch.float64).to(self.dtype) for shape in shapes]
         self.rows = [rows[0] * draw.choice([0.1, 1.0, 1.0, 5.0]), *rows[1:]]
@@ -105,10 +108,15 @@ class Call:
         how = f"{self.name}, {self.dtype}, {self.impl}, {self.layouts}, {self.state}"
         return f"{how}, {shapes}, {options}, {self.wanted}"
 
-    def answer(self, rows, impl, state="as it is", plan=None):
-        """The output, and the gradients where they are asked for."""
+    def answer(self, rows, impl, state="as it is", plan=None, ulps=0):
+        """The output, and the gradients where they are asked for; `ulps`: how far each number of each token is moved,
+        so that tokens which are one are so no more, and other choices among them are made.
+        """
         rows = [x.detach().requires_grad_(place in self.wanted) for place, x in enumerate(rows)]
         laid = [LAYOUTS[layout](x) if x.numel() else x for layout, x in zip(self.layouts, rows, strict=True)]
+        if ulps:
+            by = ulps * torch.finfo(torch.float32).eps
+            laid = [x * (1 + by * torch.randn(x.shape, generator=self.g, dtype=x.dtype)) for x in laid]
 
         def call(*laid):
             return fk.attention(*laid, plan=plan or self.plan, impl=impl, **self.options)
@@ -131,10 +139,7 @@ class Call:
         if self.impl == "auto" and self.plan.exact_if_faster:
             yield self.answer(exact, "reference", plan=fk.Plan(weights=self.plan.weights))
         for ulps in () if self.dtype == torch.float64 else ULPS:
-            by = ulps * torch.finfo(torch.float32).eps
-            yield self.answer(
-                [x * (1 + by * torch.randn(x.shape, generator=self.g, dtype=x.dtype)) for x in exact], "reference"
-            )
+            yield self.answer(exact, "reference", ulps=ulps)
 
 
 def calls(seed):

@@ -18,7 +18,7 @@ from fewkeys.papers import sparsefinder
 from tiny_models import llama
 
 SCAN = fk.budget(64, is_causal=True).never_exact()
-SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2) | fk.select.Leverage(4), fk.rest.RunningMeans(5))
+SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2), fk.rest.RunningMeans(5))
 WINDOW = fk.Plan(fk.Window(9) | fk.Sinks(2))
 CACHED = {
     "scan": (SCAN, "model"),
@@ -125,9 +125,8 @@ def _every_call(folder):
 
 def _results(folder):
     from fewkeys.judge.result import Report
-    from fewkeys.judge.sample import Sample
 
-    Report.load(folder / "results.json"), Sample.load(folder / "sample.safetensors")
+    Report.load(folder / "results.json")
 
 
 def _page(folder):

@@ -13,7 +13,7 @@ SMOOTH = {name: plan for name, plan in EVERY.items() if not CASES[name].draws an
 STREAMED = {
     **{f"{name}, stream": plan for name, plan in RUNNING_PLANS.items() if not CASES[name].draws},
     "scan, stream": fk.Plan(fk.KeyScan(9), fk.BlockMeans(3)),
-    "window, stream": fk.Plan(fk.Window(9) | fk.Sinks(2) | fk.select.Leverage(3) | fk.select.KeyNorm(2)),
+    "window, stream": fk.Plan(fk.Window(9) | fk.Sinks(2)),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from experiments.encoders import choose, judge, models, run, shares
+from experiments.encoders import choose, judge, live, models, run, shares
 from experiments.encoders.shares import RULES, Cell, Part, Rule, cohorts_of
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -96,6 +96,34 @@ def test_the_command_goes_on_chooses_and_draws(tmp_path, monkeypatch, capsys):
     assert run.main(["--models", "minilm", "albert", *arguments[4:]]) == 0
     assert run.main(["--draw", "--out", str(tmp_path)]) == 0
     capsys.readouterr()
+
+
+def test_the_plan_of_a_head_is_chosen_in_the_first_call_and_judged_in_later_ones(monkeypatch):
+    """Of two plans each is exact for half of the heads."""
+    x = judge.problem(captured(layers=3, batches=1, size=3, heads=4, kv_heads=4, length=80), (0, 2))
+    drawn = torch.rand(8, 3, 64, generator=torch.Generator().manual_seed(0))
+    halves = torch.arange(8)[:, None, None] < 4
+    made = {"a": drawn * halves, "b": drawn * ~halves}
+    monkeypatch.setattr(live, "forms", lambda slots: list(made))
+    monkeypatch.setattr(live, "errors", lambda x, plan: made.get(plan, drawn))
+    cells = [cell.strip() for cell in live.row("minilm", 16, x).split("|")[1:-1]]
+    later = drawn[:, 1:].mean((1, 2))
+    assert cells[:2] == ["minilm", "16"]
+    assert cells[2] == f"{later[:4].sum() / 8:.3f}, {later[:4].max():.2f}"
+    assert cells[3:6] == ["0.000, 0.00"] * 3
+    assert cells[6].startswith(f"{(later[:4].sum() - later[drawn[:4, 0, few()].mean(-1).argmax()]) / 8:.3f}")
+    assert cells[7] == f"{later.mean():.3f}, {later.max():.2f} ({16 + 64 // 8})"
+
+
+def few():
+    return torch.randperm(64, generator=torch.Generator().manual_seed(1))[: live.QUERIES]
+
+
+def test_the_forms_of_a_plan_pay_its_slots():
+    for slots in (32, 64, 192):
+        for plan in live.forms(slots)[1:]:
+            kept = sum(getattr(part, "count", 0) + getattr(part, "size", 0) for part in plan.parts)
+            assert slots - 2 - slots // 128 < kept + plan.rest.slots(64, 64) <= slots
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):

@@ -1,73 +1,63 @@
-"""The page of a report: whole, self-contained, and safe whatever the names are. `make browser` runs it in a browser."""
+"""The page of a report: whole, self-contained, and safe whatever the names are."""
 
-import base64
-import gzip
-import json
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from fewkeys.judge.sample import Sample
-from fewkeys.report.page import ASSETS, save_page
-from pages import TOKENS, small
+import fewkeys as fk
+from captures import captured
+from fewkeys.integrations.compare import compare
+from fewkeys.judge.row import WholeTime
+from fewkeys.report.headline import headline
+from fewkeys.report.page import save_page
+
+BUDGET, MINE = "fewkeys budget", "</td><b>mine</b>"
 
 
 class Page(HTMLParser):
-    """The elements of a page by their ids, the texts of its scripts, and all that it would fetch."""
+    """The elements of a page, the cells of its tables by row, and all that it would fetch."""
 
     def __init__(self, text):
         super().__init__()
-        self.ids, self.labels, self.scripts, self.fetched, self.headings = {}, [], {}, [], []
-        self._id = None
+        self.elements, self.rows, self.fetched, self.text = [], [], [], ""
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        own = dict(attributes)
-        self._id = own.get("id", "code") if tag == "script" else None
-        self.headings += [tag] if tag in ("h1", "h2") else []
-        self.labels += [own["aria-labelledby"]] if "aria-labelledby" in own else []
-        self.fetched += [own[name] for name in ("src", "href", "data", "srcset") if name in own]
-        if "id" in own:
-            self.ids[own["id"]] = tag
+        self.elements.append(tag)
+        self.rows += [[]] if tag == "tr" else []
+        self.fetched += [value for name, value in attributes if name in ("src", "href", "data", "srcset")]
 
     def handle_data(self, data):
-        if self._id:
-            self.scripts[self._id] = self.scripts.get(self._id, "") + data
+        self.text += data
+        if self.rows and self.elements[-1] in ("th", "td"):
+            self.rows[-1].append(data)
 
 
 @pytest.fixture(scope="module")
-def made():
-    return small()
+def report():
+    plans = {8: {"window": fk.Plan(fk.Window(8)), BUDGET: fk.budget(8)}, None: {"exact": fk.Plan(), MINE: fk.budget(8)}}
+    return compare(captured(batches=1, size=1), plans)
 
 
-def test_the_page_holds_all_there_is_and_asks_for_nothing(made, tmp_path):
-    report, sample = made
-    save_page(report, tmp_path / "page.html", sample)
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert page.fetched == ["#rows"]
-    assert set(page.labels) <= page.ids.keys()
-    assert page.headings == ["h1", *["h2"] * 5]
-    data = json.loads(page.scripts["data"])
-    assert [(row["name"], row["budget"]) for row in data["rows"]] == [(row.name, row.budget) for row in report.rows]
-    assert data["rows"][1]["heads"] == [
-        [pytest.approx(error, rel=1e-3) for error in heads] for heads in report.rows[1].per_head["error"]
-    ]
-    assert data["sample"]["tokens"] == TOKENS
-    (tmp_path / "sample").write_bytes(gzip.decompress(base64.b64decode(page.scripts["sample"])))
-    assert Sample.load(tmp_path / "sample").tensors.keys() == sample.tensors.keys()
-    # What the scripts look up by its id is there, or they make it.
-    code = "".join(path.read_text() for path in ASSETS.glob("*.js"))
-    assert set(re.findall(r'\$\("([\w-]+)"\)', code)) <= page.ids.keys() | {"query"}
-    assert not re.search(r"https?://|fetch\(|innerHTML", code)
-
-
-def test_without_a_sample_there_is_a_page_and_a_wrong_one_is_refused(made, tmp_path):
-    report, sample = made
+def test_the_page_holds_every_row_and_every_head_and_asks_for_nothing(report, tmp_path):
     save_page(report, tmp_path / "page.html")
-    assert json.loads(Page((tmp_path / "page.html").read_text()).scripts["data"])["sample"] is None
-    with pytest.raises(ValueError, match=r"^sample: expected one of 3 layers"):
-        save_page(replace(report, layers=3), tmp_path / "other.html", sample)
-    with pytest.raises(ValueError, match=r"^sample: expected 1 rows"):
-        save_page(replace(report, rows=report.rows[:1]), tmp_path / "other.html", sample)
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert [part.partition(",")[0] for part in page.fetched] == ["data:image/png;base64"]
+    assert not {"script", "b"} & set(page.elements)
+    assert headline(report) in page.text
+    names = {row[0] for row in page.rows if row}
+    assert {"exact", "window 8", f"{BUDGET} 8 *", MINE} <= names
+    heads = report.row(BUDGET, 8).per_head["error"]
+    maps = [row[1:] for row in page.rows if row and row[0].isdigit()]
+    assert [f"{error:.2f}" for error in heads[0]] in maps
+    errors = [row[2] for row in page.rows if row and row[0] in names and not row[0].isdigit()]
+    assert f"{report.row('window', 8).error:.3f}" in errors
+
+
+def test_a_page_has_the_times_of_whole_models_and_may_have_no_row(report, tmp_path):
+    timed = replace(report, whole_times=[WholeTime(BUDGET, 8, 64, 3, 4.0, 5.0)])
+    save_page(timed, tmp_path / "page.html")
+    assert "ms at 64" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    save_page(replace(report, rows=[]), tmp_path / "page.html")
+    assert "No method stayed within its budget." in (tmp_path / "page.html").read_text(encoding="utf-8")

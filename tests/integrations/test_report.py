@@ -26,7 +26,7 @@ from fewkeys.judge.row import Row, Skipped, WholeTime
 from fewkeys.judge.standard import OURS
 from fewkeys.report import print_table, save_figure
 from fewkeys.report.figure import LOOKS
-from fewkeys.report.headline import headline
+from fewkeys.report.headline import crossing, headline
 from fewkeys.report.style import spread
 from fewkeys.report.table import advice, title
 
@@ -291,6 +291,13 @@ def test_the_headline_at_one_length():
     fast = report([row(budget=None, ms=0.5)])
     assert headline(fast) == "At 64 tokens window is 2.0 times as fast as exact attention, at an error of 50 %."
     assert headline(report([row(slots=99.0)])) == "No method stayed within its budget."
+    slow = report([row(budget=None, ms=1e200, exact_ms=1e-200)])
+    assert "takes inf times" in headline(slow)
+    assert "inf times as slow" in advice(slow)[0]
+
+
+def test_a_ratio_of_times_may_be_zero():
+    assert crossing([(512, 0.0), (1024, 2.0)]) == pytest.approx(1024, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +392,7 @@ def places(data, path=()):
 @st.composite
 def malformed(draw):
     """A results file in which one to three values are gone, or are others."""
-    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"], sample=None).to_dict()
+    data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"]).to_dict()
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(places(data)[1:]))
         *way, last = place
@@ -416,7 +423,7 @@ BYTES = [
 @given_any(data=malformed() | st.sampled_from(BYTES), page=st.booleans())
 def test_a_malformed_results_file_is_one_line(data, page, tmp_path, capsys, monkeypatch):
     """Shown, where it is still a report, or refused: never a traceback."""
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    monkeypatch.setattr("fewkeys.report.page._picture", lambda report: "")
     path = tmp_path / "results.json"
     path.write_bytes(data)
     code = cli.main(["report", str(path), *(["--html", str(tmp_path / "page.html")] if page else [])])

@@ -158,7 +158,7 @@ BAD = {
     "--text": ["--text=words.txt"],
     "--plans": ["--plans=budget"],
     "--plans: expected": ["--plans=budgets:3"],
-    "is_causal": ["--causal", "--plans=sample:8"],
+    "is_causal": ["--plans=constant:8"],
     "--device": ["--device=cuda"],
     "--lengths": ["--lengths=0"],
 }

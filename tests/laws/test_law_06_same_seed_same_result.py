@@ -13,7 +13,7 @@ from executors import FORMS, Way, runs
 from fewkeys import native
 from fewkeys.native import build
 
-RANDOM = ["random keys, drop, softmax", "random edges, drop, softmax", "leverage + window, sample, softmax"]
+RANDOM = ["random keys, drop, softmax", "random edges, drop, softmax"]
 FIXED = ["leverage, drop, softmax", "outliers + window, first-order means, softmax"]
 
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from experiments.sparsefinder import baselines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from baseline_forms import (
 )
 from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder.baselines.draws import distinct
+from fewkeys.papers.sparsefinder.draws import distinct
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +35,9 @@ def test_longformer(form, window, count):
         near = i - window < j <= i if form.is_causal else abs(i - j) <= window // 2
         return near or i < count or j < count
 
-    assert_same(mask_of(sparsefinder.Longformer(window, count), form), form, edge)
+    assert_same(mask_of(baselines.Longformer(window, count), form), form, edge)
     union = fk.Window(window) | sparsefinder.GlobalTokens(count)
-    assert torch.equal(mask_of(sparsefinder.Longformer(window, count), form), mask_of(union, form))
+    assert torch.equal(mask_of(baselines.Longformer(window, count), form), mask_of(union, form))
 
 
 def test_global_tokens_are_the_first_real_ones():
@@ -58,7 +59,7 @@ def test_global_tokens_are_the_first_real_ones():
 @pytest.mark.parametrize("stride", [1, 4, 7, 40])
 def test_strided(form, stride):
     assert_same(
-        mask_of(sparsefinder.Strided(stride), form), form, lambda b, i, j: abs(i - j) <= stride or (i - j) % stride == 0
+        mask_of(baselines.Strided(stride), form), form, lambda b, i, j: abs(i - j) <= stride or (i - j) % stride == 0
     )
 
 
@@ -68,7 +69,7 @@ def test_fixed(form, stride, summary):
     def edge(b, i, j):
         return i // stride == j // stride or j % stride >= stride - summary
 
-    assert_same(mask_of(sparsefinder.Fixed(stride, summary), form), form, edge)
+    assert_same(mask_of(baselines.Fixed(stride, summary), form), form, edge)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -77,7 +78,7 @@ def test_bigbird_without_random_blocks(form, size, window, count):
     def edge(b, i, j):
         return abs(i // size - j // size) <= window // 2 or i < size * count or j < size * count
 
-    assert_same(mask_of(sparsefinder.BigBird(size, window, 0, count), form), form, edge)
+    assert_same(mask_of(baselines.BigBird(size, window, 0, count), form), form, edge)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -86,8 +87,8 @@ def test_bigbird_draws_blocks_of_the_others(form, random):
     """As many whole blocks as were asked for, or all there are, none of the window or the globals or the future."""
     size = 2
     without, drawn = (
-        mask_of(sparsefinder.BigBird(size, 3, 0, 1), form),
-        mask_of(sparsefinder.BigBird(size, 3, random, 1), form),
+        mask_of(baselines.BigBird(size, 3, 0, 1), form),
+        mask_of(baselines.BigBird(size, 3, random, 1), form),
     )
     seen = by_definition(form, lambda b, i, j: True)
     for b, (queries, keys) in enumerate(real_counts(form)):
@@ -110,7 +111,7 @@ def test_bigbird_draws_evenly_and_anew_for_every_block_and_head():
     drawn = torch.zeros(10)
     x = torch.zeros(1, 2, 40, 2)
     for seed in range(200):
-        mask = sparsefinder.BigBird(4, 3, 2, 1).graph(x, x, generator=torch.Generator().manual_seed(seed)).to_mask()[0]
+        mask = baselines.BigBird(4, 3, 2, 1).graph(x, x, generator=torch.Generator().manual_seed(seed)).to_mask()[0]
         assert not torch.equal(mask[0], mask[1])
         drawn += mask[0, 24, ::4]  # block 6: window 5, 6, 7 and global 0 always, two of the six others
     fair = torch.tensor([200.0, *[200 / 3] * 4, 200, 200, 200, *[200 / 3] * 2])

@@ -5,6 +5,9 @@ import math
 
 import pytest
 import torch
+from experiments.sparsefinder import baselines
+from experiments.sparsefinder.baselines.routing import spherical_means
+from experiments.sparsefinder.baselines.sorted_lsh import gray_rank
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,8 +28,6 @@ from cases import SHAPES
 from fewkeys.core.graph import visible
 from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder.baselines.routing import spherical_means
-from fewkeys.papers.sparsefinder.baselines.sorted_lsh import gray_rank
 from fewkeys.papers.sparsefinder.memberships import member_ids
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +43,7 @@ def test_reformer(form, buckets, rounds):
     q, k = raw(form)
     rotations = torch.randn(rounds, 5, buckets // 2, generator=torch.Generator().manual_seed(4)).double()
     seen = by_definition(form, lambda b, i, j: True)
-    mask = mask_of(sparsefinder.Reformer(buckets, rounds), form, generator=torch.Generator().manual_seed(4))
+    mask = mask_of(baselines.Reformer(buckets, rounds), form, generator=torch.Generator().manual_seed(4))
     for b, (queries, _) in enumerate(real_counts(form)):
         for h, i, j in itertools.product(range(form.query_heads), range(queries), range(form.keys)):
             same = False
@@ -57,7 +58,7 @@ def test_reformer_collides_as_often_as_the_angle_says():
     for angle in (0.3, 1.2, 2.5):
         q = torch.tensor([1.0, 0.0, 0.0]).view(1, 1, 1, 3) * 7
         k = torch.tensor([math.cos(angle), math.sin(angle), 0.0]).view(1, 1, 1, 3) * 0.2
-        groups = sparsefinder.Reformer(2, 4000).graph(q, k).extra
+        groups = baselines.Reformer(2, 4000).graph(q, k).extra
         share = (groups.query == groups.key).double().mean().item()
         expected = 1 - angle / math.pi
         assert abs(share - expected) < 4.5 * (expected * (1 - expected) / 4000) ** 0.5
@@ -65,11 +66,11 @@ def test_reformer_collides_as_often_as_the_angle_says():
 
 def test_more_rounds_only_add_edges_and_buckets_only_take_them():
     form = FORMS["self"]
-    counts = [mask_of(sparsefinder.Reformer(8, rounds), form).sum() for rounds in (1, 2, 4, 8)]
+    counts = [mask_of(baselines.Reformer(8, rounds), form).sum() for rounds in (1, 2, 4, 8)]
     assert counts == sorted(counts)
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, 1, 400, 8, generator=g) for _ in range(2))
-    shares = [1 - sparsefinder.Reformer(buckets, 1).graph(q, k).sparsity() for buckets in (2, 8, 32)]
+    shares = [1 - baselines.Reformer(buckets, 1).graph(q, k).sparsity() for buckets in (2, 8, 32)]
     # No fewer than if buckets were even, up to the draw.
     assert all(share > 0.8 / buckets for share, buckets in zip(shares, (2, 8, 32), strict=True))
     assert shares == sorted(shares, reverse=True)
@@ -89,7 +90,7 @@ def test_sorted_hash(form, size):
     """Blocks are equal cuts of the two orders by hash."""
     q, k = raw(form)
     planes = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).double()
-    mask = mask_of(sparsefinder.SortedLSH(size), form, generator=torch.Generator().manual_seed(4))
+    mask = mask_of(baselines.SortedLSH(size), form, generator=torch.Generator().manual_seed(4))
     for b, (queries, keys) in enumerate(real_counts(form)):
         blocks = math.ceil(keys / size)
         for h in range(form.query_heads):
@@ -116,7 +117,7 @@ def unit(x):
 @pytest.mark.parametrize("balanced", [True, False])
 def test_routing(form, given_ones, balanced):
     places = centroids(form.query_heads)
-    keep = sparsefinder.Routing(4, balanced, places if given_ones else None)
+    keep = baselines.Routing(4, balanced, places if given_ones else None)
     mask, x = mask_of(keep, form), inputs_of(form)
     q, k = (unit(rows) for rows in raw(form))
     for b, counts in enumerate(real_counts(form)):
@@ -162,15 +163,15 @@ def test_a_centroid_without_rows_stays_where_it_is():
 
 
 def test_routing_by_given_nearest_centroids_is_causal():
-    form, keep = FORMS["causal"], sparsefinder.Routing(4, False, centroids())
+    form, keep = FORMS["causal"], baselines.Routing(4, False, centroids())
     assert keep.causal
     both = mask_of(keep, FORMS["self"]).tril()
     assert torch.equal(mask_of(keep, form), both)
     for refused in (
-        sparsefinder.Routing(4),
-        sparsefinder.Routing(4, False),
-        sparsefinder.Routing(4, True, centroids()),
-        sparsefinder.SortedLSH(4),
+        baselines.Routing(4),
+        baselines.Routing(4, False),
+        baselines.Routing(4, True, centroids()),
+        baselines.SortedLSH(4),
     ):
         with pytest.raises(ValueError, match=r"^is_causal: .* chooses keys by looking at the future"):
             fk.attention(*form.draw(), keep=refused, is_causal=True)
@@ -233,7 +234,7 @@ def sparsemax_support(scores):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_low_dimensional_entmax(form):
     space = projection(form.query_heads)
-    mask = mask_of(sparsefinder.LowRankEntmax(project=space, alpha=2.0), form)
+    mask = mask_of(baselines.LowRankEntmax(project=space, alpha=2.0), form)
     q, k = raw(form)
     seen = by_definition(form, lambda b, i, j: True)
     for b, (queries, _) in enumerate(real_counts(form)):
@@ -249,7 +250,7 @@ def test_all_dimensions_give_the_true_support():
     q, k = raw(form)
     eye = torch.eye(5, dtype=torch.float64).expand(4, -1, -1)
     for alpha in (1.3, 1.5, 2.0):
-        mask = mask_of(sparsefinder.LowRankEntmax(project=sparsefinder.Projection(eye, eye), alpha=alpha), form)
+        mask = mask_of(baselines.LowRankEntmax(project=sparsefinder.Projection(eye, eye), alpha=alpha), form)
         weights = fk.weights.Entmax(alpha).normalised(q @ k.mT / 5**0.5)
         assert torch.equal(mask, weights > 0)
         assert not mask.all()
@@ -261,7 +262,7 @@ def test_random_projections_come_closer_with_rank():
     truth = fk.weights.Entmax(1.5).normalised(q @ k.mT / 8**0.5) > 0
     recall = []
     for rank in (2, 16, 2000):
-        found = sparsefinder.LowRankEntmax(rank).graph(q, k).to_mask()
+        found = baselines.LowRankEntmax(rank).graph(q, k).to_mask()
         recall.append(((found & truth).sum() / truth.sum()).item())
     assert recall == sorted(recall)
     assert recall[-1] > 0.95
@@ -276,13 +277,13 @@ def in_space(space):
     eye = torch.eye(space.rank, dtype=torch.float64).expand(space.query.shape[0], -1, -1)
     own = centroids(space.query.shape[0], 4, space.rank)
     return {
-        "reformer": (sparsefinder.Reformer(4, 2, space), sparsefinder.Reformer(4, 2)),
-        "sorted": (sparsefinder.SortedLSH(5, project=space), sparsefinder.SortedLSH(5)),
-        "routing": (sparsefinder.Routing(4, project=space), sparsefinder.Routing(4)),
-        "routing, given": (sparsefinder.Routing(4, False, own, space), sparsefinder.Routing(4, False, own)),
+        "reformer": (baselines.Reformer(4, 2, space), baselines.Reformer(4, 2)),
+        "sorted": (baselines.SortedLSH(5, project=space), baselines.SortedLSH(5)),
+        "routing": (baselines.Routing(4, project=space), baselines.Routing(4)),
+        "routing, given": (baselines.Routing(4, False, own, space), baselines.Routing(4, False, own)),
         "entmax": (
-            sparsefinder.LowRankEntmax(project=space),
-            sparsefinder.LowRankEntmax(project=sparsefinder.Projection(eye, eye)),
+            baselines.LowRankEntmax(project=space),
+            baselines.LowRankEntmax(project=sparsefinder.Projection(eye, eye)),
         ),
         "blocks": (sparsefinder.BlockClusters(2, 2, own, space), sparsefinder.BlockClusters(2, 2, own)),
     }
@@ -323,7 +324,7 @@ def test_order_means_nothing_in_a_space(name):
     assert torch.equal(shuffled, keep.graph(q, k).to_mask()[:, :, queries][..., keys])
 
 
-HASHES = [sparsefinder.Reformer(8), sparsefinder.SortedLSH(5), sparsefinder.LowRankEntmax(3)]
+HASHES = [baselines.Reformer(8), baselines.SortedLSH(5), baselines.LowRankEntmax(3)]
 
 
 @pytest.mark.parametrize("keep", HASHES, ids=str)
@@ -368,15 +369,15 @@ def test_who_covers_keeps_every_visible_key(queries, keys, offset, causal):
         power = 1 << (size.bit_length() - 1)
         for keep in (
             sparsefinder.GlobalTokens(size),
-            sparsefinder.Longformer(size, other),
-            sparsefinder.BigBird(power, 3, 0, other),
-            sparsefinder.Strided(size),
-            sparsefinder.Fixed(size, min(size, other)),
+            baselines.Longformer(size, other),
+            baselines.BigBird(power, 3, 0, other),
+            baselines.Strided(size),
+            baselines.Fixed(size, min(size, other)),
             sparsefinder.RandomEdges(size),
-            sparsefinder.SortedLSH(size),
-            sparsefinder.Routing(other),
-            sparsefinder.Reformer(2 * other),
-            sparsefinder.LowRankEntmax(other),
+            baselines.SortedLSH(size),
+            baselines.Routing(other),
+            baselines.Reformer(2 * other),
+            baselines.LowRankEntmax(other),
             sparsefinder.BlockClusters(power, other, centroids(2, 3, 3)),
         ):
             if keep.covers(inputs) and (keep.causal or not causal):
@@ -390,13 +391,13 @@ def test_the_work_stated_is_about_what_is_kept():
     q, k = (torch.randn(1, 1, 600, 8, generator=g) for _ in range(2))
     inputs = check_inputs(q, k, k)
     for keep in (
-        sparsefinder.Longformer(21, 5),
-        sparsefinder.BigBird(8, 3, 3, 1),
-        sparsefinder.Strided(24),
-        sparsefinder.Fixed(24, 2),
-        sparsefinder.Reformer(16, 1),
-        sparsefinder.SortedLSH(30),
-        sparsefinder.Routing(20),
+        baselines.Longformer(21, 5),
+        baselines.BigBird(8, 3, 3, 1),
+        baselines.Strided(24),
+        baselines.Fixed(24, 2),
+        baselines.Reformer(16, 1),
+        baselines.SortedLSH(30),
+        baselines.Routing(20),
         sparsefinder.BlockClusters(8, 4, centroids(1, 6, 8)),
     ):
         work = keep.work(inputs)
@@ -417,23 +418,23 @@ def test_plans_with_tensors_come_back(tmp_path):
 SPOILED = torch.full((2, 5, 3), float("nan"))
 REFUSED = {
     "GlobalTokens count: expected at least 1, got 0": lambda: sparsefinder.GlobalTokens(0),
-    "Longformer window: expected an integer, got float": lambda: sparsefinder.Longformer(2.0, 1),
-    "BigBird window: expected an odd number of blocks, got 2": lambda: sparsefinder.BigBird(4, 2),
-    "RecentBlocks size: expected a power of two, got 12": lambda: sparsefinder.BigBird(12),
-    "BigBird random: expected at least 0, got -1": lambda: sparsefinder.BigBird(4, 3, -1),
-    "Strided stride: expected at least 1": lambda: sparsefinder.Strided(0),
-    "Fixed summary: expected at most the stride, 4, got 5": lambda: sparsefinder.Fixed(4, 5),
-    "Reformer buckets: expected an even number, got 7": lambda: sparsefinder.Reformer(7),
-    "Reformer buckets: expected at least 2": lambda: sparsefinder.Reformer(1),
-    "SortedLSH planes: expected at most 62": lambda: sparsefinder.SortedLSH(4, 63),
-    "LowRankEntmax: expected exactly one of rank and project": lambda: sparsefinder.LowRankEntmax(),
-    "LowRankEntmax alpha: expected a finite number": lambda: sparsefinder.LowRankEntmax(2, alpha=1.0),
-    "Routing clusters: expected the number of centroids given, 4, got 5": lambda: sparsefinder.Routing(
+    "Longformer window: expected an integer, got float": lambda: baselines.Longformer(2.0, 1),
+    "BigBird window: expected an odd number of blocks, got 2": lambda: baselines.BigBird(4, 2),
+    "RecentBlocks size: expected a power of two, got 12": lambda: baselines.BigBird(12),
+    "BigBird random: expected at least 0, got -1": lambda: baselines.BigBird(4, 3, -1),
+    "Strided stride: expected at least 1": lambda: baselines.Strided(0),
+    "Fixed summary: expected at most the stride, 4, got 5": lambda: baselines.Fixed(4, 5),
+    "Reformer buckets: expected an even number, got 7": lambda: baselines.Reformer(7),
+    "Reformer buckets: expected at least 2": lambda: baselines.Reformer(1),
+    "SortedLSH planes: expected at most 62": lambda: baselines.SortedLSH(4, 63),
+    "LowRankEntmax: expected exactly one of rank and project": lambda: baselines.LowRankEntmax(),
+    "LowRankEntmax alpha: expected a finite number": lambda: baselines.LowRankEntmax(2, alpha=1.0),
+    "Routing clusters: expected the number of centroids given, 4, got 5": lambda: baselines.Routing(
         5, True, centroids()
     ),
-    "project: expected a Projection or None, got Tensor": lambda: sparsefinder.Reformer(4, 1, torch.zeros(2, 5, 3)),
-    "centroids: expected Centroids or None, got Tensor": lambda: sparsefinder.Routing(4, True, torch.zeros(2, 4, 5)),
-    r"centroids: expected shape \(2, any, 3\) like the projection's": lambda: sparsefinder.Routing(
+    "project: expected a Projection or None, got Tensor": lambda: baselines.Reformer(4, 1, torch.zeros(2, 5, 3)),
+    "centroids: expected Centroids or None, got Tensor": lambda: baselines.Routing(4, True, torch.zeros(2, 4, 5)),
+    r"centroids: expected shape \(2, any, 3\) like the projection's": lambda: baselines.Routing(
         4, True, centroids(), projection(2)
     ),
     "centroids: expected Centroids, got None": lambda: sparsefinder.BlockClusters(4, 2, None),
@@ -445,10 +446,10 @@ REFUSED = {
     ),
     "Projection query: expected finite numbers, got 30 NaN": lambda: sparsefinder.Projection(SPOILED, SPOILED),
     "Centroids place: expected a floating tensor .*, got list": lambda: sparsefinder.Centroids([1.0]),
-    "project: expected a projection of 2 query heads of dimension 5, got 4 of 5": lambda: sparsefinder.Reformer(
+    "project: expected a projection of 2 query heads of dimension 5, got 4 of 5": lambda: baselines.Reformer(
         4, 1, projection()
     ).graph(*SELF.draw()[:2]),
-    r"centroids: expected shape \(2, any, 5\) for 2 query heads compared in 5": lambda: sparsefinder.Routing(
+    r"centroids: expected shape \(2, any, 5\) for 2 query heads compared in 5": lambda: baselines.Routing(
         4, True, centroids(2, 4, 3)
     ).graph(*SELF.draw()[:2]),
 }

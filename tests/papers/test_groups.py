@@ -43,9 +43,6 @@ BESIDE = {
 RESTS = {
     "means": fk.ClusterMeans(3),
     "first-order means": fk.ClusterMeans(3, rank=2),
-    "group means": sparsefinder.GroupMeans(9),
-    "moments": fk.rest.Moments(),
-    "sample": fk.rest.UniformSample(4),
 }
 
 
@@ -227,9 +224,8 @@ def test_stand_ins_beside_ragged_groups(case, beside, rest):
 
 
 @pytest.mark.parametrize("weights", ["power", "elu", "relu"])
-@pytest.mark.parametrize("rest", ["means", "group means", "sample"])
-def test_stand_ins_under_every_kernel(rest, weights):
-    assert_agree(TANGLED, BESIDE["window + sinks"], RESTS[rest], WEIGHTS[weights])
+def test_stand_ins_under_every_kernel(weights):
+    assert_agree(TANGLED, BESIDE["window + sinks"], RESTS["means"], WEIGHTS[weights])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -247,7 +243,7 @@ def test_cutting_into_pieces_does_not_matter(size, monkeypatch):
         monkeypatch.setattr(grouped, name, size)
     case = replace(TANGLED, batch=1, kv_heads=1, per_key_head=2, queries=17, keys=17, query_groups=2)
     assert_agree(case, fk.Window(3), fk.Drop(), fk.weights.Entmax(1.5))
-    assert_agree(replace(case, queries=70, key_groups=1), None, sparsefinder.GroupMeans(7), fk.Softmax())
+    assert_agree(replace(case, queries=70, key_groups=1), None, fk.ClusterMeans(3), fk.Softmax())
 
 
 def test_queries_without_edges_give_zeros_and_no_gradient():
@@ -393,58 +389,6 @@ def test_kept_keys_and_stand_ins_count_every_key_once(case, rest):
         torch.testing.assert_close(found[b, :, :queries], expected, rtol=1e-6, atol=1e-9)
 
 
-def test_group_means_of_single_keys_are_exact():
-    (q, k, v), _, _ = PLAIN.draw()
-    keys = torch.arange(60).expand(2, 2, -1).unsqueeze(-1).contiguous()
-    for query in (torch.full((2, 2, 50, 1), -1), keys[:, :, :50]):
-        keep = Held(sparsefinder.Groups(query, keys, 60))
-        found = fk.attention(q, k, v, keep=keep, rest=sparsefinder.GroupMeans(60), impl="torch")
-        # The importance of keys is computed in a metric with a ridge of 1e-6.
-        torch.testing.assert_close(found, fk.attention(q, k, v), rtol=1e-4, atol=1e-5)
-
-
-def test_one_group_for_all_is_one_cluster():
-    (q, k, v), _, _ = replace(PLAIN, keys=16).draw()  # few enough for the clusters to read every key
-    keep = Held(sparsefinder.Groups(torch.full((2, 2, 50, 1), -1), torch.zeros(2, 2, 16, 1).long(), 1))
-    found = fk.attention(q, k, v, keep=keep, rest=sparsefinder.GroupMeans(1), impl="torch")
-    torch.testing.assert_close(found, fk.attention(q, k, v, keep=keep, rest=fk.ClusterMeans(1), impl="torch"))
-    lengths = torch.tensor([16, 7])
-    padded = fk.attention(q, k, v, keep=keep, rest=sparsefinder.GroupMeans(1), impl="torch", lengths=lengths)
-    torch.testing.assert_close(
-        padded, fk.attention(q, k, v, keep=keep, rest=fk.ClusterMeans(1), impl="torch", lengths=lengths)
-    )
-
-
-def test_group_means_are_those_of_the_first_group_and_of_no_group():
-    (q, k, v), groups, options = TANGLED.draw()
-    inputs = check_inputs(q, k, v, **options)
-    found = sparsefinder.GroupMeans(7).prepare(inputs, Graph(inputs, extra=groups), fk.weights.Elu())
-    first = groups.key[:, [0, 3], :, 0]  # the first query head that reads each key head
-    real = torch.arange(50) < options["lengths"][:, None, None]
-    for group in range(7):
-        assert torch.equal(found.member[..., group] > 0, (first == group) & real)
-    assert torch.equal(found.member[..., 7] > 0, (first == -1) & real)
-
-
-def test_a_stand_in_for_nobody_decides_nothing():
-    """Its score may exceed all others by hundreds: as the row's largest it would leave them no weight."""
-    (q, k, v), groups, _ = PLAIN.draw(torch.float32)
-    everything = Held(sparsefinder.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1))
-    found = fk.attention(30 * q, k, v, keep=everything, rest=fk.rest.Moments(), impl="torch")
-    torch.testing.assert_close(found, fk.attention(30 * q, k, v), rtol=1e-4, atol=1e-4)
-
-
-def test_group_means_say_what_they_need():
-    (q, k, v), groups, _ = PLAIN.draw()
-    with pytest.raises(ValueError, match="GroupMeans needs a selector that keeps groups"):
-        fk.attention(q, k, v, keep=fk.Window(3), rest=sparsefinder.GroupMeans(4))
-    with pytest.raises(ValueError, match="GroupMeans count: expected at least 6 groups, got 5"):
-        fk.attention(q, k, v, keep=Held(groups), rest=sparsefinder.GroupMeans(5))
-    assert fk.Plan.from_dict(
-        fk.Plan(fk.Window(3), sparsefinder.GroupMeans(4)).to_dict()
-    ).rest == sparsefinder.GroupMeans(4)
-
-
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 
@@ -476,9 +420,10 @@ def test_cost_follows_the_edges(weights, giant):
 
 def test_stand_ins_cost_edges_and_means():
     n, count = 8192, 90
-    edges, largest, flops = cost(n, count, False, sparsefinder.GroupMeans(count), fk.Softmax())
+    edges, largest, flops = cost(n, count, False, fk.ClusterMeans(count), fk.Softmax())
     assert largest <= n * (count + 1) + 2 * grouped.BATCH
-    assert flops <= 2 * (edges * 20 + n * (count + 1) * 64)
+    clustering = 2 * n * count * 2 * 8 * 4  # Lloyd's steps on a sample, and the nearest centre of every key
+    assert flops <= 2 * (edges * 20 + n * (count + 1) * 64) + clustering
 
 
 def test_the_model_of_costs_asks_the_selector():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from experiments.sparsefinder import baselines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -618,8 +619,8 @@ def test_other_selectors_run_in_the_learned_space():
     call = next(capture.calls(0))
     project = finder.projection(0)
     for keep in (
-        sparsefinder.Routing(4, project=project),
-        sparsefinder.Routing(4, balanced=False, centroids=finder.centroids(0, 4), project=project),
+        baselines.Routing(4, project=project),
+        baselines.Routing(4, balanced=False, centroids=finder.centroids(0, 4), project=project),
         sparsefinder.BlockClusters(4, 2, finder.centroids(0, 4), project),
     ):
         assert 0 < keep.graph(call.query, call.key).sparsity() < 1

@@ -11,6 +11,8 @@ import fewkeys.sketch.tilted as tilted
 from cases import SHAPES
 from fewkeys.core.totals import WHOLE
 from fewkeys.core.validation import check_inputs
+from fewkeys.select.outliers import PAIR
+from fewkeys.sketch.clusters import clusters, frame
 from fewkeys.sketch.cohorts import cohorts, own_importance
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, ordered, smallest, split_apart
@@ -186,18 +188,34 @@ def test_every_cohort_keeps_what_it_should():
     q, k, v = replace(SHAPES["cross"], queries=70).draw()
     keep = fk.Outliers(4, 6, cohorts=4)
     x = check_inputs(q, k, v)
-    from fewkeys.sketch.clusters import clusters, frame
-
     mask, known = keep.select(x).to_mask(), cohorts(x, 4)
     key, distance = x.key - frame(x).mean, clusters(x, 6).distance
     for h in range(4):
         mean = known.mean[:, :, h].unsqueeze(2)
-        score = (key * mean).sum(-1) + 0.5 * ((key @ known.within) * key).sum(-1) + distance.log()
+        score = (key * mean).sum(-1) + 0.5 * ((key @ known.within) * key).sum(-1) + PAIR * distance.log()
         best = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(4).indices, True)
         for b in range(2):
             for head in range(2):
                 own = known.place[b, head, h]
                 assert torch.equal(mask[b, head, own[own >= 0]].all(0), best[b, head])
+
+
+def test_rounding_does_not_choose_between_the_two_keys_of_a_cluster():
+    """One mean query weighs both, and what one has more of importance it has less of distance."""
+    g = torch.Generator().manual_seed(0)
+    x = check_inputs(*torch.randn(3, 1, 8, 15, 37, generator=g, dtype=torch.float64))
+    one, parts = cohorts(x, 1), clusters(x, 6)
+    score = (one.mean @ x.key.mT)[:, :, 0] + fk.Outliers(9, 6, cohorts=8).common(x, one)
+    pairs = [
+        (head, places)
+        for head, label in enumerate(parts.label[0])
+        for number in range(6)
+        if len(places := (label == number).nonzero().flatten()) == 2
+    ]
+    assert len(pairs) > 5
+    for head, places in pairs:
+        by_score, by_distance = (part[0, head, places].diff().abs() for part in (score, parts.distance.log()))
+        torch.testing.assert_close(by_score, (1 - PAIR) * by_distance, rtol=0.1, atol=0)
 
 
 def test_more_cohorts_are_nearer_to_exact_attention():

@@ -128,6 +128,17 @@ def test_grouped_heads_are_measured_as_they_run(monkeypatch, folder):
     assert set(seen) == {(6, 2)}
 
 
+def test_autocast_is_off_while_the_machine_is_measured(monkeypatch, folder):
+    seen = []
+    monkeypatch.setattr(crossover, "_points", lambda *_: [(1.0, None), (2.0, None)] * 3)
+    monkeypatch.setattr(
+        crossover, "fastest", lambda *_: seen.append(torch.is_autocast_enabled("cpu")) or ([1.0, 2.0] * 3, True)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected(check_inputs(*(x.double() for x in problem(100))), PLAN)  # no kernels to compile
+    assert seen == [False]
+
+
 @pytest.mark.parametrize(
     ("plan", "crossing"),
     [(fk.Plan(fk.Window(5)), 512), (fk.budget(64), 1024), (fk.budget(192), 2048), (fk.budget(1024), 2048)],

@@ -10,7 +10,6 @@ import torch
 import fewkeys as fk
 from captures import captured
 from cases import CAUSAL_SHAPES, PLANS, RUNNING_PLANS, SHAPES
-from fewkeys.judge.sample import take
 from fewkeys.memory import Stream
 from fewkeys.papers import sparsefinder, value_aware
 
@@ -115,7 +114,6 @@ WITH_CAPTURE = {
     "compare": a_table,
     "tune": lambda capture: str(fk.tune(capture, slots=24).layers),
     "fit": learned,
-    "sample": lambda capture: list(take(capture, [fk.budget(24)]).tensors.values()),
 }
 
 

@@ -4,9 +4,9 @@ from itertools import chain, combinations
 
 import pytest
 import torch
+from experiments.sparsefinder import baselines
 
 import fewkeys as fk
-from fewkeys.papers import sparsefinder
 
 # Torch's own, of its forward mode and of `vmap`.
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (".torch.jit.script. is", "There is a perf")]
@@ -17,7 +17,7 @@ PLANS = {
     "key scan": (fk.budget(24, is_causal=True), 150),
     "constant memory": (fk.budget(24, is_causal=True, memory="constant"), 70),
     "all keys there are": (fk.Plan(fk.Window(401)), 70),
-    "groups": (fk.Plan(sparsefinder.Strided(8)), 70),
+    "groups": (fk.Plan(baselines.Strided(8)), 70),
     "entmax": (fk.Plan(fk.Window(9) | fk.select.Leverage(4), weights=fk.weights.Entmax(1.5)), 70),
 }
 """Plans, and the keys of a sequence."""

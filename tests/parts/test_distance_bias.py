@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
 import fewkeys as fk
 import fewkeys.execute.exact
@@ -9,6 +10,8 @@ from fewkeys.core.distances import DistanceBias
 from fewkeys.core.validation import check_inputs
 from fewkeys.execute.dispatch import EXECUTORS
 from fewkeys.flow import prepare
+from fewkeys.sketch.cohort_bias import BLOCK, bias_importance
+from fewkeys.sketch.cohorts import cohorts
 
 EXACT, WINDOW = fk.Plan(), fk.Plan(fk.Window(2000))
 FEW = {
@@ -18,7 +21,6 @@ FEW = {
     "wide window + means": fk.Plan(fk.Window(41), fk.ClusterMeans(5)),
     "outliers + window + first-order means": fk.Plan(fk.Outliers(4, 6) | fk.Window(7), fk.ClusterMeans(6, rank=2)),
     "means beside one list": fk.Plan(fk.Outliers(4, 6), fk.ClusterMeans(6)),
-    "moments": fk.Plan(fk.Window(7), fk.rest.Moments()),
     "a list for every query": fk.Plan(fk.TopK(5)),
     "cohorts, a window and first-order means": fk.Plan(
         fk.Outliers(4, 6, cohorts=8) | fk.Window(7), fk.ClusterMeans(6, rank=2, cohorts=8)
@@ -207,3 +209,49 @@ def test_padding_is_deleted_keys_beside_cohorts():
     padded = fk.attention(query, key, value, plan=plan, key_mask=real.expand(2, -1), **options)
     cut = (rows[:, :, real] for rows in (query, key, value))
     torch.testing.assert_close(padded[:, :, real], fk.attention(*cut, plan=plan, **options))
+
+
+@pytest.mark.parametrize("band", [None, (4, 3), (300, 300)])
+@pytest.mark.parametrize("left", [0, 13])
+@pytest.mark.parametrize("more", [{}, {"queries": 40, "query_offset": 50}, {"reach": 200, "key_mask": None}])
+def test_keys_gain_what_the_bias_means_to_a_cohort(more, band, left):
+    """By its definition, from block to block, up to a number for each key head. Padding before all changes nothing."""
+    query, key, value, options = problem(**more)
+    if options["key_mask"] is not None:
+        options["key_mask"][:, :left] = False
+    x = check_inputs(query, key, value, **options)
+    known = cohorts(x, 8)
+    lead, reach = (-left % BLOCK if options["key_mask"] is not None else 0), options["distance_bias"].shape[1] // 2
+    # Every pair of tokens of every block, also of those beyond the ends.
+    distance = torch.arange(200) - torch.arange(200)[:, None] - x.offset
+    seen = torch.ones(200, 200).double() if band is None else ((distance < -band[0]) | (distance > band[1])).double()
+    weight = options["distance_bias"][:, distance.clamp(-reach, reach) + reach].exp() * seen
+
+    def by_block(rows):
+        """(..., Nq, Nk), each the mean over its blocks."""
+        mean = rows.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).mean((-1, -3))
+        mean = mean.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
+        return mean[..., lead : lead + x.queries, lead : lead + 150]
+
+    member = one_hot(known.place.clamp_min(0), 2 * x.queries) * (known.place >= 0).unsqueeze(-1)
+    member = member.sum(3).double().unflatten(-1, (2, -1))  # (B, Hkv, H, R, Nq)
+    mass = torch.einsum("bghrq,grqk->bghk", member, by_block(weight).unflatten(0, (2, 2)))
+    count = torch.einsum("bghrq,qk->bghk", member, by_block(seen))
+    beyond = bias_importance(x, known, x.bias, band) - (mass / count.clamp_min(1e-9)).log()
+    for head in range(2):
+        free = beyond[:, head][count[:, head] > 0]
+        torch.testing.assert_close(free, free.mean().expand_as(free), rtol=1e-6, atol=1e-6)
+    assert (band == (300, 300)) == (not bool((count > 0).any()))
+
+
+def test_lists_of_cohorts_hold_keys_that_the_bias_favours():
+    """Every key is alike but for its distance; far keys ahead matter most."""
+    query, _, value, _ = problem(dtype=torch.float32)
+    table = torch.zeros(4, 299)
+    table[:, 149 + 60 : 149 + 64] = 9.0
+    plan = fk.Plan(fk.Outliers(8, 2, cohorts=4) | fk.Window(5), fk.ClusterMeans(2, 0, 4))
+    x = check_inputs(query, torch.zeros(2, 2, 150, 8), value, distance_bias=table)
+    columns = prepare(x, plan).graph.columns
+    place = columns.place % 150
+    ahead = columns.index.unsqueeze(3) - place.unsqueeze(4)
+    assert ((ahead >= 60) & (ahead < 64)).any(-1)[(columns.place >= 0) & (place < 80)].float().mean() > 0.3

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from experiments.sparsefinder.baselines import Reformer
 
 import fewkeys as fk
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.work import Work
 from fewkeys.execute import reference
-from fewkeys.papers.sparsefinder import Reformer
 
 CALLS = []
 """Problems that the executor below was given."""

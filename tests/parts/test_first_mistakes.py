@@ -22,7 +22,7 @@ def test_each_folder_of_plans_names_its_reader(tmp_path):
         fk.ModelPlan.from_pretrained(tmp_path / "one")
 
 
-def test_a_file_that_is_there_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+def test_a_file_of_a_plan_names_its_folder(tmp_path, monkeypatch):
     fk.budget(16).save_pretrained(tmp_path / "plan")
     MODEL_PLAN.save_pretrained(tmp_path / "plan")
     monkeypatch.chdir(tmp_path)

@@ -18,9 +18,7 @@ PLANS = {
 }
 SCANS = {name: plan for name, plan in PLANS.items() if plan.keep.parts[0].remembered.scan}
 FIXED = {name: plan for name, plan in PLANS.items() if name not in SCANS}
-MEANS = fk.Plan(
-    fk.select.RecentBlocks(16, 2) | fk.Sinks(2) | fk.select.Leverage(5) | fk.select.KeyNorm(3), fk.rest.RunningMeans(7)
-)
+MEANS = fk.Plan(fk.select.RecentBlocks(16, 2) | fk.Sinks(2), fk.rest.RunningMeans(7))
 PIECES = ([150], [40, 1, 70, 39], [64, *[1] * 20, 66])
 
 
@@ -127,7 +125,6 @@ NUMBERS += [
     "state.summary.seen.square",
     "state.queries.total",
     "state.queries.square",
-    "heavy0.sums.gram",
 ]
 
 

@@ -125,7 +125,7 @@ def test_blocks_of_odd_sizes_are_refused(size):
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_queries_far_behind_the_last_key_cost_no_more_than_near_ones(impl, blocks):
     """Nothing but the blocks of recent keys depends on a query's place, and far behind the keys these are empty."""
-    plan = fk.Plan(fk.select.RecentBlocks(16, blocks) | fk.select.Leverage(4), fk.rest.RunningMeans(4))
+    plan = fk.Plan(fk.select.RecentBlocks(16, blocks) | fk.Sinks(4), fk.rest.RunningMeans(4))
     query, key, value = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
     far = [
         fk.attention(query[:, :, :20], key, value, plan=plan, is_causal=True, query_offset=offset, impl=impl)

@@ -72,61 +72,6 @@ def test_slots_of_means_are_their_products(count, rank):
     assert fk.ClusterMeans(count, rank).slots(48, 16) == pytest.approx(products / (48 + 16))
 
 
-def test_moments_are_exact_for_gaussian_keys():
-    """n (keys, values) drawn jointly Gaussian: the Gaussian integral is the limit of the sum, value and mass alike."""
-    g = torch.Generator().manual_seed(0)
-    n, d = 200_000, 3
-    joint = torch.randn(1, 1, n, 2 * d, generator=g, dtype=torch.float64)
-    mix = torch.randn(2 * d, 2 * d, generator=g, dtype=torch.float64) / 2
-    k, v = (joint @ mix).split(d, -1)
-    v = v + 1
-    q = 0.7 * torch.randn(1, 1, 40, d, generator=g, dtype=torch.float64)
-    exact = fk.attention(q, k, v, scale=1.0)
-    found = fk.attention(q, k, v, keep=fk.Sinks(1), rest=fk.rest.Moments(), scale=1.0, impl="torch")
-    assert (found - exact).norm() < 0.02 * exact.norm()
-    # The mass counts against kept keys: a heavy kept key gets the share that exact attention gives it.
-    heavy = k.clone()
-    heavy[0, 0, 0] = 6 * torch.nn.functional.normalize(q[0, 0].mean(0), dim=0)
-    mark = torch.zeros_like(v)
-    mark[:, :, 0] = 1
-    options = {"keep": fk.Sinks(1), "rest": fk.rest.Moments(), "scale": 1.0, "impl": "torch"}
-    share, exact_share = fk.attention(q, heavy, mark, **options), fk.attention(q, heavy, mark, scale=1.0)
-    assert (share - exact_share).norm() < 0.03 * exact_share.norm()
-
-
-@pytest.mark.parametrize("weights", [fk.Softmax(), fk.weights.Power(2.0)], ids=str)
-def test_uniform_sample_is_unbiased(weights):
-    """Sums over the sample, averaged over draws, are the sums over all keys that are not kept."""
-    q, k, v = SHAPES["plain"].draw()
-    q = q / 4
-    inputs = check_inputs(q, k, v)
-    graph = fk.select.Leverage(6).select(inputs)
-    free = ~graph.to_mask()
-
-    def kernel(scores):
-        return scores.exp() if isinstance(weights, fk.Softmax) else scores.square()
-
-    exact = (kernel(q @ k.mT / 8**0.5) * free) @ v
-    draws = []
-    for seed in range(400):
-        inputs = check_inputs(q, k, v, generator=torch.Generator().manual_seed(seed))
-        sample = fk.rest.UniformSample(20).prepare(inputs, graph, weights)
-        draws.append((kernel(q @ sample.key.mT / 8**0.5) * sample.member.sum(-2).unsqueeze(-2)) @ sample.value)
-    draws = torch.stack(draws)
-    standard_error = draws.std(0) / 400**0.5
-    assert ((draws.mean(0) - exact).abs() < 5 * standard_error).all()
-
-
-@pytest.mark.parametrize("weights", [fk.Softmax(), fk.weights.Power(2.0)], ids=str)
-@pytest.mark.parametrize("count", [64, 70, 500])
-def test_a_sample_of_everything_is_exact(count, weights):
-    """64 of the 70 keys are not kept: with as many places each of them speaks for itself."""
-    q, k, v = SHAPES["plain"].draw()
-    rest = fk.rest.UniformSample(count)
-    found = fk.attention(q, k, v, keep=fk.select.Leverage(6), rest=rest, weights=weights, impl="torch")
-    torch.testing.assert_close(found, fk.attention(q, k, v, weights=weights))
-
-
 def test_more_slots_describe_better():
     """On keys in tight groups, as many means as groups leave almost no error; fewer leave some."""
     g = torch.Generator().manual_seed(0)
@@ -163,15 +108,3 @@ def test_a_subspace_has_no_direction_that_rounding_chose(dtype):
     found = top_subspace(rows.mT @ rows, 4)
     lengths = found.norm(dim=-2)
     torch.testing.assert_close(lengths, torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=dtype).expand(50, -1))
-
-
-@pytest.mark.parametrize("kept", [1, 2, 60])
-@pytest.mark.parametrize("count", [4, 7, 23])
-def test_a_sampled_key_is_of_the_share_it_speaks_for(kept, count):
-    """Also where shares are of two sizes, and where there are more of them than keys."""
-    inputs = check_inputs(*SHAPES["plain"].draw())
-    found = fk.rest.UniformSample(count).prepare(inputs, fk.Sinks(kept).select(inputs), fk.Softmax())
-    own = (inputs.key.unsqueeze(3) == found.key.unsqueeze(2)).all(-1).int().argmax(2)
-    shares = torch.arange(count)[: min(count, 70 - kept)]
-    assert torch.equal(found.label.gather(-1, own)[..., shares], shares.expand(2, 2, -1))
-    assert (own[..., shares] >= kept).all()

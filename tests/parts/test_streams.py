@@ -21,7 +21,7 @@ PLANS = {
 NAMES = {plan: name for name, plan in PLANS.items()}
 SHAPES = [CAUSAL_SHAPES[name] for name in ("causal", "causal grouped", "causal padded")]
 SCAN = fk.budget(64, is_causal=True)
-FULL = RUNNING_PLANS["recent + sinks + leverage, running means"]
+FULL = RUNNING_PLANS["recent + sinks, running means"]
 
 
 def real(shape):
@@ -118,7 +118,7 @@ def test_padding_anywhere_is_as_if_it_never_came(plan, tmp_path):
 def test_saved_and_restored_it_goes_on_bit_identically(plan, cut, tmp_path):
     q, k, v = SHAPES[1].draw(dtype=torch.float32)
     mask = real(SHAPES[1])
-    stream = fk.stream(plan, scale=0.4, generator=torch.Generator().manual_seed(5))
+    stream = fk.stream(plan, scale=0.4)
     before = (slice(None), slice(None), slice(cut))
     feed(stream, q[before], k[before], v[before], mask[:, :cut], [cut])
     stream.save(tmp_path / "stream.safetensors")
@@ -286,21 +286,6 @@ def test_cropping_inside_padding(plan, left):
     torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("weights", [fk.weights.Power(2.0), fk.weights.Elu(), fk.Softmax()], ids=str)
-@pytest.mark.parametrize(
-    "heavy", [fk.select.Leverage(5), fk.RandomKeys(9), fk.select.Leverage(4) | fk.RandomKeys(7)], ids=str
-)
-@pytest.mark.parametrize("recent", [fk.select.RecentBlocks(16), fk.select.RecentBlocks(64, 1)], ids=str)
-def test_equals_are_merged_in_the_order_of_their_places(recent, heavy, weights):
-    """Under other weights than softmax all single keys weigh the same, whichever list they leave."""
-    plan = fk.Plan(recent | fk.Sinks(2) | heavy, fk.rest.RunningMeans(7), weights)
-    q, k, v = SHAPES[1].draw()
-    want = fk.attention(q, k, v, plan=plan, impl="torch", **SHAPES[1].options)
-    for sizes in ([150], [40, 1, 70, 39]):
-        found = feed(fk.stream(plan), q, k, v, real(SHAPES[1]), sizes)
-        torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
-
-
 @pytest.mark.parametrize("name", [name for name in PLANS if not CASES[name].draws])
 @pytest.mark.parametrize("length", [20, 64, 86])
 def test_merging_counts_every_key_once(name, length):
@@ -385,17 +370,3 @@ def test_refusals_name_the_argument(case):
     q, k, v = SHAPES[0].draw()
     with pytest.raises((TypeError, ValueError), match=r"^\w+: "):
         case(fk.stream(FULL), q, k, v)
-
-
-@pytest.mark.parametrize("centre", [False, True])
-def test_leverage_of_keys_of_any_size(centre):
-    """Their squares have no float32; exact attention of them is finite, and so is what a saved stream goes on with."""
-    q, k, v = torch.randn(3, 1, 2, 100, 16, generator=torch.Generator().manual_seed(0))
-    stream = fk.stream(fk.Plan(fk.select.Leverage(6, centre=centre) | fk.Window(9) | fk.Sinks(2)))
-    want = fk.stream(stream.plan)
-    for large, part in ((1e19, stream), (1.0, want)):
-        part.append(k.sign() * large, v)
-        part.attend(q / large)
-    stream.append(k * 3e18, v)
-    want.append(k * 0.3, v)
-    torch.testing.assert_close(stream.attend(q / 1e19), want.attend(q), rtol=1e-4, atol=1e-4)

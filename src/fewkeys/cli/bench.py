@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fewkeys.bench.timing import Draw
     from fewkeys.plan import Plan
 
-METHODS = ("budget", "constant", "window", "sinks", "leverage", "norm", "random", "sample", "hyper", "top-k")
+METHODS = ("budget", "constant", "window", "sinks", "leverage", "norm", "random", "top-k")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -141,7 +141,6 @@ def _plans(text: str) -> list[str]:
 def _plan(name: str, is_causal: bool) -> Plan:
     """The plan called `name`: the recommended one, or a peer or control with as many slots."""
     import fewkeys as fk
-    from fewkeys.papers import sparsefinder
 
     method, _, count = name.partition(":")
     slots = int(count)
@@ -150,11 +149,6 @@ def _plan(name: str, is_causal: bool) -> Plan:
         return fk.budget(slots, is_causal=is_causal)
     if method == "constant":
         return fk.budget(slots, is_causal=is_causal, memory="constant")
-    if method in ("sample", "hyper"):
-        return fk.Plan(
-            fk.Window(half | 1) if method == "sample" else sparsefinder.SortedLSH(half),
-            fk.rest.UniformSample(half),
-        )
     keeps = {
         "window": fk.Window(slots),
         "sinks": fk.Sinks(min(4, half)) | fk.Window(slots - min(4, half)) if slots > 1 else fk.Window(1),

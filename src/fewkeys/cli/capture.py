@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         step(0, 1, "exact attention of every layer")
         with staging(out) as staged:
             captured = capture(opened.model, opened.batches, staged)
-            write_whole(staged / inputs.OPENED, json.dumps({"model": opened.name, "tokens": opened.tokens}))
+            write_whole(staged / inputs.OPENED, json.dumps({"model": opened.name}))
             out.parent.mkdir(parents=True, exist_ok=True)
             if out.exists():
                 out.rmdir()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fewkeys.model_plan import ModelPlan
     from fewkeys.plan import Plan
 
-RESULTS, SAMPLE = "results.json", "sample.safetensors"
+RESULTS = "results.json"
 """What `fewkeys report` reads."""
 PAGE = "report.html"
 DEMO_OUT, DEMO_LENGTHS = Path("out", "demo"), [512, 1024, 2048, 4096]
@@ -33,8 +33,8 @@ def add_to(commands: Any) -> None:
         help="measure approximations of attention on a model and a text",
         description="Measure approximations of attention on a model and a text: the error of the attention output, "
         "the effect on the output of the whole model (not with --capture), and the time beside that of exact "
-        f"attention. Prints a table. --out also writes {PAGE} (a page for the browser), {RESULTS}, {SAMPLE} (data "
-        f"of a few queries), pareto.png and pareto.pdf. With --demo, the defaults are --out {DEMO_OUT} and "
+        f"attention. Prints a table. --out also writes {PAGE} (a page for the browser), {RESULTS}, pareto.png "
+        f"and pareto.pdf. With --demo, the defaults are --out {DEMO_OUT} and "
         f"--lengths {','.join(map(str, DEMO_LENGTHS))}.",
     )
     add_model(parser, capture=True)
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.lengths = arguments.lengths or DEMO_LENGTHS
     if arguments.capture and arguments.lengths:
         raise ValueError("--lengths: expected --model or --demo, got --capture, which has no model to time")
-    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib", "plotly")))
+    inputs.prepare(arguments, *(() if arguments.out is None else ("matplotlib",)))
     user_plans = {folder.name: inputs.open_plan(folder) for folder in arguments.plan}
     if len(user_plans) < len(arguments.plan):
         raise ValueError(f"--plan: expected folders of different names, got {', '.join(map(str, arguments.plan))}")
@@ -77,15 +77,14 @@ def run(arguments: argparse.Namespace) -> None:
 
         from fewkeys.integrations.compare import compare
         from fewkeys.integrations.transformers import capture
-        from fewkeys.judge.sample import take
         from fewkeys.judge.standard import OURS
 
         if opened is None:
-            captured, tokens = inputs.open_capture(arguments)
+            captured = inputs.open_capture(arguments)
             text, model, batches, name = [], None, None, captured.model_name
         else:
             step(0, 1, "exact attention of every layer")
-            captured, tokens = capture(opened.model, opened.batches), opened.tokens
+            captured = capture(opened.model, opened.batches)
             text, model, batches, name = opened.files, opened.model, opened.batches, opened.name
         plans = _rows(captured, arguments.slots, user_plans)
         report = compare(
@@ -102,20 +101,12 @@ def run(arguments: argparse.Namespace) -> None:
             timed = [row for row in report.rows if row.name == OURS or row.name in user_plans]
             each = [plans[row.budget][row.name] for row in timed]
             report = replace(report, whole_times=_whole_times(model, timed, each, arguments.lengths, step))
-        sample = None
-        if arguments.out is not None:
-            step(0, 0, "a closer look at a few queries")
-            first = arguments.slots[0]  # of rows that are the same at every budget
-            rows = [plans[None if r.name in user_plans else r.budget or first][r.name] for r in report.rows]
-            sample = take(captured, rows, tokens=tokens, seed=arguments.seed)
-    report = replace(report, model=name).with_settings(text=text, sample=None if sample is None else SAMPLE)
+    report = replace(report, model=name).with_settings(text=text)
     from fewkeys.report import print_table, save_figure
     from fewkeys.report.page import save_page
 
     files = {RESULTS: report.save, **picture("pareto", lambda path: save_figure(report, path))}
-    if sample is not None:
-        files[SAMPLE] = sample.save
-    files[PAGE] = lambda path: save_page(report, path, sample)
+    files[PAGE] = lambda path: save_page(report, path)
     deliver(arguments, files, report.to_json(), lambda: print_table(report))
     if arguments.out is not None and not arguments.json:
         print(f"Open {(arguments.out / PAGE).resolve().as_uri()}")
@@ -146,7 +137,7 @@ def _rows(
     length = max(call.key.shape[2] for call in captured.calls(0))
     rows: dict[int | None, dict[str, Any]] = {}
     for count in slots:
-        plans = standard_plans(count, is_causal=captured.is_causal, head_dim=captured.head_dim, length=length)
+        plans = standard_plans(count, is_causal=captured.is_causal, length=length)
         rows[count] = dict(plans)
     if taken := user_plans.keys() & rows[slots[0]].keys():
         raise ValueError(f"--plan: expected folders named unlike the standard rows, got {min(taken)!r}; rename it")

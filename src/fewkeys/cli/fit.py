@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _captured(arguments: argparse.Namespace, step: Step) -> Capture:
     """The capture named, or that of the model on the text."""
     if arguments.capture is not None:
-        return inputs.open_capture(arguments)[0]
+        return inputs.open_capture(arguments)
     opened = inputs.open_model(arguments, step)
 
     from fewkeys.core.weights import Entmax

@@ -28,18 +28,17 @@ EXTRAS = {"transformers": "hf", "sentence_transformers": "embed", "sklearn": "tr
 """The extra that brings a module; "report" brings the others."""
 INCLUDED = {"demo": {"hf", "report"}, "train": {"hf"}, "embed": {"hf"}}
 OPENED = "opened.json"
-"""Beside a capture: what the model is called, and the tokens of the first sequence, for those who look at it."""
+"""Beside a capture: what the model is called."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model and what it reads: batches of token ids, the names of the files, the tokens of the first sequence."""
+    """A model and what it reads: batches of token ids, the names of the files."""
 
     model: Any
     name: str
     batches: list[Tensor]
     files: list[str]
-    tokens: list[str]
 
 
 def prepare(arguments: argparse.Namespace, *modules: str, real: bool = True, table: bool = True) -> None:
@@ -98,12 +97,11 @@ def open_model(arguments: argparse.Namespace, step: Step) -> Opened:
     if count < arguments.sequences:
         note = f"the text holds {count} of {arguments.sequences} sequences of {arguments.length} tokens; using {count}"
         print(f"fewkeys: note: {note}", file=sys.stderr)
-    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(batches[0][0].tolist())]
-    return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files], tokens)
+    return Opened(model, name, batches, ["stdin" if str(path) == "-" else path.name for path in files])
 
 
-def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
-    """The capture that `--capture` names, and the tokens of its first sequence, if they were stored."""
+def open_capture(arguments: argparse.Namespace) -> Capture:
+    """The capture that `--capture` names."""
     if arguments.text:
         raise ValueError("--text: expected none beside --capture, which holds its own; drop one of the two")
     from fewkeys.captures.capture import Capture
@@ -112,7 +110,7 @@ def open_capture(arguments: argparse.Namespace) -> tuple[Capture, list[str]]:
         captured = Capture.load(arguments.capture)
     path = arguments.capture / OPENED
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return replace(captured, model_name=facts.get("model", captured.model_name)), facts.get("tokens", [])
+    return replace(captured, model_name=facts.get("model", captured.model_name))
 
 
 def open_plan(folder: Path) -> Plan | ModelPlan:

@@ -17,8 +17,7 @@ def add_to(commands: Any) -> None:
         "report",
         help="show the results of fewkeys compare, as a table or an HTML page",
         description="Show the results of fewkeys compare: the table or, with --html, a page that works offline. "
-        "The page shows the error against slots and time, every method and head, and the keys that a few queries "
-        f"keep. The data of these queries are in a file beside {RESULTS}.",
+        "The page shows the error against slots, every row, and every head under the recommended plan.",
     )
     parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
     parser.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")
@@ -27,12 +26,11 @@ def add_to(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the table, or write the page and name it."""
-    need("rich" if arguments.html is None else "plotly")
+    need("rich" if arguments.html is None else "matplotlib")
     path: Path = arguments.results / RESULTS if arguments.results.is_dir() else arguments.results
     if not path.is_file():
         raise ValueError(f"RESULTS: expected a file that fewkeys compare --out wrote, got no such file: {path}")
     from fewkeys.judge.result import Report
-    from fewkeys.judge.sample import Sample
     from fewkeys.report import print_table
     from fewkeys.report.page import save_page
 
@@ -40,12 +38,10 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.html is None:
         print_table(report)
         return
-    beside = report.settings.get("sample")
-    sample = Sample.load(path.parent / beside) if beside and (path.parent / beside).is_file() else None
     page: Path = arguments.html
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
-        save_page(report, page, sample)
+        save_page(report, page)
     except OSError as error:
         raise ValueError(f"--html: expected a file that can be written, got {page} ({error.strerror})") from error
     print(f"Open {page.resolve().as_uri()}")

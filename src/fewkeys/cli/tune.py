@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
         plan = replace(plan, record={**plan.record, "model": opened.name})
         paid = max(1, round(plan.record["slots"]))
-        rows = standard_plans(paid, is_causal=captured.is_causal, head_dim=captured.head_dim, length=arguments.length)
+        rows = standard_plans(paid, is_causal=captured.is_causal, length=arguments.length)
         shown: dict[str, Plan | ModelPlan] = {"tuned": plan, **{label: rows[label] for label in SHOWN}}
         unseen = capture(model, held_out)
         report = compare(unseen, {paid: shown}, model=model, batches=held_out, seed=arguments.seed, progress=step)

@@ -15,7 +15,7 @@ DERIVED: Mapping[str, bool] = {"derived": True}
 
 
 class Fields:
-    """Base of frozen dataclasses whose fields are tensors, `Buffer`s, other `Fields`, and tuples and dicts of these.
+    """Base of frozen dataclasses whose fields are tensors, `Buffer`s, other `Fields`, and tuples of these.
 
     Fields of other types are facts, which stay as they are.
     """
@@ -25,8 +25,8 @@ class Fields:
         return {name: leaf.rows if isinstance(leaf, Buffer) else leaf for name, leaf in _leaves(self, root, False)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor], root: str = "") -> Self:
-        """The same with the tensors of these names; `KeyError` where one is missing. A dict takes all of its names."""
-        rebuilt: Self = _rebuilt(self, root, lambda leaf, name: tensors[name], tensors)
+        """The same with the tensors of these names; `KeyError` where one is missing."""
+        rebuilt: Self = _rebuilt(self, root, lambda leaf, name: tensors[name], from_names=True)
         return rebuilt
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -59,31 +59,23 @@ def _leaves(part: object, name: str, derived: bool) -> Iterator[tuple[str, Tenso
 def _inside(part: object, name: str) -> Iterator[tuple[str, object, bool]]:
     """What a field holds: names, values, and whether these are derived."""
     root = f"{name}." if name else ""
-    if isinstance(part, dict):
-        yield from ((root + key, inner, False) for key, inner in part.items())
-    elif type(part) is tuple:
+    if type(part) is tuple:
         yield from ((f"{name}{number}", inner, False) for number, inner in enumerate(part))
     elif isinstance(part, Fields):
         for field in fields(part):  # type: ignore[arg-type]  # every subclass is a dataclass
             yield root + field.name, getattr(part, field.name), bool(field.metadata)
 
 
-def _rebuilt(
-    part: Any, name: str, change: Callable[[Tensor, str], Tensor], given: Mapping[str, Tensor] | None = None
-) -> Any:
-    """The part with `change(tensor, name)` for every tensor; `given`: of these names, without derived ones."""
+def _rebuilt(part: Any, name: str, change: Callable[[Tensor, str], Tensor], from_names: bool = False) -> Any:
+    """The part with `change(tensor, name)` for every tensor; `from_names`: but for derived ones."""
     if isinstance(part, Tensor):
         return change(part, name)
     if isinstance(part, Buffer):
         return part.holding(change(part.rows, name))
-    if isinstance(part, dict) and given is not None:
-        return {key.removeprefix(f"{name}."): given[key] for key in given if key.startswith(f"{name}.")}
     inside = [
-        (inner_name, inner if derived and given is not None else _rebuilt(inner, inner_name, change, given))
+        (inner_name, inner if derived and from_names else _rebuilt(inner, inner_name, change, from_names))
         for inner_name, inner, derived in _inside(part, name)
     ]
     if isinstance(part, Fields):
         return replace(part, **{inner_name.rpartition(".")[2]: inner for inner_name, inner in inside})  # type: ignore[type-var]
-    if isinstance(part, dict):
-        return dict(zip(part, (inner for _, inner in inside), strict=True))
     return tuple(inner for _, inner in inside) if type(part) is tuple else part

@@ -35,6 +35,11 @@ def spare_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"fewkeys-{os.getuid() if hasattr(os, 'getuid') else 0}"
 
 
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    """The folder that a path names, or the folder of the file that it names."""
+    return Path(path).parent if Path(path).is_file() else Path(path)
+
+
 def write_whole(path: str | os.PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
     """Write text (UTF-8) or bytes to `path` by rename: a reader sees the whole old file or the whole new one.
 

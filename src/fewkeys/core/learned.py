@@ -57,9 +57,6 @@ NESTED: Catalogue[Listed] = Catalogue(Nested, Learned)
 
 LEARNED: Catalogue[Learned] = Catalogue(Learned)
 
-LEARNED_FILES = "learned-*.safetensors"
-"""The pattern of the names from `file_name`."""
-
 
 def file_name(mark: str) -> str:
     """The name of the file that holds the tensors of this fingerprint."""

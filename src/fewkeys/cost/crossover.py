@@ -23,6 +23,7 @@ import torch
 
 from fewkeys.core.clock import clock
 from fewkeys.core.inputs import Inputs
+from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import check_inputs
 from fewkeys.cost.kept import Numbers, kept
 from fewkeys.cost.operations import answered_queries, exact_operations, plan_operations, scan_share, visible_keys
@@ -127,6 +128,7 @@ def _lines(setting: Setting, plan: Plan) -> tuple[Line, ...] | None:
     return None if numbers is None else tuple(Line(*row) for row in numbers)
 
 
+@full_precision()
 def _measured(setting: Setting, plan: Plan) -> tuple[Numbers, bool]:
     """The lines, and whether they are reliable."""
     points = _points(setting, plan)

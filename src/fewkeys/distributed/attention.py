@@ -13,9 +13,10 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import Softmax, Weights
-from fewkeys.distributed import causal, cohorts, means, scan
+from fewkeys.distributed import causal, cohorts, scan
 from fewkeys.distributed.agreement import agree, check_tokens, checking, occupied
 from fewkeys.distributed.communicator import Communicator, communicator
+from fewkeys.distributed.edges import whole
 from fewkeys.distributed.gather import gather
 from fewkeys.distributed.keys import described
 from fewkeys.distributed.selection import KeptKeys, select
@@ -24,6 +25,7 @@ from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest import Drop, Rest
 from fewkeys.select import Selector
+from fewkeys.select.base import Sharded
 
 if TYPE_CHECKING:  # torch may be built without it
     from torch.distributed import ProcessGroup
@@ -53,11 +55,12 @@ def attention(
         key: (B, Hkv, N_local, D), this rank's shard of the token axis, shards standing in rank order; N_local may
             differ between ranks and be 0 on some. Hq is a multiple of Hkv.
         value: (B, Hkv, N_local, Dv).
-        keep: `Leverage`, `KeyNorm` or `RandomKeys`. `RandomKeys` draws with seed 0, and for all tokens on every rank.
-            `Outliers` and `Window`, too, beside or without `ClusterMeans`. Causal: `RecentBlocks`, and `Sinks` beside
-            it. `KeyScan`, causal or not, with `BlockMeans` or without: every rank scans its keys for the queries of all
-            ranks, so what it sends grows with their number.
-        rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans`, causal `RunningMeans`.
+        keep: `Leverage`, `KeyNorm` or `RandomKeys` alone. `RandomKeys` draws with seed 0, and for all tokens on every
+            rank. `Outliers` of cohorts, with `ClusterMeans` or without, and a `Window` beside it, or none. Causal:
+            `RecentBlocks`, and `Sinks` beside it. `KeyScan`, causal or not, with `BlockMeans` or without: every rank
+            scans its keys for the queries of all ranks, so what it sends grows with their number.
+        rest: `Drop()`, the default: nothing stands in for the other keys; or `ClusterMeans` beside cohorts, causal
+            `RunningMeans`.
         weights, scale: as in `fewkeys.attention`.
         is_causal: a query sees the tokens before it on all ranks. Every rank has as many queries as keys. The past goes
             from rank to rank: the latest keys, the sinks and the summary, of a size that the plan fixes. Making it is
@@ -95,10 +98,9 @@ def attention(
             scan.check_scan(plan)
         parts = causal.check_causal(plan) if is_causal and not plan.scanned else None
         by_cohort = cohorts.lists(plan)
-        rules = () if is_causal or by_cohort or plan.scanned else means.check_parts(plan)
+        rule = None if is_causal or by_cohort or plan.scanned else _rule(plan)
         inputs = _check(comm, query, key, value, scale)
-        windowed = any(part.sharded is not None and part.sharded.band for part in plan.parts)
-        if (is_causal or windowed) and inputs.queries != inputs.keys:
+        if (is_causal or (by_cohort and cohorts.band(plan))) and inputs.queries != inputs.keys:
             raise ValueError(f"query: expected {inputs.keys} tokens like key, got {inputs.queries}")
     same = {
         **described(inputs.key),
@@ -120,13 +122,26 @@ def attention(
     if plan.scanned:
         return scan.attend(replace(inputs, is_causal=is_causal), plan, tokens, asked, comm, wanted)
     if by_cohort is not None:
-        return cohorts.attend(means.whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, tokens, comm)
-    if len(rules) > 1 or rules[0].score is None or plan.rest != Drop():
-        return means.attend(inputs, plan, rules, tokens, asked, comm, wanted)
+        return cohorts.attend(whole(inputs, tokens, asked, comm, wanted), plan, by_cohort, tokens, comm)
+    if rule is None:
+        raise ValueError(f"keep: expected a rule that scores keys, got {plan.keep}")
     with torch.no_grad():
-        kept = select(rules[0], means.whole(inputs, tokens, asked, comm), comm)
+        kept = select(rule, whole(inputs, tokens, asked, comm), comm)
     rows = _gather(inputs, kept, comm, wanted)
     return _attend(inputs, rows, kept, plan.weights)
+
+
+def _rule(plan: Plan) -> Sharded:
+    """How the only part of a plan scores keys; `ValueError` for others."""
+    rule = plan.parts[0].sharded if len(plan.parts) == 1 else None
+    if rule is None:
+        raise ValueError(
+            "keep: expected Leverage, KeyNorm or RandomKeys alone, or cohorts as in budget(slots), which work over "
+            f"ranks without causality, got {'None (exact attention)' if plan.keep is None else plan.keep}"
+        )
+    if plan.rest != Drop():
+        raise ValueError(f"rest: expected Drop() beside {plan.keep} over ranks, got {plan.rest}; use budget(slots)")
+    return rule
 
 
 def _check(comm: Communicator, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Inputs:

@@ -36,7 +36,7 @@ from fewkeys.select import RecentBlocks
 def check_causal(plan: Plan) -> Parts:
     """The parts of a causal plan that works over ranks; `ValueError` for others."""
     parts = parts_of(plan)
-    if parts.recent is None or parts.heavy or parts.window:
+    if parts.recent is None or parts.window:
         raise ValueError(
             f"keep: expected RecentBlocks, and Sinks beside it, the causal rules that work over ranks so far, got "
             f"{plan.keep}; fewkeys.budget(slots, is_causal=True, memory='constant') is such a plan"

@@ -21,14 +21,14 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.distributed.communicator import Communicator
+from fewkeys.distributed.edges import columns_of, edges_of, nothing
 from fewkeys.distributed.gather import gather
-from fewkeys.distributed.means import columns_of, edges_of, nothing
 from fewkeys.distributed.selection import best
 from fewkeys.execute import dispatch
 from fewkeys.execute.problem import Problem
 from fewkeys.plan import Plan
 from fewkeys.rest.base import CohortStandIns
-from fewkeys.select import Outliers
+from fewkeys.select import Outliers, Window
 from fewkeys.sketch.cohorts import cohorts
 
 
@@ -45,7 +45,7 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: 
     H cohorts and lists of S keys cost (R - 1) B Hkv H S (D + Dv) numbers sent by a rank of R, a window of W keys
     (R - 1) B Hkv W (D + Dv + 1); nothing grows with the number of tokens.
     """
-    x, band = inputs, _band(plan)
+    x, reach = inputs, band(plan)
     with torch.no_grad():
         cohort = cohorts(x, keep.cohorts)
         score = cohort.mean @ working(x.key.detach()).mT + keep.common(x, cohort).unsqueeze(2)
@@ -55,10 +55,10 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: 
     used = torch.arange(index.shape[-1], device=index.device) < kept.counts[comm.rank].unsqueeze(-1)
     most, place = cohort.place.shape[3], cohort.place
     local_lists = Columns(index, used.view(index.shape), most, place)
-    stand_ins = plan.rest.prepare(x, Graph(x, band, local_lists), plan.weights)
+    stand_ins = plan.rest.prepare(x, Graph(x, reach, local_lists), plan.weights)
     if stand_ins is not None and not isinstance(stand_ins, CohortStandIns):
         raise ValueError(f"rest: expected Drop() or ClusterMeans, got {plan.rest}")
-    left, right = band or (0, 0)
+    left, right = reach or (0, 0)
     rows = torch.cat([working(x.key), working(x.value)], -1)
     edges = edges_of(rows, tokens, left, right, comm)
     heavy = gather(take(rows, index).flatten(1, 2), kept.counts, comm)
@@ -82,10 +82,10 @@ def attend(inputs: Inputs, plan: Plan, keep: Outliers, tokens: list[int], comm: 
     real = ((position < near.shape[2]) | (position >= near.shape[2] + right)).expand(x.batch, -1)
     local = Inputs(working(x.query), key, value, x.scale, offset=edges[0].shape[2], valid=real)
     columns = Columns(index.unflatten(1, heads), used.unflatten(1, heads), most, place)
-    return dispatch.attend(Problem(local, Graph(local, band, columns), stand_ins, plan.weights)).to(x.query.dtype)
+    return dispatch.attend(Problem(local, Graph(local, reach, columns), stand_ins, plan.weights)).to(x.query.dtype)
 
 
-def _band(plan: Plan) -> tuple[int, int] | None:
+def band(plan: Plan) -> tuple[int, int] | None:
     """How far the windows of a plan reach before and after a query."""
-    reach = max((part.sharded.band for part in plan.parts if part.sharded is not None), default=0)
+    reach = max((part.size for part in plan.parts if isinstance(part, Window)), default=0)
     return (reach // 2, (reach - 1) // 2) if reach else None

@@ -26,8 +26,6 @@ class KeptKeys:
 
 def select(rule: Sharded, inputs: Inputs, comm: Communicator) -> KeptKeys:
     """The keys that a rule keeps of all ranks, the same as in one process; `inputs.whole` is the whole sequence."""
-    if rule.score is None:
-        raise ValueError(f"keep: expected a rule that scores keys, got {rule}")
     score = rule.score(inputs)
     return best(score, rule.count, comm) if rule.count is not None else kept_of(score >= (rule.least or 0.0), comm)
 

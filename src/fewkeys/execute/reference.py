@@ -6,7 +6,7 @@ stand-in is counted from the mask. float32, or float64 for float64 input, whatev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,11 +37,6 @@ def attend_in_pieces(problem: Problem) -> Tensor:
     step = max(1, SCORES_AT_ONCE // (x.batch * x.query_heads * x.keys))
     pieces = [_attend(problem, start, min(start + step, x.queries)) for start in range(0, x.queries, step)]
     return torch.cat(pieces, 2).to(x.query.dtype)
-
-
-def attend_some(problem: Problem, queries: Iterable[int]) -> Tensor:
-    """The outputs (B, Hq, Q, Dv) of Q queries alone, in working precision. Cost O(Q n (D + Dv))."""
-    return torch.cat([_attend(problem, one, one + 1) for one in queries], 2)
 
 
 def _attend(problem: Problem, start: int, stop: int) -> Tensor:
@@ -84,8 +79,6 @@ def _attend(problem: Problem, start: int, stop: int) -> Tensor:
     extra = query @ per_query_head(stand_ins.key).mT
     if stand_ins.bias is not None:
         extra = extra + per_query_head(stand_ins.bias).unsqueeze(-2)
-    if stand_ins.curvature is not None:
-        extra = extra + 0.5 * ((query @ per_query_head(stand_ins.curvature)) * query).sum(-1, keepdim=True)
     if inputs.bias is not None and bias is not None:
         largest = inputs.bias.largest[:, None, None]
         mass = ((~kept) * (bias - largest).exp()) @ per_query_head(stand_ins.member)

@@ -23,7 +23,6 @@ class _Settings:
     budgets: list[int] | None
     timed_shape: list[int]
     text: list[str] | None = None
-    sample: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,6 @@ def check_report(
     _expect("settings.timed_shape", "four numbers", shown.timed_shape, len(shown.timed_shape) == 4)
     for number in (*shown.timed_shape, *(shown.budgets or [])):
         _count("settings", number)
-    file = shown.sample
-    _expect("settings.sample", "the name of a file", file, file is None or not set(file) & {"/", "\\", "\0"})
     _part(_Machine, machine)
     names = [(row.name, row.budget) for row in rows]
     unique = len(set(names)) == len(names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fewkeys.plan import Plan, budget
-from fewkeys.rest import Moments
 from fewkeys.select import BestColumns, KeyNorm, Leverage, RandomKeys, Sinks, TopK, Window
 
 OURS = "fewkeys budget"
@@ -12,9 +11,7 @@ SINKS = 4
 """First keys kept by "sinks + window", the number that streaming attention uses (arXiv 2309.17453)."""
 
 
-def standard_plans(
-    slots: int, *, is_causal: bool = False, head_dim: int | None = None, length: int | None = None
-) -> dict[str, Plan]:
+def standard_plans(slots: int, *, is_causal: bool = False, length: int | None = None) -> dict[str, Plan]:
     """Every standard row at `slots` slots per query, by the name it has in tables and figures.
 
     - "exact": no approximation.
@@ -23,8 +20,6 @@ def standard_plans(
     - "random keys" and "key norm": the controls.
     - "window", "sinks + window" (4 sinks), "leverage (LevAttention)" (raw keys, arXiv 2410.05462), "leverage
       (centred)", and "leverage + window" (half each, raw).
-    - "moments": a Gaussian stand-in for all dropped keys. Its price is fixed by `head_dim`; the remaining `slots`
-      go to a window. A row's `slots` state what it used.
     - "fewkeys budget": the plan recommended for `slots`; exact attention if `slots` pay for all keys of `length`.
 
     Raises ValueError if `slots` is not a positive int.
@@ -33,8 +28,6 @@ def standard_plans(
         raise ValueError(f"slots: expected an int >= 1, got {slots!r}; ask for the keys a query may pay, such as 64")
     sinks = min(SINKS, slots)
     half = slots // 2
-    price = 0.0 if head_dim is None else Moments().slots(head_dim, head_dim)
-    spare = 0 if head_dim is None else int(slots - price)
     return {
         "exact": Plan(),
         "top-k per query (oracle)": Plan(keep=TopK(slots)),
@@ -46,6 +39,5 @@ def standard_plans(
         "leverage (LevAttention)": Plan(keep=Leverage(slots)),
         "leverage (centred)": Plan(keep=Leverage(slots, centre=True)),
         "leverage + window": Plan(keep=Leverage(half) | Window(slots - half) if half else Window(slots)),
-        "moments": Plan(keep=Window(max(1, spare)), rest=Moments()),
         OURS: budget(slots, is_causal=is_causal) if length is None or slots < length else Plan(),
     }

@@ -1,23 +1,20 @@
-"""What the newest queries of a stream see: near tokens, sinks, heavy keys and stand-ins, each key once."""
+"""What the newest queries of a stream see: near tokens, sinks and stand-ins, each key once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Softmax, Weights, positive
-from fewkeys.memory.heavy import HeavyKeys
 from fewkeys.memory.parts import Parts
 from fewkeys.past.state import State
 from fewkeys.past.tokens import Tokens
-from fewkeys.select.causal import CAUSAL_BLOCK
 
 
-def attend(state: State, heavy: Sequence[HeavyKeys], parts: Parts, weights: Weights, query: Tensor) -> Tensor:
+def attend(state: State, parts: Parts, weights: Weights, query: Tensor) -> Tensor:
     """Outputs (B, Hq, M, Dv), in working precision, of the last M tokens' scaled queries (B, Hkv, gqa_ratio, M, D).
 
     The tokens are of one unit. Cost O(M slots (D + Dv)).
@@ -30,12 +27,10 @@ def attend(state: State, heavy: Sequence[HeavyKeys], parts: Parts, weights: Weig
         return by_query
 
     places = torch.arange(state.length - shape[1], state.length, device=query.device)
-    seen = _seen(state, heavy, parts, places)
+    seen = _seen(state, parts, places)
     parts_of_row = [(scores(near.key).masked_fill_(~seen, -math.inf), near.value)]
-    held = [part for part in (state.sinks.tokens(), *(one.rows for one in heavy)) if part.count]
-    for number, part in enumerate(held):
-        for other in held[:number]:
-            part = part.but(other)
+    part = state.sinks.tokens()
+    if part.count:
         shown = part.real.unsqueeze(2) & (part.place.unsqueeze(2) <= places[:, None])
         hidden = ~shown | _among_near(state, part, seen)
         parts_of_row.append((scores(part.key).masked_fill_(hidden.unsqueeze(2), -math.inf), part.value))
@@ -53,18 +48,13 @@ def attend(state: State, heavy: Sequence[HeavyKeys], parts: Parts, weights: Weig
     return output
 
 
-def _seen(state: State, heavy: Sequence[HeavyKeys], parts: Parts, places: Tensor) -> Tensor:
+def _seen(state: State, parts: Parts, places: Tensor) -> Tensor:
     """(M, near): which near keys the queries at `places` (M,) see as near ones."""
     near, last = state.near, state.length - 1
     place, query = torch.arange(near.first, near.stop, device=places.device), places[:, None]
     seen = place > query - parts.window
     if parts.recent is not None:
         seen |= place >= parts.near_from(last - len(places) + 1)
-    # Free places of a list go to the block's own keys.
-    free = max((one.rule.count - one.rows.count for one in heavy), default=0)
-    if free > 0:
-        block = last - last % CAUSAL_BLOCK
-        seen |= (place >= block) & (place < block + free)
     return seen & (place <= query)
 
 

@@ -40,13 +40,10 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """What memory goes by: the plan, how keys and values are held, the generator of rules that draw, and how many
-    tokens can be taken back at any time.
-    """
+    """What memory goes by: the plan, how keys and values are held, and how many tokens can be taken back."""
 
     plan: Plan
     how: Held
-    generator: torch.Generator
     undo: int
 
 

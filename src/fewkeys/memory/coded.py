@@ -252,7 +252,7 @@ class Step:
 
 def _one_token(plan: Plan, inputs: Inputs) -> tuple[Callable[[], object], Callable[[], object]]:
     """What takes one token more, answered exactly and by the plan, after those of the inputs."""
-    x, rules = inputs, Rules(plan.never_exact(), AS_THEY_COME, torch.Generator("cpu"), 0)
+    x, rules = inputs, Rules(plan.never_exact(), AS_THEY_COME, 0)
     memories = [Coded.begin(rules, x.key, x.value) for _ in range(2)]
     for memory in memories:
         memory.rows.append(x.key, x.value)

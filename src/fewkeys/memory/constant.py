@@ -1,6 +1,6 @@
-"""Memory of a fixed size: what is near, sinks, heavy keys, and means of everything else.
+"""Memory of a fixed size: what is near, sinks, and means of everything else.
 
-    appended keys -> near (exact) -> sinks and heavy keys (exact) -> summary: means of everything else
+    appended keys -> near (exact) -> sinks (exact) -> summary: means of everything else
 
 What is kept depends on the plan alone, not on the length. From the first token on whose numbers are so large that
 sums of their squares would have no float (`fewkeys.core.extent`), everything is held in float64: later ones may be
@@ -23,14 +23,12 @@ from fewkeys.core.tensor_files import Form, check
 from fewkeys.core.weights import Softmax
 from fewkeys.memory.attend import attend
 from fewkeys.memory.base import Rules, named_dtype, named_rows
-from fewkeys.memory.heavy import HeavyKeys
 from fewkeys.memory.parts import Parts, parts_of
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.scan import advance
 from fewkeys.past.state import State
-from fewkeys.past.tokens import Stretch, Tokens, unheld
+from fewkeys.past.tokens import Tokens, unheld
 from fewkeys.plan import Plan
-from fewkeys.select.causal import CAUSAL_BLOCK
 
 _COUNTS = ("state.summary.size", "state.summary.seen.count", "state.summary.seen.square", "state.queries.count")
 
@@ -47,18 +45,15 @@ class _Facts:
 class Constant(Fields):
     """What sequences leave under a plan that forgets (`fewkeys.memory.base.Memory`).
 
-    heavy: the keys that the plan's heavy rules keep, a list for each; dtype: of the tokens as they come; before: what
-    was held at the ends of the latest units, as far as the last `undo` tokens began in them, with the generator as it
-    was then.
+    dtype: of the tokens as they come; before: what was held at the ends of the latest units, as far as the last `undo`
+    tokens began in them.
     """
 
     rules: Rules
     parts: Parts
     dtype: torch.dtype
     state: State
-    heavy: tuple[HeavyKeys, ...]
     before: tuple[Constant, ...] = field(default=(), metadata=DERIVED)
-    draws: torch.Generator | None = None
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -67,8 +62,7 @@ class Constant(Fields):
     @staticmethod
     def begin(rules: Rules, key: Tensor, value: Tensor) -> Constant:
         parts = parts_of(rules.plan)
-        heavy = tuple(HeavyKeys.empty(rule, rules.generator, key, value) for rule in parts.heavy)
-        return Constant(rules, parts, key.dtype, State.empty(parts.means, key, value), heavy)
+        return Constant(rules, parts, key.dtype, State.empty(parts.means, key, value))
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
         """There is no need: memory does not grow."""
@@ -89,7 +83,7 @@ class Constant(Fields):
                 rows = query[:, :, done:stop].to(state.asked.dtype).unflatten(1, (key.shape[1], -1)) * scale
             state = state.append(key[:, :, done:stop], value[:, :, done:stop], rows, sinks=parts.sinks)
             if rows is not None:
-                outputs.append(attend(state, memory.heavy, parts, self.rules.plan.weights, rows))
+                outputs.append(attend(state, parts, self.rules.plan.weights, rows))
             memory, done = replace(memory, state=state), stop
         return memory, torch.cat(outputs, 2).to(self.dtype) if outputs else None
 
@@ -105,30 +99,23 @@ class Constant(Fields):
         memory = self
         while count < memory.state.moved:
             *earlier, last = memory.before
-            if last.draws is not None:
-                self.rules.generator.set_state(last.draws.get_state())
-            memory = replace(last, before=tuple(earlier), draws=None)
+            memory = replace(last, before=tuple(earlier))
         return replace(memory, state=memory.state.crop(count))
 
     def merge(self, other: Constant) -> Constant:
         parts, start = self.parts, self.state.length
-        if start % parts.aligned:
-            raise ValueError(
-                f"other: expected this stream to stand at a multiple of {parts.aligned} tokens, got {start}"
-            )
+        if start % parts.unit:
+            raise ValueError(f"other: expected this stream to stand at a multiple of {parts.unit} tokens, got {start}")
         one = self
         if one._is_double != other._is_double:
             one, other = one.changed(_double), other.changed(_double)
         one = one._moved()
         after = one.state.merge(other.state, sinks=parts.sinks, tilted=one._tilted)
-        theirs = [heavy.rows.moved(start) for heavy in other.heavy]
-        heavy = tuple(a.join(rows, b) for a, rows, b in zip(one.heavy, theirs, other.heavy, strict=True))
-        released = [other.state.sinks.tokens().moved(start), *(list_.rows for list_ in one.heavy), *theirs]
-        kept = [after.sinks.tokens(), *(list_.rows for list_ in heavy)]
-        evicted = one._evicted(parts.near_from(start), parts.near_from(after.moved), released, kept)
+        released = [other.state.sinks.tokens().moved(start)]
+        evicted = one._evicted(parts.near_from(start), parts.near_from(after.moved), released, after.sinks.tokens())
         after = after.absorb(evicted, tilted=one._tilted).trim(parts.needed_from(after.moved))
         # What was held before knows nothing of what came from the other.
-        return replace(one, state=after, heavy=heavy, before=())
+        return replace(one, state=after, before=())
 
     def like(self) -> tuple[Tensor, Tensor]:
         return self.state.near.key, self.state.near.value
@@ -164,25 +151,20 @@ class Constant(Fields):
         if start == state.moved or start % parts.unit:
             return self
         if self.rules.undo:
-            now = replace(self, before=(), draws=self.rules.generator.clone_state())
+            now = replace(self, before=())
             before = (*(old for old in before if old.state.length > start - self.rules.undo), now)
-        released, heavy = [one.rows for one in self.heavy], self.heavy
-        if heavy and start % CAUSAL_BLOCK == 0:
-            complete = state.near.between(start - CAUSAL_BLOCK, start)
-            heavy = tuple(one.offer(complete) for one in heavy)
-        kept = [state.sinks.tokens(), *(one.rows for one in heavy)]
-        evicted = self._evicted(parts.near_from(start - 1), parts.near_from(start), released, kept)
+        evicted = self._evicted(parts.near_from(start - 1), parts.near_from(start), [], state.sinks.tokens())
         _, state = advance(state, Evicted.at_once(evicted), parts.unit, tilted=self._tilted)
-        return replace(self, state=state.trim(parts.needed_from(start)), heavy=heavy, before=before)
+        return replace(self, state=state.trim(parts.needed_from(start)), before=before)
 
-    def _evicted(self, start: int, stop: int, released: Sequence[Tokens], kept: Sequence[Tokens]) -> Tokens:
+    def _evicted(self, start: int, stop: int, released: Sequence[Tokens], kept: Tokens) -> Tokens:
         """The near tokens from `start` on and the released ones, before `stop`, that nobody keeps any more.
 
         None where no means stand in for them.
         """
         if not self.parts.means:
             return self.state.near.between(0, 0).tokens()
-        return unheld([self.state.near.between(start, stop).tokens(), *released], kept, stop)
+        return unheld([self.state.near.between(start, stop).tokens(), *released], [kept], stop)
 
 
 def _double(part: Tensor) -> Tensor:
@@ -198,20 +180,16 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
     if not length - parts.needed_from(moved) <= near <= length:
         raise ValueError(f"expected the near tokens that the plan needs after {length}, got {near}")
     counts = {"state.near.": near, "state.sinks.": min(parts.sinks, length)}
-    for number, one in enumerate(empty.heavy):
-        counts[f"heavy{number}."] = min(one.rule.count, tensors[f"heavy{number}.number"].shape[-1])
     forms: dict[str, Form] = {}
     for name, like in empty.tensors().items():
         count = next((count for root, count in counts.items() if name.startswith(root)), None)
         shape = like.shape if count is None else (*like.shape[:2], count, *like.shape[3:])
         forms[name] = Form(tuple(shape), like.dtype, infinite=name == "state.summary.excess")
-        if name.endswith("place"):
-            forms[name] = forms[name]._replace(least=0, most=max(0, length - 1))
     head = forms["state.asked"].shape
     ratio = max(1, asked.shape[2]) if asked.ndim > 2 else 1
     forms["state.asked"] = forms["state.asked"]._replace(shape=(*head[:2], ratio, since, head[4]))
     forms["state.answered"] = forms["state.answered"]._replace(shape=(head[0], since))
-    forms |= {name: forms[name]._replace(least=0) for name in _COUNTS} | _forms_of_sums(tensors, empty)
+    forms |= {name: forms[name]._replace(least=0) for name in _COUNTS}
     check(tensors, forms)
     size, excess = tensors["state.summary.size"], tensors["state.summary.excess"]
     if not torch.equal(excess.isinf(), size == 0) or bool((excess == torch.inf).any()):
@@ -220,20 +198,6 @@ def _check(tensors: Mapping[str, Tensor], length: int, moved: int, empty: Consta
         raise ValueError("expected a summary of keys that were seen, got more")
     if bool((tensors["state.queries.square"].diagonal(dim1=-2, dim2=-1) < 0).any()):
         raise ValueError("expected squares of queries, got negative ones")
-
-
-def _forms_of_sums(tensors: Mapping[str, Tensor], empty: Constant) -> dict[str, Form]:
-    """The forms of what scores remember once they have seen a key: as they remember one of zeros."""
-    draws, near = empty.rules.generator.get_state(), empty.state.near
-    forms: dict[str, Form] = {}
-    one = Stretch(0, *(rows.new_zeros((*rows.shape[:2], 1, rows.shape[3])) for rows in (near.key, near.value)))
-    for number, heavy in enumerate(empty.heavy):
-        root = f"heavy{number}.sums."
-        if any(name.startswith(root) for name in tensors):
-            sums = heavy.offer(one).sums
-            forms |= {root + name: Form(tuple(like.shape), like.dtype) for name, like in sums.items()}
-    empty.rules.generator.set_state(draws)
-    return forms
 
 
 def _hold_large(tensors: Mapping[str, Tensor]) -> bool:

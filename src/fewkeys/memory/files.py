@@ -13,9 +13,9 @@ from fewkeys.core import tensor_files
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_count
 
-FORMAT = 4
+FORMAT = 5
 FAULTS = (ValueError, KeyError, TypeError, RuntimeError, IndexError)
-"""What the contents of a file may raise; RuntimeError: no state of a generator."""
+"""What the contents of a file may raise."""
 
 Contents = tuple[dict[str, Any], dict[str, Tensor]]
 """What a file says and holds of a stream."""

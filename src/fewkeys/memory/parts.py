@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fewkeys.plan import Plan
-from fewkeys.select.base import Best, Recent
-from fewkeys.select.causal import CAUSAL_BLOCK
+from fewkeys.select.base import Recent
 
 NEVER = 2**62
+WINDOW_UNIT = 32
+"""Positions between two moments at which the memory of a window changes."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,8 @@ class Parts:
     window: int
     recent: Recent | None
     sinks: int
-    heavy: tuple[Best, ...]
     means: int
     unit: int
-
-    @property
-    def aligned(self) -> int:
-        """Positions at a multiple of which another stream's memory can follow this one's."""
-        return max(self.unit, CAUSAL_BLOCK if self.heavy else 1, 1 if self.recent is None else self.recent.size)
 
     def near_from(self, position: int) -> int:
         """The first position that the recent blocks of the query at `position` reach; without any, one never met."""
@@ -37,9 +32,8 @@ class Parts:
         return max(0, (position // self.recent.size - self.recent.blocks + 1) * self.recent.size)
 
     def needed_from(self, position: int) -> int:
-        """The first position whose key the query at `position`, and the next choice of heavy keys, may ask for."""
-        chosen = position // CAUSAL_BLOCK * CAUSAL_BLOCK if self.heavy else position
-        return max(0, min(self.near_from(position), position - self.window + 1, chosen))
+        """The first position whose key the query at `position` may ask for."""
+        return max(0, min(self.near_from(position), position - self.window + 1))
 
 
 def parts_of(plan: Plan) -> Parts:
@@ -50,20 +44,15 @@ def parts_of(plan: Plan) -> Parts:
         raise ValueError("plan: exact attention must remember every key, so there is no stream of it; give keep=")
     window = sinks = 0
     recent: Recent | None = None
-    heavy: list[Best] = []
     for part in plan.parts:
         held = part.remembered
         if held is None or held.scan or (held.recent is not None and recent is not None):
-            raise ValueError(
-                "plan: a stream keeps one RecentBlocks or a Window, and Sinks, Leverage(count), KeyNorm or RandomKeys "
-                f"beside it, got {part}"
-            )
+            raise ValueError(f"plan: a stream keeps one RecentBlocks or a Window, and Sinks beside it, got {part}")
         window, sinks, recent = max(window, held.latest), max(sinks, held.first), held.recent or recent
-        heavy += [] if held.best is None else [held.best]
     if plan.rest.running is None:
         raise ValueError(
             f"plan: a stream remembers the rest as RunningMeans(count) or drops it, got {plan.rest}; "
             "use budget(slots, is_causal=True)"
         )
-    unit = CAUSAL_BLOCK if recent is None else min(recent.size, CAUSAL_BLOCK) if heavy else recent.size
-    return Parts(window, recent, sinks, tuple(heavy), plan.rest.running, unit)
+    unit = WINDOW_UNIT if recent is None else recent.size
+    return Parts(window, recent, sinks, plan.rest.running, unit)

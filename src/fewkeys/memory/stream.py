@@ -33,7 +33,6 @@ def stream(
     plan: Plan,
     *,
     scale: float | None = None,
-    generator: torch.Generator | None = None,
     leaves: LeafType | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Stream:
@@ -41,10 +40,8 @@ def stream(
 
     Args:
         plan: `KeyScan` alone, with `BlockMeans` or `Drop`, whose stream holds every key; or, in memory of a fixed size,
-            `RecentBlocks` or `Window`, with any of `Sinks`, `Leverage(count)`, `KeyNorm`, `RandomKeys` beside it, and
-            `RunningMeans` or `Drop` for the rest.
+            `RecentBlocks` or `Window`, with `Sinks` beside it or without, and `RunningMeans` or `Drop` for the rest.
         scale: factor on the scores; default 1 / sqrt(D).
-        generator: source of randomness for `RandomKeys`; default: seed 0.
         leaves: how a `KeyScan` holds keys and values: "model", the default, as they come, or "int8" with a scale for
             each key and each value.
         folder: where a `KeyScan` writes them, to files without a name that go with the stream, whatever ends it;
@@ -53,7 +50,7 @@ def stream(
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
-    return Stream(plan, scale=scale, generator=generator, leaves=leaves, folder=folder)
+    return Stream(plan, scale=scale, leaves=leaves, folder=folder)
 
 
 class Stream:
@@ -80,7 +77,6 @@ class Stream:
         plan: Plan | Sequence[Plan],
         *,
         scale: float | None = None,
-        generator: torch.Generator | None = None,
         leaves: LeafType | None = None,
         folder: str | os.PathLike[str] | None = None,
         undo: int = 0,
@@ -101,10 +97,7 @@ class Stream:
                 f"{'leaves' if folder is None else 'folder'}: expected None for a plan without KeyScan, whose memory "
                 f"does not grow, got {folder or leaves}"
             )
-        # Drawn from as keys come, so that a saved stream can go on with the same draws.
-        draws = torch.Generator("cpu").manual_seed(0) if generator is None else generator
-        single = len(self._plans) == 1
-        self._rules = [Rules(one, how, draws if single else draws.clone_state(), undo) for one in self._plans]
+        self._rules = [Rules(one, how, undo) for one in self._plans]
         self._groups: list[Group] = []
         self._kind: Kind | None = None
         self._taken = 0
@@ -244,7 +237,7 @@ class Stream:
         plans = [self.plan] if isinstance(self.plan, Plan) else self.plan
         facts = {"plans": [plan.to_dict() for plan in plans], "scale": self.scale, "leaves": self.leaves}
         groups = [{"plan": one.plan, "gaps": one.gaps, "held": one.memory.facts()} for one in self._groups]
-        tensors = {f"generator{number}": rules.generator.get_state() for number, rules in enumerate(self._rules)}
+        tensors: dict[str, Tensor] = {}
         for number, group in enumerate(self._groups):
             tensors |= {f"{number}.rows": group.rows} | group.memory.tensors(str(number))
         return facts | {"length": self.length, "groups": groups}, tensors
@@ -257,7 +250,6 @@ class Stream:
         if [Plan.from_dict(plan) for plan in facts.plans] != mine or facts.leaves != self.leaves:
             raise ValueError("expected the plans of this stream, and leaves as it holds them, got others")
         left, groups, plans = dict(tensors), [], list(self._plans.items())
-        states = [left.pop(f"generator{number}") for number in range(len(plans))]
         for number, said in enumerate(facts.groups):
             held = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
             rows, gaps = checked_rows(held.pop("rows")), checked_gaps(said.gaps, facts.length)
@@ -275,8 +267,6 @@ class Stream:
         kinds = {_like(group.memory, batch, self._by_head) for group in groups}
         if len(kinds) > 1 or (facts.length and not kinds):  # none, too, once cropped to nothing
             raise ValueError(f"expected the memory of {facts.length} tokens of one kind, got {len(kinds)}")
-        for rules, state in zip(self._rules, states, strict=True):
-            rules.generator.set_state(state)
         self._groups, self._taken, self._kind = groups, facts.length, next(iter(kinds), None)
         return self
 

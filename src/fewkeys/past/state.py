@@ -21,7 +21,7 @@ class State(Fields):
     near: the latest tokens, up to the last one; sinks: the first ones; summary: the stand-ins of keys that were
     evicted; queries: moments of the queries before `moved`. asked (B, Hkv, gqa_ratio, length - moved, D): the scaled
     queries since, zero where none came; answered (B, length - moved): where one came. A stream, a cache and a shard
-    hold the same; only a stream holds more, if its plan keeps heavy keys.
+    hold the same.
     """
 
     moved: int

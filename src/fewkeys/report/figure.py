@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from fewkeys.judge.result import Report
 from fewkeys.judge.row import Row
 from fewkeys.report.style import OTHERS, Look, draw, logarithmic, name_lines, save, say, sheet
 from fewkeys.report.table import title
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NOTHING = 1e-4
 """Smaller errors count as exact and are left out: a logarithmic axis cannot show zero."""
@@ -24,13 +28,17 @@ LOOKS = {
     "leverage (LevAttention)": Look("#e69f00", "-", 1.6, "^"),
     "leverage (centred)": Look("#d55e00", "-", 1.6, "^"),
     "leverage + window": Look("#cc79a7", "-", 1.6, "v"),
-    "moments": Look("#8a7400", "-", 1.6, "h"),
     "fewkeys budget": Look("#009e73", "-", 3.4, "o"),
 }
 
 
 def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw mean output error (log) against slots used (log) and write it as PNG. Needs matplotlib."""
+    """Write the figure of a report as PNG and PDF. Needs matplotlib."""
+    save(figure_of(report), path)
+
+
+def figure_of(report: Report) -> Figure:
+    """Mean output error (log) against slots used (log), a line for every name."""
     figure, (axes,) = sheet("Output error of attention with few keys", title(report))
     lines = _lines(report)
     looks = {name: look_of(name, order) for order, name in enumerate(lines)}
@@ -48,7 +56,7 @@ def save_figure(report: Report, path: str | os.PathLike[str]) -> None:
         name_lines(axes, {name: (rows[-1].slots, rows[-1].error) for name, rows in lines.items()}, looks)
     else:
         axes.text(0.5, 0.5, "every plan is exact here", transform=axes.transAxes, ha="center", color="#555555")
-    save(figure, path)
+    return figure
 
 
 def look_of(name: str, order: int) -> Look:

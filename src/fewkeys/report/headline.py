@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -51,7 +52,8 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
     """
     for (length, ratio), (longer, higher) in pairwise(points):
         if ratio < 1 <= higher:
-            return float(length * (longer / length) ** (-math.log(ratio) / math.log(higher / ratio)))
+            below = max(ratio, sys.float_info.min)
+            return float(length * (longer / length) ** (-math.log(below) / math.log(higher / below)))
     return None
 
 
@@ -77,7 +79,7 @@ def _of_one_length(report: Report, row: Row) -> str:
     if ratio < 1:
         return (
             f"At {report.length:,} tokens use exact attention: {_name(row)}, with an error of {_percent(row.error)}, "
-            f"takes {1 / ratio:.1f} times as long."
+            f"takes {row.ms / row.exact_ms:.1f} times as long."
         )
     return (
         f"At {report.length:,} tokens {_name(row)} is {ratio:.1f} times as fast as exact attention, at an error of "

@@ -1,89 +1,87 @@
-"""A comparison as one self-contained HTML page, which loads nothing from a network."""
+"""A comparison as one HTML page without scripts, which loads nothing from a network."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
-import re
-import tempfile
 from base64 import b64encode
+from collections.abc import Iterable
 from html import escape
-from pathlib import Path
-from typing import Any
 
 from fewkeys.core.files import write_whole
 from fewkeys.judge.result import Report
-from fewkeys.judge.sample import UNIT, Sample
-from fewkeys.report.figure import look_of
-from fewkeys.report.headline import crossing, headline, recommended, times_of
-from fewkeys.report.style import Look
-from fewkeys.report.table import advice, lengths, notes, skipped, starred, title, whole_ms
+from fewkeys.judge.row import Row
+from fewkeys.report.figure import figure_of
+from fewkeys.report.headline import headline, recommended
+from fewkeys.report.style import drawn
+from fewkeys.report.table import advice, cells, notes, skipped, starred, title
 
-ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("state.js", "rows.js", "heads.js", "tokens.js")
-"""Scripts in the order in which the page loads them; `charts.js` follows plotly."""
-SYMBOLS = {
-    "D": "diamond",
-    "d": "diamond-tall",
-    "x": "x-thin-open",
-    "+": "cross-thin-open",
-    "s": "square",
-    "^": "triangle-up",
-    "v": "triangle-down",
-    "h": "hexagon",
-    "o": "circle",
-}
-"""Plotly's symbol for each marker of matplotlib."""
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } img { max-width: 100%; } table { border-collapse: collapse; font-size: .85rem; }
+td, th { padding: .15rem .5rem; text-align: right; white-space: nowrap; } tr > th:first-child { text-align: left; }
+.scroll { overflow-x: auto; } .best th { font-weight: 700; } tbody th { font-weight: 400; }
+.oracle, .exact, .quiet { color: #555; }
+"""
 
 
-def save_page(report: Report, path: str | os.PathLike[str], sample: Sample | None = None) -> None:
-    """Write the page. Needs plotly (`pip install fewkeys[report]`), whose script becomes part of the page.
+def save_page(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write the page: the sentence of the headline, the figure, every row, and the error of every layer and head.
 
-    `sample`: from `fewkeys.judge.sample.take` for the rows of this report; without it no tokens are shown.
-    Raises `ValueError` for a sample of another report.
+    Needs matplotlib (`pip install fewkeys[report]`).
     """
-    from plotly.offline import get_plotlyjs
-
-    if sample is not None:
-        _check(report, sample)
-    parts = {
-        "title": escape(title(report)),
-        "headline": escape(headline(report)),
-        "about": escape(_about(report)),
-        "advice": "".join(f"<li>{escape(line)}</li>" for line in advice(report)),
-        "notes": "".join(f"<li>{escape(line)}</li>" for line in (*notes(report).values(), *skipped(report))),
-        "style": _asset("page.css"),
-        "data": _json(_data(report, sample)),
-        "sample": "" if sample is None else _packed(sample),
-        "script": "\n".join(_asset(name) for name in SCRIPTS),
-        "plotly": get_plotlyjs(),
-        "charts": _asset("charts.js"),
-    }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
-    write_whole(path, page)
-
-
-def _check(report: Report, sample: Sample) -> None:
-    """Raise `ValueError` for a sample of another report."""
-    of = tuple(sample.tensors["exact"].shape[:2])
-    if of != (report.layers, report.query_heads):
-        raise ValueError(
-            f"sample: expected one of {report.layers} layers of {report.query_heads} heads, got {of}; take it from the "
-            "same capture"
-        )
-    rows = sum(name.endswith(".kept") for name in sample.tensors)
-    if rows != len(report.rows):
-        raise ValueError(f"sample: expected {len(report.rows)} rows, got {rows}; take it for the rows of the report")
+    row = recommended(report)
+    parts = [
+        f"<h1>{escape(headline(report))}</h1>",
+        f'<p class="quiet">{escape(title(report))}</p>',
+        f'<img alt="Error of attention\'s output against slots per query" src="{_picture(report)}">',
+        "<h2>The best at each number of slots</h2>",
+        _list(advice(report)),
+        "<h2>Every row</h2>",
+        _table(report),
+        _list((*notes(report).values(), *skipped(report))),
+        "" if row is None else _heads(row),
+        f'<p class="quiet">{escape(_about(report))}</p>',
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(title(report))}</title><style>{STYLE}</style>'
+    write_whole(
+        path,
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n' + "\n".join(parts) + "\n</body></html>\n",
+    )
 
 
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
+def _picture(report: Report) -> str:
+    return f"data:image/png;base64,{b64encode(drawn(figure_of(report), 'png')).decode()}"
 
 
-def _json(data: Any) -> str:
-    """JSON without "<", which could close the script element around it."""
-    return json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+def _list(lines: Iterable[str]) -> str:
+    return '<ul class="quiet">' + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def _table(report: Report) -> str:
+    rows = [(row, cells(report, row)) for row in report.rows]
+    names = "".join(f"<th>{escape(name)}</th>" for name in (rows[0][1] if rows else ()))
+    lines = [f"<thead><tr><th>plan</th>{names}</tr></thead><tbody>"]
+    for row, values in rows:
+        best = starred(report, row)
+        name = row.name + ("" if row.budget is None else f" {row.budget}") + (" *" if best else "")
+        kind = f"{row.kind} best" if best else row.kind
+        lines.append(f'<tr class="{kind}" title="{escape(row.plan)}"><th>{escape(name)}</th>')
+        lines.append("".join(f"<td>{escape(value)}</td>" for value in values.values()) + "</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</tbody></table></div>'
+
+
+def _heads(row: Row) -> str:
+    """The error of every layer and head under one row's plan, the darker the larger."""
+    errors = [[error or 0.0 for error in heads] for heads in row.per_head["error"]]
+    most = max(1e-6, *(error for heads in errors for error in heads))
+    lines = ["<tr><th></th>" + "".join(f"<th>{head}</th>" for head in range(len(errors[0]))) + "</tr>"]
+    for layer, heads in enumerate(errors):
+        shades = [f"rgba(213,94,0,{(error / most) ** 0.5:.2f})" for error in heads]
+        shown = (f'<td style="background:{shade}">{error:.2f}</td>' for shade, error in zip(shades, heads, strict=True))
+        lines.append(f"<tr><th>{layer}</th>{''.join(shown)}</tr>")
+    name = row.name if row.budget is None else f"{row.name}, {row.budget} slots"
+    says = f"<h2>Error of every layer and head under {escape(name)}</h2><p>Layers downwards, heads across.</p>"
+    return f'{says}<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def _about(report: Report) -> str:
@@ -94,60 +92,3 @@ def _about(report: Report) -> str:
         f"{f', text: {text}' if text else ''}. Timed on {machine['cpu']}, threads in use: {machine['threads']}; "
         + ", ".join(f"{name} {number}" for name, number in report.versions.items())
     )
-
-
-def _data(report: Report, sample: Sample | None) -> dict[str, Any]:
-    names = list(dict.fromkeys(row.name for row in report.rows))
-    looks = {name: Look("#000000") if name == "exact" else look_of(name, i) for i, name in enumerate(names)}
-    rows = [
-        {
-            **{name: getattr(row, name) for name in ("name", "budget", "kind", "plan", "cosine", "recall")},
-            **{name: _short(getattr(row, name)) for name in ("slots", "error", "mass", "ms", "exact_ms")},
-            "p50": _short(row.error_p50),
-            "p90": _short(row.error_p90),
-            "worst": row.worst_head,
-            "worst_error": _short(row.worst_head_error),
-            "heads": [[_short(error) for error in heads] for heads in row.per_head["error"]],
-            "star": starred(report, row),
-            "whole": {length: _short(ms) for length, ms in whole_ms(report, row).items()},
-        }
-        for row in report.rows
-    ]
-    return {
-        "rows": rows,
-        "looks": {
-            name: {"color": look.color, "symbol": SYMBOLS[look.marker], "width": look.width, "dash": _dash(look)}
-            for name, look in looks.items()
-        },
-        "lengths": lengths(report),
-        "crossing": _crossing(report),
-        "layers": report.layers,
-        "heads": report.query_heads,
-        "sample": None if sample is None else {"tokens": sample.tokens, "queries": sample.queries, "unit": UNIT},
-    }
-
-
-def _dash(look: Look) -> str:
-    """Plotly's name of a line's dashes."""
-    return "solid" if look.dash == "-" else "dash" if look.dash[1][0] > 2 else "dot"
-
-
-def _crossing(report: Report) -> dict[str, Any] | None:
-    """From which length the row of the headline is faster than exact attention."""
-    row = recommended(report)
-    if row is None or not report.whole_times:
-        return None
-    where = crossing([(item.length, item.exact_ms / item.ms) for item in times_of(report, row)])
-    return None if where is None else {"length": float(f"{where:.2g}"), "row": report.rows.index(row)}
-
-
-def _short(number: float | None) -> float | None:
-    return None if number is None else float(f"{number:.4g}")
-
-
-def _packed(sample: Sample) -> str:
-    """The safetensors file of the sample, compressed, in base64."""
-    with tempfile.TemporaryDirectory() as folder:
-        sample.save(Path(folder) / "sample")
-        data = (Path(folder) / "sample").read_bytes()
-    return b64encode(gzip.compress(data, 9, mtime=0)).decode()

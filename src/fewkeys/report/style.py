@@ -19,6 +19,8 @@ LEFT, BOTTOM, TOP, LINE = 0.72, 0.63, 0.72, 0.172
 """Inches beside, below and above a panel, and of a line of small text."""
 OTHERS = ["#6a3d9a", "#b15928", "#1b7837", "#c51b7d", "#4d4d4d", "#2c7fb8"]
 """Colours for lines without an assigned one, in turn."""
+DATES = {"png": "Software", "pdf": "CreationDate"}
+"""The metadata that would make two files of the same figure differ."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,15 @@ def name_lines(axes: Axes, ends: Mapping[str, tuple[float, float]], looks: Mappi
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write the figure as PNG and as PDF, whole or not at all: the same bytes for the same figure."""
-    for suffix, date in (("png", "Software"), ("pdf", "CreationDate")):
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=suffix, metadata={date: None})
-        write_whole(Path(path).with_suffix(f".{suffix}"), drawn.getvalue())
+    for suffix in DATES:
+        write_whole(Path(path).with_suffix(f".{suffix}"), drawn(figure, suffix))
+
+
+def drawn(figure: Figure, suffix: str) -> bytes:
+    """The figure as the contents of a file of this kind."""
+    contents = io.BytesIO()
+    figure.savefig(contents, format=suffix, metadata={DATES[suffix]: None})
+    return contents.getvalue()
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:

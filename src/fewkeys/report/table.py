@@ -34,11 +34,11 @@ def print_table(report: Report, screen: Console | None = None) -> None:
         star = starred(report, row)
         names.append(f"  {row.name}{' *' if star else ''}")
         styles.append({"exact": "dim", "oracle": "italic cyan"}.get(row.kind, "bold green" if star else ""))
-    cells = [_cells(report, row) for row in rows]
+    by_row = [cells(report, row) for row in rows]
     drop = DROP | {AT.format(length): 1 for length in lengths(report)[1:-2]}
     drop |= {"cosine": 8} if report.whole_times else {}
     columns = [
-        Column(name, [cell[name] for cell in cells], drop=drop.get(name, 0)) for name in (cells[0] if cells else ())
+        Column(name, [cell[name] for cell in by_row], drop=drop.get(name, 0)) for name in (by_row[0] if rows else ())
     ]
     columns = [Column("plan", names, "left"), *(column for column in columns if set(column.cells) != {"-"})]
     shown = print_columns(screen, columns, title=title(report), sections=sections, styles=styles)
@@ -122,12 +122,13 @@ def _at(numbers: list[str]) -> str:
 
 
 def _speed(row: Row) -> str:
-    ratio = row.exact_ms / row.ms
-    speed = f"{ratio:.1f} times as fast as" if ratio >= 1 else f"{1 / ratio:.1f} times as slow as"
+    fast, slow = row.exact_ms / row.ms, row.ms / row.exact_ms
+    speed = f"{fast:.1f} times as fast as" if fast >= 1 else f"{slow:.1f} times as slow as"
     return f"; {speed} exact attention at this length"
 
 
-def _cells(report: Report, row: Row) -> dict[str, str]:
+def cells(report: Report, row: Row) -> dict[str, str]:
+    """A row's figures as text, by column."""
     layer, head = row.worst_head
     cells = {
         "slots": f"{row.slots:.1f}",

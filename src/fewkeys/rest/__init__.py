@@ -12,9 +12,7 @@ from fewkeys.rest.base import Rest as Rest
 from fewkeys.rest.base import StandIns as StandIns
 from fewkeys.rest.block_means import BlockMeans as BlockMeans
 from fewkeys.rest.cluster_means import ClusterMeans as ClusterMeans
-from fewkeys.rest.moments import Moments as Moments
 from fewkeys.rest.running_means import RunningMeans as RunningMeans
-from fewkeys.rest.uniform_sample import UniformSample as UniformSample
 
 
 def __dir__() -> list[str]:

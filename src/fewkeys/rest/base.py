@@ -29,7 +29,7 @@ REACH = 0.25
 class StandIns:
     """C stand-ins per key head that represent the keys a query does not keep.
 
-    Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
+    Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c` and weight
     `n_ic f(s_ic)`, where the multiplicity `n_ic = sum_{j: label_j = c} share_j` runs over the keys j that query i does
     not keep: so no key counts twice. Its value is `value_c`, plus the first-order term `factor_c u_i right`, where
     `u_i = min(max(q_i left - middle, -reach), reach)`: within reach a cluster's values move with its keys, beyond it
@@ -37,9 +37,9 @@ class StandIns:
 
     Shapes: key (B, Hkv, C, D), value (B, Hkv, C, Dv); label (B, Hkv, Nk), int64: the stand-in that represents a key,
     0 .. C - 1; share (B, Hkv, Nk): its weight there, zero for keys that all queries keep and for padding;
-    bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv) or None (identity), factor (B, Hkv, C): all
-    three act on the scaled query; curvature (B, Hkv, D, D) adds `q^T M q / 2` of the scaled query to every score.
-    bounds (B, Hkv, 2, r): middle and reach, wherever there is `left`. Labels, shares and bounds carry no gradient.
+    bias (B, Hkv, C) or None; left (B, Hkv, D, r), right (B, Hkv, r, Dv), factor (B, Hkv, C): all three act on the
+    scaled query; bounds (B, Hkv, 2, r): middle and reach, wherever there is `left`. Labels, shares and bounds carry no
+    gradient.
     """
 
     key: Tensor
@@ -50,7 +50,6 @@ class StandIns:
     left: Tensor | None = None
     right: Tensor | None = None
     factor: Tensor | None = None
-    curvature: Tensor | None = None
     bounds: Tensor | None = None
 
     @property
@@ -196,9 +195,6 @@ class Rest(Listed, ABC):
     needs_causal: ClassVar[bool] = False
     """Whether the stand-ins are of the past, and mean nothing without `is_causal=True`."""
 
-    sharded: ClassVar[bool] = False
-    """Whether `prepare` works, without causality, on keys that are split over processes (`inputs.whole`)."""
-
     @abstractmethod
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> AnyStandIns | None:
         """The stand-ins for all keys outside the graph's shared columns, or None where nothing stands in."""
@@ -239,7 +235,6 @@ class Drop(Rest):
     """Nothing stands in: the weights are renormalised over the kept keys."""
 
     causal: ClassVar[bool] = True
-    sharded: ClassVar[bool] = True
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> StandIns | None:
         return None

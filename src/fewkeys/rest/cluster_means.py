@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -60,7 +59,6 @@ class ClusterMeans(Rest):
     count: int
     rank: int = 0
     cohorts: int = 1
-    sharded: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("ClusterMeans count", self.count)

@@ -18,7 +18,6 @@ from fewkeys.past.scan import Scan
 from fewkeys.past.state import State
 from fewkeys.rest.base import BlockStandIns, Rest
 from fewkeys.select.base import Recent, Selector
-from fewkeys.select.causal import CAUSAL_BLOCK
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,7 @@ class RunningMeans(Rest):
         if len(recent) != 1 or not all(fact is not None and not fact.latest for fact in facts):
             raise ValueError(
                 "keep: RunningMeans takes up whole blocks of keys as they leave RecentBlocks; expected one "
-                f"RecentBlocks and, beside it, Sinks, Leverage(count), KeyNorm or RandomKeys, got {keep}"
-            )
-        reach = recent[0].size * recent[0].blocks
-        if reach < CAUSAL_BLOCK and any(fact is not None and fact.best for fact in facts):
-            raise ValueError(
-                f"keep: keys are chosen every {CAUSAL_BLOCK} positions, so expected RecentBlocks that hold as many, "
-                f"got {keep} with {reach}; give it more blocks"
+                f"RecentBlocks and, beside it, Sinks, got {keep}"
             )
 
     def prepare(self, inputs: Inputs, graph: Graph, weights: Weights) -> BlockStandIns:
@@ -94,8 +87,8 @@ def blocks_of(graph: Graph) -> Columns:
     """The lists of a graph whose edges are all lists by blocks, as stand-ins of the past require."""
     if graph.columns is None or graph.band is not None or graph.rows is not None or graph.full:
         raise ValueError(
-            "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks, Leverage, KeyNorm or "
-            "RandomKeys beside it), got a window or a rule with a list for every query"
+            "keep: RunningMeans absorbs whole blocks of keys: expected RecentBlocks (and Sinks beside it), got a "
+            "window or a rule with a list for every query"
         )
     return graph.columns
 

@@ -16,18 +16,6 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_count, check_inputs
 from fewkeys.core.work import Work
-from fewkeys.select.causal import OnlineScore
-
-
-@dataclass(frozen=True)
-class Best:
-    """The `count` best keys so far: of scores, made anew for every sequence, that see no later key.
-
-    `online` takes the generator of random rules.
-    """
-
-    count: int
-    online: Callable[[torch.Generator | None], OnlineScore]
 
 
 class Recent(NamedTuple):
@@ -45,14 +33,12 @@ class Remembered:
         latest: the number of latest keys, which each query counts from its own place.
         recent: blocks of positions; whole blocks are evicted at once.
         first: the number of first real keys.
-        best: the best keys so far.
         scan: how many keys a scan chooses among all keys, which must be held for it; 0: there is no scan.
     """
 
     latest: int = 0
     recent: Recent | None = None
     first: int = 0
-    best: Best | None = None
     scan: int = 0
 
 
@@ -61,14 +47,12 @@ class Sharded:
     """How a rule chooses without causality among keys that are split over processes.
 
     Attributes:
-        band: as many keys around the query's position as `Window(band)` keeps.
         score: numbers (B, Hkv, N) for the keys of `inputs`, which are a part of `inputs.whole`; the rule keeps
         count: this many of the largest of all parts, or
         least: every key of at least this score.
     """
 
-    band: int = 0
-    score: Callable[[Inputs], Tensor] | None = None
+    score: Callable[[Inputs], Tensor]
     count: int | None = None
     least: float | None = None
 
@@ -86,6 +70,10 @@ class Selector(Listed, ABC):
     @abstractmethod
     def select(self, inputs: Inputs) -> Graph:
         """The edges kept on a validated problem. No gradient flows through the choice."""
+
+    def beside(self, inputs: Inputs, kept: Graph) -> Graph:
+        """`kept`, and the edges that the rule keeps. A rule may choose others where these are there."""
+        return kept | self.select(inputs)
 
     @abstractmethod
     def covers(self, inputs: Inputs) -> bool:
@@ -199,9 +187,11 @@ class Union(Selector, listed=False):
         return tuple(part for member in self.members for part in member.parts)
 
     def select(self, inputs: Inputs) -> Graph:
-        graph = self.members[0].select(inputs)
-        for member in self.members[1:]:
-            graph = graph | member.select(inputs)
+        # Lists of cohorts are chosen last: they have the choice of all keys but those of a band.
+        first, *others = sorted(self.members, key=lambda member: member.cohort_lists)
+        graph = first.select(inputs)
+        for member in others:
+            graph = member.beside(inputs, graph)
         return graph
 
     def covers(self, inputs: Inputs) -> bool:

@@ -25,7 +25,7 @@ CAUSAL_BLOCK = 32
 
 
 class OnlineScore(ABC):
-    """Scores of keys that arrive block by block; a selector makes a fresh one for every call and every stream.
+    """Scores of keys that arrive block by block; a selector makes a fresh one for every call.
 
     `sums` is all that is remembered of the keys so far: statistics that add up, by name.
     """

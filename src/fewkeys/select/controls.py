@@ -11,7 +11,7 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.work import PER_SORTED, Work
-from fewkeys.select.base import Best, Counted, Remembered, Sharded, shared_top
+from fewkeys.select.base import Counted, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 
 
@@ -20,10 +20,6 @@ class KeyNorm(Counted):
     """The `count` keys of largest Euclidean norm, shared by all queries. Cost O(n D)."""
 
     causal = True
-
-    @property
-    def remembered(self) -> Remembered:
-        return Remembered(best=Best(self.count, lambda generator: _Norms()))
 
     @property
     def sharded(self) -> Sharded:
@@ -46,10 +42,6 @@ class RandomKeys(Counted):
     """
 
     causal = True
-
-    @property
-    def remembered(self) -> Remembered:
-        return Remembered(best=Best(self.count, _Draws))
 
     @property
     def sharded(self) -> Sharded:

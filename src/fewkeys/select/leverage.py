@@ -12,7 +12,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision, working
 from fewkeys.core.validation import check_count, check_finite, check_real
 from fewkeys.core.work import Work
-from fewkeys.select.base import Best, Remembered, Selector, Sharded, shared_top
+from fewkeys.select.base import Selector, Sharded, shared_top
 from fewkeys.select.causal import OnlineScore, running_top
 from fewkeys.select.controls import KeyNorm
 from fewkeys.sketch.gram import gram64, root64, score_rows
@@ -59,12 +59,6 @@ class Leverage(Selector):
     @property
     def causal(self) -> bool:
         return self.eps is None and self.power == 2
-
-    @property
-    def remembered(self) -> Remembered | None:
-        if self.count is None or not self.causal:
-            return None
-        return Remembered(best=Best(self.count, lambda generator: _RunningLeverage(self.centre)))
 
     @property
     def sharded(self) -> Sharded:

@@ -12,13 +12,15 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.totals import row_maximum
 from fewkeys.core.validation import check_cohorts, check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, Sharded, shared_top
-from fewkeys.sketch.clusters import clustering_operations, clusters, key_statistics
+from fewkeys.select.base import Counted, shared_top
+from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, key_statistics
+from fewkeys.sketch.cohort_bias import bias_importance
 from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
 from fewkeys.sketch.tilted import best
 
-NEAR = 1e-5
-"""Squared distances below this part of the largest are taken for as much."""
+PAIR = 0.999
+"""A factor of log distances. Without it the two keys of a cluster of two have the very same score; with it the more
+important one wins, whatever the rounding."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Outliers(Counted):
 
     `cohorts` H > 1, a power of two: the queries of a head are sorted into H cohorts of similar ones
     (`fewkeys.sketch.cohorts`), and each has a list of its own, by its own importance g_hj. Such lists stand alone, or
-    beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides.
+    beside `ClusterMeans` of as many cohorts. Cost O(n H D) besides. With a bias of distances, g_hj includes the bias
+    that the cohort's queries have at the key (`fewkeys.sketch.cohort_bias`); a list that all share is chosen without.
     """
 
     clusters: int
@@ -51,20 +54,24 @@ class Outliers(Counted):
         return False
 
     def scores(self, inputs: Inputs) -> Tensor:
-        """(B, Hkv, Nk): twice the expression above.
-
-        The two keys of a cluster of two have the very same score; the thousandth lets the more important one win,
-        whatever the rounding.
-        """
+        """(B, Hkv, Nk): twice the expression above, with the factor `PAIR`."""
         distance = clusters(inputs, self.clusters).distance
         tiny = torch.finfo(distance.dtype).tiny
-        return 1.001 * key_statistics(inputs).importance + distance.clamp_min(tiny).log()
+        return key_statistics(inputs).importance + PAIR * distance.clamp_min(tiny).log()
 
     def select(self, inputs: Inputs) -> Graph:
         if self.cohorts == 1:
             return shared_top(inputs, self.scores(inputs), self.count)
-        known = cohorts(inputs, self.cohorts)
-        index, used = best(inputs, known, self.common(inputs, known), self.count)
+        return self._lists(inputs, None)
+
+    def beside(self, inputs: Inputs, kept: Graph) -> Graph:
+        return kept | (self.select(inputs) if self.cohorts == 1 else self._lists(inputs, kept.band))
+
+    def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
+        """A list for every cohort, whose queries keep the keys of the band besides."""
+        known, bias = cohorts(inputs, self.cohorts), inputs.bias
+        own = None if bias is None else bias_importance(inputs, known, bias, band)
+        index, used = best(inputs, known, self.common(inputs, known), self.count, own)
         return Graph(inputs, columns=Columns(index, used, known.place.shape[3], known.place))
 
     def common(self, inputs: Inputs, known: Cohorts) -> Tensor:
@@ -75,14 +82,10 @@ class Outliers(Counted):
         distance = clusters(inputs, self.clusters).distance
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
         least = (NEAR * inputs.whole.totals.max(row_maximum(real))).clamp_min(torch.finfo(distance.dtype).tiny)
-        return own_importance(inputs, known) + distance.maximum(least).log()
+        return own_importance(inputs, known) + PAIR * distance.maximum(least).log()
 
     def work(self, inputs: Inputs) -> Work:
         each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0
         return Work(
             float(self.count), 4.0 * inputs.head_dim**2 + each, shared=clustering_operations(inputs, self.clusters)
         )
-
-    @property
-    def sharded(self) -> Sharded | None:
-        return None if self.cohorts > 1 else Sharded(score=self.scores, count=self.count)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph, band_block
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.select.base import Counted, Remembered, Selector, Sharded
+from fewkeys.select.base import Counted, Remembered, Selector
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,6 @@ class Window(Selector):
     def remembered(self) -> Remembered:
         return Remembered(latest=self.size)
 
-    @property
-    def sharded(self) -> Sharded:
-        return Sharded(band=self.size)
-
 
 @dataclass(frozen=True)
 class Sinks(Counted):
@@ -76,12 +71,3 @@ class Sinks(Counted):
     @property
     def remembered(self) -> Remembered:
         return Remembered(first=self.count)
-
-    @property
-    def sharded(self) -> Sharded:
-        return Sharded(score=self._nearness, count=self.count)
-
-    def _nearness(self, inputs: Inputs) -> Tensor:
-        """Larger for keys nearer to the beginning."""
-        place = torch.arange(inputs.keys, device=inputs.key.device) + inputs.whole.first_key
-        return -place.double().expand(inputs.batch, inputs.kv_heads, -1)

@@ -50,16 +50,19 @@ class Tilted:
     together: Tensor | None
 
 
-def best(inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """For every cohort the `count` real keys of largest `m_h . k_j + offset_j`, offset (B, Hkv, Nk): places
-    (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
+def best(
+    inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int, own: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For every cohort the `count` real keys of largest `m_h . k_j + offset_j + own_hj`, offset (B, Hkv, Nk), own
+    (B, Hkv, H, Nk) or none: places (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
     """
     x, count = inputs, min(count, inputs.keys)
     if x.valid is not None:
         offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
-    if x.impl in COMPILED and native.readable(x.key, offset, cohorts.mean):
+    if own is None and x.impl in COMPILED and native.readable(x.key, offset, cohorts.mean):
         return native.best(x.key.detach(), cohorts.mean, offset, count)
-    top = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2)).topk(count, -1)
+    scores = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2))
+    top = (scores if own is None else scores.add_(own)).topk(count, -1)
     index, order = top.indices.sort(-1)
     return index, (top.values > -torch.inf).gather(-1, order)
 

@@ -75,11 +75,6 @@ def _form(problem: Problem) -> str | None:
             return f"expected lists by blocks alone, got {'none' if graph.columns is None else 'a window beside them'}"
         if isinstance(s, StandIns):
             return "expected means of the past beside lists by blocks, got stand-ins that serve all queries"
-    if isinstance(s, StandIns):
-        if s.curvature is not None:
-            return "expected stand-ins without curvature, got Moments()"
-        if s.left is not None and s.right is None:
-            return "expected a first-order term of low rank, got a full one"
     return None
 
 

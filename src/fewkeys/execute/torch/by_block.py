@@ -148,11 +148,8 @@ def _attend_chunk(
             elif isinstance(source, Means):
                 parts[number] = parts[number] + distances.of_stand_ins(source.member, chunk)
     elif means is not None:
+        # A mean without keys cannot be the row's largest score by much: it is an average of keys that are all kept.
         multiplicity = means.multiplicity(chunk)
-        if multiplicity is not None and isinstance(means, Means) and means.curvature is not None:
-            # A stand-in without keys must not decide the row's largest score. A mean cannot: it is an average
-            # of keys that are then all kept, so its score exceeds theirs by no more than its small bias.
-            parts[-1] = parts[-1].masked_fill(multiplicity <= 0, -torch.inf)
     weight = weights.kernel(parts)
     if multiplicity is not None:
         weight[-1] = weight[-1] * multiplicity if weight[-1].requires_grad else weight[-1].mul_(multiplicity)

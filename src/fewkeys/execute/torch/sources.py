@@ -242,9 +242,7 @@ class Means(Source):
 
         self.key, self.value = working(stand_ins.key).flatten(0, 1), working(stand_ins.value).flatten(0, 1)
         self.bias, self.left, self.right = flat(stand_ins.bias), flat(stand_ins.left), flat(stand_ins.right)
-        self.curvature, self.bounds, factor = (
-            flat(part) for part in (stand_ins.curvature, stand_ins.bounds, stand_ins.factor)
-        )
+        self.bounds, factor = flat(stand_ins.bounds), flat(stand_ins.factor)
         if factor is not None:
             # The factors are one more column of the values.
             self.value = torch.cat([self.value, factor.unsqueeze(-1)], -1)
@@ -263,13 +261,8 @@ class Means(Source):
     def scores(self, chunk: Chunk) -> Tensor:
         key = self.key[chunk.heads].mT
         if self.bias is None:
-            scores = chunk.query @ key
-        else:
-            scores = torch.baddbmm(self.bias[chunk.heads].unsqueeze(1), chunk.query, key)
-        if self.curvature is not None:
-            curved = chunk.query @ self.curvature[chunk.heads]
-            scores = scores + 0.5 * (curved * chunk.query).sum(-1, keepdim=True)
-        return scores
+            return chunk.query @ key
+        return torch.baddbmm(self.bias[chunk.heads].unsqueeze(1), chunk.query, key)
 
     def multiplicity(self, chunk: Chunk, held: Tensor | None = None) -> Tensor:
         """How many keys each stand-in represents, per query: (H, M, C), or (H, 1, C) where all queries agree.
@@ -286,14 +279,12 @@ class Means(Source):
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         mixed = weights @ self.value[chunk.heads]
-        if self.left is None:
+        if self.left is None or self.right is None:
             return mixed
         moved = chunk.query @ self.left[chunk.heads]
         if self.bounds is not None:
             moved = within_reach(moved, self.bounds[chunk.heads])
-        if self.right is not None:
-            moved = moved @ self.right[chunk.heads]
-        return mixed[..., :-1] + mixed[..., -1:] * moved
+        return mixed[..., :-1] + mixed[..., -1:] * (moved @ self.right[chunk.heads])
 
 
 class PastMeans(Source):

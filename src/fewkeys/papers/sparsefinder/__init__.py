@@ -1,24 +1,14 @@
-"""Sparsefinder (arXiv 2109.12188): predicting the graph of sparse attention, and the patterns it is compared with.
+"""Sparsefinder (arXiv 2109.12188): predicting the graph of sparse attention.
 
 A line here makes a file's classes public, loadable by name and part of every law (`fewkeys.core.catalogue`).
 """
 
 from fewkeys.core.rooms import public_names
-from fewkeys.papers.sparsefinder.baselines.bigbird import BigBird as BigBird
-from fewkeys.papers.sparsefinder.baselines.longformer import Longformer as Longformer
-from fewkeys.papers.sparsefinder.baselines.low_rank import LowRankEntmax as LowRankEntmax
-from fewkeys.papers.sparsefinder.baselines.random_edges import RandomEdges as RandomEdges
-from fewkeys.papers.sparsefinder.baselines.reformer import Reformer as Reformer
-from fewkeys.papers.sparsefinder.baselines.routing import Routing as Routing
-from fewkeys.papers.sparsefinder.baselines.sorted_lsh import SortedLSH as SortedLSH
-from fewkeys.papers.sparsefinder.baselines.sparse_transformer import Fixed as Fixed
-from fewkeys.papers.sparsefinder.baselines.sparse_transformer import Strided as Strided
 from fewkeys.papers.sparsefinder.block_clusters import BlockClusters as BlockClusters
 from fewkeys.papers.sparsefinder.entmax_support import EntmaxSupport as EntmaxSupport
 from fewkeys.papers.sparsefinder.global_tokens import GlobalTokens as GlobalTokens
 from fewkeys.papers.sparsefinder.graphs import GraphScores as GraphScores
 from fewkeys.papers.sparsefinder.graphs import score_graphs as score_graphs
-from fewkeys.papers.sparsefinder.group_means import GroupMeans as GroupMeans
 from fewkeys.papers.sparsefinder.group_measures import computation_sparsity as computation_sparsity
 from fewkeys.papers.sparsefinder.group_measures import group_entropy as group_entropy
 from fewkeys.papers.sparsefinder.groupings import Buckets as Buckets
@@ -32,6 +22,7 @@ from fewkeys.papers.sparsefinder.groups import Groups as Groups
 from fewkeys.papers.sparsefinder.predicted import Predicted as Predicted
 from fewkeys.papers.sparsefinder.projection import Centroids as Centroids
 from fewkeys.papers.sparsefinder.projection import Projection as Projection
+from fewkeys.papers.sparsefinder.random_edges import RandomEdges as RandomEdges
 from fewkeys.papers.sparsefinder.sparsefinder import Sparsefinder as Sparsefinder
 
 

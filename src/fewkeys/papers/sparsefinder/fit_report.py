@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fewkeys.captures.capture import Capture
-from fewkeys.papers.sparsefinder.baselines.random_edges import RandomEdges
 from fewkeys.papers.sparsefinder.graphs import score_graphs
 from fewkeys.papers.sparsefinder.groupings import Grouping
+from fewkeys.papers.sparsefinder.random_edges import RandomEdges
 from fewkeys.papers.sparsefinder.sparsefinder import Sparsefinder
 from fewkeys.select import Selector, Window
 

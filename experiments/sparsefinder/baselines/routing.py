@@ -21,7 +21,7 @@ LLOYD_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Routing(Selector):
+class Routing(Selector, listed=True):
     """(i, j) is an edge when query i and key j are in one cluster.
 
     Queries and keys are brought to unit length (the paper's layer norm without scale and bias also subtracts the mean

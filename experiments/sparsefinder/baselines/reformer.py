@@ -11,14 +11,14 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.baselines.draws import normal
+from fewkeys.papers.sparsefinder.draws import normal
 from fewkeys.papers.sparsefinder.groups import Groups
 from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
 
 
 @dataclass(frozen=True)
-class Reformer(Selector):
+class Reformer(Selector, listed=True):
     """(i, j) is an edge when `h_r(q_i) = h_r(k_j)` in any round r, `h_r(x) = argmax [x R_r, -x R_r]`.
 
     R_r (D, buckets / 2) is Gaussian, drawn anew for every round from the call's generator, the same for all sequences

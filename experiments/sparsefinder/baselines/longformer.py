@@ -14,7 +14,7 @@ from fewkeys.select.window import Window
 
 
 @dataclass(frozen=True)
-class Longformer(Selector):
+class Longformer(Selector, listed=True):
     """(i, j) is an edge when `|i - j| <= window / 2`, or i or j is one of the first `global_tokens` real tokens.
 
     `Window(window) | GlobalTokens(global_tokens)`: window counts the query's own key, and under causality the `window`

@@ -11,14 +11,14 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.baselines.draws import distinct
+from fewkeys.papers.sparsefinder.draws import distinct
 from fewkeys.papers.sparsefinder.global_tokens import GlobalTokens
 from fewkeys.select.base import Selector
 from fewkeys.select.recent import RecentBlocks
 
 
 @dataclass(frozen=True)
-class BigBird(Selector):
+class BigBird(Selector, listed=True):
     """Blocks of `size` positions: every query block sees a window of blocks, `random` others, and the global ones.
 
     The window is `window` blocks, an odd number with the query's block in the middle; under causality that block and

@@ -14,14 +14,14 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.baselines.draws import normal
+from fewkeys.papers.sparsefinder.draws import normal
 from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected
 from fewkeys.select.base import Selector
 from fewkeys.select.rows import listed, query_blocks
 
 
 @dataclass(frozen=True)
-class LowRankEntmax(Selector):
+class LowRankEntmax(Selector, listed=True):
     """(i, j) is an edge when `entmax_alpha(scale q'_i . k'_j)_j > 0`, q' and k' of few dimensions.
 
     Args:

@@ -11,14 +11,14 @@ from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.baselines.draws import normal
+from fewkeys.papers.sparsefinder.draws import normal
 from fewkeys.papers.sparsefinder.groups import Groups
 from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector
 
 
 @dataclass(frozen=True)
-class SortedLSH(Selector):
+class SortedLSH(Selector, listed=True):
     """Queries and keys are sorted by a hash and split into equal blocks; block b of queries sees block b of keys.
 
     The hash is the signs of `planes` random projections, ordered along the Gray code, so that neighbouring buckets
@@ -26,7 +26,7 @@ class SortedLSH(Selector):
     `m = ceil(n / size)` blocks; a query of rank r among N sees the keys whose rank times m / n rounds down to the same
     block as `r m / N`. The planes come from the call's generator, the same for all sequences and heads.
 
-    HyperAttention is this beside `rest=UniformSample(count)`. Not causal: ranks depend on later tokens, and the paper's
+    HyperAttention adds a uniform sample of the other keys. Not causal: ranks depend on later tokens, and the paper's
     recursion over halves of the sequence sorts each half as a whole.
 
     Args:

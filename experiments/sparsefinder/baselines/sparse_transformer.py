@@ -16,7 +16,7 @@ from fewkeys.select.base import Selector
 
 
 @dataclass(frozen=True)
-class Strided(Selector):
+class Strided(Selector, listed=True):
     """(i, j) is an edge when `|i - j| <= stride` or `(i - j) mod stride = 0`, i and j positions.
 
     Both of the paper's two patterns at once, its merged head. The paper is causal, so j <= i there; without causality
@@ -46,7 +46,7 @@ class Strided(Selector):
 
 
 @dataclass(frozen=True)
-class Fixed(Selector):
+class Fixed(Selector, listed=True):
     """(i, j) is an edge when `i // stride = j // stride` or `j mod stride >= stride - summary`, i and j positions.
 
     Every block of `stride` positions sees itself, and the last `summary` positions of every block, which summarise it.

@@ -9,7 +9,7 @@ import torch
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.baselines.draws import distinct
+from fewkeys.papers.sparsefinder.draws import distinct
 from fewkeys.select.base import Counted
 
 

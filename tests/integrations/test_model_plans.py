@@ -1,97 +1,18 @@
-"""Plans in repositories of the hub, without a network; plans by layer; and plans that know their model."""
+"""Plans by layer, plans that know their model, and questions about a context."""
 
 import json
-import shutil
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-import huggingface_hub
-
 import fewkeys as fk
 from chats import chat_tokenizer
 from fewkeys.captures import Capture
 from fewkeys.integrations.same_weights import check_same_weights
 from tiny_models import bert, gpt2, llama, run, tokens
-
-COMMIT = "0" * 40
-
-
-class Hub:
-    """A hub of folders: what `HfApi` does there, and a cache as `snapshot_download` leaves it."""
-
-    def __init__(self, root):
-        self.root, self.told = root, {}
-
-    def __call__(self, token=None):
-        self.told["token"] = token
-        return self
-
-    def create_repo(self, repo_id, *, private, exist_ok):
-        self.told |= {"private": private, "exist_ok": exist_ok}
-        return SimpleNamespace(repo_id=repo_id)
-
-    def create_branch(self, repo_id, *, branch, exist_ok):
-        self.told["made"] = branch
-
-    def snapshot(self, repo_id):
-        return self.root / f"models--{repo_id.replace('/', '--')}" / "snapshots" / COMMIT
-
-    def file_exists(self, repo_id, name, *, revision):
-        self.told["looked"] = revision
-        return (self.snapshot(repo_id) / name).exists()
-
-    def upload_folder(self, *, repo_id, folder_path, revision, commit_message, create_pr):
-        shutil.copytree(folder_path, self.snapshot(repo_id), dirs_exist_ok=True)
-        refs = self.snapshot(repo_id).parents[1] / "refs"
-        refs.mkdir(exist_ok=True)
-        (refs / (revision or "main")).write_text(COMMIT)
-        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/{COMMIT}")
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "HfApi", found := Hub(tmp_path))
-    return found
-
-
-MANY = fk.ModelPlan(((fk.budget(8),), (fk.Plan(fk.Window(3)), fk.budget(16))), {"model": "owner/model"})
-
-
-@pytest.mark.parametrize("plan", [fk.budget(64), MANY], ids=["one", "many"])
-def test_round_trip(plan, hub):
-    address = plan.push_to_hub("me/plan", private=True, branch="v2", token="secret")
-    assert address == f"https://hub/me/plan/commit/{COMMIT}"
-    assert hub.told == {"token": "secret", "private": True, "exist_ok": True, "made": "v2", "looked": "v2"}
-    how = {"cache_dir": hub.root, "local_files_only": True, "revision": "v2"}
-    assert type(plan).from_pretrained("me/plan", **how) == plan
-    card = (hub.snapshot("me/plan") / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: fewkeys\n")
-    assert ("base_model: owner/model\n" in card) == (plan is MANY)
-    (hub.snapshot("me/plan") / "README.md").write_text("mine")
-    plan.push_to_hub("me/plan")
-    assert (hub.snapshot("me/plan") / "README.md").read_text() == "mine"
-
-
-def test_what_is_not_there(hub, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^directory: there is no folder 'me/none', and the hub has no such repository"
-    ):
-        fk.Plan.from_pretrained("me/none", cache_dir=hub.root, local_files_only=True)
-    for name in ("none", "./me/none", tmp_path / "none"):
-        with pytest.raises(ValueError, match=r"^directory: expected a folder with plan\.json"):
-            fk.Plan.from_pretrained(name)
-
-
-def test_a_folder_that_is_named_like_a_repository_asks_no_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    monkeypatch.chdir(tmp_path)
-    MANY.save_pretrained("me/plan")
-    assert fk.ModelPlan.from_pretrained("me/plan") == MANY
 
 
 def test_plans_by_layer():

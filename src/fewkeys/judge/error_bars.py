@@ -1,0 +1,257 @@
+"""Exact attention estimated from a plan's keys and a sample of the others, with an error bar for every query.
+
+With K the keys that a query keeps, U the others that it sees, `w_j = exp(s_j)` and m draws from U, key j with
+probability p_j, independent and with replacement,
+
+    r_i = w / p of the i-th draw        Z = sum_K w_j + mean_i r_i        o = (sum_K w_j v_j + mean_i r_i v_i) / Z
+
+where numerator and Z are unbiased. With o* the exact output, `o - o* = (mean_i y_i - E y) / Z` for `y = r (v - o*)`,
+without an approximation. That mean is taken to be within `h(y) = t S(y) / sqrt(m) + c B(y) / m` of its expectation:
+
+* t S / sqrt(m), S^2 the trace of the sample's covariance, t Student's quantile: of all normal vectors with one trace,
+  those along a line are farthest out (Szekely and Bakirov, 2003);
+* c B / m, c = log(1 / (1 - confidence)): keys that no draw has met have together a probability below c / m, except in
+  1 of 1 / (1 - confidence) samples. B bounds |y|: with p_j proportional to the root mean square of w_j under the errors
+  of its code (`fewkeys.sketch.random_codes`), w / p is about at most the sum of these.
+
+o* is not known, but S(y) <= S(x) + |o - o*| S(r) for `x = r (v - o)`, and so for B. Hence
+
+    |o - o*| <= h(x) / (Z - h(r)).
+
+Draws are looked at K times, after 64, 128, .. of them, each time at the confidence 1 - (1 - confidence) / K.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from fewkeys.core.extent import rescaled
+from fewkeys.core.graph import Graph, visible
+from fewkeys.core.precision import full_precision, working
+from fewkeys.core.validation import Options, check_count, check_real
+from fewkeys.core.weights import Softmax, positive
+from fewkeys.execute.problem import SCORES_AT_ONCE
+from fewkeys.flow import checked, choose, run, select
+from fewkeys.guard.interval import student
+from fewkeys.plan import Plan
+from fewkeys.sketch.random_codes import RandomCodes
+
+FIRST = 64
+"""Draws before the first look."""
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorBars:
+    """Estimates of exact attention, and how far from it they may be.
+
+    `output` (B, Hq, Nq, Dv); `error` (B, Hq, Nq): the bar on `|output - exact| / |exact|`, infinite where the sample
+    says nothing; `reached` (B, Hq, Nq), bool: whether that is at most what was asked for; `drawn` (B, Hq, Nq), int32:
+    how many keys were drawn.
+    """
+
+    output: Tensor
+    error: Tensor
+    reached: Tensor
+    drawn: Tensor
+
+
+@full_precision()
+@torch.no_grad()
+def error_bars(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    *,
+    error: float = 0.05,
+    confidence: float = 0.95,
+    most: int = 512,
+    **options: Unpack[Options],
+) -> ErrorBars:
+    """Estimate exact attention from a plan's keys and a sample of the others, with an error bar for every query.
+
+        bars = fk.metrics.error_bars(query, key, value, fk.budget(256, is_causal=True), error=0.05, is_causal=True)
+
+    Every query attends to the keys that the plan keeps and, in place of the plan's stand-ins, to keys drawn from the
+    others: 64, 128, .. until its bar is at most `error`, or `most` are drawn and `reached` says that it is not. A bar
+    is an upper bound of `|output - exact| / |exact|` that holds with probability `confidence` or more, over the draws
+    and the rotation of the codes, for keys and values that do not depend on these: pass a generator of a secret seed
+    if somebody may choose keys against you. Coverage was measured on real heads and on keys made to break it
+    (docs/quality-control.md). It assumes exact arithmetic: errors of rounding come on top.
+
+    Args:
+        query, key, value: as in `fewkeys.attention`; the bars have no gradient, and tensors that require one are
+            refused.
+        plan: one with `Softmax()`. It always runs, also where exact attention is faster.
+        error: the relative error to reach.
+        confidence: of every bar, in (0, 1).
+        most: the most draws of a query, at least 2.
+        **options: those of `fewkeys.attention`, but `distance_bias`. generator: source of the plan's randomness, the
+            rotation and the draws; default: fixed seeds.
+
+    Returns:
+        `ErrorBars`. Where the plan keeps every key, the output is exact and its bars are zero.
+
+    Raises:
+        TypeError, ValueError: malformed input, and whatever the plan refuses.
+
+    Cost O(N D^2) for the codes; for a query O(n D) for scanning them by operations of torch, which is what exact scores
+    cost, and O((kept + drawn) (D + Dv)) for the keys that are read. It is for judging a plan: exact attention is
+    faster.
+    """
+    check_real("error", error, above=0.0)
+    check_real("confidence", confidence, above=0.0, below=1.0)
+    check_count("most", most, least=2)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
+    if not isinstance(plan.weights, Softmax):
+        raise ValueError(f"plan: expected one with Softmax(), got {plan.weights}; draws are by weights of softmax")
+    if options.get("distance_bias") is not None:
+        raise ValueError("distance_bias: expected none, since codes of keys know no distances; leave it out")
+    for name, rows in {"query": query, "key": key, "value": value}.items():
+        if isinstance(rows, Tensor) and rows.requires_grad:
+            raise ValueError(f"{name}: expected no gradient, which error bars do not have; pass {name}.detach()")
+    choice = choose(plan.never_exact(), checked(query, key, value, **options))
+    if choice.is_exact:
+        output, zero = run(choice), query.new_zeros(query.shape[:3], dtype=torch.float32)
+        return ErrorBars(output, zero, zero == 0, zero.int())
+    x, unit = rescaled(choice.inputs.clear())
+    graph = select(x, plan)
+    sampled = _Sampled(graph, _generator(x.generator), error, 1 - confidence, most)
+    x = graph.inputs
+    each = x.batch * x.query_heads * (4 * x.keys + most * (x.head_dim + 2 * x.value_dim))
+    step = max(1, SCORES_AT_ONCE // each)
+    starts = range(x.placeholders, x.queries, step)
+    parts = [sampled.attend(start, min(x.queries, start + step)) for start in starts]
+    output, bar, drawn = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    output = output.to(query.dtype)
+    return ErrorBars(output if unit is None else output * unit, bar.float(), bar <= error, drawn)
+
+
+def _generator(generator: torch.Generator | None) -> torch.Generator:
+    """The one given, or one of a seed that no plan uses."""
+    return torch.Generator("cpu").manual_seed(0xBA25) if generator is None else generator
+
+
+class _Sampled:
+    """What queries read, by sequence and key head."""
+
+    def __init__(self, graph: Graph, generator: torch.Generator, error: float, miss: float, most: int) -> None:
+        x = graph.inputs
+        self.graph, self.generator, self.error = graph, generator, error
+        self.codes = RandomCodes.of(x.key, x.valid, generator)
+        self.key, self.value = working(x.key).flatten(0, 1), working(x.value).flatten(0, 1)
+        self.length = self.value.norm(dim=-1)
+        looks = [FIRST << i for i in range(most.bit_length()) if FIRST << i < most]
+        self.looks, self.miss = [*looks, most], miss / (len(looks) + 1)
+
+    def attend(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Output (B, Hq, M, Dv), bar and number of draws (B, Hq, M) of queries start .. stop - 1."""
+        x = self.graph.inputs
+        query = working(x.grouped_query()[:, :, :, start:stop].flatten(2, 3)) * x.scale
+        kept = self.graph.mask(start, stop)
+        free = (visible(x, start, stop) & ~kept).flatten(0, 2)
+        log = self.codes.log_weights(query).flatten(0, 2).masked_fill(~free, -torch.inf)
+        head = torch.arange(len(self.key), device=query.device).repeat_interleave(query.shape[2])
+        rows = _Rows(self, query.flatten(0, 2), head, kept.flatten(0, 2))
+        place, log_chance, log_sum = self._draw(log)
+        longest = (self.length[head] * free).amax(-1)
+        output, bar = rows.kept / positive(rows.total).unsqueeze(-1), torch.zeros_like(rows.total)
+        drawn = torch.zeros_like(rows.total, dtype=torch.int32)
+        live = free.any(-1).nonzero().squeeze(-1)
+        for count in self.looks:
+            if not len(live):
+                break
+            score, values = rows.read(live, place[live, :count])
+            sample = _Sample(rows, live, score - log_chance[live, :count], values, log_sum[live], longest[live])
+            output[live], bar[live] = sample.estimate(self.miss)
+            drawn[live] = count
+            live = live[bar[live] > self.error]
+        shape = (x.batch, x.query_heads, stop - start)
+        return output.view(*shape, -1), bar.view(shape), drawn.view(shape)
+
+    def _draw(self, log: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys (R, most) by their weights, whose logarithms are (R, N); the logarithms of their chances and of the sum.
+
+        All rows draw as often, whether or not they use it: a row's draws do not depend on others.
+        """
+        top = log.amax(-1, keepdim=True)
+        log = log.sub(top.masked_fill(top == -torch.inf, 0.0)).double()
+        below = log.exp().cumsum(-1)
+        shape = (len(log), self.looks[-1])
+        uniform = torch.rand(shape, generator=self.generator, dtype=torch.float64, device=self.generator.device)
+        # A product that rounds up to the whole sum would draw the last key, which may be hidden.
+        place = torch.searchsorted(below, uniform.to(log.device) * (1 - 2**-50) * below[:, -1:], right=True)
+        place = place.clamp_max(log.shape[-1] - 1)
+        log_sum = below[:, -1].log()
+        return place, log.gather(-1, place) - log_sum.unsqueeze(-1), log_sum + top.squeeze(-1)
+
+
+class _Rows:
+    """Rows of queries: `top` (R,) the largest score of a kept key, and, relative to exp(top), `total` (R,) and `kept`
+    (R, Dv), sums of weights and of weighted values.
+    """
+
+    def __init__(self, sampled: _Sampled, query: Tensor, head: Tensor, kept: Tensor) -> None:
+        self.sampled, self.query, self.head = sampled, query, head
+        count = int(kept.sum(-1).max())
+        used, place = kept.byte().topk(count, -1)
+        score, values = self.read(torch.arange(len(query), device=query.device), place)
+        score = score.masked_fill(used == 0, -torch.inf)
+        self.top = torch.cat([score, score.new_full((len(score), 1), -torch.inf)], -1).amax(-1)
+        weight = (score - self.top.masked_fill(self.top == -torch.inf, 0.0).unsqueeze(-1)).exp()
+        self.total, self.kept = weight.sum(-1), (weight.unsqueeze(-2) @ values).squeeze(-2)
+
+    def read(self, rows: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (R, C) and values (R, C, Dv), float64, of the keys at `place` (R, C) for some rows (R,)."""
+        head = self.head[rows].unsqueeze(-1)
+        score = (self.sampled.key[head, place] @ self.query[rows].unsqueeze(-1)).squeeze(-1)
+        return score.double(), self.sampled.value[head, place].double()
+
+
+class _Sample:
+    """Draws of rows of queries, in units of the largest weight or ratio of a row."""
+
+    def __init__(
+        self, rows: _Rows, live: Tensor, log_ratio: Tensor, values: Tensor, log_sum: Tensor, longest: Tensor
+    ) -> None:
+        shift = torch.maximum(rows.top[live], log_ratio.amax(-1))
+        unit = (rows.top[live] - shift).exp()
+        self.ratio, self.values = (log_ratio - shift.unsqueeze(-1)).exp(), values
+        self.total, self.kept = rows.total[live] * unit, rows.kept[live] * unit.unsqueeze(-1)
+        self.sum, self.longest = (log_sum - shift).exp(), longest
+
+    def estimate(self, miss: float) -> tuple[Tensor, Tensor]:
+        """The outputs (R, Dv), and bars (R,) which are missed with a probability of at most `miss`."""
+        count = self.ratio.shape[-1]
+        total = self.total + self.ratio.mean(-1)
+        weight = (self.ratio / count).unsqueeze(-2)
+        output = (self.kept + (weight @ self.values).squeeze(-2)) / total.unsqueeze(-1)
+        apart = self.ratio.unsqueeze(-1) * (self.values - output.unsqueeze(-2))
+        deviation = apart.var(-2).sum(-1).sqrt(), self.ratio.std(-1)
+        length = output.norm(dim=-1)
+        bound = self.sum * (self.longest + length), self.sum
+        off, lost = (half_width(*of, count, miss) for of in zip(deviation, bound, strict=True))
+        radius = _quotient(off, total - lost)
+        return output, _quotient(radius, length - radius)
+
+
+def half_width(deviation: Tensor, bound: Tensor, count: int, miss: float) -> Tensor:
+    """How far the mean of `count` vectors may be from its expectation, missed with a probability of at most `miss`.
+
+    deviation: the root of the trace of their covariance; bound: of their lengths.
+    """
+    width: Tensor = student(1 - miss, count - 1) / count**0.5 * deviation - math.log(miss) / count * bound
+    return width
+
+
+def _quotient(part: Tensor, whole: Tensor) -> Tensor:
+    """`part / whole`, infinite where `whole` is not positive; zero where `part` is."""
+    quotient = torch.where(whole > 0, part / positive(whole), torch.inf)
+    finite: Tensor = torch.where(part == 0, 0.0, quotient).nan_to_num(torch.inf, torch.inf)
+    return finite

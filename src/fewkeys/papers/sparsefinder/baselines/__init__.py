@@ -1,1 +1,0 @@
-"""Published attention patterns in their papers' terms: the baselines of selectors."""
