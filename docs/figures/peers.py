@@ -49,7 +49,7 @@ def _below(name: str) -> str:
     data = _data(name)
     found = rivals_below(data["rows"], data["exact_ms"])
     told = (f"{peer} ({points[0]['error']:.2f} in {points[0]['ms']:.2g} ms)" for peer, points in found.items())
-    return ", ".join(told) or "nobody"
+    return ", ".join(told) or "none"
 
 
 LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384": "16,384 tokens"}

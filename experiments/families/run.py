@@ -53,36 +53,45 @@ def _quietly() -> None:
 
 HEAD = """# Families of models
 
-Made by `make families`: every type of model that an auto class of transformers {version} makes, as a tiny random model,
-some of them in two ways. Under `fk.apply(model, fk.Plan())` its output must be its own: as it is, shorter and longer
-than its windows, padded left and right, without a mask, and with its last token changed, which earlier outputs must not
-feel where they do not in the model itself. Under a plan of few slots its output must be finite. The table says what
-runs and is right, not how good a plan is for a trained model; `fewkeys compare` says that.
+`make families` writes this page. It builds a tiny model with random weights for every type of model that an auto
+class of transformers {version} makes; some types are built in two ways. The table says which types run and give
+correct results. It does not say how good a plan is for a trained model: `fewkeys compare` measures that.
 
-- **apply**: as said above; types that take images or sounds beside text are given text alone where they take that.
-  **generate**: greedy, under `apply`, as without. **cache**: greedy, by a `fewkeys.cache` that keeps every key, as
-  without a cache. **train**: gradients under a plan of few slots are finite.
-- In brackets after a type: where its small model cannot be built or run, it has few layers "of the usual widths"; where
-  that does not do either, the row is of the first model inside it that runs by itself, those of text first.
-- "windows": all layers have a window of their own, which they keep. Layers beside others keep theirs, too.
-- Where scores are capped (Gemma 2), plans need `budget(slots, is_causal=True, memory="constant")`, or `ClusterMeans`
-  without a first-order term: the other stand-ins are defined for softmax alone.
-- A bias of the distance is part of the score. ALiBi (BLOOM, MPT, Falcon) is one more dimension of queries and keys, so
-  that every plan knows it. T5's and MPNet's table is exact on kept keys; a stand-in has the logarithm of the mean of
-  exp(bias) over the keys that it speaks for, as the query sees them. Plans need a window and lists, with
-  `ClusterMeans` or nothing beside them, as `budget(slots)` has them.
-- {flags} rows have attention modules whose flag `is_causal` is not what their mask says; the mask counts.
-- A number in brackets points to the reason, below the table: the first part of what the error says. "itself": the
-  small model does not do this by itself, either.
+- **apply**: under `fk.apply(model, fk.Plan())`, which keeps every key, the output equals that of the model alone:
+  for inputs shorter and longer than its windows, with padding on the left and on the right, and without a mask.
+  After a change of the last token, earlier outputs stay the same wherever they do in the model alone. Under a plan
+  of few slots the output is finite.
+- **generate**: greedy generation under `fk.apply` gives the same tokens.
+- **cache**: greedy generation with a `fewkeys.cache` that keeps every key gives the same tokens.
+- **train**: gradients under a plan of few slots are finite.
+
+Types that take images or sounds beside text get text alone where they accept that.
+
+Notes:
+
+- Brackets after a type: if a small model of the type cannot be built or run, it is built with few layers "of the
+  usual widths". If that fails too, the row is about the named part of the model, the first one that runs alone;
+  parts for text are tried first.
+- "windows": all layers have windows of their own and keep them. In models with some such layers, these keep their
+  windows too.
+- Models that cap their scores (Gemma 2) need `budget(slots, is_causal=True, memory="constant")`, or `ClusterMeans`
+  without a first-order term. The other stand-ins are defined for softmax only.
+- Position biases are part of the score. ALiBi (BLOOM, MPT, Falcon) becomes one more dimension of queries and keys,
+  so every plan supports it. The table of T5 and MPNet is exact on kept keys; the bias of a stand-in is the
+  logarithm of the mean of exp(bias) over its keys. Such plans must consist of windows and lists, with
+  `ClusterMeans` or nothing for the other keys, as `budget(slots)` does.
+- In {flags} rows the flag `is_causal` of the attention modules contradicts their mask. fewkeys follows the mask.
+- A number in square brackets refers to the list of reasons below the table. A reason is the beginning of the error
+  message. "itself": the model cannot do this without fewkeys, either.
 
 | | |
 |---|---|
 | rows: types of models, some in two ways | {rows} |
-| built small, and run by inputs made from the names of their arguments | {tried} |
-| of these: the same under an exact plan | {equal} |
+| built and run; the inputs were made from the names of the arguments | {tried} |
+| of these: the same output under an exact plan | {equal} |
 | of these: refused, with a reason | {refused} |
 | of these: failed | {failed} |
-| not tried: too large, another library needed, or inputs of another form | {untried} |
+| not tested: too large, needs another library, or unknown inputs | {untried} |
 """
 
 
@@ -109,8 +118,8 @@ def page(table: dict[str, Row], version: str) -> str:
         if UNTRIED not in row:
             label = f"{name} ({row[FORM]})" if FORM in row else name
             lines.append(f"| {label} | {' | '.join(cell(row.get(column)) for column in COLUMNS)} |")
-    lines += ["\n## Why not\n", *(f"{number}. {reason}" for reason, number in reasons.items())]
-    lines += ["\n## Not tried\n", "| type | reason |", "|---|---|"]
+    lines += ["\n## Reasons\n", *(f"{number}. {reason}" for reason, number in reasons.items())]
+    lines += ["\n## Not tested\n", "| type | reason |", "|---|---|"]
     lines += [f"| {name} | {_plain(row[UNTRIED] or '')} |" for name, row in table.items() if UNTRIED in row]
     return "\n".join(lines) + "\n"
 

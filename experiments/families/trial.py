@@ -99,13 +99,13 @@ def tried(work: Callable[[], str]) -> str:
 
 def understood(model: nn.Module) -> Inputs:
     """The first inputs that the model itself runs on."""
-    first = "no inputs that we know"
+    first = "unknown inputs"
     for inputs in candidates(model):
         try:
             outputs = run(model, inputs)
         except Exception as error:
             if first.startswith("no inputs"):
-                first = f"its own run fails: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                first = f"fails without fewkeys: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
             continue
         if outputs and all(bool(part.isfinite().all()) for part in outputs):
             return inputs

@@ -23,6 +23,7 @@ from fewkeys.core.derivatives import constants
 from fewkeys.core.extent import rescaled
 from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
 from fewkeys.core.graph import Graph
+from fewkeys.core.impl import Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs, unknown_option
@@ -100,15 +101,18 @@ def choose(plan: Plan, inputs: Inputs, guard: Guard | None = None) -> Choice:
     return Choice(inputs, plan, exact_is_faster(inputs, plan), FASTER)
 
 
-def gives_way(plan: Plan | Sequence[Plan], inputs: Inputs) -> bool:
-    """Whether `choose` lets exact attention answer all heads of such a call. Reads no data, and decides once for each
-    shape: a call that gives way pays for a look-up alone.
+def gives_way(
+    plan: Plan | Sequence[Plan], rows: tuple[Tensor, Tensor, Tensor], is_causal: bool, offset: int, impl: Impl
+) -> bool:
+    """Whether `choose` lets exact attention answer all heads of a call with such queries, keys and values.
+
+    It reads no data and decides once for each shape, so that a short input costs little more than without a plan.
     """
-    plans = (plan,) if isinstance(plan, Plan) else tuple(plan)
-    if inputs.impl != "auto" or not any(one.exact_if_faster for one in plans) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return False
-    query, key, value = inputs.query, inputs.key, inputs.value
-    how = (query.dtype, query.device, inputs.is_causal, inputs.offset, torch.get_num_threads())
+    query, key, value = rows
+    plans = (plan,) if isinstance(plan, Plan) else tuple(plan)
+    how = (query.dtype, query.device, is_causal, offset, impl, torch.get_num_threads())
     return _gives_way(plans, query.shape, key.shape, value.shape, *how)
 
 
@@ -122,8 +126,11 @@ def _gives_way(
     device: torch.device,
     is_causal: bool,
     offset: int,
+    impl: Impl,
     threads: int,  # which `exact_is_faster` asks torch for
 ) -> bool:
+    if impl != "auto" or not any(one.exact_if_faster for one in plans):
+        return False
     nothing = torch.zeros((), dtype=dtype, device=device)
     empty_query, empty_key, empty_value = (nothing.expand(shape) for shape in (query, key, value))
     inputs = Inputs(empty_query, empty_key, empty_value, 1.0, is_causal, offset)

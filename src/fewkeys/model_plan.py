@@ -40,6 +40,11 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
                 "layers: expected at least one layer with at least one plan each, got none; give every head a plan"
             )
         for layer, plans in enumerate(self.layers):
+            if isinstance(plans, Plan):
+                raise TypeError(
+                    f"layers: expected a tuple of plans in layer {layer}, one for each key head or one for all, got a "
+                    "Plan; write (plan,)"
+                )
             for plan in plans:
                 if not isinstance(plan, Plan):
                     raise TypeError(f"layers: expected a Plan in layer {layer}, got {type(plan).__name__}")

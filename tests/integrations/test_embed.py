@@ -257,7 +257,7 @@ def test_other_layouts_of_a_folder(tmp_path):
 
 BAD = {
     "a file that is no text": ([], "latin.txt", "expected a file of UTF-8 text, got one that is not UTF-8"),
-    "no such file": ([], "absent", "FILE_OR_FOLDER: expected a file or a folder, got no such thing"),
+    "no such file": ([], "absent", "FILE_OR_FOLDER: expected a file or a folder, but"),
     "no text in the folder": ([], "sub/odd", "got none in .*odd: 1 that is empty or blank, such as .*nothing.txt"),
     "another ending": (["--out", "v.csv"], "0.txt", "--out: expected a file that ends in .npz or .parquet, got v.csv"),
     "too many positions": (["--max-tokens", "99"], "0.txt", "--max-tokens: expected at most the model's 64 positions"),

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 import fewkeys as fk
+from chats import chat_tokenizer
 from fewkeys.captures import Capture
 from fewkeys.integrations.same_weights import check_same_weights
 from tiny_models import bert, gpt2, llama, run, tokens
@@ -96,3 +97,15 @@ def test_a_pipeline_stops_at_strings_by_its_own_tokenizer(monkeypatch):
     fk.pipeline(model, letters, fk.budget(16, is_causal=True))("a context", question="who?", stop_strings=["."])
     assert passed["tokenizer"] is letters
     assert passed["stop_strings"] == ["."]
+
+
+def test_generation_under_a_plan_takes_a_tokenizer_for_its_stop_strings():
+    """transformers hands `tokenizer` on to the attention of every layer."""
+    model = llama()
+    how = {"max_new_tokens": 3, "stop_strings": ["It is so."], "tokenizer": chat_tokenizer(), "do_sample": False}
+    ids = tokens(1, 9)
+    exact = model.generate(ids, **how, pad_token_id=0)
+    with fk.apply(model, fk.Plan()):
+        assert torch.equal(model.generate(ids, **how, pad_token_id=0), exact)
+    with pytest.raises(TypeError, match=r"^questions: expected a list of texts, got one text; pass question="):
+        fk.pipeline(model, Letters(), fk.budget(16, is_causal=True))("a context", questions="who?")

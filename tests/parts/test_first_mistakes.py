@@ -75,9 +75,9 @@ def test_a_causal_plan_is_refused_without_causality(slots, memory, tmp_path):
 @pytest.mark.parametrize(
     ("words", "near"), [(["--versoin"], "--version"), (["compare", "--modle", "x", "--demo"], "--model")]
 )
-def test_a_misspelt_option_is_told(words, near, capsys):
+def test_a_misspelt_option_is_named(words, near, capsys):
     assert main(words) == 2
-    assert f"is no option; did you mean {near}?" in capsys.readouterr().err
+    assert f"; did you mean {near}?" in capsys.readouterr().err
 
 
 @dataclass(frozen=True)
@@ -107,3 +107,8 @@ def test_a_rule_of_ones_own_can_be_tried():
     fk.select.KeyNorm(4).check_causal(Q, Q, Q)
     with pytest.raises(ValueError, match=r"^causal: expected Largest to choose without keys from \d+ on"):
         Largest(4).check_causal(Q, Q)
+
+
+def test_plans_of_layers_without_their_heads_are_refused_with_the_fix():
+    with pytest.raises(TypeError, match=r"^layers: expected a tuple of plans in layer 0, .* write \(plan,\)$"):
+        fk.ModelPlan((fk.budget(8), fk.budget(8)))

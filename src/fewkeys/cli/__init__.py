@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
         for word in self._given:
             name = word.partition("=")[0]
             if word.startswith("--") and name not in options and (near := get_close_matches(name, options, 1)):
-                message = f"{name} is no option; did you mean {near[0]}?"
+                message = f"unknown option {name}; did you mean {near[0]}?"
                 break
         raise ValueError(f"{message} (try {self.prog} --help)")
 
@@ -97,9 +97,12 @@ class _Completion(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    whole = _Parser(prog="fewkeys", description="Attention with few keys: what each approximation costs on your model.")
+    what = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
+    whole = _Parser(prog="fewkeys", description=what)
     whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
-    whole.add_argument("--completion", action=_Completion, choices=SHELLS, help="print what completes it in a shell")
+    whole.add_argument(
+        "--completion", action=_Completion, choices=SHELLS, help="print a completion script for this shell"
+    )
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (embed, compare, report, tune, fit, bench, capture, doctor):
         command.add_to(commands)

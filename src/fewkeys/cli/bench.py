@@ -24,11 +24,11 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="time plans against exact attention",
-        description="Time plans and exact attention (torch's scaled_dot_product_attention) in turns, length by length: "
-        "ratio, growth, memory, distance to the machine's floor. With a model and a text, inputs are the queries, keys "
-        "and values of its middle layer, segments of the text end to end, and the output error is measured too; "
-        "otherwise they are random numbers. Writes bench.json, time.png (for two or more lengths) and, with "
-        "a model, error.png, and both as PDF.",
+        description="Measure the time of plans and of exact attention (torch's scaled_dot_product_attention), in "
+        "turns, at each length: their ratio, growth and memory, and the time that the machine needs at least. With "
+        "a model and a text, the inputs are queries, keys and values of the middle layer, and the output error is "
+        "measured too. Otherwise the inputs are random numbers. Writes bench.json, time.png (for two or more "
+        "lengths) and, with a model, error.png; the pictures also as PDF.",
     )
     add_model(parser, required=False)
     add_text(parser)
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (default cpu)")
     parser.add_argument("--causal", action="store_true", help="causal attention")
-    parser.add_argument("--backward", action="store_true", help="time a call and its gradients")
+    parser.add_argument("--backward", action="store_true", help="time forward and backward together")
     add_impl(parser)
     add_common(parser, "folder for the results", seed=False)
     parser.set_defaults(run=run)

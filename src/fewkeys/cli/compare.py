@@ -30,18 +30,19 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "compare",
-        help="judge approximations of attention on a model and a text",
-        description="Judge approximations of attention on a model and a text: error of the attention output, effect on "
-        "the whole model (unless it is a capture), time against exact attention. Prints a table; --out also writes "
-        f"{PAGE}, a page for the browser, {RESULTS}, {SAMPLE} (a few queries looked at closely) and pareto.png, "
-        f"pareto.pdf. With --demo, --out is {DEMO_OUT} and --lengths {','.join(map(str, DEMO_LENGTHS))}, unless named.",
+        help="measure approximations of attention on a model and a text",
+        description="Measure approximations of attention on a model and a text: the error of the attention output, "
+        "the effect on the output of the whole model (not with --capture), and the time beside that of exact "
+        f"attention. Prints a table. --out also writes {PAGE} (a page for the browser), {RESULTS}, {SAMPLE} (the keys "
+        f"that a few queries keep), pareto.png and pareto.pdf. With --demo, the defaults are --out {DEMO_OUT} and "
+        f"--lengths {','.join(map(str, DEMO_LENGTHS))}.",
     )
     add_model(parser, capture=True)
     add_text(parser)
     add_size(parser)
     parser.add_argument(
         "--slots", type=budgets, default=[16, 32, 64, 128], metavar="N,N,...",
-        help="slots per query: keys and stand-ins that a query may pay (default 16,32,64,128)",
+        help="slots per query: how many keys and stand-ins each query attends to (default 16,32,64,128)",
     )  # fmt: skip
     parser.add_argument(
         "--lengths", type=budgets, metavar="N,N,...",
@@ -50,9 +51,11 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--plan", action="append", type=named_path, default=[], metavar="DIR",
-        help="folder with a plan of your own, of save_pretrained or fewkeys tune, as one more row; repeat it for more",
+        help="folder with a plan, written by save_pretrained or fewkeys tune, to compare too; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--eps", type=share, default=0.05, help="weights at or above it count in recall (default 0.05)")
+    parser.add_argument(
+        "--eps", type=share, default=0.05, help="recall counts attention weights of at least EPS (default 0.05)"
+    )
     add_impl(parser)
     add_common(parser, "folder for the results", required=False)
     parser.set_defaults(run=run)

@@ -21,9 +21,10 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "doctor",
-        help="versions, processor, kernels, and when plans are faster here",
-        description="Say what is installed, whether the kernels for this processor compile (the first time that takes "
-        f"some seconds), and what impl='auto' does with {HEADS} heads of {DIM} dimensions in float32 at six lengths.",
+        help="print versions, processor and kernels, and from which length plans are faster here",
+        description="Print what is installed, whether the kernels for this processor work (they may be compiled "
+        "first, which takes some seconds), and whether impl='auto' uses exact attention or a plan at six lengths, "
+        f"for {HEADS} heads of {DIM} dimensions in float32.",
     )
     add_common(parser, None, seed=False)
     parser.set_defaults(run=run)

@@ -31,7 +31,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
     skipped: dict[str, str] = {}
     for path in paths:
         if not path.exists():
-            raise ValueError(f"FILE_OR_FOLDER: expected a file or a folder, got no such thing: {path}")
+            raise ValueError(f"FILE_OR_FOLDER: expected a file or a folder, but {path} does not exist")
         for file in _files(path) if path.is_dir() else [path]:
             name = os.fsencode(file).decode(errors="replace")
             text, reason = _text(file)

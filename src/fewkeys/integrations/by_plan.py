@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.impl import Impl
-from fewkeys.core.inputs import Inputs
 from fewkeys.flow import gives_way
 from fewkeys.guard.fallback import Guard
 from fewkeys.integrations.interface import exact
@@ -56,6 +55,5 @@ class ByPlan:
             return False
         if inputs.window is not None:
             plan = Plan(Window(inputs.window), exact_if_faster=True)
-        how = (inputs.scale, inputs.is_causal, inputs.query_offset)
-        problem = Inputs(inputs.query, inputs.key, inputs.value, *how, impl=self.impl)
-        return plan is not None and gives_way(plan, problem)
+        rows = (inputs.query, inputs.key, inputs.value)
+        return plan is not None and gives_way(plan, rows, inputs.is_causal, inputs.query_offset, self.impl)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import copyreg
 import inspect
 import weakref
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.precision import lowered
+from fewkeys.core.precision import autocast_is_on, lowered
 from fewkeys.integrations import packed, streams, switch
 from fewkeys.integrations.families import NAME, family_of
 from fewkeys.integrations.masks import key_mask, read_mask, visible
@@ -204,9 +206,15 @@ def _sdpa(
     is_causal: bool | None,
     softcap: float | None = None,
 ) -> tuple[Tensor, None]:
+    return _transformers_sdpa()(module, query, key, value, mask, scaling=scale, is_causal=is_causal, softcap=softcap)
+
+
+@cache
+def _transformers_sdpa() -> Callable[..., tuple[Tensor, None]]:
+    """The attention function of transformers: imported once, since an `import` in each layer of each call adds up."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, is_causal=is_causal, softcap=softcap)
+    return sdpa_attention_forward
 
 
 def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool | None) -> bool:
@@ -283,10 +291,12 @@ def _attention_forward(
     waiting, scale = streams.waiting(key), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if key_bias is not None:
         query, key, value = with_key_bias(query, key, value, key_bias, scale, centred=waiting is None)
+    if autocast_is_on():  # asked once for the three of them
+        query, key, value = lowered(query), lowered(key), lowered(value)
     inputs = AttentionInputs(
-        query=lowered(query),
-        key=lowered(key),
-        value=lowered(value),
+        query=query,
+        key=key,
+        value=value,
         scale=scale,
         is_causal=causal,
         key_mask=real,

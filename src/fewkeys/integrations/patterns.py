@@ -37,6 +37,7 @@ _INERT = {
     "sliding_window",
     "softcap",
     "token_type_ids",
+    "tokenizer",
     "use_cache",
 }
 """Arguments that models hand down to their attention and that do not change its answer, or are read elsewhere."""

@@ -48,6 +48,8 @@ class Pipeline:
         """
         if (question is None) == (questions is None):
             raise ValueError("question, questions: expected one of the two; questions=[...] asks several")
+        if isinstance(questions, str):
+            raise TypeError("questions: expected a list of texts, got one text; pass question= for a single one")
         before, after = self._parts(context)
         read = self._ids(before, True)
         memory: Any = cache(self.model, self.plan, **self.held)

@@ -33,5 +33,5 @@ def wait(key: Tensor, who: Waiting) -> None:
 
 def waiting(key: Tensor) -> Waiting | None:
     """Who answers the call whose keys are `key`."""
-    who: Waiting | None = _waiting.get(key) if _waiting else None
+    who: Waiting | None = _waiting.get(key) if _waiting.data else None
     return who
