@@ -64,7 +64,7 @@ broken: $(VENV)/.installed-dev
 MINUTES ?= 60
 
 campaign: $(VENV)/.installed-dev
-	cd tests && PYTHONPATH=. ../$(BIN)/python -m campaign --minutes $(MINUTES) --sanitize --out ../out/campaign/campaign.json
+	cd tests && PYTHONPATH=.:.. ../$(BIN)/python -m campaign --minutes $(MINUTES) --sanitize --out ../out/campaign/campaign.json
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -95,14 +95,14 @@ def recipe(title):
 
 @pytest.fixture
 def copied(tmp_path):
-    for folder in ("src", "tests"):
+    for folder in ("src", "tests", "experiments/sparsefinder/baselines"):  # the tests' cases read the last
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
 
 def follow(folder, code, **variables):
-    paths = os.pathsep.join([str(folder / "src"), str(folder / "tests")])
+    paths = os.pathsep.join([str(folder / "src"), str(folder / "tests"), str(folder)])
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False

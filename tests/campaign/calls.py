@@ -175,5 +175,7 @@ def calls(seed):
         return f"{call}: {answers[0].dtype}"
     if not answers[0].numel():
         return None
-    wrong = compared([x.double() for x in answers], want, call.right(), ROUNDINGS[call.out], 1e-2)
+    wrong = compared(
+        [x.double() for x in answers], want, call.right(), ROUNDINGS[call.out], 1e-2, averaged=call.rows[2].to(call.out)
+    )
     return wrong and f"{call}: {wrong}"
