@@ -102,7 +102,7 @@ def _short() -> str:
 
 
 ENGINES = ("torch", "torch.compile", "onnxruntime", "openvino", "fewkeys", "fewkeys.compile")
-SHOWN = tuple((model, length) for model in ("minilm", "base") for length in (1024, 2048, 4096, 8192))
+SHOWN = (*(("minilm", length) for length in (1024, 2048, 4096, 8192)), ("base", 2048), ("base", 4096))
 """Rows of the README."""
 
 
@@ -114,11 +114,13 @@ def _engines(shapes: tuple[tuple[str, int], ...] = ()) -> str:
             f"{row['length']:,}" if row["batch"] == 1 else f"{row['batch']} x {row['length']}",
             *(_milliseconds(row["ms"][way]) if way in row["ms"] else "-" for way in ENGINES),
             ratio(row["ratio"]),
+            *(() if shapes else (ratio(row["ceiling"]) if "ceiling" in row else "-",)),
         ]
         for row in read("benchmarks/results/engines.json")["rows"]
         if not shapes or (row["batch"] == 1 and (row["model"], row["length"]) in shapes)
     ]
-    return table(["model", "tokens", *ENGINES, "best engine / fewkeys"], rows)
+    free = () if shapes else ("best engine / no attention",)
+    return table(["model", "tokens", *ENGINES, "best engine / fewkeys", *free], rows)
 
 
 def _decoders(part: str, heads: int, count: str) -> Callable[[], str]:
