@@ -67,11 +67,13 @@ static inline eight scaled(eight a, eight b) {
 #endif
 }
 
-// The sum of a register's parts, which are of different pairs.
-static inline eight over_parts(shorts x) {
-  eight part[BYTES / 16], sum = {};
+typedef uint16_t eight_sums __attribute__((vector_size(16)));
+
+// The sum, modulo 2^16, of a register's parts, which are of different pairs.
+static inline eight_sums over_parts(shorts x) {
+  eight_sums part[BYTES / 16], sum = {};
   memcpy(part, &x, sizeof x);
-  for (const eight &one : part) sum += one;
+  for (const eight_sums &one : part) sum += one;
   return sum;
 }
 
@@ -80,7 +82,8 @@ template <int R>
 static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64_t pairs, const uint8_t *tables, int i,
                                                        PieceScores &to) {
   const int64_t bytes_each = pairs * TABLE;
-  const int16_t middle = MIDDLE * pairs, unit = LARGEST_WIDE / 2 / pairs;
+  const uint16_t middle = MIDDLE * pairs;
+  const int16_t unit = LARGEST_WIDE / 2 / pairs;
   count_multiply_adds(R * piece.blocks * pairs * TABLE);
   for (int64_t b = 0; b < piece.blocks; b++) {
     const uint8_t *packed = piece.packed + piece.block[b] * bytes_each;
@@ -106,10 +109,11 @@ static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64
       int16_t *score = to.score[b][i + r];
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
-        const eight high = over_parts(upper[r][half]), low = over_parts(all[r][half]) - (high << 8);
+        const eight_sums high = over_parts(upper[r][half]), low = over_parts(all[r][half]) - (high << 8);
         const eight *factor = (const eight *)(sigma + half * CODED / 2);
         eight *at = (eight *)(score + half * CODED / 2);
-        at[0] = scaled((low - middle) * unit, factor[0]), at[1] = scaled((high - middle) * unit, factor[1]);
+        at[0] = scaled((eight)(low - middle) * unit, factor[0]);
+        at[1] = scaled((eight)(high - middle) * unit, factor[1]);
       }
     }
   }
