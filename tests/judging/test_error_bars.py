@@ -173,3 +173,16 @@ def test_bad_input_is_named(message, change):
     call = {"query": case.query, "key": case.key, "value": case.value, "plan": case.plan} | change
     with pytest.raises((ValueError, TypeError), match=f"^{message}" if "nothing" not in message else "nothing"):
         error_bars(**call)
+
+
+def test_a_sample_without_spread_has_the_bar_of_keys_that_no_draw_met():
+    """All keys and values are one: only `c B / m` is left of the widths, of numerator and sum of weights."""
+    tokens, draws, miss = 1000, 64, 0.05
+    query = torch.randn(1, 2, tokens, 8, generator=torch.Generator().manual_seed(0))
+    key, value = (torch.full((1, 2, tokens, 8), number) for number in (0.3, 2.0))
+    bars = fk.metrics.error_bars(query, key, value, fk.Plan(fk.Window(1)), confidence=1 - miss, most=draws)
+    others = (tokens - 1) / tokens  # of the sum of all weights
+    width = -math.log(miss) / draws * others
+    radius = 2 * width / (1 - width)
+    torch.testing.assert_close(bars.error, torch.full((1, 2, tokens), radius / (1 - radius)), rtol=1e-3, atol=0)
+    torch.testing.assert_close(bars.output, value, rtol=1e-5, atol=0)
