@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -142,6 +143,12 @@ def test_a_call_unlike_the_last_one_takes_nothing_from_it(monkeypatch):
         with apply(model, plan.never_exact()):
             assert far(run(model, **whole), before[0])
         assert torch.equal(run(model, **whole), before[0])
+    outer = apply(model, plan)
+    with apply(model, plan.never_exact()), ThreadPoolExecutor(1) as threads:
+        # Another thread has the outer plan.
+        assert torch.equal(threads.submit(run, model, **whole).result(), before[0])
+        assert far(run(model, **whole), before[0])
+    outer.restore()
     with apply(model, [plan, plan.never_exact(), plan]):
         assert torch.equal(run(model, **whole), run(model, **whole))
         assert far(run(model, **whole), before[0])
