@@ -1,6 +1,6 @@
 // What the library exports: every kernel, and what its loader calls. One translation unit, so that the products that
 // all kernels share are compiled once.
-#include "blocks_back.h"
+#include "blocks.h"
 #include "cohort_means.h"
 #include "cohorts.h"
 #include "extent.h"
@@ -33,7 +33,6 @@ namespace fewkeys {
 EXPORT_BY_PRODUCTS(attend, Near)
 EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
 EXPORT_BY_DTYPE(attend_back, NearBack)
-EXPORT_BY_DTYPE(attend_blocks_back, BlocksBack)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
@@ -82,7 +81,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Near);
   SIZE_OF(NearBack);
   SIZE_OF(Blocks);
-  SIZE_OF(BlocksBack);
   SIZE_OF(Extents);
   SIZE_OF(Survey);
   SIZE_OF(Sums);

@@ -58,14 +58,6 @@ struct Blocks {
   float scale;
 };
 
-struct BlocksBack {
-  Blocks of;           // its output is not read
-  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
-  float *query;        // (B, Hq, Nq, D)
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, to be added to
-  float *means;        // (B, Hkv, blocks, M, D + Dv): keys and values side by side
-};
-
 struct Survey {
   Rows key, value;
   // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
