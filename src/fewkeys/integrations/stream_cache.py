@@ -21,17 +21,17 @@ from fewkeys.integrations.families import NAME
 from fewkeys.integrations.streams import Length
 from fewkeys.integrations.terms import plain
 from fewkeys.memory import Stream, files
-from fewkeys.memory.base import Held
+from fewkeys.memory.base import LeafType
 from fewkeys.plan import Plan
 
 DRAFT = 24
 """Tokens that a cache can always take back: what assisted and prompt-lookup decoding propose, and some more."""
 
 
-def stream_of(plans: Sequence[Plan], how: Held) -> Stream:
-    """The empty stream of a layer, of one plan for all key heads or one for each; `how` counts where one scans."""
-    held = (how.dtype, how.folder) if any(plan.scanned for plan in plans) else (None, None)
-    return Stream(plans[0] if len(plans) == 1 else plans, leaves=held[0], folder=held[1], undo=DRAFT)
+def stream_of(plans: Sequence[Plan], leaves: LeafType) -> Stream:
+    """The empty stream of a layer, of one plan for all key heads or one for each; `leaves` counts where one scans."""
+    scans = any(plan.scanned for plan in plans)
+    return Stream(plans[0] if len(plans) == 1 else plans, leaves=leaves if scans else None, undo=DRAFT)
 
 
 class StreamLayer(CacheLayerMixin):
@@ -49,13 +49,13 @@ class StreamLayer(CacheLayerMixin):
         self,
         plans: Sequence[Plan],
         window: int | None,
-        how: Held,
+        leaves: LeafType,
         config: PreTrainedConfig,
         before: StreamLayer | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plans, self.window, self.how = plans, window, how
-        self.calls = [stream_of(plans, how)]
+        self.plans, self.window, self.leaves = plans, window, leaves
+        self.calls = [stream_of(plans, leaves)]
         self.expected: tuple[Tensor, Tensor] | None = None
         self.closed = False
         self._length, self._answered = 0, 0
@@ -96,7 +96,7 @@ class StreamLayer(CacheLayerMixin):
                 f"{inputs.window}; use fewkeys.apply and the model's own cache"
             )
         if self._answered == len(self.calls):
-            self.calls.append(stream_of(self.plans, self.how))
+            self.calls.append(stream_of(self.plans, self.leaves))
         answering = self.calls[self._answered]
         if answering.length != self._length:
             raise ValueError(
@@ -124,7 +124,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.calls, self.expected = [stream_of(self.plans, self.how)], None
+        self.calls, self.expected = [stream_of(self.plans, self.leaves)], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
@@ -169,12 +169,14 @@ class StreamLayer(CacheLayerMixin):
 class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], how: Held) -> None:
-        self._how = how
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
+    ) -> None:
+        self._leaves = leaves
         self._own: list[StreamLayer] = []
         for (plans, window), module in zip(layers, interface.attention_modules(model), strict=True):
             config: Any = getattr(module, "config", model.config)
-            self._own.append(StreamLayer(plans, window, how, config, self._own[-1] if self._own else None))
+            self._own.append(StreamLayer(plans, window, leaves, config, self._own[-1] if self._own else None))
         super().__init__(layers=[*self._own])
         self._model = weakref.ref(model)
         hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
@@ -193,7 +195,7 @@ class StreamCache(Cache):
         super().crop(tokens_to_remove)
 
     def memory(self) -> int:
-        """Bytes of memory held by all layers; files are not counted."""
+        """Bytes of memory held by all layers."""
         return sum(own.memory() for own in self._own)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -213,7 +215,8 @@ class StreamCache(Cache):
             if rest or not calls:
                 raise ValueError(f"expected as many streams of each layer, got {len(streams)}")
             restored = [
-                [stream_of(own.plans, own.how).restore(*next(held), device) for _ in range(calls)] for own in self._own
+                [stream_of(own.plans, own.leaves).restore(*next(held), device) for _ in range(calls)]
+                for own in self._own
             ]
         except files.FAULTS as error:
             raise ValueError(
@@ -230,7 +233,7 @@ class StreamCache(Cache):
             raise ValueError(
                 "past_key_values: expected a cache whose model is still there, got one whose model is gone"
             )
-        twin = StreamCache(model, [(own.plans, own.window) for own in self._own], self._how)
+        twin = StreamCache(model, [(own.plans, own.window) for own in self._own], self._leaves)
         for new, own in zip(twin._own, self._own, strict=True):
             new.calls = copy.deepcopy(own.calls, memo)
         return twin
