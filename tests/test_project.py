@@ -69,7 +69,7 @@ def run(*code: str) -> str:
 
 
 LAZY = {
-    "operator.py",
+    "uncompiled.py",
     "integrations/stream_cache.py",
 }
 """torch's compiler and subclasses of transformers' own classes: imported by functions that need them."""
