@@ -89,15 +89,15 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
     for layer, kind in enumerate(kinds or ()):
         if kind not in ("full_attention", *SLIDING):
             raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
-    given: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
-    if len(given) not in (count, len(whole)):
+    plans: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
+    if len(plans) not in (count, len(whole)):
         also = "" if len(whole) == count else f", or of the {len(whole)} that see every key"
-        raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(given)}")
-    own = dict(zip(range(count) if len(given) == count else whole, given, strict=True))
+        raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(plans)}")
+    by_layer = dict(zip(range(count) if len(plans) == count else whole, plans, strict=True))
     layers = []
     for layer, window in enumerate(windows):
-        one = own[layer] if window is None else Plan(Window(window))
-        plans = (one,) if isinstance(one, Plan) else tuple(one)
-        Stream(plans)
-        layers.append((plans, window))
+        one = by_layer[layer] if window is None else Plan(Window(window))
+        by_head = (one,) if isinstance(one, Plan) else tuple(one)
+        Stream(by_head)
+        layers.append((by_head, window))
     return layers

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.core.precision import autocast_is_on, lowered
+from fewkeys.core.precision import lowered
 from fewkeys.integrations import packed, streams, switch
 from fewkeys.integrations.families import NAME, family_of
 from fewkeys.integrations.masks import key_mask, read_mask, visible
@@ -291,8 +291,7 @@ def _attention_forward(
     waiting, scale = streams.waiting(key), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if key_bias is not None:
         query, key, value = with_key_bias(query, key, value, key_bias, scale, centred=waiting is None)
-    if autocast_is_on():  # asked once for the three of them
-        query, key, value = lowered(query), lowered(key), lowered(value)
+    query, key, value = lowered(query), lowered(key), lowered(value)
     inputs = AttentionInputs(
         query=query,
         key=key,

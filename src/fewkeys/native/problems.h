@@ -153,12 +153,12 @@ struct Halves {
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
-// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.own_importance`.
-struct OwnImportance {
+// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.half_variance`.
+struct HalfVariance {
   Rows key;
   const float *within;  // (B Hkv, D, D)
   const float *middle;  // (B Hkv, D): the mean key
-  float *own;           // (B Hkv, Nk)
+  float *half;          // (B Hkv, Nk)
   int64_t *indefinite;  // becomes 1 where rounding has left a matrix without a root
   int64_t batch, heads, keys, dim;
   float ridge;
