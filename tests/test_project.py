@@ -40,7 +40,6 @@ OPTIONAL = [
     "rich",
     "matplotlib",
     "plotly",
-    "shtab",
     "sklearn",
     "scipy",
     "entmax",
