@@ -126,6 +126,13 @@ ENCODERS = {
     "mpnet": Encoder(
         "all-mpnet-base-v2, English", ("mpnet", "text"), (128, 256, 512), (0, 2, 4, 6, 8, 11), text("mpnet")
     ),
+    "twin": Encoder(
+        "MiniLM trained to fill in masked words, English",
+        ("twin", "text"),
+        (128, 256, 512),
+        tuple(range(6)),
+        text("twin"),
+    ),
     "whisper": Encoder(
         "Whisper-base's encoder, speech", ("whisper", "speech"), (500, 1000, 1500), tuple(range(6)), whisper, "encoder"
     ),
