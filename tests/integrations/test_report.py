@@ -258,18 +258,18 @@ def timed(*series):
     [
         (
             [(16, 0.3, (0.5, 2.0, 8.0)), (64, 0.08, (0.5, 2.0, 8.0)), (128, 0.04, (0.5, 2.0, 8.0))],
-            "At 512 tokens use exact attention; from about 1,000 on budget(64) is faster, at an error of 8 % (measured "
-            "at 64 tokens): 8.0 times as fast at 8,192.",
+            "Up to about 1,000 tokens use exact attention; for longer texts fk.budget(64) is faster, with an error of "
+            "8 % (measured at 64 tokens): 8.0 times as fast at 8,192 tokens.",
         ),
         (
             [(16, 0.3, (1.5, 2.0, 8.0)), (32, 0.2, (1.5, 2.0, 3.0))],
-            "From 512 tokens on budget(32) is faster than exact attention, at an error of 20 % (measured at 64 "
-            "tokens): 3.0 times as fast at 8,192.",
+            "From 512 tokens on, fk.budget(32) is faster than exact attention, with an error of 20 % (measured at 64 "
+            "tokens): 3.0 times as fast at 8,192 tokens.",
         ),
         (
             [(64, 0.012, (0.2, 0.5, 0.9))],
-            "Use exact attention up to 8,192 tokens: budget(64) is not faster there, at an error of 1.2 % (measured at "
-            "64 tokens).",
+            "Use exact attention up to 8,192 tokens: fk.budget(64) is not faster there, with an error of 1.2 % "
+            "(measured at 64 tokens).",
         ),
     ],
 )
@@ -286,10 +286,10 @@ def test_the_headline_says_from_where_on_which_plan_is_faster(series, sentence):
 
 def test_the_headline_at_one_length():
     assert headline(report()) == (
-        "At 64 tokens use exact attention: budget(16), with an error of 10 %, takes 4.0 times as long."
+        "At 64 tokens use exact attention: fk.budget(16), with an error of 10 %, takes 4.0 times as long."
     )
     fast = report([row(budget=None, ms=0.5)])
-    assert headline(fast) == "At 64 tokens window is 2.0 times as fast as exact attention, at an error of 50 %."
+    assert headline(fast) == "At 64 tokens, window is 2.0 times as fast as exact attention, with an error of 50 %."
     assert headline(report([row(slots=99.0)])) == "No method stayed within its budget."
     slow = report([row(budget=None, ms=1e200, exact_ms=1e-200)])
     assert "takes inf times" in headline(slow)
