@@ -191,7 +191,7 @@ def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):
     assert Sinks not in SELECTORS
     q = torch.randn(1, 1, 9, 4)
     assert torch.equal(fewkeys.attention(q, q, q, keep=Sinks()), fewkeys.attention(q, q, q, keep=fewkeys.Sinks(3)))
-    with pytest.raises(TypeError, match=r"^plan: expected a name of its own, got Sinks"):
+    with pytest.raises(TypeError, match=r"^plan: expected a class name that fewkeys does not use, got Sinks"):
         fewkeys.Plan(Sinks()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^Sinks: expected a name that is not in a catalogue yet"):
         type("Sinks", (Selector,), {}, listed=True)

@@ -239,7 +239,7 @@ def test_where_a_bias_is_refused():
     taken = captured(layers=1, batches=1, size=1, bias=bias)
     with pytest.raises(ValueError, match=r"^capture: .* which predicted graphs do not support; use fewkeys\.tune"):
         sparsefinder.Sparsefinder.fit(taken)
-    with pytest.raises(ValueError, match=r"^capture: .* which is unknown for texts longer than its own"):
+    with pytest.raises(ValueError, match=r"^capture: .* whose values for longer texts are unknown"):
         captured_inputs(taken, dtype=torch.float32, device=torch.device("cpu"))
     powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0))
     report = fk.compare(taken, {"powers": powers, "few": fk.budget(16)})
@@ -247,7 +247,7 @@ def test_where_a_bias_is_refused():
     torn = torch.ones(3, 40, dtype=torch.bool)
     torn[:, 20] = False
     call = replace(next(taken.calls(0)), key_mask=torn[:1])
-    with pytest.raises(ValueError, match=r"^key_mask: expected real keys side by side"):
+    with pytest.raises(ValueError, match=r"^key_mask: expected contiguous real keys"):
         next(blocks(call))
 
 

@@ -92,7 +92,7 @@ def test_a_model_that_computes_with_its_mask_is_refused():
     before = run(model, input_ids=tokens())
     with (
         fk.apply(model, EXACT),
-        pytest.raises(ValueError, match="attention_mask: expected a model that hands its mask"),
+        pytest.raises(ValueError, match="attention_mask: expected a model that passes its mask"),
     ):
         run(model, input_ids=tokens())
     assert torch.equal(run(model, input_ids=tokens()), before)

@@ -112,7 +112,7 @@ def test_what_captures_and_caches_do_not_know_is_refused():
         model = make()
         with pytest.raises(ValueError, match=said):
             fk.capture(model, [tokens()])
-        with pytest.raises(ValueError, match="capped scores, learned sinks or a bias of distances"):
+        with pytest.raises(ValueError, match="capped scores, learned sinks or a distance bias"):
             model(tokens(), past_key_values=fk.cache(model, FEW))
     assert fk.capture(gemma(), [tokens()], weights=fk.weights.Softcap(2.0)).layers == 2
 

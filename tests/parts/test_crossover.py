@@ -287,7 +287,7 @@ def test_the_executor_is_told(monkeypatch):
 
 
 def test_one_plan_is_asked_for():
-    with pytest.raises(TypeError, match=r"plan: expected a fewkeys.Plan, got list; ask for the plan of each head"):
+    with pytest.raises(TypeError, match=r"plan: expected a fewkeys.Plan, got list; pass the plan of one head"):
         fk.explain(*problem(100), plan=[PLAN])
 
 

@@ -192,7 +192,7 @@ def test_refusals():
     torn = torch.ones(2, 150, dtype=torch.bool)
     torn[:, 20] = False
     given, blocks = options | {"key_mask": torn}, fk.Plan(fk.select.RecentBlocks(8))
-    with pytest.raises(ValueError, match=r"^key_mask: expected real keys side by side"):
+    with pytest.raises(ValueError, match=r"^key_mask: expected contiguous real keys"):
         fk.attention(query, key, value, plan=blocks, is_causal=True, **given)
 
 

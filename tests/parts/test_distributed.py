@@ -94,7 +94,7 @@ def test_a_rank_that_is_lost_or_does_something_else_is_named(fault, call, victim
 
 def waited(message, rank, world, named="rank 0"):
     """The seconds that a message speaks of."""
-    start = rf"distributed: rank {rank} of {world} waited (\S+) s for an all-\w+ of \d+ \w+ in vain"
+    start = rf"distributed: rank {rank} of {world} waited (\S+) s for an all-\w+ of \d+ \w+ and got no answer"
     found = re.match(rf"{start}.*; {named} has failed or is slower than timeout={TIMEOUT}; ", message)
     assert found, message
     return float(found[1])

@@ -74,7 +74,7 @@ class StreamLayer(CacheLayerMixin):
             )
         if self.expected is not None or (self._before is not None and self._before.expected is not None):
             raise ValueError(
-                "past_key_values: the attention of this model did not ask fewkeys for the last tokens; use the cache "
+                "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
                 "with the model it was made for"
             )
         self.expected = (key_states, value_states)
@@ -87,7 +87,7 @@ class StreamLayer(CacheLayerMixin):
         self.expected = None
         if not plain(inputs):
             raise ValueError(
-                "model: its attention has capped scores, learned sinks or a bias of distances, which no stream knows; "
+                "model: its attention has capped scores, learned sinks or a distance bias, which no stream supports; "
                 "use fewkeys.apply and the model's own cache"
             )
         if inputs.window != self.window:
