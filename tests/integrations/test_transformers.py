@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -119,6 +120,44 @@ def test_a_call_that_exact_attention_answers_faster_is_the_models_own(name, side
     try:
         with apply(model, plan):
             assert torch.equal(run(model, **inputs), few)
+    finally:
+        flow._gives_way.cache_clear()
+
+
+def test_a_call_unlike_the_last_one_takes_nothing_from_it(monkeypatch):
+    """Of one model under one plan: longer, padded, in halves of a batch, under autocast, with a plan within."""
+    model, plan = MODELS["bert"](), fk.budget(8)
+    inputs = padded("right")
+    whole = {"input_ids": inputs["input_ids"]}
+    short = {"input_ids": inputs["input_ids"][:1, :5]}
+    calls = [whole, inputs, whole, short, whole, inputs]
+    before = [run(model, **call) for call in calls]
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = run(model, **whole)
+    with apply(model, plan):
+        for call, expected in zip(calls, before, strict=True):
+            assert torch.equal(run(model, **call), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(run(model, **whole), lowered)
+        assert torch.equal(run(model, **whole), before[0])
+        with apply(model, plan.never_exact()):
+            assert far(run(model, **whole), before[0])
+        assert torch.equal(run(model, **whole), before[0])
+    outer = apply(model, plan)
+    with apply(model, plan.never_exact()), ThreadPoolExecutor(1) as threads:
+        # Another thread has the outer plan.
+        assert torch.equal(threads.submit(run, model, **whole).result(), before[0])
+        assert far(run(model, **whole), before[0])
+    outer.restore()
+    with apply(model, [plan, plan.never_exact(), plan]):
+        assert torch.equal(run(model, **whole), run(model, **whole))
+        assert far(run(model, **whole), before[0])
+    monkeypatch.setattr(flow, "exact_is_faster", lambda inputs, _: inputs.query.shape[-2] == 5)
+    flow._gives_way.cache_clear()
+    try:
+        with apply(model, plan):
+            assert torch.equal(run(model, **short), before[3])
+            assert far(run(model, **whole), before[0])
     finally:
         flow._gives_way.cache_clear()
 

@@ -24,7 +24,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def autocast_is_on() -> bool:
     """Whether autocast is on for any device."""
-    return any(map(torch.is_autocast_enabled, KINDS))
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")  # `KINDS`: every layer asks this
 
 
 def lowered(tensor: Tensor) -> Tensor:

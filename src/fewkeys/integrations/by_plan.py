@@ -13,7 +13,6 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.impl import Impl
 from fewkeys.flow import gives_way
 from fewkeys.guard.fallback import Guard
-from fewkeys.integrations.interface import exact
 from fewkeys.integrations.terms import in_terms, plain, with_sink
 from fewkeys.plan import Plan
 from fewkeys.select import Window
@@ -30,7 +29,7 @@ class ByPlan:
     generator: torch.Generator | None
     guards: tuple[Guard, ...]
 
-    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None:
         plan = self.plans[layer]
         if plan is None and inputs.window is None:
             raise ValueError(
@@ -38,7 +37,7 @@ class ByPlan:
                 "every layer"
             )
         if self._gives_way(plan, inputs):
-            return exact(module, inputs)
+            return None
         call = with_sink(inputs)
         guard = self.guards[layer] if self.guards and inputs.window is None else None
         plans = in_terms(inputs, plan)

@@ -18,6 +18,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from fewkeys.call import attention
@@ -273,11 +274,12 @@ def _attention_forward(
     key_bias, window: only of the families that `families` rewrites. position_bias: (B or 1, Hq, Nq, Nk), of distances.
     """
     check_honoured(module, dropout, kwargs)
-    innermost = plan_stack(module).innermost()
-    is_plain = innermost is None and kwargs.get("s_aux") is None and position_bias is None
-    if is_plain and attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[2] > 1:
+    stack, softcap, sink = plan_stack(module), kwargs.get("softcap"), kwargs.get("s_aux")
+    innermost = stack.innermost()
+    is_plain, mask = sink is None and position_bias is None, attention_mask
+    if is_plain and innermost is None and mask is not None and mask.ndim == 4 and mask.shape[2] > 1:
         # A call of another thread that built its mask before the switch.
-        return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, kwargs.get("softcap"))
+        return _sdpa(module, query, key, value, attention_mask, scaling, is_causal, softcap)
     if attention_mask is None:
         real, causal, own_window = None, _is_causal_unmasked(module, is_causal, None), None
     else:
@@ -289,9 +291,16 @@ def _attention_forward(
         raise ValueError(f"key: expected at least {query.shape[2]} keys in a causal call, got {key.shape[2]}")
     offset, bias = key.shape[2] - query.shape[2] if causal else 0, position_bias
     waiting, scale = streams.waiting(key), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    facts, is_lowered = None, autocast_is_on()
+    is_plain = is_plain and real is None and window is None and waiting is None and softcap is None and key_bias is None
+    if is_plain and not (offset or is_lowered or torch.compiler.is_compiling() or "cu_seq_lens_q" in kwargs):
+        shapes, threads = (query.shape, key.shape, value.shape), torch.get_num_threads()
+        facts = (innermost, causal, scale, *shapes, query.dtype, query.device, threads)
+        if facts == stack.own_call:
+            return _sdpa(module, query, key, value, None, scale, causal)
     if key_bias is not None:
         query, key, value = with_key_bias(query, key, value, key_bias, scale, centred=waiting is None)
-    if autocast_is_on():  # asked once for the three of them
+    if is_lowered:
         query, key, value = lowered(query), lowered(key), lowered(value)
     inputs = AttentionInputs(
         query=query,
@@ -302,8 +311,8 @@ def _attention_forward(
         key_mask=real,
         query_offset=offset,
         window=window,
-        softcap=kwargs.get("softcap"),
-        sink=None if (sink := kwargs.get("s_aux")) is None else check_sink(sink, query.shape[1]),
+        softcap=softcap,
+        sink=None if sink is None else check_sink(sink, query.shape[1]),
         distance_bias=None if bias is None else distance_bias(bias, offset),
     )
     if waiting is not None:
@@ -311,6 +320,9 @@ def _attention_forward(
     else:
         real = packed.real_tokens(inputs, kwargs)
         inputs = inputs if real is None else packed.in_rows(inputs, real)
-        output = exact(module, inputs) if innermost is None else innermost[1](innermost[0], module, inputs)
+        answered = None if innermost is None else innermost[1](innermost[0], module, inputs)
+        if innermost is not None and answered is None:
+            stack.own_call = facts
+        output = exact(module, inputs) if answered is None else answered
         output = output if real is None else packed.in_one_row(output, real)
     return output.transpose(1, 2).contiguous(), None

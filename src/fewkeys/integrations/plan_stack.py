@@ -22,9 +22,12 @@ LOCK = threading.RLock()
 
 
 class Answer(Protocol):
-    """Answers one attention call of the `layer`-th attention module: (B, Hq, Nq, Dv)."""
+    """Answers one attention call of the `layer`-th attention module: (B, Hq, Nq, Dv).
 
-    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor: ...
+    None: the model's own attention answers this call, and later ones of the same shapes, types and options.
+    """
+
+    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None: ...
 
 
 class Application:
@@ -75,14 +78,19 @@ class PlanStack:
 
     def __init__(self, applications: Applications = ()) -> None:
         self.applications = applications
+        self.own_call: tuple[object, ...] | None = None
+        """What decided that the model's own attention answered the last call that no mask restricts; calls of which
+        the same is true take no other step."""
 
     def innermost(self) -> tuple[int, Answer] | None:
         """The layer and the answer that are in force here; None: the model's own attention."""
+        for layer, application in reversed(self.applications):
+            if application.is_current:
+                return layer, application.answer
         # What other threads applied for all comes last.
-        for is_wanted in (lambda item: item.is_current, lambda item: not item.is_entered):
-            for layer, application in reversed(self.applications):
-                if is_wanted(application):
-                    return layer, application.answer
+        for layer, application in reversed(self.applications):
+            if not application.is_entered:
+                return layer, application.answer
         entered = [item for item in self.applications if item[1].is_entered]
         if entered and _is_autograd_thread():
             # Gradient checkpointing computes a layer again, in a thread that has no context.
