@@ -49,10 +49,10 @@ def streams(seed):
             new = [torch.randn(batch, heads, count, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
             query, key, value = (torch.cat(pair, 2) for pair in zip((query, key, value), new, strict=True))
             stream.append(new[1], new[2])
-            found = stream.attend(new[0])
+            actual = stream.attend(new[0])
             want = fk.attention(query, key, value, plan=plan.never_exact(), is_causal=True, impl="torch")[:, :, -count:]
-            if not torch.allclose(found, want, atol=1e-6):
-                return f"{plan}: {(found - want).abs().max():.2g} off after {key.shape[2]}"
+            if not torch.allclose(actual, want, atol=1e-6):
+                return f"{plan}: {(actual - want).abs().max():.2g} off after {key.shape[2]}"
         elif action == "crop" and key.shape[2]:
             length = max(0, key.shape[2] - draw.randint(0, 40))
             try:
@@ -166,10 +166,10 @@ def crowds(seed):
     with tempfile.TemporaryDirectory() as folder:
         fk.Plan(fk.Window(1)).save_pretrained(folder)
 
-        def work(own):
+        def work(number):
             try:
                 for turn in range(20):
-                    fk.Plan(fk.Window(100 * own + turn + 1)).save_pretrained(folder)
+                    fk.Plan(fk.Window(100 * number + turn + 1)).save_pretrained(folder)
                     fk.Plan.from_pretrained(folder)
                     if not torch.equal(fk.attention(rows, rows, rows, plan=plan), want):
                         wrong.append("other bits")
@@ -179,7 +179,7 @@ def crowds(seed):
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)  # those of the parent are not here
-        every = [threading.Thread(target=work, args=(own,)) for own in range(3)]
+        every = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for one in every:
             one.start()
         for one in every:

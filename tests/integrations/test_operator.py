@@ -27,9 +27,9 @@ def inputs(shape, requires_grad=True):
     return [x.requires_grad_(requires_grad) for x in shape.draw()]
 
 
-def same(found, want):
+def same(actual, want):
     """Up to rounding in float64: an operator computes its output without gradients, in another order."""
-    torch.testing.assert_close(found, want, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(actual, want, atol=1e-12, rtol=1e-10)
 
 
 def compiled(**options):
@@ -41,9 +41,9 @@ def compiled(**options):
 def test_every_plan_compiles_whole(plan):
     tensors = inputs(SHAPES["plain"])
     want = fk.attention(*tensors, plan=plan, impl="torch")
-    found = compiled(plan=plan, impl="torch")(*tensors)
-    same(found, want)
-    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (found, want)), strict=True):
+    actual = compiled(plan=plan, impl="torch")(*tensors)
+    same(actual, want)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (actual, want)), strict=True):
         same(a, b)
 
 
@@ -55,9 +55,9 @@ def test_every_shape_compiles_whole(name):
     plan = fk.budget(16, is_causal=shape.is_causal)
     options = {"plan": plan, **shape.options}
     tensors = inputs(shape)
-    found, want = compiled(**options)(*tensors), fk.attention(*tensors, **options)
-    same(found, want)
-    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (found, want)), strict=True):
+    actual, want = compiled(**options)(*tensors), fk.attention(*tensors, **options)
+    same(actual, want)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (actual, want)), strict=True):
         same(a, b)
 
 
@@ -95,8 +95,8 @@ class Mine(Selector):
 def test_selectors_of_others_run_outside_the_graph():
     q, k, v = inputs(SHAPE, requires_grad=False)
     torch._dynamo.reset()
-    found = torch.compile(lambda q: fk.attention(q, k, v, keep=Mine(3)), backend="eager")(q)
-    assert torch.equal(found, fk.attention(q, k, v, keep=fk.select.KeyNorm(3)))
+    actual = torch.compile(lambda q: fk.attention(q, k, v, keep=Mine(3)), backend="eager")(q)
+    assert torch.equal(actual, fk.attention(q, k, v, keep=fk.select.KeyNorm(3)))
 
 
 def test_generators_and_guards_run_outside_the_graph():
@@ -117,8 +117,8 @@ def test_the_operator_obeys_torch():
     names = [operator.name_of(plan) for plan in (fk.budget(16), MIXED[: SHAPE.kv_heads], fk.Plan(fk.TopK(4)))]
     lengths = torch.full((SHAPE.batch,), SHAPE.keys - 2)
     for name in names:
-        for given in (None, lengths):
-            torch.library.opcheck(operator.attend, (q, k, v, given, None, name, False, None, 0, "torch"))
+        for real in (None, lengths):
+            torch.library.opcheck(operator.attend, (q, k, v, real, None, name, False, None, 0, "torch"))
 
 
 def test_plans_are_found_by_their_names():
@@ -126,7 +126,7 @@ def test_plans_are_found_by_their_names():
         name = operator.name_of(plan)
         assert operator.plan_of(name) == plan
         assert [json.loads(line) for line in name.splitlines()] == [
-            own.to_dict() for own in ((plan,) if isinstance(plan, fk.Plan) else plan)
+            layer_plan.to_dict() for layer_plan in ((plan,) if isinstance(plan, fk.Plan) else plan)
         ]
     name = operator.name_of(fk.Plan(predicted(sparsefinder.Clusters(3), 2, 4)))
     assert isinstance(operator.plan_of(name).keep, sparsefinder.Predicted)
@@ -160,10 +160,10 @@ def test_plans_are_not_kept_for_ever():
 @pytest.mark.parametrize("impl", [pytest.param("native", marks=needs_compiler), "torch"])
 def test_the_executor_asked_for_answers_backward_too(impl):
     tensors = [x.requires_grad_() for x in SHAPE.draw(dtype=torch.float32)]
-    found = compiled(plan=fk.budget(16), impl=impl)(*tensors)
+    actual = compiled(plan=fk.budget(16), impl=impl)(*tensors)
     want = fk.attention(*tensors, plan=fk.budget(16), impl=impl)
-    torch.testing.assert_close(found, want)
-    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (found, want)), strict=True):
+    torch.testing.assert_close(actual, want)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (actual, want)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -181,8 +181,8 @@ def test_a_model_with_a_plan_compiles():
     with fk.apply(model, plan):
         want = model(ids).logits
         torch._dynamo.reset()
-        found = torch.compile(model, backend="eager")(ids).logits
-    torch.testing.assert_close(found, want)
+        actual = torch.compile(model, backend="eager")(ids).logits
+    torch.testing.assert_close(actual, want)
     assert not torch.allclose(want, model(ids).logits)
 
 

@@ -80,11 +80,11 @@ def test_windows_keep_what_they_are_and_others_take_the_plan(model):
     inputs, every = {"input_ids": tokens()}, windows(model)
     states = states_of(model, inputs)
     with fk.apply(model, FEW):
-        found = states_of(model, inputs)
+        actual = states_of(model, inputs)
     first = every.index(False) if False in every else 3
-    for before, after in zip(states[: first + 1], found[: first + 1], strict=True):
+    for before, after in zip(states[: first + 1], actual[: first + 1], strict=True):
         close(after, before)
-    assert first == 3 or far(found[first + 1], states[first + 1])
+    assert first == 3 or far(actual[first + 1], states[first + 1])
 
 
 @torch.no_grad()

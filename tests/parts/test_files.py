@@ -24,10 +24,10 @@ def test_threads_that_write_one_file_never_show_half_of_it(tmp_path):
         writer.start()
     while any(writer.is_alive() for writer in writers):
         if path.exists():
-            found = read_json(tmp_path, path.name)
-            seen.append(found[0])
-            assert set(found) == {found[0]}
-            assert 0 <= len(found) - 100 * found[0] < 25
+            actual = read_json(tmp_path, path.name)
+            seen.append(actual[0])
+            assert set(actual) == {actual[0]}
+            assert 0 <= len(actual) - 100 * actual[0] < 25
     assert not failed
     assert seen
     assert os.listdir(tmp_path) == [path.name]

@@ -33,13 +33,13 @@ def draw(dtype=torch.float32, count=COUNT):
 
 def feed(stream, rows, sizes, start=0):
     """The outputs of a stream for pieces of the tokens from `start` on."""
-    found = []
+    actual = []
     for size in sizes:
         query, key, value = (part[:, :, start : start + size] for part in rows)
         stream.append(key, value)
-        found.append(stream.attend(query))
+        actual.append(stream.attend(query))
         start += size
-    return torch.cat(found, 2)
+    return torch.cat(actual, 2)
 
 
 @settings(max_examples=30, deadline=None)
@@ -72,23 +72,23 @@ def test_it_is_the_plan_over_keys_as_they_are_read(leaves, dtype, impl, monkeypa
     if impl == "torch":
         monkeypatch.setattr(dispatch.native, "unsupported", lambda problem: "expected none")
     q, k, v = draw(dtype)
-    found = feed(fk.stream(PLAN, leaves=leaves), (q, k, v), [300, 1, 100, 18, 1])
+    actual = feed(fk.stream(PLAN, leaves=leaves), (q, k, v), [300, 1, 100, 18, 1])
     rows = HeldRows.empty(Held(leaves), k, v)
     rows.append(k, v)
     k, v = rows.read(0, COUNT)
     want = fk.attention(q.to(k.dtype), k, v, plan=PLAN, is_causal=True)
     error = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
-    torch.testing.assert_close(found, want.to(dtype), rtol=error, atol=error)
+    torch.testing.assert_close(actual, want.to(dtype), rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("leaves", TYPES)
 def test_pieces_files_and_copies_give_the_same_bits(leaves, tmp_path):
     """After a step back, a copy, another order and a file, in memory or in a folder, which stays empty."""
-    rows, found = draw(), []
+    rows, actual = draw(), []
     want = feed(fk.stream(PLAN, leaves=leaves), rows, [COUNT])
     for folder in (None, tmp_path):
         stream = fk.stream(PLAN, leaves=leaves, folder=folder)
-        own = [feed(stream, rows, [150, 1, 129])]
+        outputs = [feed(stream, rows, [150, 1, 129])]
         stream.crop(190)
         stream = copy.deepcopy(stream)
         stream.select(torch.tensor([1, 0]))
@@ -96,13 +96,13 @@ def test_pieces_files_and_copies_give_the_same_bits(leaves, tmp_path):
         stream = Stream.load(tmp_path / "stream", folder=folder)
         os.remove(tmp_path / "stream")
         stream.select(torch.tensor([1, 0]))
-        own += [feed(stream, rows, [1, 88, 1, 140], 190)]
+        outputs += [feed(stream, rows, [1, 88, 1, 140], 190)]
         assert not os.listdir(tmp_path)
         assert stream.leaves == leaves
-        found.append((torch.cat([own[0][:, :, :190], own[1]], 2), stream.memory()))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][0], want)
-    assert found[1][1] < found[0][1]
+        actual.append((torch.cat([outputs[0][:, :, :190], outputs[1]], 2), stream.memory()))
+    assert torch.equal(actual[0][0], actual[1][0])
+    assert torch.equal(actual[0][0], want)
+    assert actual[1][1] < actual[0][1]
 
 
 @pytest.mark.parametrize("leaves", TYPES)
@@ -128,12 +128,12 @@ def test_a_full_disk_is_an_error_and_the_stream_is_as_before(padded, tmp_path, m
         stream.attend(rows[0][:, :, :200])
     make, left = buffer.tempfile.TemporaryFile, 3 * padded  # of two groups, the first finds room
 
-    def full(**given):
+    def full(**options):
         nonlocal left
         left -= 1
         if left < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return make(**given)
+        return make(**options)
 
     with monkeypatch.context() as patched:
         patched.setattr(buffer.tempfile, "TemporaryFile", full)
@@ -141,11 +141,11 @@ def test_a_full_disk_is_an_error_and_the_stream_is_as_before(padded, tmp_path, m
         with pytest.raises(OSError, match=r"^\[Errno 28\] folder: expected room for .* got No space left"):
             streams[0].attend(rows[0][:, :, 200:])
     assert streams[0].length == 200
-    found = []
+    actual = []
     for stream in streams:
         stream.append(*(part[:, :, 200:] for part in rows[1:]), real[:, 200:])
-        found.append(stream.attend(rows[0][:, :, 200:]))
-    assert torch.equal(*found)
+        actual.append(stream.attend(rows[0][:, :, 200:]))
+    assert torch.equal(*actual)
     assert not os.listdir(tmp_path)
 
 
