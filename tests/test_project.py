@@ -40,7 +40,6 @@ OPTIONAL = [
     "rich",
     "matplotlib",
     "plotly",
-    "shtab",
     "sklearn",
     "scipy",
     "entmax",
@@ -69,7 +68,7 @@ def run(*code: str) -> str:
 
 
 LAZY = {
-    "operator.py",
+    "uncompiled.py",
     "integrations/stream_cache.py",
 }
 """torch's compiler and subclasses of transformers' own classes: imported by functions that need them."""
@@ -266,7 +265,7 @@ def test_source_files_are_short():
 def test_the_demo_text_never_changes():
     """The README's figures are printed from it. A new text means new figures: then change both."""
     digest = hashlib.sha256(demo.TEXT.read_bytes()).hexdigest()
-    assert digest == "fd8e058a602d6140275fb5f464fc5b7bdc8f72ee2acc899af6789f78bacf63eb"
+    assert digest == "9c96f82ff014ae9d40c184509a5508cd0db995f27520e391c663c611ccee7a09"
 
 
 def test_links_lead_somewhere():

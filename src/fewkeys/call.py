@@ -84,8 +84,7 @@ def attention(
         TypeError, ValueError: malformed input, naming the argument, what was expected, what came, and the fix.
 
     Gradients flow through the kept keys and values and through the stand-ins; the selection carries none.
-    `torch.compile` takes the call as one operator, without a graph break (with `generator`, `max_error` or a selector
-    of your own: it breaks the graph, and runs as without it); its gradient computes the output a second time.
+    `torch.compile` breaks its graph at the call, which runs as without it.
     Cost O(n (slots)(D + Dv)) after a selection of O(n D (D + clusters)).
     """
     if unknown:
@@ -94,9 +93,10 @@ def attention(
     options: Options = {"is_causal": is_causal, "scale": scale, "lengths": lengths, "key_mask": key_mask}
     options |= {"query_offset": query_offset, "generator": generator, "impl": impl, "distance_bias": distance_bias}
     if torch.compiler.is_compiling():
-        import fewkeys.operator as operator  # loads torch's compiler
+        from fewkeys.uncompiled import outside
 
-        return operator.compiled(query, key, value, chosen, max_error, options)
+        output: Tensor = outside(query, key, value, plan=chosen, max_error=max_error, **options)
+        return output
     return flow.attention(query, key, value, plan=chosen, max_error=max_error, **options)
 
 

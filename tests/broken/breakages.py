@@ -40,7 +40,6 @@ PREPARED = Law("02_impls_agree", "what_kernels_prepare_is")
 ODD = Law("02_impls_agree", "odd_dimensions")
 ROUNDED = Law("02_impls_agree", "rounding")
 GRADIENTS = Law("02_impls_agree", "their_gradients_agree")
-PAST_GRADIENTS = Law("02_impls_agree", "their_causal_gradients_agree")
 GRADCHECK = Law("02_gradients", "gradcheck")
 PADDED = Law("03_masked_is_deleted", "native")
 CAUSAL = Law("04_causal_means_causal", "native")
@@ -312,14 +311,7 @@ BREAKAGES = (
         "native/back.h",
         "(load(to) - mean[w]) * scale);",
         "(load(to) - 0.0f * mean[w]) * scale);",
-        (GRADIENTS, PAST_GRADIENTS),
-    ),
-    Breakage(
-        "gradients of blocks: values of a list get none",
-        "native/blocks_back.h",
-        "add(all.value + (head * p.keys + place[e]) * value_dim, &pairs.to_value[e * pairs.wide], 1.0f, value_dim);",
-        "",
-        (PAST_GRADIENTS,),
+        (GRADIENTS,),
     ),
     Breakage(
         "gradients of the past: means pass all on",

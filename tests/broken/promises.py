@@ -193,13 +193,6 @@ PROMISES = (
         (Law("kernels/test_native_building", "flags_tell"),),
     ),
     Breakage(
-        "after a fork: both go on in the file that they share",
-        "core/buffer.py",
-        "elif self.folder is not None and self._forks != _forks:",
-        "elif self.folder is not None and self._forks > _forks:",
-        (Law("parts/test_held_rows", "after_a_fork"),),
-    ),
-    Breakage(
         "no library of another user: of anybody",
         "native/build.py",
         "file = read_trusted(path)",

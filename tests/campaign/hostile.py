@@ -1,4 +1,4 @@
-"""The parts of the campaign in which others interfere: forks, users who write caches or hold locks, bad files."""
+"""The parts of the campaign in which others interfere: users who write caches or hold locks, bad files."""
 
 import contextlib
 import copy
@@ -20,12 +20,9 @@ import torch
 import fewkeys as fk
 from fewkeys import cli, native
 from fewkeys.core import trust
-from fewkeys.memory import Stream
 from fewkeys.native import build, sets
 from integrations.test_report import BYTES, VALUES, Skipped, places, report
 
-SCAN = fk.Plan(fk.KeyScan(40), fk.BlockMeans(3))
-SMALL = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(2), fk.rest.RunningMeans(5))
 NOBODY = 65534
 
 
@@ -50,56 +47,6 @@ def in_a_child(work):
         return message[:-1] or None if message.endswith(".") else f"ended with {code}"
 
     return wait
-
-
-def forks(seed):
-    """Parent and child go on with a forked memory, in files or not, both writing: each as if it were alone."""
-    draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        plan = draw.choice([SCAN, SCAN, SCAN.never_exact(), SMALL])
-        how = {} if plan is SMALL else {"leaves": draw.choice([None, "int8"]), "folder": draw.choice([None, folder])}
-        stream = fk.stream(plan, **how)
-
-        def feed(memory, count):
-            rows = [torch.randn(2, heads, count, 8, generator=g) for heads in (4, 2, 2)]
-            memory.append(*rows[1:])
-            return memory.attend(rows[0])
-
-        for _ in range(draw.randint(1, 3)):
-            feed(stream, draw.choice([1, 31, 70, 200]))
-
-        def future(memory, number):
-            """The outputs of random operations."""
-            draws, outputs = random.Random(f"{seed} {number}"), []
-            g.manual_seed(1000 * seed + number)
-            for _ in range(draws.randint(1, 5)):
-                action = draws.choice(["feed", "feed", "crop", "select", "copy", "save"])
-                if action == "crop":
-                    try:
-                        memory.crop(max(1, memory.length - draws.randint(0, 90)))
-                    except ValueError:
-                        continue
-                elif action == "select":
-                    memory.select(torch.tensor([draws.randrange(2), draws.randrange(2)]))
-                elif action == "copy":
-                    memory = copy.deepcopy(memory)
-                elif action == "save":
-                    path = Path(folder) / f"stream {number}"
-                    memory.save(path)
-                    memory = Stream.load(path, folder=how.get("folder"))
-                outputs.append(feed(memory, draws.choice([1, 5, 40, 130])))
-            return outputs
-
-        wanted = [future(copy.deepcopy(stream), number) for number in (0, 1)]
-
-        def compared(number):
-            for one, other in zip(future(stream, number), wanted[number], strict=True):
-                if not torch.allclose(one, other, atol=1e-5):
-                    return f"{plan}, {how}: {('parent', 'child')[number]} is {(one - other).abs().max():.2g} off"
-            return None
-
-        wait = in_a_child(lambda: compared(1))
-        return compared(0) or wait()
 
 
 def swap(folder, file, theirs, turn):

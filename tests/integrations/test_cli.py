@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import shtab
 import torch
 import transformers
 
@@ -292,12 +291,10 @@ def test_doctor_says_what_is_here(capsys, monkeypatch):
     assert actual["extras"]["hf"] is True
 
 
-def test_version_and_completion(capsys):
-    for option, part in (("--version", f"fewkeys {fk.__version__}"), ("--completion=bash", "fewkeys")):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main([option])
-        assert part in capsys.readouterr().out
-    subprocess.run(["bash", "-n"], input=shtab.complete(cli.parser(), "bash"), text=True, check=True)
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"fewkeys {fk.__version__}\n"
 
 
 def test_fewer_sequences_than_asked_for_is_said(run):

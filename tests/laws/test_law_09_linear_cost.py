@@ -105,8 +105,6 @@ def test_compiled_kernels_are_linear(name, is_causal, counting):
 GRADIENTS = [
     ("outliers + window, first-order means, softmax", False, torch.float32),
     ("sinks + window, drop, softmax", True, torch.bfloat16),
-    ("recent blocks + leverage + sinks, drop, softmax", True, torch.float32),
-    ("recent, running means", True, torch.float32),
 ]
 
 

@@ -20,7 +20,7 @@ from baseline_forms import (
 )
 from fewkeys.core.validation import check_inputs
 from fewkeys.papers import sparsefinder
-from fewkeys.papers.sparsefinder.draws import distinct
+from fewkeys.papers.sparsefinder.random_edges import distinct
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -271,47 +271,7 @@ def test_orthogonal_values_of_equal_norm_make_sight_useless(seed, r):
     assert torch.equal(aware > 1e-9, oblivious > 1e-9)
 
 
-# --- one support
-
-
-@given(seed=seeds, keys=st.integers(1, 30), dims=st.integers(1, 8), twins=st.booleans())
-def test_reweighted_is_optimal_on_its_support(seed, keys, dims, twins):
-    """No allowed value lies further towards the output than the solution itself: the optimality condition."""
-    weights, values = problem(seed, keys, dims)
-    if twins:
-        values = degenerate("duplicates", values)
-    mask = torch.rand(weights.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
-    mask[:, 0] = True
-    actual = value_aware.reweighted(weights, values, mask)
-    check_simplex(actual, dims + 2)
-    assert not ((actual > 0) & ~mask).any()
-    rest = (weights - actual) @ values
-    slope = (rest @ values.mT).masked_fill(~mask, -torch.inf).amax(-1) - (rest * (actual @ values)).sum(-1)
-    assert slope.max() <= 1e-9 * values.square().sum(-1).max()
-    kept = weights * mask
-    renormalised = kept / kept.sum(-1, keepdim=True)
-    assert (error(actual, weights, values) <= error(renormalised, weights, values) + 1e-12).all()
-
-
-def test_reweighted_with_every_key_is_exact_and_with_none_is_zero():
-    weights, values = problem(0, keys=40, dims=6)
-    every = torch.ones(40, dtype=torch.bool)
-    assert error(value_aware.reweighted(weights, values, every), weights, values).max() < 1e-9
-    kept = every.expand(8, 40).clone()
-    kept[2] = False
-    actual = value_aware.reweighted(weights, values, kept)
-    assert torch.equal(actual.sum(-1) > 0, torch.arange(8) != 2)
-
-
-def test_reweighted_serves_selectors():
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 30, 6, generator=g) for _ in range(3))
-    weights = (q @ k.mT).softmax(-1)
-    mask = fk.Window(9).graph(q, k).to_mask()
-    actual = value_aware.reweighted(weights, v, mask)
-    dropped = fk.attention(q, k, v, keep=fk.Window(9), scale=1.0)
-    exact = weights @ v
-    assert ((actual @ v - exact).norm(dim=-1) <= (dropped - exact).norm(dim=-1) + 1e-5).all()
+# --- the re-fit
 
 
 def test_the_re_fit_starts_anywhere():
@@ -346,27 +306,6 @@ def test_the_re_fit_reaches_zero_where_it_can(thin):
     assert size.max() <= (torch.finfo(DTYPE).eps ** 0.5 * 8**0.5 if thin else 1e-11)
 
 
-# --- low rank
-
-
-@given(seed=seeds, rank=st.integers(1, 7))
-def test_low_rank(seed, rank):
-    weights, values = problem(seed, keys=9, dims=4, lead=(2,))
-    aware = value_aware.low_rank(weights, values, rank)
-    oblivious = value_aware.low_rank(weights, values, rank, "value-oblivious")
-    for actual in (aware, oblivious):
-        assert int(torch.linalg.matrix_rank(actual, rtol=1e-9).max()) <= rank
-    # Eckart, Young, Mirsky: the error is what the singular values leave, of A V for one and of A for the other.
-    tail = torch.linalg.svdvals(weights @ values)[..., rank:].norm(dim=-1)
-    torch.testing.assert_close(((aware - weights) @ values).norm(dim=(-2, -1)), tail, rtol=1e-9, atol=1e-12)
-    tail = torch.linalg.svdvals(weights)[..., rank:].norm(dim=-1)
-    torch.testing.assert_close((oblivious - weights).norm(dim=(-2, -1)), tail, rtol=1e-9, atol=1e-12)
-    seen, unseen = (((actual - weights) @ values).norm(dim=(-2, -1)) for actual in (aware, oblivious))
-    assert (seen <= unseen + 1e-12).all()
-    if rank >= 4:
-        assert seen.max() < 1e-12
-
-
 # --- shapes, kernels, blocks
 
 
@@ -388,7 +327,6 @@ def test_every_kernel(kernel):
         assert now <= previous
         previous = now
     assert previous < 1e-5
-    assert torch.equal(value_aware.reweighted(weights, values, weights > 0).sum(-1) == 0, dead)
 
 
 @pytest.mark.parametrize("r", [1, 3, 7])
@@ -470,9 +408,6 @@ M = torch.ones(2, 6, dtype=torch.bool)
         (lambda: value_aware.value_aware(W, V, 2, mask=M.float()), TypeError, "mask: expected a bool tensor"),
         (lambda: value_aware.value_aware(W, V, 2, mask=M[:, :5]), ValueError, "mask: expected a shape that broadcasts"),
         (lambda: value_aware.value_aware(W, V, 2, mask=~M), ValueError, "mask: expected True wherever weights are pos"),
-        (lambda: value_aware.reweighted(W, V, None), TypeError, "mask: expected a bool tensor.*NoneType"),
-        (lambda: value_aware.low_rank(W, V, 0), ValueError, "rank: expected at least 1"),
-        (lambda: value_aware.low_rank(W, V, 1, "svd"), ValueError, "form: expected 'value-aware'"),
         (lambda: skew.top_mass(W, 0), ValueError, "r: expected at least 1"),
         (lambda: skew.entropy([1.0]), TypeError, "weights: expected a floating tensor"),
         (lambda: skew.gini(-W), ValueError, "weights: expected no negative"),

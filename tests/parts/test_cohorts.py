@@ -13,7 +13,7 @@ from fewkeys.core.totals import WHOLE
 from fewkeys.core.validation import check_inputs
 from fewkeys.select.outliers import PAIR
 from fewkeys.sketch.clusters import clusters, frame
-from fewkeys.sketch.cohorts import cohorts, own_importance
+from fewkeys.sketch.cohorts import cohorts, half_variance
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, ordered, smallest, split_apart
 from fewkeys.sketch.tilted import TiltArgs
@@ -112,13 +112,13 @@ def test_statistics_of_cohorts_are_those_of_their_queries():
 
 
 @pytest.mark.parametrize("impl", ["torch", pytest.param("native", marks=needs_compiler)])
-def test_own_importance_is_half_the_variance_of_a_cohorts_scores(impl):
+def test_half_the_variance_of_a_cohorts_scores(impl):
     q, k, v = (rows.float() for rows in SHAPES["grouped"].draw())
     x = check_inputs(q, k + 3, v, scale=0.7, impl=impl)
     actual = cohorts(x, 4)
     centred = k - k.mean(2, keepdim=True)
     want = 0.5 * (centred @ actual.within * centred).sum(-1)
-    torch.testing.assert_close(own_importance(x, actual), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(half_variance(x, actual), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

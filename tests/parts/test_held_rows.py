@@ -1,10 +1,6 @@
-"""Keys and values in int8 and in files: read back to half a quantum; whatever is done to a stream, the same bits."""
+"""Keys and values in int8: read back to half a quantum; whatever is done to a stream, the same bits."""
 
 import copy
-import errno
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fewkeys as fk
-from fewkeys.core import buffer
 from fewkeys.execute import dispatch
 from fewkeys.memory import Stream
 from fewkeys.memory.base import Held
@@ -83,26 +78,20 @@ def test_it_is_the_plan_over_keys_as_they_are_read(leaves, dtype, impl, monkeypa
 
 @pytest.mark.parametrize("leaves", TYPES)
 def test_pieces_files_and_copies_give_the_same_bits(leaves, tmp_path):
-    """After a step back, a copy, another order and a file, in memory or in a folder, which stays empty."""
-    rows, actual = draw(), []
+    """After a step back, a copy, another order and a file."""
+    rows = draw()
     want = feed(fk.stream(PLAN, leaves=leaves), rows, [COUNT])
-    for folder in (None, tmp_path):
-        stream = fk.stream(PLAN, leaves=leaves, folder=folder)
-        outputs = [feed(stream, rows, [150, 1, 129])]
-        stream.crop(190)
-        stream = copy.deepcopy(stream)
-        stream.select(torch.tensor([1, 0]))
-        stream.save(tmp_path / "stream")
-        stream = Stream.load(tmp_path / "stream", folder=folder)
-        os.remove(tmp_path / "stream")
-        stream.select(torch.tensor([1, 0]))
-        outputs += [feed(stream, rows, [1, 88, 1, 140], 190)]
-        assert not os.listdir(tmp_path)
-        assert stream.leaves == leaves
-        actual.append((torch.cat([outputs[0][:, :, :190], outputs[1]], 2), stream.memory()))
-    assert torch.equal(actual[0][0], actual[1][0])
-    assert torch.equal(actual[0][0], want)
-    assert actual[1][1] < actual[0][1]
+    stream = fk.stream(PLAN, leaves=leaves)
+    before = feed(stream, rows, [150, 1, 129])
+    stream.crop(190)
+    stream = copy.deepcopy(stream)
+    stream.select(torch.tensor([1, 0]))
+    stream.save(tmp_path / "stream")
+    stream = Stream.load(tmp_path / "stream")
+    stream.select(torch.tensor([1, 0]))
+    after = feed(stream, rows, [1, 88, 1, 140], 190)
+    assert stream.leaves == leaves
+    assert torch.equal(torch.cat([before[:, :, :190], after], 2), want)
 
 
 @pytest.mark.parametrize("leaves", TYPES)
@@ -118,42 +107,11 @@ def test_every_token_can_be_taken_back(leaves):
         assert torch.equal(feed(stream, rows, [1, 39], left), feed(other, rows, [1, 39], left))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_full_disk_is_an_error_and_the_stream_is_as_before(padded, tmp_path, monkeypatch):
-    rows, real = draw(), torch.ones(2, COUNT, dtype=torch.bool)
-    real[1, :9] = not padded
-    streams = [fk.stream(PLAN, leaves="int8", folder=folder) for folder in (tmp_path, None)]
-    for stream in streams:
-        stream.append(*(part[:, :, :200] for part in rows[1:]), real[:, :200])
-        stream.attend(rows[0][:, :, :200])
-    make, left = buffer.tempfile.TemporaryFile, 3 * padded  # of two groups, the first finds room
-
-    def full(**options):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return make(**options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(buffer.tempfile, "TemporaryFile", full)
-        streams[0].append(*(part[:, :, 200:] for part in rows[1:]), real[:, 200:])
-        with pytest.raises(OSError, match=r"^\[Errno 28\] folder: expected room for .* got No space left"):
-            streams[0].attend(rows[0][:, :, 200:])
-    assert streams[0].length == 200
-    actual = []
-    for stream in streams:
-        stream.append(*(part[:, :, 200:] for part in rows[1:]), real[:, 200:])
-        actual.append(stream.attend(rows[0][:, :, 200:]))
-    assert torch.equal(*actual)
-    assert not os.listdir(tmp_path)
-
-
 @torch.no_grad()
 def test_caches_hold_leaves_as_they_are_told(tmp_path):
     model, ids = llama(), tokens(2, 150)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "num_beams": 2}
-    caches = [fk.cache(model, PLAN, leaves="int8", folder=folder) for folder in (None, tmp_path)]
+    caches = [fk.cache(model, PLAN, leaves="int8") for _ in range(2)]
     assert torch.equal(*(model.generate(ids, **options, past_key_values=cache) for cache in caches))
     caches[1].save(tmp_path / "cache")
     caches[0].load(tmp_path / "cache")
@@ -168,58 +126,10 @@ def test_caches_hold_leaves_as_they_are_told(tmp_path):
     "make",
     [
         lambda: fk.stream(PLAN, leaves="int4"),
-        lambda: fk.stream(PLAN, folder="/no/such/folder"),
         lambda: fk.stream(fk.budget(16, is_causal=True), leaves="int8"),
-        lambda: fk.cache(llama(), fk.budget(16, is_causal=True), folder="."),
+        lambda: fk.cache(llama(), fk.budget(16, is_causal=True), leaves="int8"),
     ],
 )
 def test_what_cannot_be_held_is_refused(make):
-    with pytest.raises(ValueError, match=r"^(leaves|folder)\b.*: expected"):
+    with pytest.raises(ValueError, match=r"^leaves: expected"):
         make()
-
-
-FORK = """
-import copy, os, sys, torch
-import fewkeys as fk
-sys.path.insert(0, "tests")
-from parts.test_held_rows import PLAN, draw, feed
-
-torch.set_num_threads(1)
-rows, crops = draw(), (int(sys.argv[2]), 0)  # what the parent takes back, and the child
-stream = fk.stream(PLAN, folder=sys.argv[1])
-feed(stream, rows, [150])
-halves = [tuple(part[:, :, at : at + 110] for part in rows) for at in (150, 290)]
-expected = []
-for half, crop in zip(halves, crops):
-    alone = copy.deepcopy(stream)
-    alone.crop(150 - crop)
-    expected.append([feed(alone, half, [70]), feed(alone, half, [40], 70)])
-
-(their_turn, my_turn), (from_child, to_parent) = os.pipe(), os.pipe()
-child = os.fork()
-wait, go = (from_child, my_turn) if child else (their_turn, to_parent)
-me = 0 if child else 1
-half, wanted = halves[me], expected[me]
-first = int(sys.argv[3])  # who writes first: the parent (1) or the child (0)
-if bool(child) != bool(first):
-    os.read(wait, 1)
-stream.crop(150 - crops[me])
-same = torch.equal(feed(stream, half, [70]), wanted[0])
-os.write(go, b".")
-os.read(wait, 1)
-same &= torch.equal(feed(stream, half, [40], 70), wanted[1])
-os.write(go, b".")
-if not child:
-    os._exit(0 if same else 1)
-print(same, os.waitpid(child, 0)[1] == 0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.parametrize("crop", [0, 60])
-@pytest.mark.parametrize("first", ["child", "parent"])
-def test_after_a_fork_parent_and_child_go_on_alone(crop, first, tmp_path):
-    """Both write other tokens in turns, the parent also over those that it took back: each as if it were alone."""
-    command = [sys.executable, "-c", FORK, str(tmp_path), str(crop), str(int(first == "parent"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.split() == ["True", "True"], done.stderr

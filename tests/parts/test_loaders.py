@@ -94,7 +94,7 @@ WRITTEN: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str
     ),
     "stream of keys in int8": (
         lambda folder: a_scan(folder / "stream.safetensors", "int8"),
-        lambda folder: Stream.load(folder / "stream.safetensors", folder=folder.parent),
+        lambda folder: Stream.load(folder / "stream.safetensors"),
         "",
     ),
     "cache": (a_cache, loaded_cache, ""),

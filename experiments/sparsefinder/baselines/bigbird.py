@@ -11,8 +11,8 @@ from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.draws import distinct
 from fewkeys.papers.sparsefinder.global_tokens import GlobalTokens
+from fewkeys.papers.sparsefinder.random_edges import distinct
 from fewkeys.select.base import Selector
 from fewkeys.select.recent import RecentBlocks
 

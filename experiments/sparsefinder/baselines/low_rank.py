@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from experiments.sparsefinder.baselines.draws import normal
 from torch import Tensor
 
 from fewkeys.core.entmax import entmax
@@ -14,7 +15,6 @@ from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.draws import normal
 from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected
 from fewkeys.select.base import Selector
 from fewkeys.select.rows import listed, query_blocks

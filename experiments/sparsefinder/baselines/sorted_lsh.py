@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from experiments.sparsefinder.baselines.draws import normal
 from torch import Tensor
 
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.validation import check_count
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.draws import normal
 from fewkeys.papers.sparsefinder.groups import Groups
 from fewkeys.papers.sparsefinder.projection import Projection, check_space, projected, space_work
 from fewkeys.select.base import Selector

@@ -77,15 +77,18 @@ class AttentionInputs:
         return replace(self, **{name: item[index] for name, item in tensors.items() if item is not None})
 
 
-@dataclass(frozen=True, eq=False)
-class Capture:
-    """Queries, keys and values of every attention layer of a model on some batches, memory-mapped from `directory`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Facts:
+    """What is known of a capture beside its tensors.
 
-    `sequences` counts over all `batches`; `scales` has one softmax scale per layer. Made by
-    `CaptureWriter.finish` or `Capture.load`. A temporary directory is removed with the object.
+    Attributes:
+        scales: one softmax scale for each layer.
+        sequences, tokens: those of all `batches`.
+        weights: a number for every layer's weights, which identifies the model; empty if unknown.
+        gradients: whether every call holds its gradient.
+        files: the fingerprint of each file of tensors by its name, checked at the first read.
     """
 
-    directory: Path
     model_name: str
     layers: int
     query_heads: int
@@ -99,11 +102,18 @@ class Capture:
     tokens: int
     dtype: str
     weights: tuple[float, ...] = field(default=(), repr=False)
-    """A number for every layer's weights, which identifies the model; empty if unknown."""
     gradients: bool = False
-    """Whether every call holds its gradient."""
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The fingerprint of each file of tensors by its name, checked at the first read."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Capture(Facts):
+    """Queries, keys and values of every attention layer of a model on some batches, memory-mapped from `directory`.
+
+    Made by `CaptureWriter.finish` or `Capture.load`. A temporary directory is removed with the object.
+    """
+
+    directory: Path
     _guard: object = field(default=None, repr=False)
     _part: tuple[tuple[int, slice], ...] | None = field(default=None, repr=False)
     _sound: set[str] = field(default_factory=set, repr=False)
@@ -239,26 +249,11 @@ class Capture:
         return record.capture(folder)
 
 
-@dataclass(frozen=True)
-class Record:
-    """The content of `capture.json`; `files`: the fingerprint of each file of tensors by its name."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Record(Facts):
+    """The content of `capture.json`."""
 
     format_version: int
-    model_name: str
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    scales: tuple[float, ...]
-    is_causal: bool
-    batches: int
-    sequences: int
-    tokens: int
-    dtype: str
-    files: dict[str, str]
-    weights: tuple[float, ...] = ()
-    gradients: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "query_heads", "kv_heads", "head_dim", "value_dim", "batches", "sequences", "tokens"):
@@ -276,8 +271,7 @@ class Record:
 
     def capture(self, directory: Path) -> Capture:
         """The capture in this folder."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "format_version"}
-        return Capture(directory=directory, **values)
+        return Capture(directory=directory, **{fact.name: getattr(self, fact.name) for fact in fields(Facts)})
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}

@@ -16,10 +16,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from fewkeys.cli import bench, capture, compare, doctor, embed, fit, report, tune
-from fewkeys.cli.inputs import need
 from fewkeys.core.version import VERSION
-
-SHELLS = ("bash", "zsh", "tcsh")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,25 +81,11 @@ def _fail(message: str) -> int:
     return 2
 
 
-class _Completion(argparse.Action):
-    """Print a shell's completion for the parser that has this option, and end."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: Any, option: object = None) -> None:
-        need("shtab")
-        import shtab
-
-        print(shtab.complete(parser, shell))
-        parser.exit()
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     what = "Embed long texts faster on a CPU, and measure what approximations of attention cost on your model."
     whole = _Parser(prog="fewkeys", description=what)
     whole.add_argument("--version", action="version", version=f"fewkeys {VERSION}")
-    whole.add_argument(
-        "--completion", action=_Completion, choices=SHELLS, help="print a completion script for this shell"
-    )
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (embed, compare, report, tune, fit, bench, capture, doctor):
         command.add_to(commands)

@@ -33,8 +33,8 @@ def add_to(commands: Any) -> None:
     add_model(parser, required=False)
     add_text(parser)
     parser.add_argument(
-        "--lengths", type=budgets, default=[1024, 2048, 4096, 8192, 16384], metavar="N,N,...",
-        help="tokens (default 1024,2048,4096,8192,16384)",
+        "--lengths", type=budgets, default=[1024, 2048, 4096, 8192], metavar="N,N,...",
+        help="tokens (default 1024,2048,4096,8192)",
     )  # fmt: skip
     parser.add_argument(
         "--plans", type=_plans, default=["budget:192"], metavar="NAME:SLOTS,...",

@@ -39,11 +39,11 @@ class Fields:
         return self.changed(lambda tensor: tensor[index])
 
     def bytes(self) -> int:
-        """Bytes of memory. What several fields share counts once, and files do not count."""
+        """Bytes of memory. What several fields share counts once."""
         sizes: dict[int, int] = {}
         for _, leaf in _leaves(self, "", True):
             tensor = leaf.held if isinstance(leaf, Buffer) else leaf
-            if tensor.numel() and not (isinstance(leaf, Buffer) and leaf.folder is not None):
+            if tensor.numel():
                 sizes[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
         return sum(sizes.values())
 

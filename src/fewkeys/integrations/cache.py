@@ -9,7 +9,6 @@ stream answer.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ def cache(
     plan: Plan | Sequence[LayerPlan],
     *,
     leaves: LeafType | None = None,
-    folder: str | os.PathLike[str] | None = None,
 ) -> Cache:
     """An empty cache, and the attention of `model` that knows how to use it.
 
@@ -41,9 +39,8 @@ def cache(
         plan: for every layer, or one for each, or one for each of its key heads (the `ModelPlan` of `fewkeys.tune`):
             what a stream can run, such as `fewkeys.budget(slots, is_causal=True)`; see `fewkeys.stream`. Layers whose
             own attention is a sliding window keep exactly that window; a sequence may leave them out.
-        leaves, folder: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "int8", the
-            default, or "model", and in files of a folder. A full disk ends in `OSError`; then layers hold unlike
-            numbers of tokens, so `load` what was saved.
+        leaves: how layers of a `KeyScan` hold their keys and values, as in `fewkeys.stream`: "int8", the default, or
+            "model".
 
     Returns:
         A transformers `Cache` for `past_key_values=`. It counts all tokens seen, so positions are right, and takes
@@ -63,11 +60,10 @@ def cache(
         raise ValueError(
             f"model: expected a decoder-only model, got {type(model).__name__}, whose queries see the future"
         )
-    layers, how = _layers(model, plan), Held.of(leaves, folder, "int8")
-    scans = any(one.scanned for plans, _ in layers for one in plans)
-    if not scans and Held.of(leaves, folder, "model") != Held():
-        raise ValueError(f"leaves, folder: expected None without a layer of KeyScan, got {leaves}, {folder}")
-    return StreamCache(model, layers, how)
+    layers, how = _layers(model, plan), Held(leaves or "int8")
+    if leaves == "int8" and not any(one.scanned for plans, _ in layers for one in plans):
+        raise ValueError(f"leaves: expected None without a layer of KeyScan, got {leaves}")
+    return StreamCache(model, layers, how.dtype)
 
 
 def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tuple[tuple[Plan, ...], int | None]]:
@@ -93,15 +89,15 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
     for layer, kind in enumerate(kinds or ()):
         if kind not in ("full_attention", *SLIDING):
             raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")
-    given: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
-    if len(given) not in (count, len(whole)):
+    plans: list[LayerPlan] = [plan] * count if isinstance(plan, Plan) else list(plan)
+    if len(plans) not in (count, len(whole)):
         also = "" if len(whole) == count else f", or of the {len(whole)} that see every key"
-        raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(given)}")
-    own = dict(zip(range(count) if len(given) == count else whole, given, strict=True))
+        raise ValueError(f"plan: expected one plan, or one for each of {count} layers{also}, got {len(plans)}")
+    by_layer = dict(zip(range(count) if len(plans) == count else whole, plans, strict=True))
     layers = []
     for layer, window in enumerate(windows):
-        one = own[layer] if window is None else Plan(Window(window))
-        plans = (one,) if isinstance(one, Plan) else tuple(one)
-        Stream(plans)
-        layers.append((plans, window))
+        one = by_layer[layer] if window is None else Plan(Window(window))
+        by_head = (one,) if isinstance(one, Plan) else tuple(one)
+        Stream(by_head)
+        layers.append((by_head, window))
     return layers

@@ -92,7 +92,7 @@ def pipeline(model: PreTrainedModel, tokenizer: Any, plan: Plan | Sequence[Layer
         ask = fk.pipeline(model, tokenizer, fk.budget(256, is_causal=True))
         ask(context, questions=["Who wrote it?", "When?"])["answers"]
 
-    model, plan and `held` (`leaves`, `folder`) as in `fewkeys.cache`, whose errors it raises. Chat models are asked by
+    model, plan and `held` (`leaves`) as in `fewkeys.cache`, whose errors it raises. Chat models are asked by
     their template, others by context, a blank line, question and a new line. `ValueError` for a model that generates no
     text.
     """

@@ -21,17 +21,17 @@ from fewkeys.integrations.families import NAME
 from fewkeys.integrations.streams import Length
 from fewkeys.integrations.terms import plain
 from fewkeys.memory import Stream, files
-from fewkeys.memory.base import Held
+from fewkeys.memory.base import LeafType
 from fewkeys.plan import Plan
 
 DRAFT = 24
 """Tokens that a cache can always take back: what assisted and prompt-lookup decoding propose, and some more."""
 
 
-def stream_of(plans: Sequence[Plan], how: Held) -> Stream:
-    """The empty stream of a layer, of one plan for all key heads or one for each; `how` counts where one scans."""
-    held = (how.dtype, how.folder) if any(plan.scanned for plan in plans) else (None, None)
-    return Stream(plans[0] if len(plans) == 1 else plans, leaves=held[0], folder=held[1], undo=DRAFT)
+def stream_of(plans: Sequence[Plan], leaves: LeafType) -> Stream:
+    """The empty stream of a layer, of one plan for all key heads or one for each; `leaves` counts where one scans."""
+    scans = any(plan.scanned for plan in plans)
+    return Stream(plans[0] if len(plans) == 1 else plans, leaves=leaves if scans else None, undo=DRAFT)
 
 
 class StreamLayer(CacheLayerMixin):
@@ -49,13 +49,13 @@ class StreamLayer(CacheLayerMixin):
         self,
         plans: Sequence[Plan],
         window: int | None,
-        how: Held,
+        leaves: LeafType,
         config: PreTrainedConfig,
         before: StreamLayer | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.plans, self.window, self.how = plans, window, how
-        self.calls = [stream_of(plans, how)]
+        self.plans, self.window, self.leaves = plans, window, leaves
+        self.calls = [stream_of(plans, leaves)]
         self.expected: tuple[Tensor, Tensor] | None = None
         self.closed = False
         self._length, self._answered = 0, 0
@@ -96,7 +96,7 @@ class StreamLayer(CacheLayerMixin):
                 f"{inputs.window}; use fewkeys.apply and the model's own cache"
             )
         if self._answered == len(self.calls):
-            self.calls.append(stream_of(self.plans, self.how))
+            self.calls.append(stream_of(self.plans, self.leaves))
         answering = self.calls[self._answered]
         if answering.length != self._length:
             raise ValueError(
@@ -124,7 +124,7 @@ class StreamLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.calls, self.expected = [stream_of(self.plans, self.how)], None
+        self.calls, self.expected = [stream_of(self.plans, self.leaves)], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the sequences for beam search."""
@@ -169,36 +169,38 @@ class StreamLayer(CacheLayerMixin):
 class StreamCache(Cache):
     """One stream per layer; made by `fewkeys.cache`."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], how: Held) -> None:
-        self._how = how
-        self._own: list[StreamLayer] = []
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[tuple[Sequence[Plan], int | None]], leaves: LeafType
+    ) -> None:
+        self._leaves = leaves
+        self._held: list[StreamLayer] = []
         for (plans, window), module in zip(layers, interface.attention_modules(model), strict=True):
             config: Any = getattr(module, "config", model.config)
-            self._own.append(StreamLayer(plans, window, how, config, self._own[-1] if self._own else None))
-        super().__init__(layers=[*self._own])
+            self._held.append(StreamLayer(plans, window, leaves, config, self._held[-1] if self._held else None))
+        super().__init__(layers=[*self._held])
         self._model = weakref.ref(model)
         hook = model.register_forward_pre_hook(_refuse_every_token_again, with_kwargs=True)
         self._attached = weakref.finalize(self, _leave, interface.attach(model, None), hook)
 
     def close(self) -> None:
         """Give the model its own attention back; the cache is of no more use."""
-        for own in self._own:
-            own.closed = True
+        for layer in self._held:
+            layer.closed = True
         self._attached()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens of all layers, or, with a `ValueError`, of none."""
-        for own in self._own:
-            own.check_crop(tokens_to_remove)
+        for layer in self._held:
+            layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def memory(self) -> int:
-        """Bytes of memory held by all layers; files are not counted."""
-        return sum(own.memory() for own in self._own)
+        """Bytes of memory held by all layers."""
+        return sum(layer.memory() for layer in self._held)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything held to one safetensors file, whole or not at all."""
-        files.write(path, "cache", [stream.contents() for own in self._own for stream in own.calls])
+        files.write(path, "cache", [stream.contents() for layer in self._held for stream in layer.calls])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """This cache, going on from what `save` wrote under the same plans.
@@ -209,19 +211,20 @@ class StreamCache(Cache):
         device = "cpu" if model is None else model.device
         try:
             held = iter(streams := files.read(path, "cache"))
-            calls, rest = divmod(len(streams), len(self._own))
+            calls, rest = divmod(len(streams), len(self._held))
             if rest or not calls:
                 raise ValueError(f"expected as many streams of each layer, got {len(streams)}")
             restored = [
-                [stream_of(own.plans, own.how).restore(*next(held), device) for _ in range(calls)] for own in self._own
+                [stream_of(layer.plans, layer.leaves).restore(*next(held), device) for _ in range(calls)]
+                for layer in self._held
             ]
         except files.FAULTS as error:
             raise ValueError(
-                f"path: expected a file that a cache's save wrote, of the {len(self._own)} layers of this cache with "
+                f"path: expected a file that a cache's save wrote, of the {len(self._held)} layers of this cache with "
                 f"their plans, got {path} ({error})"
             ) from None
-        for own, calls_of_layer in zip(self._own, restored, strict=True):
-            own.calls, own.expected = calls_of_layer, None
+        for layer, calls_of_layer in zip(self._held, restored, strict=True):
+            layer.calls, layer.expected = calls_of_layer, None
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
@@ -230,9 +233,9 @@ class StreamCache(Cache):
             raise ValueError(
                 "past_key_values: expected a cache whose model is still there, got one whose model is gone"
             )
-        twin = StreamCache(model, [(own.plans, own.window) for own in self._own], self._how)
-        for new, own in zip(twin._own, self._own, strict=True):
-            new.calls = copy.deepcopy(own.calls, memo)
+        twin = StreamCache(model, [(layer.plans, layer.window) for layer in self._held], self._leaves)
+        for new, layer in zip(twin._held, self._held, strict=True):
+            new.calls = copy.deepcopy(layer.calls, memo)
         return twin
 
 

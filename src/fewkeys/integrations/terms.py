@@ -31,11 +31,11 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
     if inputs.sink is None:
         return inputs
     query, key = inputs.query, pad(inputs.key, (0, 1, 1, 0))
-    own = inputs.sink.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    sink = inputs.sink.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     key[:, :, 0, -1] = 1 / inputs.scale
     mask = None if inputs.key_mask is None else pad(inputs.key_mask, (1, 0), value=True)
     offset = inputs.query_offset + 1  # every key stands one place later
-    query, value = torch.cat([query, own], -1), pad(inputs.value, (0, 0, 1, 0))
+    query, value = torch.cat([query, sink], -1), pad(inputs.value, (0, 0, 1, 0))
     return replace(inputs, query=query, key=key, value=value, key_mask=mask, query_offset=offset, sink=None)
 
 
@@ -60,13 +60,13 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
     """The table (Hq, 2 R + 1) of a bias (B or 1, Hq, Nq, Nk) of a call whose first query stands at `offset`.
 
     None where it is zero, as T5's cross-attention has it; `ValueError` where it does not depend on distances alone.
-    Without gradients the table ends where the bias is constant. What is found stays with the tensor, which all layers
+    Without gradients the table ends where the bias is constant. The table stays with the tensor, which all layers
     of a model share.
     """
-    known = vars(bias).get(_TABLE)
-    if known is not None and known[0] == offset and not bias.requires_grad:
-        found: Tensor = known[1]
-        return found
+    at, remembered = vars(bias).get(_TABLE, (None, None))
+    if at == offset and not bias.requires_grad:
+        table: Tensor = remembered
+        return table
     if not bool(bias.any()) and not bias.requires_grad:
         return None
     even = torch.equal(bias[..., 1:, 1:], bias[..., :-1, :-1]) and torch.equal(bias, bias[:1].expand_as(bias))
@@ -76,15 +76,15 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
             "position_bias: expected a bias that depends on the distance alone, the same for all sequences, got "
             f"another, {tuple(bias.shape)}, which no plan supports"
         )
-    own = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # of distances from the last query to the last key
+    line = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # from the last query to the last key
     low, high = offset + queries - 1, keys - 1 - offset
-    table = DistanceBias(pad(own, (max(0, high - low), max(0, low - high)), mode="replicate"))
+    whole = DistanceBias(pad(line, (max(0, high - low), max(0, low - high)), mode="replicate"))
     if not bias.requires_grad:
-        differs = (table.table != table.table[:, :1]).any(0), (table.table != table.table[:, -1:]).any(0)
+        differs = (whole.table != whole.table[:, :1]).any(0), (whole.table != whole.table[:, -1:]).any(0)
         ends = [int(part.int().argmax()) for part in (differs[0], differs[1].flip(0))]
-        table = table.reaching(0, max(0, table.reach - min(ends) + 1) if min(ends) else table.reach)
-        vars(bias)[_TABLE] = offset, table.table
-    return table.table
+        whole = whole.reaching(0, max(0, whole.reach - min(ends) + 1) if min(ends) else whole.reach)
+        vars(bias)[_TABLE] = offset, whole.table
+    return whole.table
 
 
 _TABLE = "_fewkeys_table"
@@ -98,11 +98,11 @@ def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Pla
     if inputs.window is not None:
         plan = Plan(Window(inputs.window))
     if plan is None or isinstance(plan, Plan):
-        return _own(inputs, plan or Plan())
-    return tuple(_own(inputs, one) for one in plan)
+        return _plan_in_terms(inputs, plan or Plan())
+    return tuple(_plan_in_terms(inputs, one) for one in plan)
 
 
-def _own(inputs: AttentionInputs, plan: Plan) -> Plan:
+def _plan_in_terms(inputs: AttentionInputs, plan: Plan) -> Plan:
     if inputs.softcap is not None:
         if not isinstance(plan.weights, Softmax):
             raise ValueError(f"plan: expected Softmax() weights for a model that caps its scores, got {plan.weights}")

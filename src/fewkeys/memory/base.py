@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Protocol, Self, get_args
 
 import torch
@@ -19,23 +17,13 @@ LeafType = Literal["model", "int8"]
 
 @dataclass(frozen=True)
 class Held:
-    """How keys and values are held: in which dtype ("model": as they come), and in files of which folder (None: in
-    memory).
-    """
+    """How keys and values are held: in which dtype; "model": as they come."""
 
     dtype: LeafType = "model"
-    folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(LeafType):
             raise ValueError(f"leaves: expected None, 'model' or 'int8', got {self.dtype!r}")
-        if self.folder is not None and not Path(self.folder).is_dir():
-            raise ValueError(f"folder: expected a folder that is there, got {self.folder}; make it first")
-
-    @staticmethod
-    def of(leaves: LeafType | None, folder: str | os.PathLike[str] | None, otherwise: LeafType) -> Held:
-        """As arguments say; `otherwise`: the dtype where they say none."""
-        return Held(otherwise if leaves is None else leaves, None if folder is None else os.fspath(folder))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +57,7 @@ class Memory(Protocol):
         """What `facts` and `tensors` gave after `count` tokens; `ValueError` where that is no such memory."""
 
     def make_room(self, query: Tensor | None, key: Tensor, value: Tensor) -> None:
-        """Make room for what `take` will be given; `OSError` where there is none, and nothing has changed."""
+        """Make room for what `take` will be given; `MemoryError` where there is none, and nothing has changed."""
 
     def take(
         self, query: Tensor | None, key: Tensor, value: Tensor, scale: float, is_large: bool

@@ -37,7 +37,7 @@ class HeldRows(Fields):
     def empty(how: Held, key: Tensor, value: Tensor) -> HeldRows:
         """None yet, in the shape of keys (B, Hkv, any, D) and values."""
         rows = _written(key[:, :, :0], value[:, :, :0], how.dtype == "int8")
-        buffers = [None if part is None else Buffer(part, folder=how.folder) for part in rows]
+        buffers = [None if part is None else Buffer(part) for part in rows]
         return HeldRows(key.dtype, *buffers)  # type: ignore[arg-type]
 
     @property
@@ -49,7 +49,7 @@ class HeldRows(Fields):
         return (self.key, self.value) if self.scale is None else (self.key, self.value, self.scale)
 
     def make_room(self, count: int) -> None:
-        """Make room for so many tokens in all; `OSError` where there is none, and nothing has changed."""
+        """Make room for so many tokens in all; `MemoryError` where there is none, and nothing has changed."""
         for buffer in self.buffers:
             buffer.make_room(count)
 

@@ -34,7 +34,6 @@ def stream(
     *,
     scale: float | None = None,
     leaves: LeafType | None = None,
-    folder: str | os.PathLike[str] | None = None,
 ) -> Stream:
     """An empty stream that runs a causal plan, such as `fewkeys.budget(slots, is_causal=True)`.
 
@@ -44,13 +43,10 @@ def stream(
         scale: factor on the scores; default 1 / sqrt(D).
         leaves: how a `KeyScan` holds keys and values: "model", the default, as they come, or "int8" with a scale for
             each key and each value.
-        folder: where a `KeyScan` writes them, to files without a name that go with the stream, whatever ends it;
-            default: nowhere, they are in memory. A copy, every reordering, and who goes on after a fork write files of
-            their own.
 
     Raises `TypeError` or `ValueError` for a plan that no stream can run, naming the part.
     """
-    return Stream(plan, scale=scale, leaves=leaves, folder=folder)
+    return Stream(plan, scale=scale, leaves=leaves)
 
 
 class Stream:
@@ -68,8 +64,7 @@ class Stream:
         RecentBlocks, Window, ...   memory of a fixed size; every `unit` tokens one update of the summary
         KeyScan                     memory O(n (D + Dv)); a token codes itself, O(D^2), and scans n D / 4 bytes
 
-    `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units. Where a file finds no
-    room, `attend` raises `OSError`, and the stream is as before the tokens. Without gradient.
+    `undo`: tokens that `crop` can take back at any time, for the memory of one or two more units. Without gradient.
     """
 
     def __init__(
@@ -78,10 +73,9 @@ class Stream:
         *,
         scale: float | None = None,
         leaves: LeafType | None = None,
-        folder: str | os.PathLike[str] | None = None,
         undo: int = 0,
     ) -> None:
-        self.plan, self.leaves, self.folder = plan, leaves, folder
+        self.plan, self.leaves = plan, leaves
         self.scale = None if scale is None else check_real("scale", scale)
         plans = tuple(plan) if isinstance(plan, Sequence) else (plan,)
         self._plans: dict[Plan, list[int]] = {}
@@ -91,12 +85,9 @@ class Stream:
             self._plans.setdefault(one, []).append(head)
         self._by_head = len(plans) if len(plans) > 1 else 0
         """Key heads, where each was given a plan; else 0."""
-        how = Held.of(leaves, folder, "model")
+        how = Held(leaves or "model")
         if how != Held() and not any(one.scanned for one in plans):
-            raise ValueError(
-                f"{'leaves' if folder is None else 'folder'}: expected None for a plan without KeyScan, whose memory "
-                f"does not grow, got {folder or leaves}"
-            )
+            raise ValueError(f"leaves: expected None for a plan without KeyScan, whose memory is fixed, got {leaves}")
         self._rules = [Rules(one, how, undo) for one in self._plans]
         self._groups: list[Group] = []
         self._kind: Kind | None = None
@@ -201,7 +192,7 @@ class Stream:
         self._taken += other.length
 
     def memory(self) -> int:
-        """Bytes that the stream holds in memory; files do not count."""
+        """Bytes that the stream holds in memory."""
         return sum(group.memory.bytes() for group in self._groups)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -209,14 +200,9 @@ class Stream:
         files.write(path, "stream", [self.contents()])
 
     @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str],
-        device: torch.device | str = "cpu",
-        folder: str | os.PathLike[str] | None = None,
-    ) -> Stream:
-        """The stream that `save` wrote, on `device`, its leaves in `folder`; `ValueError` names a damaged or foreign
-        file. Everything in it is checked before it is used.
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Stream:
+        """The stream that `save` wrote, on `device`; `ValueError` names a damaged or foreign file. Everything in it is
+        checked before it is used.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"path: expected a file that Stream.save wrote, got {path}, which is no file")
@@ -224,7 +210,7 @@ class Stream:
             ((facts, tensors),) = files.read(path, "stream")
             plans = [Plan.from_dict(plan) for plan in facts.plans]
             leaves = cast("LeafType | None", facts.leaves)
-            loaded = cls(plans[0] if len(plans) == 1 else plans, scale=facts.scale, leaves=leaves, folder=folder)
+            loaded = cls(plans[0] if len(plans) == 1 else plans, scale=facts.scale, leaves=leaves)
             return loaded.restore(facts, tensors, device)
         except files.FAULTS as error:
             raise ValueError(
@@ -292,7 +278,7 @@ class Stream:
     @full_precision()
     @torch.no_grad()
     def _take(self, query: Tensor | None, largest: float, came: Came) -> Tensor | None:
-        """The outputs of queries of these tokens; `OSError` where there is no room, and then none has been taken."""
+        """The outputs of queries of these tokens."""
         if self._kind is None:
             self._begin(came.kind)
         key, value, real, (of_key, of_value) = came

@@ -161,13 +161,13 @@ static void halve(const Halves &p, int threads) {
 }
 
 template <class T>
-static void own_importance(const OwnImportance &p, int threads) {
+static void half_variance(const HalfVariance &p, int threads) {
   const int64_t heads = p.batch * p.heads, dim = p.dim, size = (dim + 1) * dim;
   aligned_vector<float> roots(heads * size);  // L^T and what it makes of the mean key
   struct Keys {
-    aligned_vector<float> lanes, found;
+    aligned_vector<float> lanes, seen;
     float spread[TILE];
-    explicit Keys(int64_t dim) : lanes(dim * TILE), found(dim * TILE) {}
+    explicit Keys(int64_t dim) : lanes(dim * TILE), seen(dim * TILE) {}
   };
   const auto factorise = [&](Keys &, int64_t head, int64_t) {
     float *root = &roots[head * size], *shift = root + dim * dim;
@@ -175,12 +175,12 @@ static void own_importance(const OwnImportance &p, int threads) {
       __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
     for (int64_t r = 0; r < dim; r++) shift[r] = product(root + r * dim, p.middle + head * dim, dim);
   };
-  const auto look = [&](Keys &some, int64_t head, int64_t piece) {
+  const auto look = [&](Keys &tile, int64_t head, int64_t piece) {
     const int64_t first = piece * TILE, rows = std::min<int64_t>(TILE, p.keys - first);
     const float *root = &roots[head * size];
-    to_lanes(p.key.at<T>(head / p.heads, head % p.heads, first), p.key.row, rows, dim, 1.0f, some.lanes.data());
-    see_spread(root, root + dim * dim, dim, some.lanes.data(), some.found.data(), some.spread);
-    for (int64_t j = 0; j < rows; j++) p.own[head * p.keys + first + j] = 0.5f * some.spread[j];
+    to_lanes(p.key.at<T>(head / p.heads, head % p.heads, first), p.key.row, rows, dim, 1.0f, tile.lanes.data());
+    see_spread(root, root + dim * dim, dim, tile.lanes.data(), tile.seen.data(), tile.spread);
+    for (int64_t j = 0; j < rows; j++) p.half[head * p.keys + first + j] = 0.5f * tile.spread[j];
   };
   in_phases(threads, heads, p.keys <= PIECE, [&] { return Keys(dim); }, Phase{1, factorise},
             Phase{(p.keys + TILE - 1) / TILE, look});

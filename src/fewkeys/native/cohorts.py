@@ -27,18 +27,18 @@ def halve(
     return output["place"], output["mean"], output["within"]
 
 
-def own_importance(key: Tensor, within: Tensor, middle: Tensor, ridge: float) -> Tensor | None:
+def half_variance(key: Tensor, within: Tensor, middle: Tensor, ridge: float) -> Tensor | None:
     """`(k_j - middle)^T W (k_j - middle) / 2` (B, H, N) with W = `within` (B, H, D, D) but for a ridge, and `middle`
     (B, H, 1, D). None where rounding has made a matrix indefinite.
     """
     (key,), within, middle = alike(key), within.contiguous(), middle.contiguous()
     batch, heads, keys, dim = key.shape
-    own, indefinite = within.new_empty((batch, heads, keys)), ctypes.c_int64(0)
+    half, indefinite = within.new_empty((batch, heads, keys)), ctypes.c_int64(0)
     sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "ridge": ridge}
-    tensors = {"within": within, "middle": middle, "own": own}
-    problem = struct("OwnImportance")(key=Rows.of(key), **tensors, indefinite=ctypes.addressof(indefinite), **sizes)
-    call("fewkeys_own_importance", problem, key.dtype)
-    return None if indefinite.value else own
+    tensors = {"within": within, "middle": middle, "half": half}
+    problem = struct("HalfVariance")(key=Rows.of(key), **tensors, indefinite=ctypes.addressof(indefinite), **sizes)
+    call("fewkeys_half_variance", problem, key.dtype)
+    return None if indefinite.value else half
 
 
 def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:

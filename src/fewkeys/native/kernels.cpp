@@ -1,6 +1,6 @@
 // What the library exports: every kernel, and what its loader calls. One translation unit, so that the products that
 // all kernels share are compiled once.
-#include "blocks_back.h"
+#include "blocks.h"
 #include "cohort_means.h"
 #include "cohorts.h"
 #include "extent.h"
@@ -33,13 +33,12 @@ namespace fewkeys {
 EXPORT_BY_PRODUCTS(attend, Near)
 EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
 EXPORT_BY_DTYPE(attend_back, NearBack)
-EXPORT_BY_DTYPE(attend_blocks_back, BlocksBack)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
-EXPORT_BY_DTYPE(own_importance, OwnImportance)
+EXPORT_BY_DTYPE(half_variance, HalfVariance)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
@@ -82,7 +81,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Near);
   SIZE_OF(NearBack);
   SIZE_OF(Blocks);
-  SIZE_OF(BlocksBack);
   SIZE_OF(Extents);
   SIZE_OF(Survey);
   SIZE_OF(Sums);
@@ -90,7 +88,7 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Lloyd);
   SIZE_OF(Clustered);
   SIZE_OF(Past);
-  SIZE_OF(OwnImportance);
+  SIZE_OF(HalfVariance);
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);

@@ -78,9 +78,9 @@ static inline uint32_t that_have(const uint32_t *word, uint32_t bits) {
   const uint32_t low = _mm512_test_epi32_mask(_mm512_loadu_si512(word), wanted);
   return low | (uint32_t)_mm512_test_epi32_mask(_mm512_loadu_si512(word + LANES), wanted) << LANES;
 #else
-  uint32_t some = 0;
-  for (int i = 0; i < TILE; i++) some |= (uint32_t)((word[i] & bits) != 0) << i;
-  return some;
+  uint32_t rows = 0;
+  for (int i = 0; i < TILE; i++) rows |= (uint32_t)((word[i] & bits) != 0) << i;
+  return rows;
 #endif
 }
 

@@ -58,14 +58,6 @@ struct Blocks {
   float scale;
 };
 
-struct BlocksBack {
-  Blocks of;           // its output is not read
-  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
-  float *query;        // (B, Hq, Nq, D)
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv): zeros, to be added to
-  float *means;        // (B, Hkv, blocks, M, D + Dv): keys and values side by side
-};
-
 struct Survey {
   Rows key, value;
   // What the queries see: the rows of L^T, which is upper triangular, and the mean query; and what these give for the
@@ -161,12 +153,12 @@ struct Halves {
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
-// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.own_importance`.
-struct OwnImportance {
+// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.half_variance`.
+struct HalfVariance {
   Rows key;
   const float *within;  // (B Hkv, D, D)
   const float *middle;  // (B Hkv, D): the mean key
-  float *own;           // (B Hkv, Nk)
+  float *half;          // (B Hkv, Nk)
   int64_t *indefinite;  // becomes 1 where rounding has left a matrix without a root
   int64_t batch, heads, keys, dim;
   float ridge;

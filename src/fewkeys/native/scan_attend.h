@@ -179,9 +179,9 @@ class ScanAttention {
     count_multiply_adds(near * TILE);
     for (int j = 0; j < near; j++) {
       const bool real = !p.of.real || p.of.real[batch * p.of.keys + first + j];
-      float *own = &score[j * TILE];
-      for (int i = 0; i < TILE; i++) own[i] = real && first + j <= last[i] ? own[i] : -INFINITY;
-      for (int w = 0; w < WIDE; w++) tile.top[w] = max(tile.top[w], load(own + w * LANES));
+      float *of_key = &score[j * TILE];
+      for (int i = 0; i < TILE; i++) of_key[i] = real && first + j <= last[i] ? of_key[i] : -INFINITY;
+      for (int w = 0; w < WIDE; w++) tile.top[w] = max(tile.top[w], load(of_key + w * LANES));
     }
   }
 
@@ -192,9 +192,9 @@ class ScanAttention {
       const int64_t before = at;
       while (at < count && chosen[at] < edges[c + 1]) at++;
       const float left = size[c] - (at - before);
-      float &own = score[(near + c) * TILE + i];
-      own = left > 0 ? own + std::log(left) : -INFINITY;
-      highest = std::max(highest, own);
+      float &of_mean = score[(near + c) * TILE + i];
+      of_mean = left > 0 ? of_mean + std::log(left) : -INFINITY;
+      highest = std::max(highest, of_mean);
     }
   }
 };

@@ -15,7 +15,7 @@ from fewkeys.core.work import Work
 from fewkeys.select.base import Counted, shared_top
 from fewkeys.sketch.clusters import NEAR, clustering_operations, clusters, key_statistics
 from fewkeys.sketch.cohort_bias import bias_importance
-from fewkeys.sketch.cohorts import Cohorts, cohorts, own_importance
+from fewkeys.sketch.cohorts import Cohorts, cohorts, half_variance
 from fewkeys.sketch.tilted import best
 
 PAIR = 0.999
@@ -69,12 +69,13 @@ class Outliers(Counted):
 
     def _lists(self, inputs: Inputs, band: tuple[int, int] | None) -> Graph:
         """A list for every cohort, whose queries keep the keys of the band besides."""
-        known, bias = cohorts(inputs, self.cohorts), inputs.bias
-        own = None if bias is None else bias_importance(inputs, known, bias, band)
-        index, used = best(inputs, known, self.common(inputs, known), self.count, own)
-        return Graph(inputs, columns=Columns(index, used, known.place.shape[3], known.place))
+        parts, bias = cohorts(inputs, self.cohorts), None
+        if inputs.bias is not None:
+            bias = bias_importance(inputs, parts, inputs.bias, band)
+        index, used = best(inputs, parts, self.common(inputs, parts), self.count, bias)
+        return Graph(inputs, columns=Columns(index, used, parts.place.shape[3], parts.place))
 
-    def common(self, inputs: Inputs, known: Cohorts) -> Tensor:
+    def common(self, inputs: Inputs, parts: Cohorts) -> Tensor:
         """(B, Hkv, Nk): `scores`, but for what the mean query of each cohort adds.
 
         Keys at their centre differ by importance alone, not by what rounding leaves of their distance.
@@ -82,7 +83,7 @@ class Outliers(Counted):
         distance = clusters(inputs, self.clusters).distance
         real = distance if inputs.valid is None else distance.masked_fill(~inputs.valid[:, None], 0.0)
         least = (NEAR * inputs.whole.totals.max(row_maximum(real))).clamp_min(torch.finfo(distance.dtype).tiny)
-        return own_importance(inputs, known) + PAIR * distance.maximum(least).log()
+        return half_variance(inputs, parts) + PAIR * distance.maximum(least).log()
 
     def work(self, inputs: Inputs) -> Work:
         each = 2.0 * self.cohorts * inputs.head_dim if self.cohorts > 1 else 0.0

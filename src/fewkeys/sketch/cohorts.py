@@ -68,19 +68,19 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
         return inputs.remember(("cohorts", count), lambda: _cohorts(inputs, count))
 
 
-def own_importance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
+def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
     """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
 
     def compute() -> Tensor:
         key, within, middle = inputs.key.detach(), cohorts.within, frame(inputs).mean
         if compiled(inputs.impl, key, within, middle):
-            own = native.own_importance(key, within, middle, RIDGE)
-            if own is not None:
-                return own
+            half = native.half_variance(key, within, middle, RIDGE)
+            if half is not None:
+                return half
         root = triangular_root(within, RIDGE)
         return 0.5 * (working(key) @ root - middle @ root).square_().sum(-1)
 
-    return inputs.remember(("own importance", cohorts.count), compute)
+    return inputs.remember(("half variance", cohorts.count), compute)
 
 
 def _cohorts(inputs: Inputs, count: int) -> Cohorts:

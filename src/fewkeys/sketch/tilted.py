@@ -24,7 +24,7 @@ from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.totals import Totals
 from fewkeys.sketch.clusters import KeyClusters, frame
-from fewkeys.sketch.cohorts import Cohorts, own_importance
+from fewkeys.sketch.cohorts import Cohorts, half_variance
 
 COHORT_TILT = 0.8
 LARGEST_TILT = 2.0
@@ -51,18 +51,18 @@ class Tilted:
 
 
 def best(
-    inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int, own: Tensor | None = None
+    inputs: Inputs, cohorts: Cohorts, offset: Tensor, count: int, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """For every cohort the `count` real keys of largest `m_h . k_j + offset_j + own_hj`, offset (B, Hkv, Nk), own
+    """For every cohort the `count` real keys of largest `m_h . k_j + offset_j + bias_hj`, offset (B, Hkv, Nk), bias
     (B, Hkv, H, Nk) or none: places (B, Hkv, H, count), in order, and whether they are used. Cost O(n H D).
     """
     x, count = inputs, min(count, inputs.keys)
     if x.valid is not None:
         offset = offset.masked_fill(~x.valid[:, None], -torch.inf)
-    if own is None and x.impl in COMPILED and native.readable(x.key, offset, cohorts.mean):
+    if bias is None and x.impl in COMPILED and native.readable(x.key, offset, cohorts.mean):
         return native.best(x.key.detach(), cohorts.mean, offset, count)
     scores = (cohorts.mean @ working(x.key.detach()).mT).add_(offset.unsqueeze(2))
-    top = (scores if own is None else scores.add_(own)).topk(count, -1)
+    top = (scores if bias is None else scores.add_(bias)).topk(count, -1)
     index, order = top.indices.sort(-1)
     return index, (top.values > -torch.inf).gather(-1, order)
 
@@ -77,7 +77,7 @@ def tilted_sums(
     x, totals = inputs, inputs.whole.totals
     facts = {
         "label": clusters.label,
-        "half_variance": own_importance(x, cohorts),
+        "half_variance": half_variance(x, cohorts),
         "middle": frame(x).mean,
         "mean": cohorts.mean,
     }
@@ -95,7 +95,7 @@ def tilted_sums(
 class TiltArgs:
     """Arguments of the sums: over `real` keys (B, Nk) and `count` clusters, with products or without.
 
-    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk), `own_importance`; "middle" and
+    `facts`: "label" (B, Hkv, Nk), the cluster of each key; "half_variance" (B, Hkv, Nk), `half_variance`; "middle" and
     "mean", of keys and of the cohorts' queries; "index" and "used" as in `tilted_sums`; "filled" as in `Cohorts`.
     """
 

@@ -1,6 +1,6 @@
 """Softmax attention with gradients: compiled kernels in both directions.
 
-`native/near_back.h`: a band, one shared list and stand-ins; `native/blocks_back.h`: lists and means by blocks.
+`native/near_back.h`: a band, one shared list and stand-ins. Other gradients are those of torch's operations.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.derivatives import gradients_by_torch
-from fewkeys.core.graph import Columns, Graph
+from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.execute import torch as by_torch
 from fewkeys.execute.native import by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import Rows, dense, round_up, struct
-from fewkeys.past.scan import States
 from fewkeys.rest.base import BlockStandIns, CohortStandIns, RangeStandIns, StandIns
 
 
@@ -71,33 +70,19 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         tensors, problem = ctx.saved_tensors, ctx.problem
-        if torch.is_grad_enabled() or problem.by_cohort or problem.graph.scan is not None:
-            # No kernel has gradients of gradients, of cohorts or of scans.
+        others = problem.by_block or problem.by_cohort or problem.graph.scan is not None
+        if torch.is_grad_enabled() or others:
             return None, *gradients_by_torch(lambda *rows: [by_torch.attend(_of(problem, *rows))], tensors, [gradient])
         problem = _of(problem, *tensors)
         x = problem.inputs
         x = replace(x, query=dense(x.query), key=dense(x.key), value=dense(x.value))
-        gradient = dense(gradient.to(x.query.dtype))
-        graph, s = problem.graph, problem.stand_ins
-        gradients: Sequence[Tensor]
-        if problem.by_block:
-            means = s.states if isinstance(s, BlockStandIns) else None
-            gradients = _blocks_back(x, cast(Columns, graph.columns), means, gradient)
-        else:
-            gradients = _near_back(x, graph, cast("StandIns | None", s), gradient)
+        stand_ins = cast("StandIns | None", problem.stand_ins)
+        gradients = _near_back(x, problem.graph, stand_ins, dense(gradient.to(x.query.dtype)))
         return None, *(part.to(rows.dtype) for part, rows in zip(gradients, tensors, strict=True))
 
 
-def _blocks_back(x: Inputs, columns: Columns, means: States | None, gradient: Tensor) -> Sequence[Tensor]:
-    gradients = _zeros((x.query, x.key, x.value, *(() if means is None else (means.rows,))))
-    args, _alive = forward.blocks(x, columns, means, gradient)
-    addresses = dict(zip(("query", "key", "value", "means"), gradients, strict=False))
-    call("fewkeys_attend_blocks_back", struct("BlocksBack")(of=args, out=Rows.of(gradient), **addresses), x.query.dtype)
-    return gradients
-
-
 def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Tensor) -> Sequence[Tensor]:
-    query, key, value = direct = _zeros((x.query, x.key, x.value))
+    query, key, value = direct = [rows.new_zeros(rows.shape, dtype=torch.float32) for rows in (x.query, x.key, x.value)]
     args, _alive = forward.near(x, graph, stand_ins, gradient)
     sizes = [args.entries, args.means, args.rank]
     shared = [key.new_zeros((*key.shape[:2], sum(sizes), dim)) for dim in (x.head_dim, round_up(x.value_dim))]
@@ -114,7 +99,3 @@ def _near_back(x: Inputs, graph: Graph, stand_ins: StandIns | None, gradient: Te
     if stand_ins is None:
         return direct
     return (query, key, value, mean_key, mean_value, *(() if stand_ins.left is None else (left.mT,)))
-
-
-def _zeros(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [rows.new_zeros(rows.shape, dtype=torch.float32) for rows in tensors]

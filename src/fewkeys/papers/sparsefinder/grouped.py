@@ -12,15 +12,13 @@ also in the band or a list belongs to the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fewkeys.core.derivatives import are_transformed, gradients_of
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
 from fewkeys.core.weights import Weights, positive
@@ -194,8 +192,7 @@ def attend_chunk(
     rows, count = [torch.arange(flat.shape[0], device=flat.device)] * len(parts), flat.shape[0] + 1
     rows += [batch.row.flatten() for batch in tiles]
     lines = [part.flatten(0, 1) for part in parts]
-    run: Callable[..., Any] = _Scores.forward if are_transformed(flat, keys.key) else _Scores.apply
-    lines += run(flat, keys.key, tiles) if tiles else []
+    lines += [batch.scores(flat, keys.key).flatten(0, 1) for batch in tiles]
     if not lines:
         # No edges at all: zeros, with zero gradients for all inputs.
         zero = 0.0 * (working(keys.key).sum() + working(keys.value).sum())
@@ -223,8 +220,10 @@ def _collect(
         return total, total.new_zeros((count, keys.value.shape[-1]))
     sums = torch.cat([part.sum(-1, keepdim=True) for part in line_weights])
     total = total.index_add(0, torch.cat(list(rows)), sums)
-    run: Callable[..., Any] = _Mix.forward if are_transformed(keys.value, *line_weights) else _Mix.apply
-    mixed: Tensor = run(keys.value, tiles, count, *line_weights)
+    mixed = line_weights[0].new_zeros((count, keys.value.shape[1]))
+    for batch, row, part in zip(tiles, rows, line_weights, strict=True):
+        add = part.unflatten(0, batch.row.shape) @ _rows(keys.value, batch.key)
+        mixed = mixed.index_add(0, row, add.flatten(0, 1))
     return total, mixed
 
 
@@ -251,68 +250,6 @@ def _kept(
         if isinstance(source, KeySource) and source.spoken_for:
             kept = kept + source.collect((scores > -torch.inf).to(member.dtype), means.member, chunk)
     return kept
-
-
-class _Scores(torch.autograd.Function):
-    """The scores of all tiles, (G x Tq, Tk) each; the backward pass gathers rows again instead of saving them."""
-
-    @staticmethod
-    def forward(query: Tensor, key: Tensor, tiles: list[Tiles]) -> tuple[Tensor, ...]:
-        return tuple(batch.scores(query, key).flatten(0, 1) for batch in tiles)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.tiles = inputs[2]
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            outputs = _Scores.forward(query, key, ctx.tiles)
-            return (*gradients_of((query, key), [*zip(outputs, grads, strict=True)]), None)
-        to_query = query.new_zeros((query.shape[0] + 1, query.shape[1]))
-        to_key = torch.zeros(key.shape, dtype=query.dtype, device=key.device)
-        for batch, flat in zip(ctx.tiles, grads, strict=True):
-            grad = flat.unflatten(0, batch.row.shape)
-            add = (grad @ _rows(key, batch.key)).flatten(0, 1)
-            to_query.index_add_(0, batch.row.flatten(), add)
-            add = (grad.mT @ _rows(query, batch.row.clamp_max(query.shape[0] - 1))).flatten(0, 1)
-            to_key.index_add_(0, batch.key.flatten(), add)
-        return to_query[:-1], to_key.to(key.dtype), None
-
-
-class _Mix(torch.autograd.Function):
-    """Every row's values, weighted and summed over all tiles: (rows, Dv)."""
-
-    @staticmethod
-    def forward(value: Tensor, tiles: list[Tiles], rows: int, *weights: Tensor) -> Tensor:
-        mixed = weights[0].new_zeros((rows, value.shape[1]))
-        for batch, flat in zip(tiles, weights, strict=True):
-            add = flat.unflatten(0, batch.row.shape) @ _rows(value, batch.key)
-            mixed = mixed.index_add(0, batch.row.flatten(), add.flatten(0, 1))
-        return mixed
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        value, ctx.tiles, _, *weights = inputs
-        ctx.save_for_backward(value, *weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        value, *weights = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            mixed = _Mix.forward(value, ctx.tiles, len(grad), *weights)
-            to_value, *to_weights = gradients_of((value, *weights), [(mixed, grad)])
-            return (to_value, None, None, *to_weights)
-        to_value = torch.zeros(value.shape, dtype=grad.dtype, device=value.device)
-        to_weights = []
-        for batch, flat in zip(ctx.tiles, weights, strict=True):
-            grad_rows = _rows(grad, batch.row)
-            to_weights.append((grad_rows @ _rows(value, batch.key).mT).flatten(0, 1))
-            add = flat.unflatten(0, batch.row.shape).mT @ grad_rows
-            to_value.index_add_(0, batch.key.flatten(), add.flatten(0, 1))
-        return to_value.to(value.dtype), None, None, *to_weights
 
 
 def _rows(rows: Tensor, index: Tensor) -> Tensor:

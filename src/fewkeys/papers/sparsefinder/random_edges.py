@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fewkeys.core.graph import Columns, Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.work import Work
-from fewkeys.papers.sparsefinder.draws import distinct
 from fewkeys.select.base import Counted
+from fewkeys.select.controls import uniform
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,20 @@ class RandomEdges(Counted):
     def work(self, inputs: Inputs) -> Work:
         # Each draw is compared with those before it.
         return Work(float(self.count), float(self.count**2) * inputs.queries / inputs.keys)
+
+
+def distinct(inputs: Inputs, total: Tensor, rows: int, count: int) -> Tensor:
+    """For every sequence, key head and row, `count` distinct numbers of 0 .. total - 1, each subset equally likely.
+
+    `total` broadcasts to (B, 1, rows). Returns int64 (B, Hkv, rows, count), -1 in unused places if a total is below
+    `count`. Floyd's algorithm: O(count^2) per row for any total.
+    """
+    draws = uniform(inputs, (inputs.batch, inputs.kv_heads, rows, count)).double()
+    chosen = torch.full(draws.shape, -1, dtype=torch.int64, device=draws.device)
+    for step in range(count):
+        last = total - count + step
+        number = (draws[..., step] * (last + 1)).long()
+        # A number that is taken is replaced by the largest, which cannot be taken yet.
+        taken = (chosen[..., :step] == number.unsqueeze(-1)).any(-1)
+        chosen[..., step] = torch.where(taken, last, number).where(last >= 0, -1)
+    return chosen

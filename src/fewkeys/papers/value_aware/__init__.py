@@ -1,8 +1,6 @@
 """Value-aware Approximate Attention (arXiv 2103.09857): oracles that bound what any method can reach."""
 
 from fewkeys.core.rooms import public_names
-from fewkeys.papers.value_aware.low_rank import low_rank as low_rank
-from fewkeys.papers.value_aware.value_aware import reweighted as reweighted
 from fewkeys.papers.value_aware.value_aware import value_aware as value_aware
 from fewkeys.papers.value_aware.value_oblivious import value_oblivious as value_oblivious
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from fewkeys.core.validation import check_count, check_finite
 from fewkeys.papers.value_aware import supports
 from fewkeys.papers.value_aware.caratheodory import caratheodory
-from fewkeys.papers.value_aware.simplex import nearest_in_hull
 from fewkeys.papers.value_aware.supports import Fit, Mixtures
 
 Method = Literal["auto", "caratheodory", "nearest", "greedy", "eliminate", "pairwise", "exhaustive"]
@@ -102,51 +101,6 @@ def value_aware(
             # The sum is one in float64, so that only the final rounding moves a row off the simplex.
             dense = dense / dense.sum(1, keepdim=True)
             out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], dense.to(out.dtype))
-    return result
-
-
-def reweighted(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The best weights on a given support: what a selector could reach by re-weighting alone.
-
-    `argmin ||sum_j a_j v_j - sum_j b_j v_j||` over `b >= 0, sum b = 1, b_j = 0 where mask is False`. Where several
-    weights are best, at most Dv + 1 of them are nonzero in the one returned.
-
-    Args:
-        weights: (..., Nq, N), rows on the simplex. values: (..., N, Dv), broadcasting as in `value_aware`.
-        mask: (..., Nq, N) bool, broadcasting to weights; for instance `selector.graph(q, k).to_mask()`.
-
-    Returns:
-        (..., Nq, N) in the dtype of weights, never worse than the same support renormalised; rows of zeros, and rows
-        whose mask is empty, are zero. Cost per row: about 2 s steps of O(S Dv + s^3), S keys in the support and s of
-        them in the solution.
-
-    Raises:
-        TypeError, ValueError: malformed or non-finite arguments, rows off the simplex.
-
-    Source: Value-aware Approximate Attention (arXiv 2103.09857), section 3, restricted to one support; Wolfe (1976).
-    """
-    check_pair(weights, values)
-    visible = _as_mask(mask, weights)
-    result = torch.zeros_like(weights)
-    for head, points, out in _heads(weights, values, result):
-        count, rho = points.shape
-        for block in _blocks(weights[head], 3 * count * (rho + 1) + 4 * rho * rho):
-            chosen = visible[head][block]
-            rows = _rows(weights[head][block], points, chosen)
-            live = (rows.weights.sum(1) > 0) & chosen.any(1)
-            if not bool(live.any()):
-                continue
-            rows = rows.part(live)
-            allowed, index = rows.visible.to(torch.int8).topk(int(rows.visible.sum(1).max()), 1)
-            inner = points[index] - rows.target[:, None]
-            fitted = nearest_in_hull(inner, allowed.bool())
-            kept = rows.weights.gather(1, index) * allowed
-            total = kept.sum(1, keepdim=True)
-            old = torch.where(total > 0, kept / total.clamp_min(1e-300), fitted)
-            # Rounding could make the fit slightly worse than weights that are already optimal.
-            fits = [Fit(index, w, (w[:, None] @ inner)[:, 0].square().sum(1)) for w in (fitted, old)]
-            solution = supports.better(*fits).dense(count)
-            out[block] = torch.zeros_like(out[block]).masked_scatter(live[:, None], solution.to(out.dtype))
     return result
 
 
@@ -246,22 +200,18 @@ def check_mask(mask: object, weights: Tensor) -> Tensor | None:
     """The mask in the shape of weights, or None. Raises `ValueError` for a mask that hides weight."""
     if mask is None:
         return None
-    visible = _as_mask(mask, weights)
-    if bool((weights.masked_fill(visible, 0.0) > 0).any()):
-        raise ValueError(
-            "mask: expected True wherever weights are positive, got weight on hidden keys; mask the scores"
-        )
-    return visible
-
-
-def _as_mask(mask: object, weights: Tensor) -> Tensor:
     shape = tuple(weights.shape)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask: expected a bool tensor that broadcasts to weights {shape}, got {got}")
     try:
-        return mask.expand(shape)
+        visible = mask.expand(shape)
     except RuntimeError:
         raise ValueError(
             f"mask: expected a shape that broadcasts to weights {shape}, got {tuple(mask.shape)}"
         ) from None
+    if bool((weights.masked_fill(visible, 0.0) > 0).any()):
+        raise ValueError(
+            "mask: expected True wherever weights are positive, got weight on hidden keys; mask the scores"
+        )
+    return visible
