@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MoshiConfig,
@@ -333,9 +336,46 @@ def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"^path: expected a file that a cache's save wrote"):
             again.load(tmp_path / "damaged")
-    with pytest.raises(ValueError, match="of the 3 layers of this cache with their plans"):
-        fk.cache(model, ALL).load(tmp_path / "cache")
     assert again.get_seq_length() == 300
+
+
+def test_a_file_of_another_plan_or_model_is_refused(tmp_path):
+    """The message names the layer, the plan that is asked for, the plan that was saved, and what to do."""
+    model, ids = llama(), tokens(2, 50)
+    scan, plans = fk.budget(24, is_causal=True), [FEW, ALL, FEW]
+    fix = "; give the plan and leaves under which the file was saved"
+    for saved, asked, reason in (
+        ({"plan": FEW}, {"plan": ALL}, f"layer 0: expected the plan {ALL}, got the plan {FEW}"),
+        ({"plan": FEW}, {"plan": plans}, f"layer 1: expected the plan {ALL}, got the plan {FEW}"),
+        (
+            {"plan": scan.never_exact()},
+            {"plan": scan},
+            f"layer 0: expected the plan {scan!r} with leaves='int8', got the plan {scan.never_exact()!r} with "
+            "leaves='int8'",
+        ),
+        (
+            {"plan": scan},
+            {"plan": scan, "leaves": "model"},
+            f"layer 0: expected the plan {scan} with leaves='model', got the plan {scan} with leaves='int8'",
+        ),
+        (
+            {"plan": [[FEW, FEW]] * 3},
+            {"plan": [[ALL, FEW]] * 3},
+            f"layer 0: expected the plans of key heads {ALL}, {FEW}, got the plans of key heads {FEW}, {FEW}",
+        ),
+    ):
+        cache = fk.cache(model, **saved)
+        logits(model, ids, [50], cache)
+        cache.save(tmp_path / "cache")
+        start = f"path: expected a file that a cache's save wrote, got {tmp_path / 'cache'}: "
+        with pytest.raises(ValueError, match=f"^{re.escape(start + reason + fix)}$"):
+            fk.cache(model, **asked).load(tmp_path / "cache")
+    deeper = LlamaForCausalLM(LlamaConfig(**GROUPED | {"num_hidden_layers": 6})).eval()
+    cache = fk.cache(deeper, FEW)
+    logits(deeper, ids, [50], cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="not a cache of 3 layers"):
+        fk.cache(model, FEW).load(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("gone", [3, 24])
