@@ -1,6 +1,7 @@
 """`fewkeys embed`: from files and folders to rows of vectors, whatever is in them, and however often it is killed."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import fewkeys as fk
 from encoders import words
 from fewkeys import cli
 from fewkeys.cli import embed, vectors
+from fewkeys.cli.documents import HEAD
 from fewkeys.integrations import embed as late
 from fewkeys.integrations.loading import load_encoder
 from fewkeys.plan import MODEL_FILE
@@ -85,6 +87,8 @@ def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
         "latin.txt": "is not UTF-8",
         "paper.pdf": "is a PDF (pdftotext extracts its text)",
         "picture.png": "is binary",
+        "dead": "is a broken link",
+        "round": "is a link to a folder (name the folder to read it)",
     }
     encoder, plan = load_encoder(long), fk.budget(192)
     texts = [Path(name).read_text(encoding="utf-8-sig") for name in actual["path"]]
@@ -203,15 +207,73 @@ def test_thousands_of_files(short, tmp_path, capsys):
     assert "Exact attention answered every text" in capsys.readouterr().out
 
 
-def test_longer_texts_are_refused_or_split(short, tmp_path, capsys):
+def test_every_file_that_is_left_out_is_named_with_the_reason(short, tmp_path, capsys, monkeypatch):
+    notes = tmp_path / "notes"
+    for name in ("locked", "shut", "elsewhere"):
+        (notes / name).mkdir(parents=True)
+        (notes / name / "text").write_text(words(5, 2))
+    (notes / "elsewhere").rename(tmp_path / "elsewhere")
+    (notes / "link").symlink_to(tmp_path / "elsewhere")
+    (notes / "broken").symlink_to("nowhere")
+    (notes / "good").write_text(words(5, 1))
+    (notes / "binary").write_bytes(b"MZ" + bytes(9))
+    (notes / "later").write_bytes(b"a" * HEAD + b"\0")
+    (notes / ".hidden").write_text("text")
+    os.mkfifo(notes / "pipe")
+    scan, read = os.scandir, Path.open
+
+    def scandir(path):  # permissions do not stop root, who may run this
+        if str(path) == str(notes / "locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    def opened(path, *args, **options):
+        if path == notes / "shut" / "text":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **options)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(Path, "open", opened)
+    out = tmp_path / "v.npz"
+    assert run(short, "--out", out, notes) == 0
+    assert columns(out)["path"].tolist() == [str(notes / "good")]
+    note = capsys.readouterr().err.partition("fewkeys: note: ")[2].splitlines()
+    assert note[0] == "7 files were left out:"
+    assert dict(line.removeprefix(f"  {notes}/").split(" ", 1) for line in note[1:]) == {
+        "binary": "is binary",
+        "later": "is binary",
+        "broken": "is a broken link",
+        "link": "is a link to a folder (name the folder to read it)",
+        "pipe": "is no regular file",
+        "locked": "cannot be read (Permission denied)",
+        "shut/text": "cannot be read (Permission denied)",
+    }
+    (notes / "good").unlink()
+    assert run(short, "--out", out, notes) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"fewkeys: error: FILE_OR_FOLDER: expected at least one text, got none in {notes}: {notes}/shut/text cannot be "
+        f"read (Permission denied) (and 1 more); {notes}/broken is a broken link; {notes}/link is a link to a folder "
+        f"(name the folder to read it); {notes}/binary is binary (and 1 more); {notes}/pipe is no regular file"
+    )
+
+
+def test_longer_texts_are_refused_skipped_or_split(short, tmp_path, capsys):
     for name, count in (("a", 20), ("b", 300), ("c", 90)):
         (tmp_path / name).write_text(words(count, 1))
     out, files = tmp_path / "v.npz", [tmp_path / name for name in "abc"]
     assert run(short, "--out", out, *files) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{tmp_path / 'b'}: expected at most 64 tokens" in error
-    assert "got 302, and 1 more texts are too long; use --longer split" in error
+    assert "got 302, and 1 more texts are too long; use --longer split or --longer skip" in error
     assert not out.exists()
+    assert run(short, "--out", out, "--longer", "skip", *files) == 0
+    assert [Path(name).name for name in columns(out)["path"]] == ["a"]
+    assert capsys.readouterr().err.endswith(
+        f"note: 2 files were left out:\n  {files[1]} has 302 tokens, more than one pass of 64\n"
+        f"  {files[2]} has 92 tokens, more than one pass of 64\n"
+    )
+    assert run(short, "--out", out, "--longer", "skip", *files[1:]) == 2
+    assert "at least one text of at most 64 tokens, got 2 that are longer" in capsys.readouterr().err
     assert run(short, "--out", out, "--longer", "split", *files) == 0
     actual = columns(out)
     assert [Path(name).name for name in actual["path"]] == ["a", *"bbbbb", "c", "c"]
@@ -258,7 +320,7 @@ def test_other_layouts_of_a_folder(tmp_path):
 BAD = {
     "a file that is no text": ([], "latin.txt", "expected a file of UTF-8 text, got one that is not UTF-8"),
     "no such file": ([], "absent", "FILE_OR_FOLDER: expected a file or a folder, but"),
-    "no text in the folder": ([], "sub/odd", "got none in .*odd: 1 that is empty or blank, such as .*nothing.txt"),
+    "no text in the folder": ([], "sub/odd", "got none in .*odd: .*nothing.txt is empty or blank"),
     "another ending": (["--out", "v.csv"], "0.txt", "--out: expected a file that ends in .npz or .parquet, got v.csv"),
     "too many positions": (["--max-tokens", "99"], "0.txt", "--max-tokens: expected at most the model's 64 positions"),
     "no such prompt": (["--prompt-name", "x"], "0.txt", "--prompt-name: expected one of .*'query'.*, got 'x'"),
