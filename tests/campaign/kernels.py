@@ -74,8 +74,8 @@ def without_padding(output, lengths=None, key_mask=None, query_offset=0, **_):
 
 
 def kernels(seed):
-    """A random plan, shape, dtype and layout: answers and gradients of compiled kernels against the reference in
-    float64, no address out of bounds.
+    """Random plans, shapes, dtypes and layouts: compiled kernels give the outputs and gradients of the reference in
+    float64 and access no address out of bounds.
     """
     problem = Problem(seed)
     try:

@@ -34,7 +34,9 @@ MOST = 320
 
 
 class Caches:
-    """Random operations on a cache of left-padded sequences against the applied plan over all tokens, or a refusal."""
+    """Random operations on a cache of left-padded sequences give the outputs of the applied plan over all tokens, or
+    raise an error that says why not.
+    """
 
     def __init__(self):
         self.model = llama().double()
@@ -146,7 +148,9 @@ LOADS = {
 
 
 class Commands:
-    """A command that writes is killed at any moment: what is there is whole, and the command goes through again."""
+    """A command that writes files is killed at a random moment: the files are complete, and the command succeeds when
+    it is run again.
+    """
 
     def __init__(self):
         from transformers import BertConfig, BertModel

@@ -28,8 +28,8 @@ def _plan(draw, table):
 
 
 def derivatives(seed):
-    """`torch.func` of a random plan and shape (grad, vjp, jvp, jacrev, second derivatives) against autograd;
-    inside `vmap`, a refusal.
+    """`torch.func` of random plans and shapes (grad, vjp, jvp, jacrev, second derivatives) equals autograd; inside
+    `vmap` it raises an error.
     """
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
     plan, causal = _plan(draw, SMOOTH)
@@ -97,8 +97,8 @@ def derivatives(seed):
 
 
 def magnitudes(seed):
-    """Queries, keys, values and scales of any magnitude, another from some token on: finite where exact attention is,
-    whole and in pieces, and `explain` tells of it.
+    """Queries, keys, values and scales of any magnitude, which may change within the sequence: outputs are finite where
+    those of exact attention are, for the whole sequence and in pieces, and `explain` agrees.
     """
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
     streamed = draw.random() < 0.6
