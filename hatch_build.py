@@ -46,8 +46,8 @@ class CompileKernels(BuildHookInterface):
             return
         folder = Path(self.directory) / "libraries" / (machine or "here")
         folder.mkdir(parents=True, exist_ok=True)
-        told = (*(sets.HERE / name for name in sets.SOURCES), Path(sets.__file__), Path(__file__))
-        changed = max(path.stat().st_mtime for path in told)
+        sources = (*(sets.HERE / name for name in sets.SOURCES), Path(sets.__file__), Path(__file__))
+        changed = max(path.stat().st_mtime for path in sources)
         todo = [one for one in sets.of_machine(machine) if not _newer(folder / f"{one}.so", changed)]
         if todo:
             self.app.display_info(f"compiling the kernels for {', '.join(map(str, todo))}")
@@ -70,9 +70,9 @@ def _sets(root: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("sets", root / "src/fewkeys/native/sets.py")
     if spec is None or spec.loader is None:
         raise RuntimeError("src/fewkeys/native/sets.py: expected a module, got none")
-    sys.modules["sets"] = found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    sys.modules["sets"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _newer(path: Path, than: float) -> bool:

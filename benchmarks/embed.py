@@ -101,8 +101,8 @@ def run(*command: object) -> dict[str, float]:
 def cosines(one: Path, other: Path) -> dict[str, float]:
     """Mean and least cosine of the rows of two files."""
     first, second = (torch.from_numpy(np.load(path)["vectors"]) for path in (one, other))
-    found = torch.cosine_similarity(first, second)
-    return {"vectors": len(found), "mean": float(found.mean()), "least": float(found.min())}
+    similarity = torch.cosine_similarity(first, second)
+    return {"vectors": len(similarity), "mean": float(similarity.mean()), "least": float(similarity.min())}
 
 
 def _plan(vectors: Path) -> str:
@@ -111,20 +111,20 @@ def _plan(vectors: Path) -> str:
 
 
 def measured(folder: Path, model: str, text: str, count: int, most: int, slots: int | None) -> dict[str, Any]:
-    own, texts, one = folder / "model", folder / "texts", folder / "one"
+    model_folder, texts, one = folder / "model", folder / "texts", folder / "one"
     plan = () if slots is None else ("--slots", slots)
-    save_model(model, own)
+    save_model(model, model_folder)
     tokens = save_texts(texts, text, count, most)
     one.mkdir()
     (one / "short.txt").write_text("A query seldom needs every key.")
     fk.Plan().save_pretrained(folder / "exact")
-    embed = ("-m", "fewkeys", "embed", "--model", own)
+    embed = ("-m", "fewkeys", "embed", "--model", model_folder)
     chunks = (*embed, "--chunk", CHUNK, texts)
     run(*embed, "--out", folder / "warm.npz", *plan, texts / f"{count - 1:04}.txt")  # kernels, measurements
     run(*embed, "--out", folder / "warm.npz", "--chunk", CHUNK, *plan, texts / f"{count - 1:04}.txt")
-    rows = {"one short text": run("-c", EXACT, own, one, folder / "one.npz", 1)}
-    rows["exact, text by text"] = run("-c", EXACT, own, texts, folder / "exact.npz", 1)
-    rows["exact, batches of 32"] = run("-c", EXACT, own, texts, folder / "batches.npz", 32)
+    rows = {"one short text": run("-c", EXACT, model_folder, one, folder / "one.npz", 1)}
+    rows["exact, text by text"] = run("-c", EXACT, model_folder, texts, folder / "exact.npz", 1)
+    rows["exact, batches of 32"] = run("-c", EXACT, model_folder, texts, folder / "batches.npz", 32)
     rows["fewkeys embed"] = run(*embed, "--out", folder / "few.npz", *plan, texts)
     rows["exact late chunks"] = run(*chunks, "--out", folder / "exact chunks.npz", "--plan", folder / "exact")
     rows["fewkeys embed, late chunks"] = run(*chunks, "--out", folder / "chunks.npz", *plan)
@@ -152,13 +152,13 @@ def main() -> None:
     parser.add_argument("--slots", type=int, help="default: that of fewkeys embed")
     parser.add_argument("--text", type=Path, default=TEXT, help="where the texts are taken from")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    text = given.text.read_text(encoding="utf-8")
+    options = parser.parse_args()
+    text = options.text.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(Path(folder), given.model, text, given.texts, given.most, given.slots)
-    result = json.loads(given.out.read_text()) if given.out.is_file() else {}
-    print(json.dumps(found, indent=1))
-    write_whole(given.out, json.dumps(result | {given.model: found}, indent=1) + "\n")
+        measurements = measured(Path(folder), options.model, text, options.texts, options.most, options.slots)
+    result = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    print(json.dumps(measurements, indent=1))
+    write_whole(options.out, json.dumps(result | {options.model: measurements}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

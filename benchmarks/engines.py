@@ -192,7 +192,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         f"budget({SLOTS}), float32",
         columns=len(names),
         size=(3.7, 3.4),
-        names=1.25,
+        names=1.9,
         titled=True,
     )
     for axes, name in zip(panels, names, strict=True):

@@ -92,9 +92,9 @@ def learn(n, count):
     rows = torch.cat([q, k], 2)[0, 0]
     centres = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(2))[:count]]
     for _ in range(LLOYD):
-        own = torch.cdist(rows, centres).argmin(-1)
-        total = torch.zeros_like(centres).index_add_(0, own, rows)
-        size = torch.bincount(own, minlength=count).unsqueeze(-1)
+        nearest = torch.cdist(rows, centres).argmin(-1)
+        total = torch.zeros_like(centres).index_add_(0, nearest, rows)
+        size = torch.bincount(nearest, minlength=count).unsqueeze(-1)
         centres = torch.where(size > 0, total / size.clamp_min(1), centres)
     return centres.unsqueeze(0)
 
@@ -185,11 +185,11 @@ def growth(lengths, kind, count):
         work = {"clusters": lambda *x, keep=keep: fk.attention(*x, keep=keep, weights=fk.weights.Entmax(1.5))}
         least = {name: min(turns(work, tensors, back, count)[0]["clusters"]) for name, back in SIDES.items()}
         rows.append({"length": n, **{f"{name}_ms": round(ms, 2) for name, ms in least.items()}})
-    found = {"kind": kind, "rows": rows}
+    result = {"kind": kind, "rows": rows}
     for name in SIDES:
-        found[f"{name}_exponent"] = exponent(rows, name)
-        found[f"{name}_exponent_of_the_longest"] = exponent(rows[-4:], name)
-    return found
+        result[f"{name}_exponent"] = exponent(rows, name)
+        result[f"{name}_exponent_of_the_longest"] = exponent(rows[-4:], name)
+    return result
 
 
 def main():
@@ -218,9 +218,9 @@ def main():
                     "    clusters faster than " + ", ".join(f"{k} x {v}" for k, v in part["times_faster_than"].items())
                 )
                 print(f"    softmax faster than fused x {part['softmax_times_faster_than_fused']}", flush=True)
-        found = growth(alone, kind, 2 * arguments.turns)
-        report["growth"].append(found)
-        print(f"clusters alone: {found}", flush=True)
+        alone_growth = growth(alone, kind, 2 * arguments.turns)
+        report["growth"].append(alone_growth)
+        print(f"clusters alone: {alone_growth}", flush=True)
     if not arguments.quick:
         write_json(arguments.out.parent, arguments.out.name, report)
 

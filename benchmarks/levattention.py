@@ -61,7 +61,7 @@ def problem(n, queries=QUERIES, dim=DIM):
 
 def all_pairs(query, key, power, tile):
     """The peer: rows, columns and values of all entries >= EPS of one head, float32."""
-    found = []
+    pieces = []
     for start in range(0, query.shape[0], tile[0]):
         part = query[start : start + tile[0]]
         total = part.new_zeros(part.shape[0], 1)
@@ -77,8 +77,8 @@ def all_pairs(query, key, power, tile):
         row, column = torch.cat(rows), torch.cat(columns)
         value = torch.cat(values) / total[row, 0]
         heavy = value >= EPS
-        found.append((row[heavy] + start, column[heavy], value[heavy]))
-    return tuple(torch.cat(part) for part in zip(*found, strict=True))
+        pieces.append((row[heavy] + start, column[heavy], value[heavy]))
+    return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
 
 
 def best_tile(power):
@@ -107,14 +107,14 @@ def turns(works, count):
     return {name: median(values) for name, values in times.items()}, results
 
 
-def table(found):
+def table(heavy):
     """Values by (query, key)."""
-    return {(i, j): v for i, j, v in zip(*found.indices[2:].tolist(), found.values.tolist(), strict=True)}
+    return {(i, j): v for i, j, v in zip(*heavy.indices[2:].tolist(), heavy.values.tolist(), strict=True)}
 
 
-def beside_peer(found, peer):
+def beside_peer(heavy, peer):
     """Agreement with the peer's float32 entries; one that rounding takes across eps may be on one side only."""
-    ours, theirs = table(found), {(i, j): v for i, j, v in zip(*(part.tolist() for part in peer), strict=True)}
+    ours, theirs = table(heavy), {(i, j): v for i, j, v in zip(*(part.tolist() for part in peer), strict=True)}
     odd = [v for one, other in ((ours, theirs), (theirs, ours)) for at, v in one.items() if at not in other]
     both = [abs(v / theirs[at] - 1) for at, v in ours.items() if at in theirs]
     return {
@@ -124,15 +124,15 @@ def beside_peer(found, peer):
     }
 
 
-def beside_formula(found, query, key, power, count=64):
+def beside_formula(heavy, query, key, power, count=64):
     """Whether the entries of some queries are those of the formula in float64, and their largest relative error."""
     pick = torch.linspace(0, query.shape[2] - 1, count).long()
     weights = (query[0, 0, pick].double() @ key[0, 0].double().T).abs() ** power
     entries = weights / weights.sum(-1, keepdim=True)
     row, column = (entries >= EPS).nonzero(as_tuple=True)
-    own = torch.isin(found.indices[2], pick)
-    same = torch.equal(torch.stack([pick[row], column]), found.indices[2:, own])
-    worst = float((found.values[own] / entries[row, column] - 1).abs().max()) if same and len(row) else None
+    checked = torch.isin(heavy.indices[2], pick)
+    same = torch.equal(torch.stack([pick[row], column]), heavy.indices[2:, checked])
+    worst = float((heavy.values[checked] / entries[row, column] - 1).abs().max()) if same and len(row) else None
     return {"queries": count, "same_entries": same, "largest_error": worst and float(f"{worst:.1e}")}
 
 
@@ -232,9 +232,9 @@ def power_four(lengths):
         query, key = problem(n, FOUR_QUERIES, FOUR_DIM)
         seconds, peer = clock(partial(all_pairs, query[0, 0], key[0, 0], 4, tile))
         print(f"{n:>9} {'peer':<43} {seconds:>9.4f} s", flush=True)
-        found = heavy_entries(query, key, EPS, 4.0)
-        row = {"keys": n, "option": "peer", "seconds": round(seconds, 4), **beside_peer(found, peer)}
-        rows.append(row | {"float64": beside_formula(found, query, key, 4)})
+        heavy = heavy_entries(query, key, EPS, 4.0)
+        row = {"keys": n, "option": "peer", "seconds": round(seconds, 4), **beside_peer(heavy, peer)}
+        rows.append(row | {"float64": beside_formula(heavy, query, key, 4)})
         rows += options_beside_exact(query, key, 4.0, options, 1)
     return {"head_dim": FOUR_DIM, "queries": FOUR_QUERIES, "rows": rows}
 
@@ -284,8 +284,8 @@ def stream(n):
     def pieces():
         for start in range(0, n, PIECE):
             keys = torch.randn(min(PIECE, n - start), DIM, generator=torch.Generator().manual_seed(start + 2))
-            own = places[(places >= start) & (places < start + PIECE)]
-            for place in own.tolist():
+            planted = places[(places >= start) & (places < start + PIECE)]
+            for place in planted.tolist():
                 g = torch.Generator().manual_seed(n + place)
                 keys[place - start] = torch.randn(DIM, generator=g) * math.sqrt(n / DIM / 2)
             yield keys[None, None]
@@ -295,11 +295,11 @@ def stream(n):
     for keys in pieces():
         seconds, _ = clock(partial(sketch.update, keys))
         spent, most = spent + seconds, max(most, sketch.nbytes)
-    found, most_used = sketch.universal_set(), peak()
+    universal, most_used = sketch.universal_set(), peak()
     second = torch.cat(
         [(sketch.scores(keys)[0, 0] >= STREAM_EPS).nonzero()[:, 0] + i * PIECE for i, keys in enumerate(pieces())]
     )
-    kept = set(found.indices[2].tolist())
+    kept = set(universal.indices[2].tolist())
     return {
         "keys": n,
         "held_bytes": most,

@@ -50,8 +50,8 @@ def timed(steps: dict[str, float], name: str, *command: object, at: Path) -> str
     """Run one step; what it prints. SystemExit where it fails."""
     print(f"{name} ...", flush=True)
     start = perf_counter()
-    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([*map(str, command)], cwd=at, env=own, capture_output=True, text=True, check=False)
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run([*map(str, command)], cwd=at, env=environment, capture_output=True, text=True, check=False)
     steps[name] = round(perf_counter() - start, 1)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -62,18 +62,18 @@ def timed(steps: dict[str, float], name: str, *command: object, at: Path) -> str
 def path(folder: Path, sequences: int) -> dict[str, Any]:
     """The steps and their seconds, in a new folder."""
     steps: dict[str, float] = {}
-    own = folder / "environment" / "bin"
+    programs = folder / "environment" / "bin"
     timed(steps, "build the wheel", sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", folder, ROOT, at=folder)
     timed(steps, "make an environment", sys.executable, "-m", "venv", "environment", at=folder)
     (wheel,) = folder.glob("fewkeys-*.whl")
-    install = (own / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt")
+    install = (programs / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt")
     timed(steps, "install", *install, f"{wheel}[demo]", "sentence-transformers", at=folder)
-    timed(steps, "compare", own / "fewkeys", "compare", "--demo", "--slots", "64", "--out", "compared", at=folder)
+    timed(steps, "compare", programs / "fewkeys", "compare", "--demo", "--slots", "64", "--out", "compared", at=folder)
     tune = ("tune", "--demo", "--sequences", sequences, "--out", "tuned")
-    timed(steps, "tune", own / "fewkeys", *tune, at=folder)
-    told = timed(steps, "apply, save, load", own / "python", "-c", APPLIED, at=folder)
+    timed(steps, "tune", programs / "fewkeys", *tune, at=folder)
+    applied = timed(steps, "apply, save, load", programs / "python", "-c", APPLIED, at=folder)
     return {"seconds": steps, "total": round(sum(steps.values()), 1), "tuned_on": sequences} | json.loads(
-        told.strip().splitlines()[-1]
+        applied.strip().splitlines()[-1]
     )
 
 
@@ -83,10 +83,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = path(Path(folder), options.sequences)
-    print(f"in all {found['total']} s, cosine {found['cosine']:.3f}")
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    if found["total"] > LIMIT:
+        report = path(Path(folder), options.sequences)
+    print(f"in all {report['total']} s, cosine {report['cosine']:.3f}")
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if report["total"] > LIMIT:
         raise SystemExit(f"expected at most {LIMIT:.0f} s")
 
 

@@ -53,23 +53,23 @@ def exact(query, key, value, is_causal):
 def ring(query, key, value, comm):
     """Exact causal attention: keys and values go round the ring, partial results are merged by their sums."""
     rank, size = comm.rank, comm.size
-    own = torch.stack([key, value])
+    block = torch.stack([key, value])
     output, total = exact(query, key, value, True)
     for step in range(1, size):
-        incoming = torch.empty_like(own)
+        incoming = torch.empty_like(block)
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, own, (rank + 1) % size),
+                dist.P2POp(dist.isend, block, (rank + 1) % size),
                 dist.P2POp(dist.irecv, incoming, (rank - 1) % size),
             ]
         )
         for work in works:
             work.wait()
-        comm.bytes_sent += own.numel() * own.element_size()
-        own = incoming
+        comm.bytes_sent += block.numel() * block.element_size()
+        block = incoming
         if rank - step < 0:
             continue  # these tokens come later
-        part, sums = exact(query, own[0], own[1], False)
+        part, sums = exact(query, block[0], block[1], False)
         both = torch.logaddexp(total, sums)
         output = output * (total - both).exp().unsqueeze(-1) + part * (sums - both).exp().unsqueeze(-1)
         total = both
@@ -85,14 +85,14 @@ def measure(comm):
     rows = []
     for n in LENGTHS:
         whole = tokens(n)
-        own = [tensor.chunk(comm.size, 2)[comm.rank].contiguous() for tensor in whole]
+        block = [tensor.chunk(comm.size, 2)[comm.rank].contiguous() for tensor in whole]
         works, times, sent = {"fewkeys": few, "ring": ring}, {"fewkeys": [], "ring": []}, {}
         for turn in range(TURNS + 1):
             for name, work in works.items():
                 inner = fkd.Communicator(timeout=600)
                 dist.barrier()
                 start = perf_counter()
-                out = work(*own, inner)
+                out = work(*block, inner)
                 seconds = comm.all_reduce(torch.tensor(perf_counter() - start), "max")
                 sent[name] = int(comm.all_reduce(torch.tensor(inner.bytes_sent), "max"))
                 if turn:
@@ -171,11 +171,11 @@ def predict(cost, carry, ranks, n):
 
 
 def model():
-    found = read_json(RESULTS, "sharded.json")
-    cost = {**costs(), **found["wire"]}
-    carry = max(row["fewkeys_bytes"] for row in found["rows"])
+    report = read_json(RESULTS, "sharded.json")
+    cost = {**costs(), **report["wire"]}
+    carry = max(row["fewkeys_bytes"] for row in report["rows"])
     checked = []
-    for row in found["rows"]:
+    for row in report["rows"]:
         if row["ranks"] == 2:
             expected = predict(cost, carry, 2, row["tokens"])
             for name in ("ring", "fewkeys"):

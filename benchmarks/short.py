@@ -39,7 +39,7 @@ def measure(batch: int, length: int) -> dict[str, Any]:
         for name, milliseconds in took.items() if turn else ():
             times[name].append(milliseconds)
     over = median(b / a for a, b in zip(times["exact"], times["apply"], strict=True))
-    ms = {name: median(own) for name, own in times.items()}
+    ms = {name: median(turns_ms) for name, turns_ms in times.items()}
     return {"batch": batch, "length": length, "ms": ms, "over_exact": over}
 
 

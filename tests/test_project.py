@@ -190,7 +190,7 @@ def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):
     assert Sinks not in SELECTORS
     q = torch.randn(1, 1, 9, 4)
     assert torch.equal(fewkeys.attention(q, q, q, keep=Sinks()), fewkeys.attention(q, q, q, keep=fewkeys.Sinks(3)))
-    with pytest.raises(TypeError, match=r"^plan: expected a name of its own, got Sinks"):
+    with pytest.raises(TypeError, match=r"^plan: expected a class name that fewkeys does not use, got Sinks"):
         fewkeys.Plan(Sinks()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"^Sinks: expected a name that is not in a catalogue yet"):
         type("Sinks", (Selector,), {}, listed=True)
@@ -233,11 +233,11 @@ def test_rooms_wait_until_they_are_asked_for():
     assert "torch.distributed.elastic" not in loaded
     printed = run(
         "import json, pydoc, fewkeys as fk",
-        "found = [dir(fk), pydoc.render_doc(fk)]",
+        "shown = [dir(fk), pydoc.render_doc(fk)]",
         "import fewkeys.integrations.transformers, fewkeys.call, fewkeys.distributed",
         "from fewkeys import apply, distributed",
         "again = callable(fk.attention), callable(fk.apply), apply is fk.apply, distributed is fk.distributed",
-        "print(json.dumps([*found, again]))",
+        "print(json.dumps([*shown, again]))",
     )
     names, text, again = json.loads(printed)
     assert "Window" in names

@@ -45,8 +45,8 @@ with tempfile.TemporaryDirectory() as folder:
     assert fk.Plan.from_pretrained(folder) == plan
 assert fk.explain(q, k, v, plan=plan).reason
 assert plan_operations(check_inputs(q, k, v), plan) > plan_operations(check_inputs(q, k, v), fk.Plan(fk.Sinks(1)))
-found = fk.attention(q, k, v, plan=plan, impl="torch")
-torch.testing.assert_close(found, fk.attention(q, k, v, plan=plan, impl="reference"), rtol=1e-4, atol=1e-5)
+actual = fk.attention(q, k, v, plan=plan, impl="torch")
+torch.testing.assert_close(actual, fk.attention(q, k, v, plan=plan, impl="reference"), rtol=1e-4, atol=1e-5)
 sys.exit(failed)
 """
 FOLLOW_WAY = """
@@ -59,9 +59,9 @@ from cases import PLANS, SHAPES
 from executors import WAYS, Way, ways
 
 plan, shape = PLANS["leverage + window, drop, softmax"], SHAPES["grouped"]
-found = law.answers(plan, shape, torch.float32, grad=True)
-assert "masked" in found, list(found)
-law.assert_alike(found, torch.float32)
+actual = law.answers(plan, shape, torch.float32, grad=True)
+assert "masked" in actual, list(found)
+law.assert_alike(actual, torch.float32)
 assert Way("masked", torch.float32) in WAYS
 assert Way("masked", torch.float32) in ways("leverage + window, drop, softmax", False)
 assert "masked" not in law.answers(PLANS["leverage + window, means, softmax"], shape, torch.float32, grad=False)

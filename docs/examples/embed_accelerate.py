@@ -32,8 +32,8 @@ def main() -> None:
     encoder = SentenceTransformer(options.model, device=str(state.device))
     fk.apply(encoder, fk.ModelPlan.from_pretrained(options.plan))
     texts = [json.loads(line)["text"] for line in Path(options.documents).read_text(encoding="utf-8").splitlines()]
-    with state.split_between_processes(texts) as own:
-        rows = encoder.encode(own, batch_size=1, convert_to_tensor=True).cpu()
+    with state.split_between_processes(texts) as share:
+        rows = encoder.encode(share, batch_size=1, convert_to_tensor=True).cpu()
     print(f"process {state.process_index} of {state.num_processes}: {len(rows)} documents")
     rows = torch.stack(gather_object([*rows]))
     if state.is_main_process:

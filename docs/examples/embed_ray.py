@@ -37,16 +37,16 @@ class Embedder:
 def embed(options: argparse.Namespace, worker: type) -> None:
     # Beside the workers, reading and writing take a core; without one they would wait for ever.
     ray.init(num_cpus=None if "RAY_ADDRESS" in os.environ else options.workers * options.threads + 1)
-    found = ray.data.read_json(options.documents).repartition(target_num_rows_per_block=options.batch)
-    found = found.map_batches(
+    documents = ray.data.read_json(options.documents).repartition(target_num_rows_per_block=options.batch)
+    documents = documents.map_batches(
         worker,
         fn_constructor_kwargs={"model": options.model, "plan": options.plan, "threads": options.threads},
         compute=ActorPoolStrategy(size=options.workers),
         num_cpus=options.threads,
         batch_size=options.batch,
     ).materialize()
-    print(f"{found.count()} documents by {len(found.unique('worker'))} workers")
-    found.write_parquet(options.out)
+    print(f"{documents.count()} documents by {len(documents.unique('worker'))} workers")
+    documents.write_parquet(options.out)
 
 
 def main(worker: type = Embedder) -> None:

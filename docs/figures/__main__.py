@@ -40,17 +40,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page would change")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     stale = 0
     for page in PAGES:
         old = page.read_text(encoding="utf-8")
         new = filled(old)
         if new != old:
             stale += 1
-            print(f"{'stale' if given.check else 'written'}: {page.relative_to(ROOT)}")
-            if not given.check:
+            print(f"{'stale' if options.check else 'written'}: {page.relative_to(ROOT)}")
+            if not options.check:
                 page.write_text(new, encoding="utf-8")
-    return int(given.check and stale > 0)
+    return int(options.check and stale > 0)
 
 
 if __name__ == "__main__":

@@ -76,13 +76,13 @@ def _beside() -> str:
     methods = dict.fromkeys(
         cell["of"]["method"] for cell in read(PRETRAINED)["cells"] if cell["of"].get("slots") == 256
     )
-    found = {}
+    stretches = {}
     for method in methods:
         cells = [_stretches(method, slots).get(STRETCH) for slots in (256, 128)]
         if all(cells):
-            found[method] = cells
+            stretches[method] = cells
     rows = []
-    for method, cells in sorted(found.items(), key=lambda item: item[1][0]["ratio"]):
+    for method, cells in sorted(stretches.items(), key=lambda item: item[1][0]["ratio"]):
         name = BESIDE.get(method, method)
         if cells[0]["paid"] > 1.1 * 256:
             name += f" ({cells[0]['paid']:.0f} and {cells[1]['paid']:.0f} slots paid)"
@@ -104,9 +104,9 @@ def _answers(method: str, slots: int, length: int = 2048) -> str:
         cells = [cell for cell in read(PRETRAINED)["cells"] if of.items() <= cell["of"].items()]
         return {(cell["of"]["task"], cell["of"]["seed"]): cell["right"] for cell in cells}
 
-    own, exact = right(method=method, slots=slots), right(method="exact")
-    both = own.keys() & exact.keys()
-    return f"{sum(own[one] for one in both)} of {sum(exact[one] for one in both)}"
+    answers, exact = right(method=method, slots=slots), right(method="exact")
+    both = answers.keys() & exact.keys()
+    return f"{sum(answers[one] for one in both)} of {sum(exact[one] for one in both)}"
 
 
 def _costs() -> str:
@@ -159,12 +159,12 @@ def _values(model: str, title: str) -> str:
     from experiments.value_aware.table import cell
 
     sizes = (1, 2, 4, 8, 16, 33, 64)
-    found = {
+    by_size = {
         (row["method"], row["r"]): row
         for row in read(VALUES)["rows"]
         if (row["model"], row["kernel"]) == (model, "softmax")
     }
-    rows = [[method, *(cell(found[method, size]) for size in sizes)] for method in METHODS]
+    rows = [[method, *(cell(by_size[method, size]) for size in sizes)] for method in METHODS]
     return table([title, "r = 1", *sizes[1:]], rows)
 
 
@@ -201,10 +201,10 @@ def _sparsest(task: str, part: str, recall: float, rival: str) -> str:
         "not learned": lambda row: row["kind"] == "not learned",
         "control": lambda row: row["kind"] == "control",
     }
-    found = [row["sparsity"] for row in _points(task, part) if belongs[rival](row) and row["recall"] >= recall]
-    if not found:
+    sparsities = [row["sparsity"] for row in _points(task, part) if belongs[rival](row) and row["recall"] >= recall]
+    if not sparsities:
         return ""
-    return f"**{max(found):.3f}**" if rival == "pairs" else f"{max(found):.3f}"
+    return f"**{max(sparsities):.3f}**" if rival == "pairs" else f"{max(sparsities):.3f}"
 
 
 RIVALS = {

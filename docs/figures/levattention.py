@@ -11,7 +11,7 @@ from docs.figures.sources import read, table
 def _tables() -> dict[str, str]:
     report = read("benchmarks/results/levattention.json")
     wide = report["scaling"]["rows"]
-    found = {
+    tables = {
         "scaling": table(
             ["keys", *(f"2^{row['keys'].bit_length() - 1}" for row in wide)],
             [
@@ -73,8 +73,8 @@ def _tables() -> dict[str, str]:
             for row in rows
         ]
         titles = ["keys", "option", "s", "rows of S", "entries", "missed", "extra", "largest error of a value"]
-        found[name] = table(titles, cells)
-    return found
+        tables[name] = table(titles, cells)
+    return tables
 
 
 RECOVERY = "experiments/levattention/results/recovery.json"
@@ -96,11 +96,11 @@ RECOVERED = [
 
 
 def _recovery() -> str:
-    found = read(RECOVERY)
+    recovery = read(RECOVERY)
     usual = {"noise": 0.2, "irrelevant": 4096, "leak": 0.05}
     rows = []
     for sweep, asked in RECOVERED:
-        (row,) = (row for row in found["planted"][sweep] if asked.items() <= row.items())
+        (row,) = (row for row in recovery["planted"][sweep] if asked.items() <= row.items())
         of = usual | {name: row[name] for name in usual if name in row}
         share: dict[str, dict[str, float]] = row["recovery"]
         shown = [share["leverage"]["relevant"]]

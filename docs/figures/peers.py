@@ -14,8 +14,8 @@ REACHED = (0.5, 0.3, 0.2, 0.1)
 
 
 def _data(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = read(f"{RESULTS}/{name}.json")
-    return found
+    results: dict[str, Any] = read(f"{RESULTS}/{name}.json")
+    return results
 
 
 def _shown(ms: float) -> str:
@@ -32,10 +32,10 @@ def _encoder(name: str) -> str:
 
     data = _data(name)
     rows = []
-    for peer, own in fronts(data["rows"]).items():
-        times = [min((row["ms"] for row in own if row["error"] <= level), default=None) for level in REACHED]
+    for peer, front in fronts(data["rows"]).items():
+        times = [min((row["ms"] for row in front if row["error"] <= level), default=None) for level in REACHED]
         shown = ["" if ms is None else _shown(ms) for ms in times]
-        best = own[-1]
+        best = front[-1]
         cells = [peer, *shown, f"{best['error']:.3f} in {_shown(best['ms'])}"]
         rows.append([f"**{cell}**" if cell and peer == "fewkeys" else cell for cell in cells])
     title = f"ms, {_threads(data['machine'])}; exact {_shown(data['exact_ms'])}"
@@ -47,9 +47,11 @@ def _below(name: str) -> str:
     from experiments.peers.fronts import rivals_below
 
     data = _data(name)
-    found = rivals_below(data["rows"], data["exact_ms"])
-    told = (f"{peer} ({points[0]['error']:.2f} in {points[0]['ms']:.2g} ms)" for peer, points in found.items())
-    return ", ".join(told) or "none"
+    rivals = rivals_below(data["rows"], data["exact_ms"])
+    rivals_with_errors = (
+        f"{peer} ({points[0]['error']:.2f} in {points[0]['ms']:.2g} ms)" for peer, points in rivals.items()
+    )
+    return ", ".join(rivals_with_errors) or "none"
 
 
 LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384": "16,384 tokens"}
@@ -57,19 +59,19 @@ LENGTHS = {"minilm": "512 tokens", "minilm-4096": "4,096 tokens", "minilm-16384"
 
 def _cohorts() -> str:
     """Error and milliseconds of `budget` by slots and cohorts; what it has by default stands out."""
-    found = _data("cohorts")["settings"]
+    settings = _data("cohorts")["settings"]
     cells: dict[tuple[int, int], dict[str, str]] = {}
     for name in LENGTHS:
-        for row in found[name]["rows"]:
-            own = cells.setdefault((row["cohorts"], row["slots"]), {})
-            own[name] = f"{row['error']:.3f} in {_shown(row['ms'])}"
+        for row in settings[name]["rows"]:
+            by_length = cells.setdefault((row["cohorts"], row["slots"]), {})
+            by_length[name] = f"{row['error']:.3f} in {_shown(row['ms'])}"
     rows = []
-    for (cohorts, slots), own in sorted(cells.items()):
-        cells = [str(slots), str(cohorts), *(own.get(name, "") for name in LENGTHS)]
+    for (cohorts, slots), by_length in sorted(cells.items()):
+        cells = [str(slots), str(cohorts), *(by_length.get(name, "") for name in LENGTHS)]
         usual = cohorts == budget(slots).keep.cohort_lists
         rows.append([f"**{cell}**" if usual and cell else cell for cell in cells])
-    exact = [f"{length}; exact {_shown(found[name]['exact_ms'])} ms" for name, length in LENGTHS.items()]
-    threads = {_threads(found[name]["machine"]) for name in LENGTHS}
+    exact = [f"{length}; exact {_shown(settings[name]['exact_ms'])} ms" for name, length in LENGTHS.items()]
+    threads = {_threads(settings[name]["machine"]) for name in LENGTHS}
     return table([f"slots ({', '.join(sorted(threads))})", "cohorts", *(f"error, ms: {text}" for text in exact)], rows)
 
 
@@ -91,24 +93,25 @@ def _of_the_oracle() -> str:
 
 def _kernels() -> str:
     """How many times as fast as torch's steps the kernels are, over all settings that were timed both ways."""
-    found = []
+    ratios = []
     for name in ("minilm", "minilm-16384"):
         ms: dict[str, dict[str, float]] = {}
         for row in _data(name)["rows"]:
             if row["peer"].startswith("fewkeys") and row["ms"] is not None:
                 ms.setdefault(str(row["settings"]), {})[row["peer"]] = row["ms"]
-        found += [both["fewkeys, torch alone"] / both["fewkeys"] for both in ms.values() if len(both) == 2]
-    return f"{min(found):.1f} to {max(found):.1f}"
+        ratios += [both["fewkeys, torch alone"] / both["fewkeys"] for both in ms.values() if len(both) == 2]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
 def _decoder() -> str:
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    by_peer: dict[str, dict[int, dict[str, Any]]] = {}
     for row in _data("smollm2")["rows"]:
-        found.setdefault(row["peer"], {})[row["slots"]] = row
+        by_peer.setdefault(row["peer"], {})[row["slots"]] = row
     rows = []
-    for peer, own in found.items():
+    for peer, by_slots in by_peer.items():
         cells = [
-            f"{own[slots]['error']:.3f} ({own[slots]['paid']:.0f})" if slots in own else "" for slots in (64, 128, 256)
+            f"{by_slots[slots]['error']:.3f} ({by_slots[slots]['paid']:.0f})" if slots in by_slots else ""
+            for slots in (64, 128, 256)
         ]
         rows.append([peer, *cells])
     return table(["error (slots paid)", "64 slots", "128 slots", "256 slots"], rows)
@@ -172,14 +175,14 @@ def _half() -> str:
 
 def _openvino() -> str:
     """Right answers by OpenVINO's own rows, beside its exact attention on the same prompts."""
-    given: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    by_row: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
     for cell in read(OPENVINO)["cells"]:
         of = cell["of"]
-        given.setdefault(of["row"], {})[of["task"], of["seed"]] = cell
-    exact, rows = given.pop("exact"), []
-    for name, own in given.items():
-        shared = own.keys() & exact.keys()
-        cells = [own[prompt] for prompt in shared], [exact[prompt] for prompt in shared]
+        by_row.setdefault(of["row"], {})[of["task"], of["seed"]] = cell
+    exact, rows = by_row.pop("exact"), []
+    for name, by_prompt in by_row.items():
+        shared = by_prompt.keys() & exact.keys()
+        cells = [by_prompt[prompt] for prompt in shared], [exact[prompt] for prompt in shared]
         rows.append([name, *(f"{sum(c['right'] for c in row)} / {sum(c['answers'] for c in row)}" for row in cells)])
     return table(["OpenVINO GenAI", "right", "exact attention, same prompts"], rows)
 

@@ -96,8 +96,8 @@ def _stand_ins() -> str:
 
 
 def _of_the_oracle() -> str:
-    found = read(STAND_INS)
-    return f"{found['rows'][0]['error'] / found['oracle_top_64']:.2f}"
+    results = read(STAND_INS)
+    return f"{results['rows'][0]['error'] / results['oracle_top_64']:.2f}"
 
 
 CHECKS = {
@@ -124,13 +124,13 @@ MADE_UP = {
 
 
 def _spot_checks() -> str:
-    found = {
+    by_check = {
         (row["plan"], row["check"]): row for row in read("experiments/value_aware/results/spot_check.json")["rows"]
     }
     rows = []
     for plan, checks in CHECKS.items():
         for place, (check, name) in enumerate(checks.items()):
-            row = found[plan, check]
+            row = by_check[plan, check]
             rows.append(
                 [
                     MADE_UP.get(plan, plan) if place == 0 else "",
@@ -169,11 +169,11 @@ def _bars_of_heads() -> str:
 
 
 def _bars_of_hard_keys() -> str:
-    found = {(row["keys"], row["error"]): row for row in read(BARS)["hard"]}
-    errors = sorted({error for _, error in found})
+    by_keys = {(row["keys"], row["error"]): row for row in read(BARS)["hard"]}
+    errors = sorted({error for _, error in by_keys})
     rows = []
-    for name in dict.fromkeys(name for name, _ in found):
-        cells = [found[name, error] for error in errors]
+    for name in dict.fromkeys(name for name, _ in by_keys):
+        cells = [by_keys[name, error] for error in errors]
         held = min(1 - cell["missed"] for cell in cells)
         rows.append([name, f"{held:.1%}", *(f"{cell['reached']:.0%}" for cell in cells)])
     return table(["keys", "hold", *(f"{error:.0%} reached" for error in errors)], rows)
@@ -191,21 +191,21 @@ CAUSAL = {
 
 
 def _causal_encoder() -> str:
-    found = read(ENCODER)["results"]
+    results = read(ENCODER)["results"]
     rows = []
     for method, name in CAUSAL.items():
-        cells = [f"{found[length][method]['error']:.3f}" for length in ("512", "8192")]
+        cells = [f"{results[length][method]['error']:.3f}" for length in ("512", "8192")]
         rows.append([name, *(f"**{cell}**" if method == "fewkeys" else cell for cell in cells)])
     return table(["at 96 slots", "512 tokens", "8,192 tokens (16 texts in a row)"], rows)
 
 
 def _neighbours() -> str:
-    found = read(NEIGHBOURS)
+    results = read(NEIGHBOURS)
     from experiments.embeddings.run import LINES
 
     rows = []
     order = [*LINES, "exact"]
-    for row in sorted(found["rows"], key=lambda row: (-row["texts"], order.index(row["line"]), row["slots"])):
+    for row in sorted(results["rows"], key=lambda row: (-row["texts"], order.index(row["line"]), row["slots"])):
         if row["line"] != "exact":
             share = " to ".join(f"{100 * row[end]:.0f}" for end in ("low", "high"))
             same = f"{100 * row['agreement']:.1f} % ({share})"
@@ -215,16 +215,16 @@ def _neighbours() -> str:
 
 def _slots_needed() -> str:
     """The fewest slots tried whose agreement is at least 95 and 99 %, on equally many texts."""
-    found = read(NEIGHBOURS)
-    told = []
+    results = read(NEIGHBOURS)
+    needed = []
     for goal in (95, 99):
         for line, name in (("budget", "`budget(slots, cohorts=1)`"), ("cohorts", "`budget(slots, cohorts=32)`")):
-            own = [row for row in found["rows"] if row["line"] == line and row["texts"] == found["few"]]
-            enough = [row["slots"] for row in own if row["agreement"] >= goal / 100]
-            most = max(row["slots"] for row in own)
+            of_line = [row for row in results["rows"] if row["line"] == line and row["texts"] == results["few"]]
+            enough = [row["slots"] for row in of_line if row["agreement"] >= goal / 100]
+            most = max(row["slots"] for row in of_line)
             needs = f"needs {min(enough)} slots for {goal} %" if enough else f"is below {goal} % with {most} slots"
-            told.append(f"{name} {needs}")
-    return f"Of the slots tried, on {found['few']} texts, " + "; ".join(told) + "."
+            needed.append(f"{name} {needs}")
+    return f"Of the slots tried, on {results['few']} texts, " + "; ".join(needed) + "."
 
 
 def _modernbert() -> str:

@@ -11,10 +11,10 @@ Row = dict[str, Any]
 
 def _bench(form: str) -> dict[int, dict[str, Row]]:
     """Rows by length and name."""
-    found: dict[int, dict[str, Row]] = {}
+    by_length: dict[int, dict[str, Row]] = {}
     for row in read(f"benchmarks/results/{form}/bench.json")["rows"]:
-        found.setdefault(row["length"], {})[row["name"]] = row
-    return found
+        by_length.setdefault(row["length"], {})[row["name"]] = row
+    return by_length
 
 
 PLAN = "budget:192"
@@ -41,12 +41,12 @@ def _lengths() -> str:
 
 def _avx2() -> str:
     rows = _bench("avx2")
-    found = [["exact attention, ms", *(_milliseconds(row["exact"]["ms"]) for row in rows.values())]]
+    cells = [["exact attention, ms", *(_milliseconds(row["exact"]["ms"]) for row in rows.values())]]
     for slots in (64, 192):
-        own = [row[f"budget:{slots}"] for row in rows.values()]
-        found.append([f"`budget({slots})`, ms", *(_milliseconds(one["ms"]) for one in own)])
-        found.append(["exact / plan", *(ratio(one["ratio"]) for one in own)])
-    return table(["tokens", *(f"{length:,}" for length in rows)], found)
+        plan_rows = [row[f"budget:{slots}"] for row in rows.values()]
+        cells.append([f"`budget({slots})`, ms", *(_milliseconds(one["ms"]) for one in plan_rows)])
+        cells.append(["exact / plan", *(ratio(one["ratio"]) for one in plan_rows)])
+    return table(["tokens", *(f"{length:,}" for length in rows)], cells)
 
 
 FORMS = {
@@ -59,8 +59,8 @@ def _forms() -> str:
     lengths = (1024, 4096, 16384)
     rows = []
     for name, form in FORMS.items():
-        found = _bench(form)
-        cells = [ratio(found[length][PLAN]["ratio"]) if length in found else "" for length in lengths]
+        by_length = _bench(form)
+        cells = [ratio(by_length[length][PLAN]["ratio"]) if length in by_length else "" for length in lengths]
         rows.append([name, *cells, f"[JSON](../benchmarks/results/{form}/bench.json)"])
     return table(["tokens", *(f"{length:,}" for length in lengths), ""], rows)
 

@@ -42,14 +42,14 @@ SECTIONS: dict[str, tuple[str, Catalogue[Any], str]] = {
 
 def pages() -> dict[str, str]:
     """Markdown by place: a page for each part, and one that lists them."""
-    found = {}
+    markdown = {}
     for folder, (title, parts, about) in SECTIONS.items():
         named = parts.named()
         lines = [f"- [`{name}`]({name.lower()}.md): {_first(kind)}" for name, kind in named.items()]
-        found[f"{folder}/index.md"] = f"# {title}\n\n{about}\n\n" + "\n".join(lines) + "\n"
+        markdown[f"{folder}/index.md"] = f"# {title}\n\n{about}\n\n" + "\n".join(lines) + "\n"
         for name, kind in named.items():
-            found[f"{folder}/{name.lower()}.md"] = _page(name, kind)
-    return found
+            markdown[f"{folder}/{name.lower()}.md"] = _page(name, kind)
+    return markdown
 
 
 def navigation() -> list[dict[str, list[Any]]]:

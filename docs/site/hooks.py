@@ -54,10 +54,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         target = os.path.normpath(PurePosixPath(source).parent / link[1])
         if not (ROOT / target).exists():
             return link[1]  # of a page that is made, or broken: then --strict says so
-        known = _places() | MADE
-        place = known.get(target) or target.removeprefix("docs/")
-        own = files.get_file_from_path(place)
-        if own and not own.inclusion.is_excluded() and (target.startswith("docs/") or target in known):
+        places = _places() | MADE
+        place = places.get(target) or target.removeprefix("docs/")
+        site_file = files.get_file_from_path(place)
+        if site_file and not site_file.inclusion.is_excluded() and (target.startswith("docs/") or target in places):
             return os.path.relpath(place, PurePosixPath(page.file.src_uri).parent)
         return f"{config.repo_url}/{'tree' if (ROOT / target).is_dir() else 'blob'}/main/{target}"
 
@@ -72,7 +72,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def _places() -> dict[str, str]:
     """Paths in the repository of what lies outside docs/ and belongs to the site, with its path there."""
-    found = {source: place for source, place in OUTSIDE.items() if (ROOT / source).is_file()}
+    places = {source: place for source, place in OUTSIDE.items() if (ROOT / source).is_file()}
     for pattern in ("experiments/*/README.md", "experiments/**/*.png", "benchmarks/**/*.png"):
-        found |= {path: path for path in (p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))}
-    return found
+        places |= {path: path for path in (p.relative_to(ROOT).as_posix() for p in ROOT.glob(pattern))}
+    return places

@@ -8,12 +8,12 @@ FOLDER = Path(__file__).parents[1] / "notebooks"
 
 def pages() -> dict[str, str]:
     """Markdown by place, with a link to the notebook itself."""
-    found = {}
+    markdown = {}
     for path in sorted(FOLDER.glob("*.ipynb")):
         parts = []
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             text = "".join(cell["source"])
             parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
         parts.insert(1, f"[Download the notebook]({path.name})")
-        found[f"notebooks/{path.stem}.md"] = "\n\n".join(parts) + "\n"
-    return found
+        markdown[f"notebooks/{path.stem}.md"] = "\n\n".join(parts) + "\n"
+    return markdown

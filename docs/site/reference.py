@@ -53,10 +53,12 @@ def pages() -> dict[str, str]:
     parts = {name for _, catalogue, _ in SECTIONS.values() for name in catalogue.named()}
     if lost := set(fk.__all__) - listed - parts:
         raise ValueError(f"docs/site/reference.py: expected a page for every public name, got none for {sorted(lost)}")
-    found = {}
+    markdown = {}
     for place, (title, names) in PAGES.items():
-        found[f"reference/{place}.md"] = "\n\n".join([f"# {title}", *(f"::: {_path(name)}" for name in names)]) + "\n"
-    return found
+        markdown[f"reference/{place}.md"] = (
+            "\n\n".join([f"# {title}", *(f"::: {_path(name)}" for name in names)]) + "\n"
+        )
+    return markdown
 
 
 def navigation() -> list[dict[str, str]]:

@@ -58,7 +58,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *, plan: Plan, **options:
     but does not attend. For a plan with `exact_if_faster` the first call measures the machine: some tenths of a second.
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
+        raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
     choice = flow.choose(plan, flow.checked(query, key, value, **options))
     explanation = _of_choice(choice)
     if choice.is_exact:

@@ -165,7 +165,7 @@ def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[T
     restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
     if x.valid is not None and plan.keep is not None and has_gaps(x):
         if x.bias is not None and has_interior_padding(x.valid):
-            raise ValueError("key_mask: expected real keys side by side with distance_bias, got padding among them")
+            raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
         parts, restore = without_gaps(x, x.valid)
     return parts, restore if unit is None else lambda outputs: restore(outputs) * unit
 

@@ -112,7 +112,7 @@ class ModelPlan(Sequence[tuple[Plan, ...]]):
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> ModelPlan:
-        """The plans saved in `directory`, a folder or a file in it.
+        """The plans saved in `directory`, a folder or a file in it. Nothing is downloaded.
 
         Raises `ValueError` for files that are missing or damaged.
         """

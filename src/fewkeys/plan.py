@@ -161,7 +161,7 @@ class Plan:
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Plan:
-        """The plan saved in `directory`, a folder or a file in it.
+        """The plan saved in `directory`, a folder or a file in it. Nothing is downloaded.
 
         Raises `ValueError` for files that are missing or damaged.
         """

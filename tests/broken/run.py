@@ -113,19 +113,19 @@ def main() -> int:
     options = parser.parse_args()
     every = (*BREAKAGES, *PROMISES)
     chosen = [b for b in every if not options.words or any(word in b.name for word in options.words)]
-    begun, found = time.time(), []
+    begun, actual = time.time(), []
     with tempfile.TemporaryDirectory() as cache:
         check_sound({law for breakage in chosen for law in breakage.laws}, cache)
         print(f"sound code passes ({time.time() - begun:.0f} s)", flush=True)
         for breakage in chosen:
-            found.append(judge(breakage, cache))
-            for law, verdict in found[-1]["laws"].items():
+            actual.append(judge(breakage, cache))
+            for law, verdict in actual[-1]["laws"].items():
                 print(f"{verdict:8} {breakage.name} [{breakage.file}] by {law}", flush=True)
-    missed = sum(verdict == "missed" for row in found for verdict in row["laws"].values())
-    print(f"{len(found)} breakages, {sum(len(row['laws']) for row in found)} verdicts, {missed} missed")
+    missed = sum(verdict == "missed" for row in actual for verdict in row["laws"].values())
+    print(f"{len(actual)} breakages, {sum(len(row['laws']) for row in actual)} verdicts, {missed} missed")
     if options.out is not None:
         before = json.loads(options.out.read_text()) if options.out.exists() else []
-        rows = {row["name"]: row for row in (*before, *found)}
+        rows = {row["name"]: row for row in (*before, *actual)}
         options.out.write_text(json.dumps([rows[b.name] for b in every if b.name in rows], indent=2) + "\n")
     return int(missed > 0)
 

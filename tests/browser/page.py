@@ -17,9 +17,9 @@ def browser():
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     assert program, "install chromium, or name it in the environment variable CHROMIUM"
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield found
-        found.close()
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +104,10 @@ def test_two_plans_stand_side_by_side_with_what_a_query_keeps(visit):
     page = visit()
     page.get_by_label("Plan A", exact=True).select_option(label="window, 8 slots")
     page.get_by_label("Plan B", exact=True).select_option(label="fewkeys budget, 16 slots")
-    page.get_by_label("Query (position)").select_option(index=4)
+    page.get_by_label("Query (its position)").select_option(index=4)
     left, right = page.locator("#look .pair > div").all()
     assert "Plan A: window, 8 slots" in left.inner_text()
-    assert "nothing stands in" in left.inner_text()
+    assert "It drops the other keys." in left.inner_text()
     asked = int(page.evaluate("data.sample.queries[4]"))
     kept = left.locator(".tokens span").evaluate_all(
         "all => all.flatMap((one, j) => one.classList.contains('kept') ? [j] : [])"
@@ -135,7 +135,7 @@ def test_a_point_of_the_chart_says_what_it_is_and_becomes_plan_a(visit):
 
 def test_it_opens_with_a_sentence_pictures_and_a_query_whose_kept_keys_are_seen(visit):
     page = visit("timed")
-    assert page.locator("h1").inner_text().startswith("At 16 tokens use exact attention; from about 80 on budget(16)")
+    assert page.locator("h1").inner_text().startswith("Up to about 80 tokens use exact attention; for")
     heights = [page.locator(place).bounding_box()["y"] for place in ("h1", "#time", "#filters", "#table")]
     assert heights == sorted(heights)
     assert heights[1] < 300
@@ -178,7 +178,27 @@ def test_a_phone_shows_name_error_and_time_first(visit, name):
         if (box := one.bounding_box()) and box["x"] + box["width"] <= frame["x"] + frame["width"] + 1
     ]
     assert [text.strip(" ↑") for text in seen[:2]] == ["plan", "error"]
-    assert seen[2:4] == (["ms", "speed"] if name == "small" else ["ms at 16", "ms at 64"])
+    assert seen[2:5] == (["ms", "speed", "slots"] if name == "small" else ["ms", "ms at 16", "ms at 256"])
+    times = page.locator("#table tbody td:nth-child(3)").all_inner_texts()
+    assert all(float(text.replace(",", "")) > 0 for text in times)
+    keys = page.locator("#look .scroll")
+    assert keys.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_of_lines_cover_no_point(visit, width):
+    page = visit("timed", width=width)
+    name = page.locator("#time .annotation-text", has_text="budget").bounding_box()
+    points = [one.bounding_box() for one in page.locator("#time .scatterlayer .point").all()]
+    assert len(points) == 9
+    for point in points:
+        across = point["x"] < name["x"] + name["width"] and name["x"] < point["x"] + point["width"]
+        assert not (across and point["y"] < name["y"] + name["height"] and name["y"] < point["y"] + point["height"])
+
+
+def test_no_two_methods_look_alike(visit):
+    looks = visit().evaluate("methods.map((name) => Object.values(data.looks[name]).join())")
+    assert len(set(looks)) == len(looks) == 6
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)])
@@ -197,7 +217,7 @@ def test_it_fits_the_screen_and_can_be_read(visit, scheme, width):
 
 
 def test_without_a_sample_it_says_so(visit):
-    assert "no sample" in visit("bare").locator("#look").inner_text()
+    assert "without a sample" in visit("bare").locator("#look").inner_text()
 
 
 def test_twelve_layers_of_twelve_heads_are_light_and_quick(visit, files):

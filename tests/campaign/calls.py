@@ -143,8 +143,9 @@ class Call:
 
 
 def calls(seed):
-    """A random call: plan, dtype, masks, offsets, no or one token, groups of heads, strides, gradients of some inputs,
-    modes and defaults of torch, `torch.compile`: the reference in float64 says the same, nothing else has changed.
+    """Random calls (plan, dtype, masks, offsets, no or one token, groups of heads, strides, gradients of a part of the
+    inputs, modes and defaults of torch, `torch.compile`) give the outputs of the reference in float64 and change
+    nothing else.
     """
     call = Call(seed)
     forget()

@@ -70,8 +70,8 @@ def swap(folder, file, theirs, turn):
 
 
 class Libraries:
-    """Kernels are right, and never of a file that another user or group may have written, or puts there at the very
-    moment, or beside a lock that another process or user holds, for ever or not.
+    """Kernels are correct and are never loaded from a file that another user or group could write, also if the file is
+    replaced during the load or another process or user holds the lock.
     """
 
     def __init__(self):
@@ -194,7 +194,7 @@ class Libraries:
 
 
 def reports(seed):
-    """`fewkeys report` of a results file with values that are missing, or others: shown, or refused in one line."""
+    """`fewkeys report` of a results file with missing or changed values shows them or refuses them in one line."""
     draw = random.Random(seed)
     data = report(skipped=[Skipped("moments", 16, "because")]).with_settings(text=["a.txt"], sample=None).to_dict()
     for _ in range(draw.randint(1, 4)):

@@ -74,26 +74,26 @@ def without_padding(output, lengths=None, key_mask=None, query_offset=0, **_):
 
 
 def kernels(seed):
-    """A random plan, shape, dtype and layout: answers and gradients of compiled kernels against the reference in
-    float64, no address out of bounds.
+    """Random plans, shapes, dtypes and layouts: compiled kernels give the outputs and gradients of the reference in
+    float64 and access no address out of bounds.
     """
     problem = Problem(seed)
     try:
-        found, right = problem.answer(problem.tensors, "native"), problem.right()
+        actual, right = problem.answer(problem.tensors, "native"), problem.right()
         want = next(right)
     except ValueError as error:
         return None if "impl='native'" in str(error) or "expected" in str(error) else str(error)
-    wrong = compared(found, want, right, ROUNDINGS[problem.dtype], averaged=problem.tensors[2])
+    wrong = compared(actual, want, right, ROUNDINGS[problem.dtype], averaged=problem.tensors[2])
     return wrong and f"{problem.name}, {problem.dtype}: {wrong}"
 
 
-def compared(found, want, right, rounding, least=1e-3, *, averaged):
+def compared(actual, want, right, rounding, least=1e-3, *, averaged):
     """What is wrong with an output and gradients. `want`: of the reference; `right`: others that are right, too, in
     float32 first; `rounding`: what may be off, as a part of the largest one, of a gradient at least of `least` times
     the largest of all. `averaged`: the values. With weights of 16 bits, an output that is small because values cancel
     is as exact as their mean size allows.
     """
-    if not all(x.isfinite().all() for x in found):
+    if not all(x.isfinite().all() for x in actual):
         return "not finite"
     plain = next(right)
     largest = max(x.abs().max() for x in want).clamp_min(1e-6)
@@ -109,7 +109,7 @@ def compared(found, want, right, rounding, least=1e-3, *, averaged):
     allowed = [rounding + 4 * x.where(x < 0.1, 0.0) for x in parts_off(plain, want)]
     off = [torch.full(x.shape, torch.inf) for x in allowed]
     for one in itertools.chain((want, plain), right):
-        off = [torch.minimum(before, x) for before, x in zip(off, parts_off(found, one), strict=True)]
+        off = [torch.minimum(before, x) for before, x in zip(off, parts_off(actual, one), strict=True)]
         if all((x <= most).all() for x, most in zip(off, allowed, strict=True)):
             return None
     kinds = ("output", "first gradient", "second gradient", "third gradient")

@@ -34,7 +34,9 @@ MOST = 320
 
 
 class Caches:
-    """Random operations on a cache of left-padded sequences against the applied plan over all tokens, or a refusal."""
+    """Random operations on a cache of left-padded sequences give the outputs of the applied plan over all tokens, or
+    raise an error that says why not.
+    """
 
     def __init__(self):
         self.model = llama().double()
@@ -99,8 +101,8 @@ class Caches:
             return self.logits(ids, real, ids.shape[1], fk.cache(self.model, plan, leaves=leaves))[:, -count:]
         plans = [plan] * 3 if isinstance(plan, fk.Plan) else plan
         always = tuple(
-            tuple(one.never_exact() for one in (own * 2 if len(own) == 1 else own))
-            for own in ((one,) if isinstance(one, fk.Plan) else one for one in plans)
+            tuple(one.never_exact() for one in (plan * 2 if len(plan) == 1 else plan))
+            for plan in ((one,) if isinstance(one, fk.Plan) else one for one in plans)
         )
         with fk.apply(self.model, fk.ModelPlan(always)):
             place = (real.cumsum(1) - 1).clamp_min(0)
@@ -146,7 +148,9 @@ LOADS = {
 
 
 class Commands:
-    """A command that writes is killed at any moment: what is there is whole, and the command goes through again."""
+    """A command that writes files is killed at a random moment: the files are complete, and the command succeeds when
+    it is run again.
+    """
 
     def __init__(self):
         from transformers import BertConfig, BertModel
@@ -175,14 +179,14 @@ class Commands:
     def start(self, name, out):
         home = Path(self.held.name)
         text = [f"--model={home / 'model'}", f"--text={home / 'words.txt'}", "--sequences=4", "--length=32"]
-        own = {
+        options = {
             "capture": [*text, f"--out={out}"],
             "compare": [*text, "--slots=4", f"--out={out}"],
             "tune": [*text, "--slots=8", f"--out={out}"],
             "fit": [*text, "--epochs=2", f"--out={out}"],
             "report": [str(home / "compare"), f"--html={out / 'page.html'}"],
         }
-        process = self.context.Process(target=_command, args=([name, *own[name]],))
+        process = self.context.Process(target=_command, args=([name, *options[name]],))
         process.start()
         return process
 

@@ -28,8 +28,8 @@ def _plan(draw, table):
 
 
 def derivatives(seed):
-    """`torch.func` of a random plan and shape (grad, vjp, jvp, jacrev, second derivatives) against autograd;
-    inside `vmap`, a refusal.
+    """`torch.func` of random plans and shapes (grad, vjp, jvp, jacrev, second derivatives) equals autograd; inside
+    `vmap` it raises an error.
     """
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
     plan, causal = _plan(draw, SMOOTH)
@@ -43,27 +43,27 @@ def derivatives(seed):
         options["lengths"] = torch.tensor([draw.randint(1, tokens)])
         real = torch.arange(tokens)[:, None] < options["lengths"]
 
-    def square(*given, **options):
+    def square(*tensors, **options):
         """The sum of all squares but those at padding, whose outputs mean nothing."""
-        return (fk.attention(*given, **options) * real).square().sum()
+        return (fk.attention(*tensors, **options) * real).square().sum()
 
-    def loss(*given):
-        return square(*given, **options)
+    def loss(*tensors):
+        return square(*tensors, **options)
 
     leaves = [x.clone().requires_grad_() for x in rows]
     want = torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True)
-    some = sorted(draw.sample(range(3), draw.randint(1, 3)))
+    places = sorted(draw.sample(range(3), draw.randint(1, 3)))
     along = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in rows]
 
     # A gradient can be zero up to rounding, as that of a single key: the loss's other gradients give the scale.
     scale = max(float(one.abs().max()) for one in want) + 1e-3
 
-    def off(found, wanted):
-        return max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True)) / scale
+    def off(actual, wanted):
+        return max(float((one - other).abs().max()) for one, other in zip(actual, wanted, strict=True)) / scale
 
     way = draw.choice(["grad", "vjp", "jvp", "jacrev", "second", "vmap"])
     if way == "grad":
-        wrong = off(torch.func.grad(loss, tuple(some))(*rows), [want[place] for place in some])
+        wrong = off(torch.func.grad(loss, tuple(places))(*rows), [want[place] for place in places])
     elif way == "vjp":
         output, back = torch.func.vjp(loss, *rows)
         wrong = off(back(torch.ones_like(output)), want)
@@ -73,20 +73,20 @@ def derivatives(seed):
         terms = sum(float((x * y).abs().sum()) for x, y in zip(along, want, strict=True))
         wrong = float((change - total).abs()) / (terms + 1e-3)
     elif way == "jacrev":
-        place = some[0]
-        found = torch.func.jacrev(loss, place)(*rows)
-        wrong = off([found], [want[place]])
+        place = places[0]
+        actual = torch.func.jacrev(loss, place)(*rows)
+        wrong = off([actual], [want[place]])
     elif way == "second":
-        found = []
+        actual = []
         for one in ({**options}, {**options, "impl": "reference"}):
-            leaves = [x.clone().requires_grad_(place in some) for place, x in enumerate(rows)]
-            inner = [leaves[place] for place in some]
+            leaves = [x.clone().requires_grad_(place in places) for place, x in enumerate(rows)]
+            inner = [leaves[place] for place in places]
             first = torch.autograd.grad(square(*leaves, **one), inner, create_graph=True, materialize_grads=True)
-            total = sum((x * along[place]).sum() for x, place in zip(first, some, strict=True))
+            total = sum((x * along[place]).sum() for x, place in zip(first, places, strict=True))
             if not total.requires_grad:
                 return None
-            found.append(torch.autograd.grad(total, inner, materialize_grads=True))
-        wrong = off(*found)
+            actual.append(torch.autograd.grad(total, inner, materialize_grads=True))
+        wrong = off(*actual)
     else:
         try:
             torch.vmap(lambda x: fk.attention(x, *rows[1:], **options))(rows[0][None])
@@ -97,8 +97,8 @@ def derivatives(seed):
 
 
 def magnitudes(seed):
-    """Queries, keys, values and scales of any magnitude, another from some token on: finite where exact attention is,
-    whole and in pieces, and `explain` tells of it.
+    """Queries, keys, values and scales of any magnitude, which may change within the sequence: outputs are finite where
+    those of exact attention are, for the whole sequence and in pieces, and `explain` agrees.
     """
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
     streamed = draw.random() < 0.6

@@ -37,7 +37,9 @@ STREAMS = [
 
 
 def streams(seed):
-    """Random operations on a stream against attention over the whole sequence, or a refusal."""
+    """Random operations on a stream give the outputs of attention over the whole sequence, or raise an error that says
+    why not.
+    """
     draw, g = random.Random(seed), torch.Generator().manual_seed(seed)
     plan, batch, dim = draw.choice(STREAMS), 2, 8
     stream = fk.stream(plan)
@@ -49,10 +51,10 @@ def streams(seed):
             new = [torch.randn(batch, heads, count, dim, generator=g, dtype=torch.float64) for heads in (4, 2, 2)]
             query, key, value = (torch.cat(pair, 2) for pair in zip((query, key, value), new, strict=True))
             stream.append(new[1], new[2])
-            found = stream.attend(new[0])
+            actual = stream.attend(new[0])
             want = fk.attention(query, key, value, plan=plan.never_exact(), is_causal=True, impl="torch")[:, :, -count:]
-            if not torch.allclose(found, want, atol=1e-6):
-                return f"{plan}: {(found - want).abs().max():.2g} off after {key.shape[2]}"
+            if not torch.allclose(actual, want, atol=1e-6):
+                return f"{plan}: {(actual - want).abs().max():.2g} off after {key.shape[2]}"
         elif action == "crop" and key.shape[2]:
             length = max(0, key.shape[2] - draw.randint(0, 40))
             try:
@@ -86,7 +88,7 @@ def streams(seed):
 
 
 class Files:
-    """A mutated file of every format gives what was saved, or a `ValueError`."""
+    """A mutated file of any format gives the data that were saved, or raises `ValueError`."""
 
     def __init__(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -132,7 +134,7 @@ while True:
 
 
 def kills(seed):
-    """A process that saves without end is killed at any moment: what is there is whole."""
+    """A process that saves again and again is killed at a random moment: the file is complete."""
     from fewkeys.papers.levattention.key_sketch import KeySketch
 
     with tempfile.TemporaryDirectory() as name:
@@ -157,8 +159,8 @@ def kills(seed):
 
 
 def crowds(seed):
-    """Threads of a process and of its fork attend, save and load one plan: the same bits, and every load gives one of
-    the plans that were saved.
+    """Threads of a process and of its fork attend, save and load one plan: the outputs are the same bits, and every
+    load gives one of the saved plans.
     """
     wrong, rows = [], torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(seed))
     plan = fk.budget(16).never_exact()
@@ -166,10 +168,10 @@ def crowds(seed):
     with tempfile.TemporaryDirectory() as folder:
         fk.Plan(fk.Window(1)).save_pretrained(folder)
 
-        def work(own):
+        def work(number):
             try:
                 for turn in range(20):
-                    fk.Plan(fk.Window(100 * own + turn + 1)).save_pretrained(folder)
+                    fk.Plan(fk.Window(100 * number + turn + 1)).save_pretrained(folder)
                     fk.Plan.from_pretrained(folder)
                     if not torch.equal(fk.attention(rows, rows, rows, plan=plan), want):
                         wrong.append("other bits")
@@ -179,7 +181,7 @@ def crowds(seed):
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)  # those of the parent are not here
-        every = [threading.Thread(target=work, args=(own,)) for own in range(3)]
+        every = [threading.Thread(target=work, args=(number,)) for number in range(3)]
         for one in every:
             one.start()
         for one in every:
@@ -192,7 +194,7 @@ def crowds(seed):
 
 
 def full_disks(seed):
-    """Where no more can be written, the old file stays, and nothing else."""
+    """On a full disk the old file stays, and no other file is left."""
     stream = fk.stream(fk.budget(32, is_causal=True))
     rows = torch.randn(1, 1, 100, 8, generator=torch.Generator().manual_seed(seed))
     with tempfile.TemporaryDirectory() as folder:
@@ -217,7 +219,7 @@ def full_disks(seed):
 
 
 def folders(seed):
-    """In a folder that one may not write, or not even open, saving is an `OSError` and changes nothing."""
+    """Saving into a folder that cannot be written or opened raises `OSError` and changes nothing."""
     draw = random.Random(seed)
     saves = {
         "stream": lambda path: fk.stream(fk.budget(32, is_causal=True)).save(path / "stream"),
@@ -253,7 +255,7 @@ def folders(seed):
 
 
 class Soak:
-    """Forward passes with random plans: memory stays flat."""
+    """Forward passes with random plans do not increase the memory."""
 
     def __init__(self):
         self.done, self.first = 0, math.inf
@@ -273,7 +275,7 @@ class Soak:
 
 
 class Ranks:
-    """One of two or three ranks is killed, stopped, late, gone, or calls something else: every other ends with an error
+    """One of two or three ranks is killed, stopped, late, gone, or makes another call: every other rank raises an error
     that names it.
     """
 

@@ -39,8 +39,8 @@ def test_accumulated_attention_keeps_the_latest_and_the_most_attended():
     query[..., 0] = 1.0
     value = torch.eye(12).view(1, 1, 12, 12)
     inputs = AttentionInputs(query, key, value, scale=1.0, is_causal=True, key_mask=None, query_offset=0)
-    found = methods._Accumulated(6)(0, torch.nn.Identity(), inputs)
-    seen = (found[0, 0] > 0).int()
+    actual = methods._Accumulated(6)(0, torch.nn.Identity(), inputs)
+    seen = (actual[0, 0] > 0).int()
     assert (seen.sum(-1) == torch.arange(1, 13).clamp_max(6)).all()
     assert seen[2:, 2].all()
     assert all(seen[now, max(0, now - 2) : now + 1].all() for now in range(12))

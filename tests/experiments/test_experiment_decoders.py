@@ -40,9 +40,9 @@ def attend(rule, query, key, value, first=0):
 def test_rules_with_room_for_all_are_exact(name):
     query, key, value = rows(100)
     # The controls are half a window, half chosen keys.
-    found, paid = attend(methods.RULES[name](256), query, key, value)
+    actual, paid = attend(methods.RULES[name](256), query, key, value)
     want = fk.attention(query.flatten(0, 1)[None], key[None], value[None], is_causal=True, scale=1.0)[0]
-    close(found, want)
+    close(actual, want)
     assert paid == pytest.approx(50.5)
 
 
@@ -176,15 +176,15 @@ def test_prompts_hold_their_answers(maker, tokenizer, task, seed):
         assert one.token in prompt.tokens[0, : prompt.first]
     asked = {"few needles": 8, "many needles": 8, "variable tracking": 12, "common words": 8}[task]
     assert len({one.answer for one in prompt.judged}) == asked
-    told = tokenizer.decode(prompt.tokens[0])
+    text = tokenizer.decode(prompt.tokens[0])
     if "needles" in task:
-        assert told.count("The magic number of") == 8 + (8 if task == "few needles" else 32)
+        assert text.count("The magic number of") == 8 + (8 if task == "few needles" else 32)
     if task == "variable tracking":
         assert all(len(one.among) in (0, 12) for one in prompt.judged)
     if task == "common words":
         assert all(len(one.among) == 4 for one in prompt.judged)
-        listed = told[: told.index("What are")].split()
-        named = [word.strip(",.") for word in told[told.index("words are:") :].split()[2:]]
+        listed = text[: text.index("What are")].split()
+        named = [word.strip(",.") for word in text[text.index("words are:") :].split()[2:]]
         assert [listed.count(word) for word in named] == [30] * 8
 
 
@@ -219,7 +219,7 @@ def test_heads_need_what_their_weights_say(tokenizer, text):
     model = llama()
     model.resize_token_embeddings(len(tokenizer))
     stretch = Stretch(model, tokenizer, text, 0, 96)
-    found = heads.judge(stretch)
+    actual = heads.judge(stretch)
     capture = fk.capture(model, [stretch.tokens])
     for layer in range(capture.layers):
         call = next(capture.calls(layer))
@@ -227,14 +227,14 @@ def test_heads_need_what_their_weights_say(tokenizer, text):
         scores = call.query @ key.mT * call.scale + torch.full((96, 96), -torch.inf).triu(1)
         for head, weights in enumerate(scores.softmax(-1)[0, :, 48:]):
             count = [next(k for k in range(1, 97) if row.topk(k).values.sum() >= 0.99) for row in weights]
-            assert found["needed"][layer][head] == pytest.approx(sum(count) / 48, abs=0.2)
+            assert actual["needed"][layer][head] == pytest.approx(sum(count) / 48, abs=0.2)
         plan = fk.budget(64, is_causal=True).never_exact()
         error = fk.metrics.output_error(
             fk.attention(call.query, call.key, call.value, plan=plan, is_causal=True, scale=call.scale)[:, :, 48:],
             fk.attention(call.query, call.key, call.value, is_causal=True, scale=call.scale)[:, :, 48:],
         )
-        assert sum(found["errors"]["64"][layer]) / 4 == pytest.approx(error, rel=1e-4)
-        assert max(found["oracle"]["128"][layer]) < 1e-4
+        assert sum(actual["errors"]["64"][layer]) / 4 == pytest.approx(error, rel=1e-4)
+        assert max(actual["oracle"]["128"][layer]) < 1e-4
 
 
 def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
@@ -246,9 +246,9 @@ def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
     (tmp_path / "text.txt").write_text(text)
     out = tmp_path / "out"
     arguments = ["--model", str(folder), "--text", f"lines={tmp_path / 'text.txt'}", "--out", str(out)]
-    some = ["--methods", "exact", "fewkeys", "Quest", "--slots", "64"]
-    assert main([*arguments, *some, "--lengths", "300", "--only", "perplexity", "heads"]) == 0
-    assert main([*arguments, *some, "--lengths", "1500", "--only", "retrieval", "report"]) == 0
+    choices = ["--methods", "exact", "fewkeys", "Quest", "--slots", "64"]
+    assert main([*arguments, *choices, "--lengths", "300", "--only", "perplexity", "heads"]) == 0
+    assert main([*arguments, *choices, "--lengths", "1500", "--only", "retrieval", "report"]) == 0
     first = capsys.readouterr().out
     cells = json.loads((out / "results.json").read_text())["cells"]
     assert len(cells) == 3 + 1 + 3 * 4
@@ -259,11 +259,11 @@ def test_the_command_runs_and_goes_on(tmp_path, tokenizer, text, capsys):
     assert exact["ratio"] == 1
     assert exact["kl"] == 0
     # Nothing is computed twice, and what is missing is.
-    assert main([*arguments, *some, "--lengths", "300", "--only", "perplexity", "heads"]) == 0
+    assert main([*arguments, *choices, "--lengths", "300", "--only", "perplexity", "heads"]) == 0
     assert " s)" not in capsys.readouterr().out
     cells.pop(1)
     (out / "results.json").write_text(json.dumps({"model": "model", "cells": cells}))
-    assert main([*arguments, *some, "--lengths", "300", "--only", "perplexity"]) == 0
+    assert main([*arguments, *choices, "--lengths", "300", "--only", "perplexity"]) == 0
     assert capsys.readouterr().out.count(" s)") == 1
     assert main([*arguments, "--gguf", "another"]) == 2
     assert "choose another folder" in capsys.readouterr().err

@@ -40,15 +40,15 @@ def test_a_sample_of_queries_is_judged_by_head(biased):
         distance = (torch.arange(80) - torch.arange(80)[:, None]).clamp(-4, 4) + 4
         mask = table[:, distance] if biased else None
         exact = scaled_dot_product_attention(call.query, call.key, call.value, attn_mask=mask, scale=call.scale)
-        own = fk.attention(call.query, call.key, call.value, plan=plan, **call.options())
-        by_head.append(fk.metrics.relative_error(own, exact)[:, :, x.sample].mean((0, 2)))
+        output = fk.attention(call.query, call.key, call.value, plan=plan, **call.options())
+        by_head.append(fk.metrics.relative_error(output, exact)[:, :, x.sample].mean((0, 2)))
     by_head = torch.cat(by_head)
     assert judge.error(x, plan) == pytest.approx((by_head.mean().item(), by_head.max().item()), rel=1e-4)
     assert judge.best_keys(x, 80) == pytest.approx((0, 0), abs=1e-5)
     assert judge.best_keys(x, 8) > judge.best_keys(x, 32)
 
 
-def found(errors):
+def measured(errors):
     """What two lengths of every model have, for plans at 16 and 64 slots whose errors are `errors[model](rule)`."""
     return {
         f"{name} {length} {slots}": {
@@ -64,13 +64,13 @@ def test_the_one_left_out_has_no_say():
     """Two models want many outliers, the third wants few, and more so: each gets what the other two choose."""
     many = lambda rule: 2 - rule.outliers  # noqa: E731
     few = lambda rule: (1 + rule.outliers) ** 3  # noqa: E731
-    held_out = {row["model"]: row for row in choose.conclusions(found({"a": many, "b": many, "c": few}))["held_out"]}
+    held_out = {row["model"]: row for row in choose.conclusions(measured({"a": many, "b": many, "c": few}))["held_out"]}
     assert "outliers 0.625" in held_out["c"]["rule"]
     assert "outliers 0.375" in held_out["c"]["best rule"]
     assert held_out["c"]["error beside best rule"] == pytest.approx((1.625 / 1.375) ** 3, rel=1e-3)
     assert held_out["a"]["error beside best rule"] >= 1
     with pytest.raises(ValueError, match="--models: expected two at least"):
-        choose.conclusions(found({"a": many}))
+        choose.conclusions(measured({"a": many}))
 
 
 @pytest.mark.long

@@ -44,8 +44,8 @@ FULL = {
 """Settings that leave nothing out. Performer has none; Nystromformer's is below."""
 
 
-def close(found, want, atol=1e-5):
-    torch.testing.assert_close(found, want, atol=atol, rtol=1e-5)
+def close(actual, want, atol=1e-5):
+    torch.testing.assert_close(actual, want, atol=atol, rtol=1e-5)
 
 
 def generator(seed=0):
@@ -65,9 +65,9 @@ def answer(name, q, k, v, seed=0, **settings):
 @pytest.mark.parametrize("queries", [N, 2 * N + 6])
 def test_a_full_setting_is_exact(name, queries):
     q, k, v = problem(queries)
-    found, want = answer(name, q, k, v, **FULL[name]), scaled_dot_product_attention(q, k, v, scale=SCALE)
+    actual, want = answer(name, q, k, v, **FULL[name]), scaled_dot_product_attention(q, k, v, scale=SCALE)
     tolerance = 5e-3 if name == "WildCat" else 1e-5  # which inverts a matrix in float32
-    assert (found - want).abs().max() < tolerance
+    assert (actual - want).abs().max() < tolerance
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -84,7 +84,7 @@ def test_every_setting_of_the_grid_runs_and_no_causal_one_does(name):
 
 def test_parts_merge_to_the_whole():
     q, k, v = problem(20, 30)
-    cut = [parts.partial(q, k[:, :, some], v[:, :, some], SCALE) for some in (slice(0, 11), slice(11, 30))]
+    cut = [parts.partial(q, k[:, :, part], v[:, :, part], SCALE) for part in (slice(0, 11), slice(11, 30))]
     hidden = parts.partial(q, k, v, SCALE, torch.full((1, 1, 1, 30), -torch.inf))
     close(parts.merge([*cut, hidden]), scaled_dot_product_attention(q, k, v, scale=SCALE))
 
@@ -94,8 +94,8 @@ def test_ratio_takes_weights_of_any_sign():
     weight = torch.rand(2, 3, 30, generator=generator()) - 0.3
     e = (SCALE * q @ k.mT).exp()
     want = (e @ v) / (e @ weight.unsqueeze(-1))
-    found = parts.ratio(q, k, v, weight, SCALE)
-    assert ((found - want).abs() < 1e-3 * want.abs().amax()).all()
+    actual = parts.ratio(q, k, v, weight, SCALE)
+    assert ((actual - want).abs() < 1e-3 * want.abs().amax()).all()
 
 
 def test_wildcat_interpolates_its_pivots_and_stays_in_range():
@@ -163,8 +163,8 @@ def test_kdeformer_prefers_keys_with_mass_or_large_values():
     column, size = (SCALE * q @ k.mT).softmax(-1).square().sum(2), v.square().sum(-1)
     close(chance, sum(part / part.sum(-1, keepdim=True) / 2 for part in (column, size)), atol=1e-5)
     # Who is drawn more often weighs less: where all scores are equal, the answer is the mean.
-    found = answer("KDEformer", 0 * q, k, v, block=8, sampled=6000)
-    close(found, v.mean(2, keepdim=True).expand_as(v), atol=0.1)
+    actual = answer("KDEformer", 0 * q, k, v, block=8, sampled=6000)
+    close(actual, v.mean(2, keepdim=True).expand_as(v), atol=0.1)
 
 
 def test_performer_features_are_unbiased_and_orthogonal():
@@ -179,11 +179,11 @@ def test_performer_features_are_unbiased_and_orthogonal():
 
 def test_reformer_hashes_directions():
     x, turn = torch.randn(1, 1, 500, 16, generator=generator()), torch.randn(16, 8, generator=generator(1))
-    own = reformer.bucket(x, turn)
-    assert torch.equal(own, reformer.bucket(3 * x, turn))
-    assert torch.equal((own + 8) % 16, reformer.bucket(-x, turn))
+    bucket = reformer.bucket(x, turn)
+    assert torch.equal(bucket, reformer.bucket(3 * x, turn))
+    assert torch.equal((bucket + 8) % 16, reformer.bucket(-x, turn))
     beside = x + 0.1 * torch.randn(x.shape, generator=generator(2))
-    assert (reformer.bucket(beside, turn) == own).float().mean() > 0.7
+    assert (reformer.bucket(beside, turn) == bucket).float().mean() > 0.7
 
 
 def test_nystromformer_is_exact_where_every_token_is_a_landmark():
@@ -191,8 +191,8 @@ def test_nystromformer_is_exact_where_every_token_is_a_landmark():
     q = 9 * torch.nn.functional.normalize(q, dim=-1)
     core = (SCALE * q @ q.mT).softmax(-1)
     close(core @ nystromformer.inverse(core, 20), torch.eye(N).expand(2, 3, N, N), atol=1e-3)
-    found = answer("Nystromformer", q, q, v, landmarks=N, iterations=20)
-    close(found, scaled_dot_product_attention(q, q, v, scale=SCALE), atol=1e-3)
+    actual = answer("Nystromformer", q, q, v, landmarks=N, iterations=20)
+    close(actual, scaled_dot_product_attention(q, q, v, scale=SCALE), atol=1e-3)
     close(nystromformer.segments(v, N // 2), v.unflatten(2, (-1, 2)).mean(3))
 
 
@@ -200,23 +200,23 @@ def test_nystromformer_is_exact_where_every_token_is_a_landmark():
 def test_multipole_is_exact_where_the_keys_of_a_cluster_are_equal(expand):
     q, k, v = problem(keys=6)
     k, v = k.repeat(1, 1, 5, 1), torch.randn(2, 3, 30, 8, generator=generator(3))
-    found = multipole.attend(q, k, v, scale=SCALE, is_causal=False, generator=generator(), clusters=6, expand=expand)
+    actual = multipole.attend(q, k, v, scale=SCALE, is_causal=False, generator=generator(), clusters=6, expand=expand)
     # Twins start in one cluster or leave some empty, and keys of different kinds together; never the same kind apart.
-    own, means = parts.k_means(k, 6, 3, generator())
-    whole = (parts.rows(means, own) - k).abs().amax((2, 3)) < 1e-5
+    label, means = parts.k_means(k, 6, 3, generator())
+    whole = (parts.rows(means, label) - k).abs().amax((2, 3)) < 1e-5
     want = scaled_dot_product_attention(q, k, v, scale=SCALE)
     assert whole.any() or expand == 3
-    close(found[whole], want[whole])
+    close(actual[whole], want[whole])
 
 
 def test_multipole_keeps_just_the_clusters_it_expands():
     q, k, v = problem()
-    own, _ = parts.k_means(k, 6, 3, generator())
-    (mean, size), (value, _) = parts.averages(k, own, 6), parts.averages(v, own, 6)
+    label, _ = parts.k_means(k, 6, 3, generator())
+    (mean, size), (value, _) = parts.averages(k, label, 6), parts.averages(v, label, 6)
     score = SCALE * q @ mean.mT + size.log().unsqueeze(2)
     best = score.topk(2, -1).indices
     opened = torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
-    kept = opened.gather(-1, own[:, :, None].expand(-1, -1, N, -1))
+    kept = opened.gather(-1, label[:, :, None].expand(-1, -1, N, -1))
     logits = torch.cat([(SCALE * q @ k.mT).masked_fill(~kept, -torch.inf), score.masked_fill(opened, -torch.inf)], -1)
     want = logits.softmax(-1) @ torch.cat([v, value], 2)
     close(answer("Multipole", q, k, v, clusters=6, expand=2), want)
@@ -228,8 +228,8 @@ def test_pre_scoring_finds_keys_that_are_like_no_other():
     k[..., 0] = 1 + 0.01 * torch.randn(2, 3, N, generator=generator())
     alone = torch.arange(0, N, 7)
     k[:, :, alone, 1:] = 9 * torch.eye(7)
-    found = answer("Pre-Scoring", q, k, v, kept=7, score="leverage")
-    close(found, scaled_dot_product_attention(q, k[:, :, alone], v[:, :, alone], scale=SCALE))
+    actual = answer("Pre-Scoring", q, k, v, kept=7, score="leverage")
+    close(actual, scaled_dot_product_attention(q, k[:, :, alone], v[:, :, alone], scale=SCALE))
 
 
 def row(peer, ms, error):
@@ -285,9 +285,9 @@ def test_cohorts_are_judged_setting_by_setting(tmp_path, monkeypatch):
     monkeypatch.setattr(cohorts, "load", lambda *_: tiny)
     for name in ("minilm", "minilm-4096"):
         assert cohorts.main(["--setting", name, "--out", str(tmp_path), "--seconds", "0"]) == 0
-    found = json.loads((tmp_path / "cohorts.json").read_text())["settings"]
-    assert list(found) == ["minilm", "minilm-4096"]
-    rows = found["minilm"]["rows"]
+    actual = json.loads((tmp_path / "cohorts.json").read_text())["settings"]
+    assert list(actual) == ["minilm", "minilm-4096"]
+    rows = actual["minilm"]["rows"]
     assert [(row["slots"], row["cohorts"]) for row in rows] == [(8, 1), (8, 2), (16, 1), (16, 2)]
     for row in rows:
         plan = fk.budget(row["slots"], cohorts=row["cohorts"]).never_exact()

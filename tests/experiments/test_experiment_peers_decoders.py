@@ -34,8 +34,8 @@ def exact(query, key, value):
 @pytest.mark.parametrize("name", RULES)
 def test_rules_with_room_for_all_are_exact(name):
     query, key, value = rows(100)
-    found, _ = attend(RULES[name](256), query, key, value)
-    torch.testing.assert_close(found, exact(query, key, value), atol=1e-5, rtol=1e-5)
+    actual, _ = attend(RULES[name](256), query, key, value)
+    torch.testing.assert_close(actual, exact(query, key, value), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -72,16 +72,16 @@ def test_vattention_keeps_its_promise_of_the_sum_of_weights(epsilon, delta):
         score = query[:, :, look.start : look.stop] @ key[:, None, : look.stop].mT
         past = torch.arange(look.stop) <= torch.arange(look.start, look.stop)[:, None]
         true = score.masked_fill(~past, -torch.inf).logsumexp(-1)
-        told = torch.cat([score.masked_fill(~look.kept, -torch.inf), look.logit], -1).logsumexp(-1)
-        missed.append(((told - true).exp() - 1).abs() > epsilon)
+        total = torch.cat([score.masked_fill(~look.kept, -torch.inf), look.logit], -1).logsumexp(-1)
+        missed.append(((total - true).exp() - 1).abs() > epsilon)
     assert torch.cat(missed, -1).float().mean() <= delta
 
 
 def test_express_speaks_for_every_key_once():
     query, key, value = rows()
     for look in Express(16)(0 * query, key, value):
-        told = look.logit.logsumexp(-1).exp() if look.start else torch.zeros(2, 2, look.stop - look.start)
-        torch.testing.assert_close(told, torch.full_like(told, float(max(0, look.start - 4))))
+        total = look.logit.logsumexp(-1).exp() if look.start else torch.zeros(2, 2, look.stop - look.start)
+        torch.testing.assert_close(total, torch.full_like(total, float(max(0, look.start - 4))))
         assert int(look.scored.max()) <= 16 * (math.log2(max(2, look.start / 16)) + 1)
 
 
@@ -93,7 +93,7 @@ def test_scores_find_what_their_papers_look_for():
     late = query[:, :, -512:]
     sample = (late @ key[:, None].mT).exp().mean(2)
     sample = (sample / sample.sum(-1, keepdim=True)).mean(1) * value.norm(dim=-1)
-    told = expected(query, key, value)
-    assert torch.corrcoef(torch.stack([sample.log()[0], told.log()[0]]))[0, 1] > 0.9
+    selected = expected(query, key, value)
+    assert torch.corrcoef(torch.stack([sample.log()[0], selected.log()[0]]))[0, 1] > 0.9
     key[:, 70] = torch.eye(16)[3] * 40
     assert (compactor(query, key, value).argmax(-1) == 70).all()

@@ -86,10 +86,10 @@ def test_a_replayed_press_is_the_press_during_its_own_prefill(prefill, stand_in)
     with press(prefill.model), torch.no_grad():
         prefill.model.model(prefill.tokens, past_key_values=cache, cache_position=torch.arange(CONTEXT))
     with presses.pressed("SnapKV", prefill, SLOTS) as memory:
-        for layer, own in zip(memory.cache.layers, cache.layers, strict=True):
+        for layer, layer_cache in zip(memory.cache.layers, cache.layers, strict=True):
             assert layer.keys.shape[2] == SLOTS
-            assert torch.equal(layer.keys, own.keys)
-            assert torch.equal(layer.values, own.values)
+            assert torch.equal(layer.keys, layer_cache.keys)
+            assert torch.equal(layer.values, layer_cache.values)
         assert memory.price(CONTEXT, CONTEXT + LATER).slots == SLOTS + (LATER + 1) / 2
     assert [key.shape[2] for key, _ in prefill.rows] == [CONTEXT] * 3  # others find it whole
 
@@ -186,11 +186,11 @@ def test_the_command_goes_on_and_compares_like_with_like(tmp_path, stand_in, cap
     tokenizer.save_pretrained(folder)
     (tmp_path / "text.txt").write_text(chat_text())
     out.mkdir()
-    some = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(out), "--slots", "64"]
-    some += ["--length", "1200", "--tasks", "few needles", "--seeds"]
-    assert run.main([*some, "0", "1", "--rows", "exact", OURS, "SnapKV"]) == 0
+    arguments = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(out), "--slots", "64"]
+    arguments += ["--length", "1200", "--tasks", "few needles", "--seeds"]
+    assert run.main([*arguments, "0", "1", "--rows", "exact", OURS, "SnapKV"]) == 0
     assert capsys.readouterr().out.count(" s)") == 6
-    assert run.main([*some, "0", "--rows", "exact", OURS, "SnapKV", "constant memory"]) == 0
+    assert run.main([*arguments, "0", "--rows", "exact", OURS, "SnapKV", "constant memory"]) == 0
     printed = capsys.readouterr().out
     assert printed.count(" s)") == 1
     data = json.loads((out / run.FILE).read_text())
@@ -203,7 +203,7 @@ def test_the_command_goes_on_and_compares_like_with_like(tmp_path, stand_in, cap
     assert rows["exact"]["kl"] == pytest.approx(0, abs=1e-6)
     assert rows[OURS]["kl"] > 0
     assert "| **fewkeys** |" in printed
-    assert run.main([*some[:3], str(tmp_path / "none"), *some[4:], "0"]) == 2
+    assert run.main([*arguments[:3], str(tmp_path / "none"), *arguments[4:], "0"]) == 2
     assert "cannot read" in capsys.readouterr().err
 
 

@@ -57,23 +57,23 @@ def test_training_attention_is_exact_entmax(model, tokenizer, pairs):
     assert (late[:, 0] == mt_data.PAD).all()
     assert torch.equal(late[:, 1:], batch.target[:, :-1])
     with dense_entmax(model):
-        found = model(**batch.inputs).logits
+        actual = model(**batch.inputs).logits
     with fk.apply(model, fk.Plan(weights=fk.weights.Entmax(1.5)), impl="reference"):
         want = model(**batch.inputs).logits
     real = batch.inputs["decoder_attention_mask"].bool()
-    close(found[real], want[real])
+    close(actual[real], want[real])
 
 
 @pytest.mark.parametrize("part", mt.PARTS)
 def test_even_batches_hold_every_pair_once_and_no_padding_where_it_counts(tokenizer, pairs, part):
-    found = mt_data.even_batches(tokenizer, pairs, part, size=4)
+    actual = mt_data.even_batches(tokenizer, pairs, part, size=4)
     rows = [mt_data.encode(tokenizer, side) for side in (pairs.source, pairs.target)]
-    for side, own in (("source", rows[0]), ("target", rows[1])):
-        ids = [tuple(t for t in row if t != mt_data.PAD) for b in found for row in getattr(b, side).tolist()]
-        assert sorted(ids) == sorted(map(tuple, own))
+    for side, texts in (("source", rows[0]), ("target", rows[1])):
+        ids = [tuple(t for t in row if t != mt_data.PAD) for b in actual for row in getattr(b, side).tolist()]
+        assert sorted(ids) == sorted(map(tuple, texts))
         if part == "cross" or (part == "encoder") == (side == "source"):
-            assert all((getattr(b, side) != mt_data.PAD).all() for b in found)
-    assert max(len(b.source) for b in found) <= 4
+            assert all((getattr(b, side) != mt_data.PAD).all() for b in actual)
+    assert max(len(b.source) for b in actual) <= 4
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_points_are_what_the_library_measures(model, tokenizer, pairs):
     raw = sparsefinder.Sparsefinder.raw(capture, sample=64)
     every = methods.families(raw, raw)
     names = ("window", "clusters, raw", "cluster pairs, raw", "strided", "key norm")
-    some = {n: methods.Family(every[n].kind, every[n].values[:2], every[n].make) for n in names}
-    points = score.score(capture, some, 1.5, lambda done, of: None)
-    assert len(points) == sum(len(family.values) for family in some.values()) * len(methods.WINDOWS)
+    chosen = {n: methods.Family(every[n].kind, every[n].values[:2], every[n].make) for n in names}
+    points = score.score(capture, chosen, 1.5, lambda done, of: None)
+    assert len(points) == sum(len(family.values) for family in chosen.values()) * len(methods.WINDOWS)
     for point in points:
-        value = next(v for v in some[point.family].values if str(v) == point.value)
-        found = some[point.family].make(0, value)
+        value = next(v for v in chosen[point.family].values if str(v) == point.value)
+        actual = chosen[point.family].make(0, value)
         near = fk.Window(point.window) if point.window else None
-        keep = found if near is None else near if found is None else found | near
+        keep = actual if near is None else near if actual is None else actual | near
         if keep is not None:
             want = score_graphs(capture, 0, {"own": keep})["own"].means()
             assert (point.recall, point.sparsity, point.exact) == pytest.approx(
@@ -151,12 +151,14 @@ def test_every_piece_has_the_tag_of_its_word():
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc")), min_size=1, max_size=6), min_size=1))
 def test_occupancy_counts_every_token_once(rows):
     ids = [torch.tensor([[cluster for cluster, _ in row]] * 2) for row in rows]
-    found = tags.occupancy(ids, [[tag for _, tag in row] for row in rows], 4)
-    assert [(one.head, one.cluster) for one in found] == [(head, cluster) for head in (0, 1) for cluster in range(4)]
-    for one in found:
-        own = [tag for row in rows for cluster, tag in row if cluster == one.cluster]
-        assert one.count == len(own)
-        assert one.tags == pytest.approx({tag: own.count(tag) / len(own) for tag in set(own)})
+    actual = tags.occupancy(ids, [[tag for _, tag in row] for row in rows], 4)
+    assert [(one.head, one.cluster) for one in actual] == [(head, cluster) for head in (0, 1) for cluster in range(4)]
+    for one in actual:
+        cluster_tags = [tag for row in rows for cluster, tag in row if cluster == one.cluster]
+        assert one.count == len(cluster_tags)
+        assert one.tags == pytest.approx(
+            {tag: cluster_tags.count(tag) / len(cluster_tags) for tag in set(cluster_tags)}
+        )
 
 
 @pytest.mark.long

@@ -61,10 +61,10 @@ def test_sight_of_the_values_never_harms(kernel, is_causal, r):
 def test_hyper_attention_keeps_to_its_budget(r, is_causal):
     made = call(fk.Softmax(), is_causal)
     x = made.inputs
-    found = hyper_weights(x.query, x.key, made.scores, made.kernel, r, is_causal, made.generator)
-    torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:-1]))
-    assert int((found > 0).sum(-1).max()) <= r
-    assert not bool(found[(made.scores == -torch.inf)].any())
+    actual = hyper_weights(x.query, x.key, made.scores, made.kernel, r, is_causal, made.generator)
+    torch.testing.assert_close(actual.sum(-1), torch.ones(actual.shape[:-1]))
+    assert int((actual > 0).sum(-1).max()) <= r
+    assert not bool(actual[(made.scores == -torch.inf)].any())
 
 
 def test_hyper_attention_speaks_for_every_key():
@@ -72,8 +72,8 @@ def test_hyper_attention_speaks_for_every_key():
     made = call(fk.Softmax(), False)
     x = made.inputs
     flat = torch.zeros_like(made.scores)
-    found = hyper_weights(x.query, x.key, flat, made.kernel, 8, False, made.generator)
-    for row in found.flatten(0, 2):
+    actual = hyper_weights(x.query, x.key, flat, made.kernel, 8, False, made.generator)
+    for row in actual.flatten(0, 2):
         inside, outside = row[torch.isclose(row, torch.tensor(1 / LENGTH))], row[row > 1.01 / LENGTH]
         assert len(inside) in range(2, 9)
         torch.testing.assert_close(len(inside) / LENGTH + float(outside.sum()), 1.0)
@@ -85,10 +85,10 @@ def test_hyper_attention_speaks_for_every_key():
 
 def test_prefix_leverage_is_the_leverage_of_every_prefix():
     key = torch.randn(2, 3, 30, 6, generator=torch.Generator().manual_seed(0))
-    found = prefix_leverage(key)
+    actual = prefix_leverage(key)
     for i in (11, 20, 29):  # where the keys so far span everything, the ridge changes little
         expected = levattention.leverage_scores(key[:, :, : i + 1])
-        torch.testing.assert_close(found[:, :, i, : i + 1].float(), expected.float(), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(actual[:, :, i, : i + 1].float(), expected.float(), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "HyperAttention"])
@@ -110,8 +110,8 @@ def test_our_plan_costs_at_most_r_with_every_kernel(r, which):
     plan = budget(r, kernel, False)
     assert plan.weights == kernel
     parts = getattr(plan.keep, "parts", (plan.keep,))
-    own = sum(getattr(part, "size", 0) or getattr(part, "count", 0) for part in parts)
-    assert own + plan.rest.slots(32, 32) <= r + 0.5
+    slots = sum(getattr(part, "size", 0) or getattr(part, "count", 0) for part in parts)
+    assert slots + plan.rest.slots(32, 32) <= r + 0.5
 
 
 def test_masking_hides_what_is_asked_and_nothing_else(encoder):
@@ -143,9 +143,9 @@ def test_held_out_text_is_not_trained_on(tmp_path):
 
 def test_windows_are_pieces_of_the_text():
     tokens = torch.arange(100)
-    found = data.windows(tokens, 8, 4, torch.Generator().manual_seed(0))
+    actual = data.windows(tokens, 8, 4, torch.Generator().manual_seed(0))
     for _ in range(10):
-        rows = next(found)
+        rows = next(actual)
         assert rows.shape == (4, 8)
         assert bool((rows.diff(dim=1) == 1).all())
         assert len(rows[:, 0].unique()) == 4
@@ -240,8 +240,8 @@ def small(monkeypatch):
 @pytest.mark.long
 def test_the_command_runs_resumes_and_refuses(text, encoder, tmp_path, small, monkeypatch, capsys):
     out, work = tmp_path / "out", tmp_path / "work"
-    given = ["--text", str(text), "--out", str(out), "--work", str(work), "--model", str(encoder), "--quick"]
-    assert run.main(given) == 0
+    arguments = ["--text", str(text), "--out", str(out), "--work", str(work), "--model", str(encoder), "--quick"]
+    assert run.main(arguments) == 0
     results = read_json(out, "results.json")
     assert {(row["model"], row["kernel"]) for row in results["rows"]} == {
         (model, kernel) for model in stages.MODELS for kernel in stages.KERNELS
@@ -259,10 +259,10 @@ def test_the_command_runs_resumes_and_refuses(text, encoder, tmp_path, small, mo
     monkeypatch.setattr(models, "train", never)
     monkeypatch.setattr(evaluation, "model_error", never)
     monkeypatch.setattr(evaluation, "output_errors", never)
-    assert run.main(given) == 0
+    assert run.main(arguments) == 0
     assert read_json(out, "results.json") == results
     capsys.readouterr()
-    assert run.main(given[:-1]) == 2  # other settings, same work folder
+    assert run.main(arguments[:-1]) == 2  # other settings, same work folder
     message = capsys.readouterr().err
     assert message.startswith("error: --work: ")
     assert message.count("\n") == 1

@@ -91,13 +91,13 @@ def test_keeping_every_key_is_the_model_itself(name, side):
 @pytest.mark.parametrize("name", ALIBI)
 def test_a_cache_that_keeps_all_writes_the_same(name):
     """Streams hold keys with their places; rows of a batch count theirs from their first real token."""
-    model, given = seeded(ALIBI[name]), padded("left", (7, 11))
+    model, inputs = seeded(ALIBI[name]), padded("left", (7, 11))
     how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    given = {part: given[part] for part in ("input_ids", "attention_mask")}
+    inputs = {part: inputs[part] for part in ("input_ids", "attention_mask")}
     model.config.use_cache = model.generation_config.use_cache = True
-    before = model.generate(**given, **how)
+    before = model.generate(**inputs, **how)
     every = fk.Plan(fk.select.RecentBlocks(64, 2), fk.rest.RunningMeans(1))
-    assert torch.equal(model.generate(**given, **how, past_key_values=fk.cache(model, every)), before)
+    assert torch.equal(model.generate(**inputs, **how, past_key_values=fk.cache(model, every)), before)
 
 
 def test_a_cache_asks_for_the_mask_that_tells_places():
@@ -114,10 +114,10 @@ def test_heads_that_share_keys_get_biases_of_their_own(centred):
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 9, 5, generator=draw) for heads in (4, 2, 2))
     bias = torch.randn(2, 4, 9, generator=draw)
-    own = with_key_bias(query, key, value, bias, 0.3, centred=centred)
+    biased = with_key_bias(query, key, value, bias, 0.3, centred=centred)
     scores = 0.3 * query @ key.repeat_interleave(2, 1).mT + bias.unsqueeze(2)
     want = scores.softmax(-1) @ value.repeat_interleave(2, 1)
-    torch.testing.assert_close(fk.attention(*own, plan=EXACT, scale=0.3), want)
+    torch.testing.assert_close(fk.attention(*biased, plan=EXACT, scale=0.3), want)
 
 
 @pytest.mark.parametrize("length", [64, 4096])
@@ -130,15 +130,15 @@ def test_alibi_costs_no_digits_however_long(length):
     scores = query[:, :, asked].double() @ key.double().mT * scale + bias.double().unsqueeze(2)
     scores = scores.masked_fill(~torch.ones(32, length).tril(length - 32).bool(), -torch.inf)
     want = (scores.softmax(-1) @ value.double()).float()
-    own = with_key_bias(query, key, value, bias, scale, centred=True)
+    biased = with_key_bias(query, key, value, bias, scale, centred=True)
     how = {"is_causal": True, "scale": scale}
     for plan in (EXACT, fk.Plan(fk.Window(length))):
-        found = fk.attention(*own, plan=plan, **how)[:, :, asked]
-        torch.testing.assert_close(found, want, rtol=1e-5, atol=2e-6)
+        actual = fk.attention(*biased, plan=plan, **how)[:, :, asked]
+        torch.testing.assert_close(actual, want, rtol=1e-5, atol=2e-6)
     if length > 64:
         plans = [fk.budget(64, is_causal=True), fk.budget(64, is_causal=True, memory="constant")]
         for plan in (plan.never_exact() for plan in plans):
-            few = fk.attention(*own, plan=plan, **how)[:, :, asked]
+            few = fk.attention(*biased, plan=plan, **how)[:, :, asked]
             plain, exact = (fk.attention(query, key, value, plan=one, **how)[:, :, asked] for one in (plan, EXACT))
             assert (few - want).norm() / want.norm() < (plain - exact).norm() / exact.norm()
 
@@ -146,19 +146,19 @@ def test_alibi_costs_no_digits_however_long(length):
 @pytest.mark.parametrize("name", ALL)
 def test_gradients(name):
     """Also of the embeddings of distances."""
-    model, found = seeded(ALL[name]), []
+    model, actual = seeded(ALL[name]), []
     for plan in (None, WINDOW):
         applied = None if plan is None else fk.apply(model, plan)
         model.zero_grad()
         out = model(input_ids=tokens())[0]
         (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
-        found.append({path: part.grad.clone() for path, part in model.named_parameters() if part.grad is not None})
+        actual.append({path: part.grad.clone() for path, part in model.named_parameters() if part.grad is not None})
         if applied is not None:
             applied.restore()
-    assert found[0].keys() == found[1].keys()
-    for path, grad in found[0].items():
-        assert (grad - found[1][path]).norm() <= 1e-3 * grad.norm() + 1e-4, path
-    table = [grad for path, grad in found[1].items() if "relative_attention_bias" in path]
+    assert actual[0].keys() == actual[1].keys()
+    for path, grad in actual[0].items():
+        assert (grad - actual[1][path]).norm() <= 1e-3 * grad.norm() + 1e-4, path
+    table = [grad for path, grad in actual[1].items() if "relative_attention_bias" in path]
     assert len(table) == (name in BUCKETS)
     assert all(grad.norm() > 0 for grad in table)
 
@@ -179,14 +179,14 @@ def test_captures_hold_the_bias(name, side, tmp_path):
     """What is judged is what the model's own output projection reads."""
     model, inputs, read = seeded(BUCKETS[name]), padded(side), []
     inputs.pop("position_ids")
-    own = [module for path, module in model.named_modules() if path.endswith(".o")]
-    hooks = [module.register_forward_pre_hook(lambda _, given: read.append(given[0])) for module in own]
+    outputs = [module for path, module in model.named_modules() if path.endswith(".o")]
+    hooks = [module.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0])) for module in outputs]
     fk.capture(model, [inputs], tmp_path / "taken")
     for hook in hooks:
         hook.remove()
     taken, real = Capture.load(tmp_path / "taken"), inputs["attention_mask"].bool()
     for layer in range(2):
-        assert torch.equal(taken.projection(layer).flatten(1), own[layer].weight)
+        assert torch.equal(taken.projection(layer).flatten(1), outputs[layer].weight)
         for row, block in enumerate(blocks(next(taken.calls(layer)))):
             truth = exact(block, 0.05).output[0].transpose(0, 1).flatten(1)
             torch.testing.assert_close(truth, read[layer][row][real[row]], rtol=1e-4, atol=1e-5)
@@ -203,11 +203,11 @@ def test_a_plan_is_tuned_with_the_bias(monkeypatch):
     table = torch.stack([-far.abs(), -(far - 6).abs(), -(far + 6).abs(), 0 * far]).float()
     taken = captured(layers=1, batches=1, size=1, length=48, bias=table)
     plan = fk.tune(taken, 12)
-    found = fk.compare(taken, {"tuned": plan, "budget": fk.budget(12)}).rows
-    assert found[0].error == pytest.approx(plan.record["error"], rel=1e-3)
-    assert found[0].error < found[1].error
+    actual = fk.compare(taken, {"tuned": plan, "budget": fk.budget(12)}).rows
+    assert actual[0].error == pytest.approx(plan.record["error"], rel=1e-3)
+    assert actual[0].error < actual[1].error
     monkeypatch.setattr("fewkeys.judge.exact.BLOCK", 1)  # a key head at a time
-    assert fk.compare(taken, {"tuned": plan}).rows[0].error == pytest.approx(found[0].error, rel=1e-4)
+    assert fk.compare(taken, {"tuned": plan}).rows[0].error == pytest.approx(actual[0].error, rel=1e-4)
     other = captured(layers=1, batches=1, size=1, length=48, bias=-table)
     assert digest(other, 0) != digest(taken, 0)
 
@@ -223,13 +223,14 @@ def test_a_decoder_is_tuned_with_the_bias():
     assert taken.biased
     plan, near = fk.tune(taken, 12), fk.Plan(fk.Sinks(4) | fk.Window(8))
     assert plan.record["slots"] <= 12
-    found = fk.compare(taken, {"tuned": plan, "near": near}).rows
-    assert found[0].error == pytest.approx(plan.record["error"], rel=1e-3)
-    assert found[1].error == pytest.approx(plan.record["budget"]["error"], rel=1e-3)
-    assert found[0].error < 0.95 * found[1].error
+    actual = fk.compare(taken, {"tuned": plan, "near": near}).rows
+    assert actual[0].error == pytest.approx(plan.record["error"], rel=1e-3)
+    assert actual[1].error == pytest.approx(plan.record["budget"]["error"], rel=1e-3)
+    assert actual[0].error < 0.95 * actual[1].error
     exact, away = run(model, **inputs), {}
-    for name, own in {"tuned": plan.never_exact(), "near": [near] * 2, "exact": [EXACT] * 2}.items():
-        with fk.apply(model.decoder, [each for layer in own for each in (layer, EXACT)]):  # beside cross-attention
+    for name, layer_plans in {"tuned": plan.never_exact(), "near": [near] * 2, "exact": [EXACT] * 2}.items():
+        plans = [each for layer in layer_plans for each in (layer, EXACT)]  # EXACT: cross-attention
+        with fk.apply(model.decoder, plans):
             away[name] = (run(model, **inputs) - exact).norm()
     assert away["exact"] < 1e-3 < away["tuned"] < away["near"]
 
@@ -239,7 +240,7 @@ def test_where_a_bias_is_refused():
     taken = captured(layers=1, batches=1, size=1, bias=bias)
     with pytest.raises(ValueError, match=r"^capture: .* which predicted graphs do not support; use fewkeys\.tune"):
         sparsefinder.Sparsefinder.fit(taken)
-    with pytest.raises(ValueError, match=r"^capture: .* which is unknown for texts longer than its own"):
+    with pytest.raises(ValueError, match=r"^capture: .* whose values for longer texts are unknown"):
         captured_inputs(taken, dtype=torch.float32, device=torch.device("cpu"))
     powers = fk.Plan(fk.Window(3), fk.ClusterMeans(4), fk.weights.Power(2.0))
     report = fk.compare(taken, {"powers": powers, "few": fk.budget(16)})
@@ -247,7 +248,7 @@ def test_where_a_bias_is_refused():
     torn = torch.ones(3, 40, dtype=torch.bool)
     torn[:, 20] = False
     call = replace(next(taken.calls(0)), key_mask=torn[:1])
-    with pytest.raises(ValueError, match=r"^key_mask: expected real keys side by side"):
+    with pytest.raises(ValueError, match=r"^key_mask: expected contiguous real keys"):
         next(blocks(call))
 
 
@@ -300,9 +301,9 @@ def test_calls_under_way_end_as_they_began(name):
         thread.join()
 
     hook = first.register_forward_pre_hook(come)
-    found = run(model, **inputs)
+    actual = run(model, **inputs)
     hook.remove()
-    close(found, before, inputs["attention_mask"])
+    close(actual, before, inputs["attention_mask"])
     here[0].restore()
     assert torch.equal(run(model, **inputs), before)
 
@@ -341,14 +342,14 @@ def test_what_is_not_known_is_refused():
     with pytest.raises(ValueError, match="its scores depend on contents and distances together"):
         fk.apply(deberta, FEW)
     model = seeded(ALL["mpnet"])
-    own = model.encoder.layer[1].attention.attn
-    own.forward = hooked = own.forward
+    attention = model.encoder.layer[1].attention.attn
+    attention.forward = hooked = attention.forward
     with pytest.raises(ValueError, match=r"^model: expected MPNetSelfAttention.forward to be that of its class"):
         fk.apply(model, FEW)
     assert standing(model) == 0
-    assert own.forward == hooked
+    assert attention.forward == hooked
     assert model.config._attn_implementation == "eager"
-    del own.forward
+    del attention.forward
     model.train()
     with fk.apply(model, FEW), pytest.raises(ValueError, match=r"^dropout: expected 0, got 0.1"):
         model(tokens())

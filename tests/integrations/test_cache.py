@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MoshiConfig,
@@ -79,8 +82,8 @@ def test_a_plan_that_keeps_everything_generates_exactly(make, plan, side, way):
     if way.get("num_beams") and make is gemma:
         inputs = {name: t[:1] for name, t in inputs.items()}
     want = model.generate(**inputs, **options)
-    found = model.generate(**inputs, **options, past_key_values=fk.cache(model, plan))
-    assert torch.equal(found, want)
+    actual = model.generate(**inputs, **options, past_key_values=fk.cache(model, plan))
+    assert torch.equal(actual, want)
 
 
 @torch.no_grad()
@@ -115,20 +118,20 @@ def test_drafts_that_are_taken_back_change_nothing(plan, way, monkeypatch):
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     want = model.generate(ids, **options, past_key_values=fk.cache(model, plan))
     more = {"assistant_model": drafter()} if way == "assistant" else {"prompt_lookup_num_tokens": 5}
-    found = model.generate(ids, **options, **more, past_key_values=fk.cache(model, plan))
-    assert torch.equal(found, want)
+    actual = model.generate(ids, **options, **more, past_key_values=fk.cache(model, plan))
+    assert torch.equal(actual, want)
     assert max(cropped) > 0
 
 
 @torch.no_grad()
 def logits(model, ids, sizes, cache=None):
     """The logits of all tokens, given to the model in pieces."""
-    found, start = [], 0
+    actual, start = [], 0
     for size in sizes:
         out = model(ids[:, start : start + size], past_key_values=cache, use_cache=cache is not None)
-        found.append(out.logits)
+        actual.append(out.logits)
         start += size
-    return torch.cat(found, 1)
+    return torch.cat(actual, 1)
 
 
 @torch.no_grad()
@@ -166,16 +169,16 @@ def test_left_padding_changes_nothing(make, plan):
     model, ids, real = fitting(make)
     place = (real.cumsum(1) - 1).clamp_min(0)
     half = ids.shape[1] - 9
-    for row, own in enumerate(real.bool()):
-        one, alone = slice(row, row + 1), ids[row, own][None]
+    for row, row_real in enumerate(real.bool()):
+        one, alone = slice(row, row + 1), ids[row, row_real][None]
         with fk.apply(model, plan.never_exact()):
             want = logits(model, alone, [alone.shape[1]])
-            close(model(ids, attention_mask=real, position_ids=place).logits[one, own], want)
-        found, cache = [], fk.cache(model, plan, leaves="model")
+            close(model(ids, attention_mask=real, position_ids=place).logits[one, row_real], want)
+        actual, cache = [], fk.cache(model, plan, leaves="model")
         for part in (slice(0, half), slice(half, half + 1), slice(half + 1, None)):
-            given = {"position_ids": place[:, part], "past_key_values": cache, "use_cache": True}
-            found.append(model(ids[:, part], attention_mask=real[:, : part.stop], **given).logits)
-        close(torch.cat(found, 1)[one, own], want)
+            options = {"position_ids": place[:, part], "past_key_values": cache, "use_cache": True}
+            actual.append(model(ids[:, part], attention_mask=real[:, : part.stop], **options).logits)
+        close(torch.cat(actual, 1)[one, row_real], want)
 
 
 @pytest.mark.parametrize("plan", [SMALL_SCAN, FEW], ids=["scan", "constant"])
@@ -188,8 +191,8 @@ def test_left_padding_changes_no_generated_token(make, plan):
     for cached in (True, False):
         held = [{"past_key_values": fk.cache(model, plan)} if cached else {} for _ in range(2)]
         with nullcontext() if cached else fk.apply(model, plan.never_exact()):
-            found = model.generate(ids, attention_mask=real, **options, **held[0])
-            assert torch.equal(found[1, -5:], model.generate(alone, **options, **held[1])[0, -5:])
+            actual = model.generate(ids, attention_mask=real, **options, **held[0])
+            assert torch.equal(actual[1, -5:], model.generate(alone, **options, **held[1])[0, -5:])
 
 
 @pytest.mark.parametrize("sizes", [[70], [1] * 70, [9, 40, 21]], ids=["whole", "tokens", "chunks"])
@@ -198,9 +201,9 @@ def test_chunks_and_tokens_give_the_applied_plan(sizes):
     with fk.apply(model, FEW):
         want = logits(model, ids, [70])
     exact = logits(model, ids, [70])
-    found = logits(model, ids, sizes, fk.cache(model, FEW))
-    close(found, want)
-    assert (found - exact).abs().max() > 1e-2
+    actual = logits(model, ids, sizes, fk.cache(model, FEW))
+    close(actual, want)
+    assert (actual - exact).abs().max() > 1e-2
 
 
 def test_memory_is_constant_and_positions_count_all_tokens():
@@ -247,8 +250,8 @@ def test_a_window_that_only_the_configuration_knows():
 
 def test_a_plan_for_each_layer():
     model, ids = llama().double(), tokens(2, 60)
-    found = logits(model, ids, [60], fk.cache(model, [ALL, FEW, ALL]))
-    assert not torch.allclose(found, logits(model, ids, [60], fk.cache(model, FEW)))
+    actual = logits(model, ids, [60], fk.cache(model, [ALL, FEW, ALL]))
+    assert not torch.allclose(actual, logits(model, ids, [60], fk.cache(model, FEW)))
     close(logits(model, ids, [60], fk.cache(model, [ALL] * 3)), logits(model, ids, [60]))
 
 
@@ -285,18 +288,18 @@ def test_a_cache_whose_model_went_elsewhere_says_so_at_once():
 def test_no_token_is_taken_twice(make, side):
     """Without `use_cache`, which MPT's configuration does not ask for, all tokens come again at every step."""
     model = make()
-    given = {name: t for name, t in padded(side).items() if name != "position_ids"}
+    inputs = {name: t for name, t in padded(side).items() if name != "position_ids"}
     how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with fk.apply(model, ALL.never_exact()):
-        want = model.generate(**given, **how, use_cache=True)
+        want = model.generate(**inputs, **how, use_cache=True)
     for more in [{"use_cache": False}, {}][: 2 if make is mpt else 1]:
         cache = fk.cache(model, ALL)
         with pytest.raises(ValueError, match="use_cache: expected True"):
-            model.generate(**given, **how, **more, past_key_values=cache)
+            model.generate(**inputs, **how, **more, past_key_values=cache)
         assert cache.get_seq_length() == 0
-    assert torch.equal(model.generate(**given, **how, use_cache=True, past_key_values=cache), want)
+    assert torch.equal(model.generate(**inputs, **how, use_cache=True, past_key_values=cache), want)
     cache.close()
-    model.generate(**given, **how, use_cache=False)
+    model.generate(**inputs, **how, use_cache=False)
 
 
 def test_a_mask_of_the_new_tokens_alone_is_refused():
@@ -333,9 +336,46 @@ def test_a_conversation_goes_on_from_a_file(plan, tmp_path):
         (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"^path: expected a file that a cache's save wrote"):
             again.load(tmp_path / "damaged")
-    with pytest.raises(ValueError, match="of the 3 layers of this cache with their plans"):
-        fk.cache(model, ALL).load(tmp_path / "cache")
     assert again.get_seq_length() == 300
+
+
+def test_a_file_of_another_plan_or_model_is_refused(tmp_path):
+    """The message names the layer, the plan that is asked for, the plan that was saved, and what to do."""
+    model, ids = llama(), tokens(2, 50)
+    scan, plans = fk.budget(24, is_causal=True), [FEW, ALL, FEW]
+    fix = "; give the plan and leaves under which the file was saved"
+    for saved, asked, reason in (
+        ({"plan": FEW}, {"plan": ALL}, f"layer 0: expected the plan {ALL}, got the plan {FEW}"),
+        ({"plan": FEW}, {"plan": plans}, f"layer 1: expected the plan {ALL}, got the plan {FEW}"),
+        (
+            {"plan": scan.never_exact()},
+            {"plan": scan},
+            f"layer 0: expected the plan {scan!r} with leaves='int8', got the plan {scan.never_exact()!r} with "
+            "leaves='int8'",
+        ),
+        (
+            {"plan": scan},
+            {"plan": scan, "leaves": "model"},
+            f"layer 0: expected the plan {scan} with leaves='model', got the plan {scan} with leaves='int8'",
+        ),
+        (
+            {"plan": [[FEW, FEW]] * 3},
+            {"plan": [[ALL, FEW]] * 3},
+            f"layer 0: expected the plans of key heads {ALL}, {FEW}, got the plans of key heads {FEW}, {FEW}",
+        ),
+    ):
+        cache = fk.cache(model, **saved)
+        logits(model, ids, [50], cache)
+        cache.save(tmp_path / "cache")
+        start = f"path: expected a file that a cache's save wrote, got {tmp_path / 'cache'}: "
+        with pytest.raises(ValueError, match=f"^{re.escape(start + reason + fix)}$"):
+            fk.cache(model, **asked).load(tmp_path / "cache")
+    deeper = LlamaForCausalLM(LlamaConfig(**GROUPED | {"num_hidden_layers": 6})).eval()
+    cache = fk.cache(deeper, FEW)
+    logits(deeper, ids, [50], cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="not a cache of 3 layers"):
+        fk.cache(model, FEW).load(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("gone", [3, 24])
@@ -385,16 +425,16 @@ def test_sequences_are_repeated_and_selected():
 
 def test_the_model_gets_its_attention_back():
     model = llama()
-    own = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     cache, second = fk.cache(model, FEW), fk.cache(model, ALL)
     ids = tokens(2, 30)
-    assert model.config._attn_implementation != own
+    assert model.config._attn_implementation != implementation
     close(logits(model, ids, [30]), logits(llama(), ids, [30]))
     cache.close()
-    assert model.config._attn_implementation != own
+    assert model.config._attn_implementation != implementation
     del second
     gc.collect()
-    assert model.config._attn_implementation == own
+    assert model.config._attn_implementation == implementation
 
 
 def test_the_cache_of_another_model_is_refused():

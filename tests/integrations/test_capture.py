@@ -41,8 +41,8 @@ def spied(model, **inputs):
 def test_capture_holds_the_output_projections(name):
     model = MODELS[name]()
     taken = capture(model, [tokens(), tokens(seed=4)])
-    found = [module for label, module in model.named_modules() if label.endswith(AFTER_ATTENTION[name])]
-    for layer, module in enumerate(found):
+    actual = [module for label, module in model.named_modules() if label.endswith(AFTER_ATTENTION[name])]
+    for layer, module in enumerate(actual):
         x = torch.randn(5, 32, generator=torch.Generator().manual_seed(layer))
         weight = taken.projection(layer)
         assert weight.shape == (32, 4, 8)
@@ -76,14 +76,14 @@ def test_capture_holds_what_the_model_computes(name, side):
 
 def test_capture_agrees_with_hooks_on_the_projections():
     model = bert()
-    found = {}
+    actual = {}
     for name in ("query", "key", "value"):
         linear = getattr(model.encoder.layer[1].attention.self, name)
-        linear.register_forward_hook(lambda _, __, out, name=name: found.__setitem__(name, out))
+        linear.register_forward_hook(lambda _, __, out, name=name: actual.__setitem__(name, out))
     with torch.no_grad():
         model(tokens())
     (call,) = capture(model, [tokens()]).calls(1)
-    for name, out in found.items():
+    for name, out in actual.items():
         assert torch.equal(getattr(call, name), out.view(3, 11, 4, 8).transpose(1, 2))
 
 

@@ -71,8 +71,8 @@ def run(encoder, words, capsys):
             del usual["slots"]
         if command == "tune":
             usual |= {"slots": 8, "sequences": 4}
-        given = {name: value for name, value in {**usual, **options}.items() if value is not None}
-        code = cli.main([command, *flags, *(f"--{name}={value}" for name, value in given.items())])
+        arguments = {name: value for name, value in {**usual, **options}.items() if value is not None}
+        code = cli.main([command, *flags, *(f"--{name}={value}" for name, value in arguments.items())])
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -178,11 +178,11 @@ def test_options_reach_the_run_and_the_report(run):
         )
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(out)
+    actual = json.loads(out)
     assert code == 0
-    assert (found["settings"]["seed"], found["settings"]["eps"], found["settings"]["impl"]) == (7, 0.04, "torch")
-    assert found["machine"]["threads"] == threads + 1
-    assert (found["sequences"], found["length"]) == (3, 16)
+    assert (actual["settings"]["seed"], actual["settings"]["eps"], actual["settings"]["impl"]) == (7, 0.04, "torch")
+    assert actual["machine"]["threads"] == threads + 1
+    assert (actual["sequences"], actual["length"]) == (3, 16)
 
 
 def test_without_out_nothing_is_written(run, tmp_path):
@@ -223,7 +223,7 @@ def test_text_comes_zipped_and_through_a_pipe(run, tmp_path, monkeypatch):
         code, shown, _ = run(flags=["--json"], slots=4, length=16, text=text)
         assert code == 0
         out.append(json.loads(shown))
-    assert [found["settings"]["text"] for found in out] == [["words.txt"], ["words.txt.gz"], ["stdin"]]
+    assert [actual["settings"]["text"] for actual in out] == [["words.txt"], ["words.txt.gz"], ["stdin"]]
     assert out[0]["rows"][3]["error"] == out[1]["rows"][3]["error"] == out[2]["rows"][3]["error"]
     zipped.write_bytes(b"no zip")
     refused(run(text=zipped), "--text", "gzip")
@@ -235,10 +235,10 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path):
     fk.Plan(fk.Window(5)).save_pretrained(plan)
     ModelPlan(((fk.Plan(fk.Window(3)), fk.budget(8)),) * 2).save_pretrained(tuned)
     none = {"model": None, "text": None}
-    given = [f"--capture={folder}", f"--plan={plan}", f"--plan={tuned}"]
+    arguments = [f"--capture={folder}", f"--plan={plan}", f"--plan={tuned}"]
     opened = read_json(folder, "opened.json")
     (folder / "opened.json").write_text(json.dumps(opened | {"model": "of another name"}))
-    code, shown, err = run(flags=given, out=tmp_path / "out", slots=4, **none)
+    code, shown, err = run(flags=arguments, out=tmp_path / "out", slots=4, **none)
     assert code == 0, err
     report = Report.load(tmp_path / "out" / "results.json")
     assert report.model == "of another name"
@@ -249,8 +249,8 @@ def test_a_capture_is_compared_with_plans_of_ones_own(run, tmp_path):
     sample = Sample.load(tmp_path / "out" / report.settings["sample"])
     assert sample.tokens[0] == "[CLS]"
     assert sum(name.endswith(".kept") for name in sample.tensors) == len(report.rows)
-    refused(run(flags=given), "not allowed with")
-    refused(run(flags=given[:1], model=None), "--text", "--capture")
+    refused(run(flags=arguments), "not allowed with")
+    refused(run(flags=arguments[:1], model=None), "--text", "--capture")
     refused(run(flags=[f"--plan={folder}"]), "--plan", "plan.json")
     refused(run(flags=[f"--plan={plan}", f"--plan={plan}"]), "--plan", "different names")
     plan.rename(tmp_path / "window")
@@ -286,9 +286,9 @@ def test_doctor_says_what_is_here(capsys, monkeypatch):
     ):
         assert part in shown
     assert cli.main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["tokens"] for row in found["auto"]["budget(192)"]] == [512, 1024, 2048, 4096, 8192, 16384]
-    assert found["extras"]["hf"] is True
+    actual = json.loads(capsys.readouterr().out)
+    assert [row["tokens"] for row in actual["auto"]["budget(192)"]] == [512, 1024, 2048, 4096, 8192, 16384]
+    assert actual["extras"]["hf"] is True
 
 
 def test_version(capsys):
@@ -325,14 +325,14 @@ def test_capture_stores_what_can_be_loaded(run, tmp_path):
     code, shown, _ = run("capture", out=out)
     assert code == 0
     assert "2 layers, 2 sequences" in shown
-    found = Capture.load(out)
-    assert next(found.calls(1)).query.shape == (2, 2, 32, 8)
+    actual = Capture.load(out)
+    assert next(actual.calls(1)).query.shape == (2, 2, 32, 8)
     assert left(tmp_path) == ["captured", "words.txt"]
     refused(run("capture", out=out), "--out", "new or empty")
     assert (
         run("capture", flags=["--json"], out=tmp_path / "again")[1]
         == json.dumps(
-            {"model": found.model_name, "directory": str(tmp_path / "again"), "layers": 2, "sequences": 2}, indent=1
+            {"model": actual.model_name, "directory": str(tmp_path / "again"), "layers": 2, "sequences": 2}, indent=1
         )
         + "\n"
     )
@@ -398,8 +398,8 @@ def test_bad_folders_are_found_before_any_work(run, words, monkeypatch):
 
 @pytest.mark.parametrize(("module", "extra"), [("transformers", "hf"), ("matplotlib", "report"), ("rich", "report")])
 def test_a_missing_package_is_named_with_its_extra(run, monkeypatch, tmp_path, module, extra):
-    found = inputs.find_spec
-    monkeypatch.setattr(inputs, "find_spec", lambda name: None if name == module else found(name))
+    find_spec = inputs.find_spec
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None if name == module else find_spec(name))
     refused(run(out=tmp_path / "out"), module, f"pip install 'fewkeys[{extra}]'")
     assert left(tmp_path) == ["words.txt"]
 

@@ -23,9 +23,9 @@ def compiled(**options):
 
 def check(tensors, **options):
     want = 2 * fk.attention(tensors[0] + 1, *tensors[1:], **options)
-    found = compiled(**options)(*tensors)
-    assert torch.equal(found, want)
-    for pair in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (found, want)), strict=True):
+    actual = compiled(**options)(*tensors)
+    assert torch.equal(actual, want)
+    for pair in zip(*(torch.autograd.grad(o.square().sum(), tensors) for o in (actual, want)), strict=True):
         assert torch.equal(*pair)
 
 
@@ -72,6 +72,6 @@ def test_a_model_with_a_plan_compiles():
     with fk.apply(model, plan):
         want = model(ids).logits
         torch._dynamo.reset()
-        found = torch.compile(model, backend="eager")(ids).logits
-    torch.testing.assert_close(found, want)
+        actual = torch.compile(model, backend="eager")(ids).logits
+    torch.testing.assert_close(actual, want)
     assert not torch.allclose(want, model(ids).logits)

@@ -53,11 +53,11 @@ def test_every_thread_has_its_own_plan(make, models):
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(len(PLANS)) as pool:
-            found = list(pool.map(work, range(len(PLANS))))
+            actual = list(pool.map(work, range(len(PLANS))))
     finally:
         sys.setswitchinterval(interval)
     real = inputs()["attention_mask"]
-    for answers, right in zip(found, want, strict=True):
+    for answers, right in zip(actual, want, strict=True):
         for answer in answers:
             close(answer, right, real)
     assert {model.config._attn_implementation for model in several} == {"sdpa"}
@@ -86,10 +86,10 @@ def test_a_mask_under_way_holds_the_switch():
     model.model.layers[1].register_forward_pre_hook(halfway)
     with ThreadPoolExecutor(1) as pool:
         with apply(model, WINDOW):
-            found = pool.submit(run, model, **inputs())
+            actual = pool.submit(run, model, **inputs())
             assert reached.wait(10)
         left.set()
-        close(found.result(), want, inputs()["attention_mask"])
+        close(actual.result(), want, inputs()["attention_mask"])
     assert model.config._attn_implementation == "sdpa"
 
 

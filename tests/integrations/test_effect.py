@@ -40,8 +40,8 @@ def test_cosines_are_those_of_pooled_and_single_states(model, batches):
     base = model.base_model
     with torch.no_grad():
         before = [base(**b).last_hidden_state if isinstance(b, dict) else base(b).last_hidden_state for b in batches]
-    found = compare(capture(model, batches), plans, model=model, batches=batches)
-    exact, window = found.rows
+    actual = compare(capture(model, batches), plans, model=model, batches=batches)
+    exact, window = actual.rows
     assert (exact.cosine, exact.cosine_min, exact.token_cosine) == pytest.approx((1.0, 1.0, 1.0), abs=1e-5)
     with apply(model, plans["window"]), torch.no_grad():
         after = [base(**b).last_hidden_state if isinstance(b, dict) else base(b).last_hidden_state for b in batches]
@@ -53,7 +53,7 @@ def test_cosines_are_those_of_pooled_and_single_states(model, batches):
     assert window.cosine_min == pytest.approx(float(min(pooled)), abs=1e-5)
     assert window.token_cosine == pytest.approx(float(single.mean()), abs=1e-5)
     assert window.token_cosine < 0.9999
-    assert found.versions["transformers"]
+    assert actual.versions["transformers"]
 
 
 def test_the_model_is_left_as_it_was(model, batches):

@@ -1,6 +1,7 @@
 """`fewkeys embed`: from files and folders to rows of vectors, whatever is in them, and however often it is killed."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import fewkeys as fk
 from encoders import words
 from fewkeys import cli
 from fewkeys.cli import embed, vectors
+from fewkeys.cli.documents import HEAD
 from fewkeys.integrations import embed as late
 from fewkeys.integrations.loading import load_encoder
 from fewkeys.plan import MODEL_FILE
@@ -76,25 +78,27 @@ TEXTS = ["0.txt", "1.txt", "2.txt", "3.txt", "sub/again.md", "sub/marked.txt"]
 def test_a_folder_becomes_vectors(long, folder, tmp_path, capsys):
     out = tmp_path / "new" / "vectors.npz"
     assert run(long, "--out", out, "--json", folder) == 0
-    told, found = json.loads(capsys.readouterr().out), columns(out)
-    assert [Path(name).relative_to(folder).as_posix() for name in found["path"]] == TEXTS
-    assert told["vectors"] == [6, 16] == list(found["vectors"].shape)
-    assert {Path(name).name: reason for name, reason in told["skipped"].items()} == {
+    printed, actual = json.loads(capsys.readouterr().out), columns(out)
+    assert [Path(name).relative_to(folder).as_posix() for name in actual["path"]] == TEXTS
+    assert printed["vectors"] == [6, 16] == list(actual["vectors"].shape)
+    assert {Path(name).name: reason for name, reason in printed["skipped"].items()} == {
         "empty.txt": "is empty or blank",
         "blank.txt": "is empty or blank",
         "latin.txt": "is not UTF-8",
         "paper.pdf": "is a PDF (pdftotext extracts its text)",
         "picture.png": "is binary",
+        "dead": "is a broken link",
+        "round": "is a link to a folder (name the folder to read it)",
     }
     encoder, plan = load_encoder(long), fk.budget(192)
-    texts = [Path(name).read_text(encoding="utf-8-sig") for name in found["path"]]
+    texts = [Path(name).read_text(encoding="utf-8-sig") for name in actual["path"]]
     with fk.apply(encoder, plan):
         expected = torch.stack([encoder.encode(text, convert_to_tensor=True) for text in texts])
-    torch.testing.assert_close(torch.from_numpy(found["vectors"]), expected, atol=1e-5, rtol=1e-4)
-    assert found["stop"].tolist() == [len(text) for text in texts]
-    assert found["tokens"].tolist() == [402, 702, 1002, 1302, 402, 32]
-    assert fk.Plan.from_dict(json.loads(str(found["settings"]))["plan"]) == plan
-    assert [row["tokens"] for row in told["rows"]] == found["tokens"].tolist()
+    torch.testing.assert_close(torch.from_numpy(actual["vectors"]), expected, atol=1e-5, rtol=1e-4)
+    assert actual["stop"].tolist() == [len(text) for text in texts]
+    assert actual["tokens"].tolist() == [402, 702, 1002, 1302, 402, 32]
+    assert fk.Plan.from_dict(json.loads(str(actual["settings"]))["plan"]) == plan
+    assert [row["tokens"] for row in printed["rows"]] == actual["tokens"].tolist()
     assert sorted(path.name for path in out.parent.iterdir()) == ["vectors.npz"]
 
 
@@ -108,21 +112,21 @@ def test_late_chunks_by_a_plan_beside_the_model(long, folder, tmp_path, capsys):
     plan.save_pretrained(beside)
     out, files = tmp_path / "chunks.npz", [folder / "2.txt", folder / "sub" / "marked.txt"]
     assert run(beside, "--out", out, "--chunk", 256, *files) == 0
-    found, encoder = columns(out), load_encoder(long)
+    actual, encoder = columns(out), load_encoder(long)
     with fk.apply(encoder, plan):
         chunks = [late.late_chunks(encoder, path.read_text("utf-8-sig"), 256) for path in files]
-    assert np.array_equal(found["vectors"], torch.cat([own.vectors for own in chunks]).numpy())
-    spans = [span for own in chunks for span in own.spans]
-    assert list(zip(found["start"].tolist(), found["stop"].tolist(), strict=True)) == spans
-    assert len(set(found["error"][:4].tolist())) == 1
-    assert (found["error"] > 0).tolist() == [True] * 4 + [False]
+    assert np.array_equal(actual["vectors"], torch.cat([chunk.vectors for chunk in chunks]).numpy())
+    spans = [span for chunk in chunks for span in chunk.spans]
+    assert list(zip(actual["start"].tolist(), actual["stop"].tolist(), strict=True)) == spans
+    assert len(set(actual["error"][:4].tolist())) == 1
+    assert (actual["error"] > 0).tolist() == [True] * 4 + [False]
     assert "at most" in capsys.readouterr().out
-    for options, own in (
+    for options, expected in (
         (["--slots", 8], fk.budget(8)),
         (["--slots", 512, "--chunk", 256], fk.budget(512, cohorts=embed.CHUNK_COHORTS)),
     ):
         assert run(beside, "--out", out, *options, *files) == 0
-        assert fk.Plan.from_dict(json.loads(str(columns(out)["settings"]))["plan"]) == own
+        assert fk.Plan.from_dict(json.loads(str(columns(out)["settings"]))["plan"]) == expected
     assert run(long, "--out", out, "--chunk", 256, *files) == 0
     default = fk.budget(embed.CHUNK_SLOTS, cohorts=embed.CHUNK_COHORTS)
     assert fk.Plan.from_dict(json.loads(str(columns(out)["settings"]))["plan"]) == default
@@ -196,28 +200,86 @@ def test_thousands_of_files(short, tmp_path, capsys):
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.txt").write_text(words(10 + number % 7, number % 7))
     assert run(short, "--out", tmp_path / "v.npz", tmp_path / "many") == 0
-    found = columns(tmp_path / "v.npz")
-    assert found["vectors"].shape == (3000, 16)
-    assert len(np.unique(found["vectors"], axis=0)) == 7
-    assert found["path"].tolist() == sorted(found["path"].tolist(), key=lambda name: Path(name).parts)
+    actual = columns(tmp_path / "v.npz")
+    assert actual["vectors"].shape == (3000, 16)
+    assert len(np.unique(actual["vectors"], axis=0)) == 7
+    assert actual["path"].tolist() == sorted(actual["path"].tolist(), key=lambda name: Path(name).parts)
     assert "Exact attention answered every text" in capsys.readouterr().out
 
 
-def test_longer_texts_are_refused_or_split(short, tmp_path, capsys):
+def test_every_file_that_is_left_out_is_named_with_the_reason(short, tmp_path, capsys, monkeypatch):
+    notes = tmp_path / "notes"
+    for name in ("locked", "shut", "elsewhere"):
+        (notes / name).mkdir(parents=True)
+        (notes / name / "text").write_text(words(5, 2))
+    (notes / "elsewhere").rename(tmp_path / "elsewhere")
+    (notes / "link").symlink_to(tmp_path / "elsewhere")
+    (notes / "broken").symlink_to("nowhere")
+    (notes / "good").write_text(words(5, 1))
+    (notes / "binary").write_bytes(b"MZ" + bytes(9))
+    (notes / "later").write_bytes(b"a" * HEAD + b"\0")
+    (notes / ".hidden").write_text("text")
+    os.mkfifo(notes / "pipe")
+    scan, read = os.scandir, Path.open
+
+    def scandir(path):  # permissions do not stop root, who may run this
+        if str(path) == str(notes / "locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    def opened(path, *args, **options):
+        if path == notes / "shut" / "text":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **options)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(Path, "open", opened)
+    out = tmp_path / "v.npz"
+    assert run(short, "--out", out, notes) == 0
+    assert columns(out)["path"].tolist() == [str(notes / "good")]
+    note = capsys.readouterr().err.partition("fewkeys: note: ")[2].splitlines()
+    assert note[0] == "7 files were left out:"
+    assert dict(line.removeprefix(f"  {notes}/").split(" ", 1) for line in note[1:]) == {
+        "binary": "is binary",
+        "later": "is binary",
+        "broken": "is a broken link",
+        "link": "is a link to a folder (name the folder to read it)",
+        "pipe": "is no regular file",
+        "locked": "cannot be read (Permission denied)",
+        "shut/text": "cannot be read (Permission denied)",
+    }
+    (notes / "good").unlink()
+    assert run(short, "--out", out, notes) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"fewkeys: error: FILE_OR_FOLDER: expected at least one text, got none in {notes}: {notes}/shut/text cannot be "
+        f"read (Permission denied) (and 1 more); {notes}/broken is a broken link; {notes}/link is a link to a folder "
+        f"(name the folder to read it); {notes}/binary is binary (and 1 more); {notes}/pipe is no regular file"
+    )
+
+
+def test_longer_texts_are_refused_skipped_or_split(short, tmp_path, capsys):
     for name, count in (("a", 20), ("b", 300), ("c", 90)):
         (tmp_path / name).write_text(words(count, 1))
     out, files = tmp_path / "v.npz", [tmp_path / name for name in "abc"]
     assert run(short, "--out", out, *files) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{tmp_path / 'b'}: expected at most 64 tokens" in error
-    assert "got 302, and 1 more texts are too long; use --longer split" in error
+    assert "got 302, and 1 more texts are too long; use --longer split or --longer skip" in error
     assert not out.exists()
+    assert run(short, "--out", out, "--longer", "skip", *files) == 0
+    assert [Path(name).name for name in columns(out)["path"]] == ["a"]
+    assert capsys.readouterr().err.endswith(
+        f"note: 2 files were left out:\n  {files[1]} has 302 tokens, more than one pass of 64\n"
+        f"  {files[2]} has 92 tokens, more than one pass of 64\n"
+    )
+    assert run(short, "--out", out, "--longer", "skip", *files[1:]) == 2
+    assert "at least one text of at most 64 tokens, got 2 that are longer" in capsys.readouterr().err
     assert run(short, "--out", out, "--longer", "split", *files) == 0
-    found = columns(out)
-    assert [Path(name).name for name in found["path"]] == ["a", *"bbbbb", "c", "c"]
+    actual = columns(out)
+    assert [Path(name).name for name in actual["path"]] == ["a", *"bbbbb", "c", "c"]
     encoder = load_encoder(short)
-    parts = [Path(n).read_text()[a:b] for n, a, b in zip(found["path"], found["start"], found["stop"], strict=True)]
-    np.testing.assert_allclose(found["vectors"], encoder.encode(parts), atol=1e-5)
+    parts = [Path(n).read_text()[a:b] for n, a, b in zip(actual["path"], actual["start"], actual["stop"], strict=True)]
+    np.testing.assert_allclose(actual["vectors"], encoder.encode(parts), atol=1e-5)
     assert [sum(len(part.split()) for part in parts[i:j]) for i, j in ((0, 1), (1, 6), (6, 8))] == [20, 300, 90]
     assert run(short, "--out", out, "--max-tokens", 30, "--longer", "split", files[0], files[2]) == 0
     assert columns(out)["tokens"].max() <= 30
@@ -232,11 +294,11 @@ def test_parquet(short, tmp_path, capsys, monkeypatch):
     table = pytest.importorskip("pyarrow.parquet")
     assert run(short, "--out", tmp_path / "v.parquet", tmp_path / "a.txt") == 0
     assert run(short, "--out", tmp_path / "v.npz", tmp_path / "a.txt") == 0
-    found, rows = columns(tmp_path / "v.npz"), table.read_table(tmp_path / "v.parquet")
-    assert np.array_equal(np.stack(rows["vectors"].to_numpy()), found["vectors"])
-    assert rows.schema.metadata[b"fewkeys"].decode() == str(found["settings"])
+    actual, rows = columns(tmp_path / "v.npz"), table.read_table(tmp_path / "v.parquet")
+    assert np.array_equal(np.stack(rows["vectors"].to_numpy()), actual["vectors"])
+    assert rows.schema.metadata[b"fewkeys"].decode() == str(actual["settings"])
     for name in ("path", "start", "stop", "tokens", "error"):
-        assert rows[name].to_pylist() == found[name].tolist()
+        assert rows[name].to_pylist() == actual[name].tolist()
 
 
 def test_other_layouts_of_a_folder(tmp_path):
@@ -251,14 +313,14 @@ def test_other_layouts_of_a_folder(tmp_path):
     np.testing.assert_allclose(columns(tmp_path / "v.npz")["vectors"], mean, atol=1e-5)
     dense = encoders.save_encoder(tmp_path / "dense", encoders.bert(), modules.Dense(16, 3), modules.Normalize())
     assert run(dense, "--out", tmp_path / "v.npz", "--chunk", 7, tmp_path / "a.txt") == 0
-    found = load_encoder(dense)[2]({"sentence_embedding": mean})["sentence_embedding"]
-    np.testing.assert_allclose(columns(tmp_path / "v.npz")["vectors"], normalize(found, dim=1).detach(), atol=1e-5)
+    actual = load_encoder(dense)[2]({"sentence_embedding": mean})["sentence_embedding"]
+    np.testing.assert_allclose(columns(tmp_path / "v.npz")["vectors"], normalize(actual, dim=1).detach(), atol=1e-5)
 
 
 BAD = {
     "a file that is no text": ([], "latin.txt", "expected a file of UTF-8 text, got one that is not UTF-8"),
     "no such file": ([], "absent", "FILE_OR_FOLDER: expected a file or a folder, but"),
-    "no text in the folder": ([], "sub/odd", "got none in .*odd: 1 that is empty or blank, such as .*nothing.txt"),
+    "no text in the folder": ([], "sub/odd", "got none in .*odd: .*nothing.txt is empty or blank"),
     "another ending": (["--out", "v.csv"], "0.txt", "--out: expected a file that ends in .npz or .parquet, got v.csv"),
     "too many positions": (["--max-tokens", "99"], "0.txt", "--max-tokens: expected at most the model's 64 positions"),
     "no such prompt": (["--prompt-name", "x"], "0.txt", "--prompt-name: expected one of .*'query'.*, got 'x'"),

@@ -63,11 +63,11 @@ def test_a_recipe(family, slots, tmp_path, monkeypatch):
     exec(block, has)
     if model.startswith("`"):
         assert asked == [model.strip("`")]
-    own = prefix.strip("`") if prefix.startswith("`") else ""
-    assert own in block
-    assert ("prompt=" in block) == bool(own)
+    prompt = prefix.strip("`") if prefix.startswith("`") else ""
+    assert prompt in block
+    assert ("prompt=" in block) == bool(prompt)
     assert ("late_chunks(" in block) == (late == "yes")
-    exact = load_encoder(folder).encode([own + text for text in TEXTS])
+    exact = load_encoder(folder).encode([prompt + text for text in TEXTS])
     assert (abs(has["vectors"] - exact).max() < 1e-4) == (slots == 2048)
     if late == "yes":
         assert has["chunks"].vectors.shape[0] == 3

@@ -52,13 +52,13 @@ def folder(tmp_path):
     return tmp_path, str(model_folder()), want
 
 
-def told(folder, model, *command):
+def printed(folder, model, *command):
     """What a command prints that ends as it should."""
-    given = ["--model", model, "--plan", "plan", "--documents", "documents.jsonl"]
+    options = ["--model", model, "--plan", "plan", "--documents", "documents.jsonl"]
     paths = os.pathsep.join(map(str, [ROOT, ROOT / "src"]))
-    own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": "/tmp"}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": "/tmp"}
     done = subprocess.run(
-        [sys.executable, *command, *given], cwd=folder, env=own, capture_output=True, text=True, check=False
+        [sys.executable, *command, *options], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -67,7 +67,9 @@ def told(folder, model, *command):
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 def test_ray(folder):
     place, model, want = folder
-    assert f"{DOCUMENTS} documents by 2 workers" in told(place, model, "-c", COUNTED, "--out", "rows", "--batch", "2")
+    assert f"{DOCUMENTS} documents by 2 workers" in printed(
+        place, model, "-c", COUNTED, "--out", "rows", "--batch", "2"
+    )
     assert len(list((place / "loads").iterdir())) == 2
     from pyarrow.parquet import read_table
 
@@ -81,6 +83,6 @@ def test_accelerate(folder):
     place, model, want = folder
     example = str(ROOT / "docs" / "examples" / "embed_accelerate.py")
     run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", example]
-    said = told(place, model, *run, "--out", "embeddings.safetensors")
+    said = printed(place, model, *run, "--out", "embeddings.safetensors")
     assert all(f"process {rank} of 2: {DOCUMENTS // 2} documents" in said for rank in range(2))
     close(load_file(place / "embeddings.safetensors")["embedding"], want.cpu())

@@ -27,8 +27,8 @@ def saved(folder, model, *after, **more):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    own = {"prompts": {"query": "query of : "}}
-    return saved(tmp_path_factory.mktemp("bert"), encoders.bert(), modules.Normalize(), **own)
+    prompts = {"prompts": {"query": "query of : "}}
+    return saved(tmp_path_factory.mktemp("bert"), encoders.bert(), modules.Normalize(), **prompts)
 
 
 @pytest.fixture(scope="module")
@@ -45,32 +45,32 @@ def test_chunks_pool_the_tokens_of_one_pass(pooling, width, tmp_path):
     pooled = torch.stack([POOLINGS[pooling](rows[a:b]) for a, b in ((0, 26), (26, 51), (51, 57))])
     if width is not None:
         pooled = encoder[2]({"sentence_embedding": pooled})["sentence_embedding"]
-    found = late_chunks(encoder, TEXT, 25)
-    torch.testing.assert_close(found.vectors, normalize(pooled, dim=1), atol=1e-6, rtol=1e-5)
-    assert found.tokens == (26, 25, 6)
-    assert [len(TEXT[start:stop].split()) for start, stop in found.spans] == [25, 25, 5]
+    actual = late_chunks(encoder, TEXT, 25)
+    torch.testing.assert_close(actual.vectors, normalize(pooled, dim=1), atol=1e-6, rtol=1e-5)
+    assert actual.tokens == (26, 25, 6)
+    assert [len(TEXT[start:stop].split()) for start, stop in actual.spans] == [25, 25, 5]
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt_name": "query"}, {"prompt": "the many "}], ids=str)
 @pytest.mark.parametrize("included", [True, False])
 def test_one_chunk_is_the_text(prompt, included, tmp_path):
-    own = {"prompts": {"query": "query of : "}, "include_prompt": included}
-    encoder = saved(tmp_path, encoders.bert(), modules.Normalize(), **own)
+    settings = {"prompts": {"query": "query of : "}, "include_prompt": included}
+    encoder = saved(tmp_path, encoders.bert(), modules.Normalize(), **settings)
     whole = encoder.encode([TEXT], convert_to_tensor=True, **prompt)
     for chunks in (None, 55, [(0, len(TEXT))]):
-        found = late_chunks(encoder, TEXT, chunks, **prompt)
-        torch.testing.assert_close(found.vectors, whole, atol=1e-6, rtol=1e-6)
-        assert found.spans == ((0, len(TEXT)),)
+        actual = late_chunks(encoder, TEXT, chunks, **prompt)
+        torch.testing.assert_close(actual.vectors, whole, atol=1e-6, rtol=1e-6)
+        assert actual.spans == ((0, len(TEXT)),)
 
 
 def test_the_mean_of_all_chunks_is_the_text(tmp_path):
     encoder = saved(tmp_path, encoders.bert())
-    found = late_chunks(encoder, TEXT, 7, prompt="few ")
-    tokens = torch.tensor(found.tokens, dtype=torch.float32)
-    mean = (found.vectors * tokens[:, None]).sum(0) / tokens.sum()
+    actual = late_chunks(encoder, TEXT, 7, prompt="few ")
+    tokens = torch.tensor(actual.tokens, dtype=torch.float32)
+    mean = (actual.vectors * tokens[:, None]).sum(0) / tokens.sum()
     whole = encoder.encode(TEXT, convert_to_tensor=True, prompt="few ")
     torch.testing.assert_close(mean, whole, atol=1e-6, rtol=1e-5)
-    assert sum(found.tokens) == tokens_of(encoder, TEXT, "few ")
+    assert sum(actual.tokens) == tokens_of(encoder, TEXT, "few ")
 
 
 def test_spans_of_the_callers_own(encoder):
@@ -102,11 +102,11 @@ def test_the_estimated_error_is_that_of_the_plan(long_encoder):
         late_chunks(long_encoder, words(300, seed=3), None)
         before = applied.fallbacks
         late_chunks(long_encoder, text, None)
-        found = estimated(before, applied.fallbacks)
+        actual = estimated(before, applied.fallbacks)
         assert estimated(applied.fallbacks, applied.fallbacks) == 0
     ids = long_encoder.preprocess([text])["input_ids"]
     truth = fk.spot_check(long_encoder, ids, plan, queries=502).error
-    assert found == pytest.approx(truth, rel=0.2)
+    assert actual == pytest.approx(truth, rel=0.2)
     with fk.apply(long_encoder, fk.Plan(), max_error=WATCH) as applied:
         late_chunks(long_encoder, text, None)
     assert estimated([Fallbacks()] * 3, applied.fallbacks) == 0

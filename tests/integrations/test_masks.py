@@ -39,8 +39,8 @@ def test_a_call_without_a_mask_is_what_the_own_implementation_takes_it_for():
     """ "eager" sees every key; SDPA goes by the flag."""
     model = llama()
     attention, heads = model.model.layers[0].self_attn, torch.randn(3, 1, 4, 7, 8)
-    for own, causal in (("eager", False), ("sdpa", True)):
-        model.set_attn_implementation(own)
+    for implementation, causal in (("eager", False), ("sdpa", True)):
+        model.set_attn_implementation(implementation)
         with fk.apply(model, EXACT):
             output, _ = interface._attention_forward(attention, *heads, None, scaling=0.4)
         want = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal, scale=0.4)
@@ -59,8 +59,8 @@ def test_a_window_beside_a_learned_sink(size, is_causal, offset):
     key, value = torch.randn(2, 2, 4, 12, 8, generator=draw, dtype=torch.float64)
     sink = torch.randn(4, generator=draw, dtype=torch.float64)
     call = AttentionInputs(query, key, value, 0.4, is_causal, query_offset=offset, window=size, sink=sink)
-    own = with_sink(call)
-    output = fk.attention(own.query, own.key, own.value, plan=in_terms(call, None), **own.options())
+    sunk = with_sink(call)
+    output = fk.attention(sunk.query, sunk.key, sunk.value, plan=in_terms(call, None), **sunk.options())
     place = torch.arange(offset, 12)[:, None] - torch.arange(12)
     seen = place >= 0 if is_causal else place > -99
     if size is not None:
@@ -70,7 +70,7 @@ def test_a_window_beside_a_learned_sink(size, is_causal, offset):
     close(output, torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ value)
     if size is not None:  # the same by a plan
         plan = in_terms(replace(call, window=None), fk.Plan(fk.Window(size)))
-        close(fk.attention(own.query, own.key, own.value, plan=plan, **own.options()), output)
+        close(fk.attention(sunk.query, sunk.key, sunk.value, plan=plan, **sunk.options()), output)
 
 
 def test_attention_beside_the_interface_gets_what_the_mask_stands_for():
@@ -92,7 +92,7 @@ def test_a_model_that_computes_with_its_mask_is_refused():
     before = run(model, input_ids=tokens())
     with (
         fk.apply(model, EXACT),
-        pytest.raises(ValueError, match="attention_mask: expected a model that hands its mask"),
+        pytest.raises(ValueError, match="attention_mask: expected a model that passes its mask"),
     ):
         run(model, input_ids=tokens())
     assert torch.equal(run(model, input_ids=tokens()), before)

@@ -19,12 +19,12 @@ def test_plans_by_layer():
     """A dictionary of layers is a value that JSON keeps; one plan of a layer is that of all its heads."""
     one, other = fk.Plan(fk.Window(3)), fk.Plan(fk.Sinks(2))
     plans = {2: one, 0: other, 1: [one, other]}
-    found = fk.ModelPlan.from_dict(json.loads(json.dumps(fk.ModelPlan.of(plans).to_dict())))
-    assert found.layers == ((other,), (one, other), (one,))
+    actual = fk.ModelPlan.from_dict(json.loads(json.dumps(fk.ModelPlan.of(plans).to_dict())))
+    assert actual.layers == ((other,), (one, other), (one,))
     model = llama()
     with fk.apply(model, plans):
         want = run(model, input_ids=tokens())
-    with fk.apply(model, found):
+    with fk.apply(model, actual):
         assert torch.equal(run(model, input_ids=tokens()), want)
     with pytest.raises(ValueError, match=r"^plans: expected every layer from 0 on, got \[0, 2\]"):
         fk.ModelPlan.of({0: one, 2: one})
@@ -73,9 +73,9 @@ def test_questions_about_a_context(chats):
     every = fk.Plan(fk.select.RecentBlocks(64, 4), fk.rest.RunningMeans(1))
     ask = fk.pipeline(model, letters, every)
     how = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
-    found = ask("a context of some words. ", questions=["who?", "when then?"], answer_prefix="It", **how)["answers"]
+    actual = ask("a context of some words. ", questions=["who?", "when then?"], answer_prefix="It", **how)["answers"]
     text = "<user>a context of some words. \n\n{}</user><bot>It" if chats else "a context of some words. \n\n{}\nIt"
-    for question, answer in zip(["who?", "when then?"], found, strict=True):
+    for question, answer in zip(["who?", "when then?"], actual, strict=True):
         ids = letters(text.format(question), not chats, "pt")["input_ids"]
         assert answer == letters.decode(model.generate(ids, do_sample=False, **how)[0, ids.shape[1] :], True)
         assert ask("a context of some words. ", question=question, answer_prefix="It", **how) == {"answer": answer}

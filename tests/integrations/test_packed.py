@@ -54,5 +54,5 @@ def test_places_that_are_none(starts):
     model = encoders.bert().eval()
     with fk.apply(model, fk.budget(16)), pytest.raises(ValueError, match=r"^cu_seq_lens_q: expected places from 0 to"):
         model(torch.ones(1, 5, dtype=torch.long), cu_seq_lens_q=torch.tensor(starts))
-    with fk.apply(model, fk.budget(16)), pytest.raises(ValueError, match=r"^seq_idx: BertSelfAttention hands this"):
+    with fk.apply(model, fk.budget(16)), pytest.raises(ValueError, match=r"^seq_idx: BertSelfAttention passes this"):
         model(torch.ones(1, 5, dtype=torch.long), seq_idx=torch.zeros(1, 5))

@@ -24,13 +24,13 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        own = dict(attributes)
-        self._id = own.get("id", "code") if tag == "script" else None
+        values = dict(attributes)
+        self._id = values.get("id", "code") if tag == "script" else None
         self.headings += [tag] if tag in ("h1", "h2") else []
-        self.labels += [own["aria-labelledby"]] if "aria-labelledby" in own else []
-        self.fetched += [own[name] for name in ("src", "href", "data", "srcset") if name in own]
-        if "id" in own:
-            self.ids[own["id"]] = tag
+        self.labels += [values["aria-labelledby"]] if "aria-labelledby" in values else []
+        self.fetched += [values[name] for name in ("src", "href", "data", "srcset") if name in values]
+        if "id" in values:
+            self.ids[values["id"]] = tag
 
     def handle_data(self, data):
         if self._id:

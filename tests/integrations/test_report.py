@@ -80,26 +80,26 @@ def report(rows=None, skipped=()):
     )
 
 
-def shown(found, width=160):
+def shown(report, width=160):
     stream = io.StringIO()
-    print_table(found, Console(file=stream, width=width, highlight=False))
+    print_table(report, Console(file=stream, width=width, highlight=False))
     return stream.getvalue()
 
 
 def test_a_report_comes_back_from_disk_as_it_was(tmp_path):
-    given = report(skipped=[Skipped("moments", None, "because")])
-    given.save(tmp_path / "results.json")
-    assert Report.load(tmp_path / "results.json") == given
-    assert Report.from_dict(given.to_dict()) == given
+    result = report(skipped=[Skipped("moments", None, "because")])
+    result.save(tmp_path / "results.json")
+    assert Report.load(tmp_path / "results.json") == result
+    assert Report.from_dict(result.to_dict()) == result
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     assert (tmp_path / "results.json").stat().st_mode & 0o777 == 0o644
 
 
 def test_settings_are_added_as_json_gives_them_back():
-    given = report().with_settings(text=("a.txt",), length=64)
-    assert given.settings["text"] == ["a.txt"]
-    assert given.settings["eps"] == 0.05
-    assert Report.from_dict(json.loads(given.to_json())) == given
+    result = report().with_settings(text=("a.txt",), length=64)
+    assert result.settings["text"] == ["a.txt"]
+    assert result.settings["eps"] == 0.05
+    assert Report.from_dict(json.loads(result.to_json())) == result
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -140,12 +140,12 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text):
 
 
 def test_rows_are_found_by_name_and_budget():
-    given = report([row(budget=16), row(budget=32), row("exact", None, "exact")])
-    assert given.row("window", 32) is given.rows[1]
-    assert given.row("exact") is given.rows[2]
+    result = report([row(budget=16), row(budget=32), row("exact", None, "exact")])
+    assert result.row("window", 32) is result.rows[1]
+    assert result.row("exact") is result.rows[2]
     for name, budget in [("window", None), ("window", 64), ("nobody", None)]:
         with pytest.raises(ValueError, match="expected one row"):
-            given.row(name, budget)
+            result.row(name, budget)
 
 
 def test_the_front_has_the_rows_that_no_other_beats():
@@ -162,11 +162,11 @@ def test_the_front_has_the_rows_that_no_other_beats():
 
 
 def test_the_best_method_keeps_to_its_budget():
-    given = report()
-    assert best(given.rows, 16).name == "fewkeys budget"  # "moments" has less error but pays 33 slots
-    assert oracle(given.rows, 16).name == "top-k per query (oracle)"
-    assert best(given.rows, 32) is None
-    assert oracle(given.rows, 32) is None
+    result = report()
+    assert best(result.rows, 16).name == "fewkeys budget"  # "moments" has less error but pays 33 slots
+    assert oracle(result.rows, 16).name == "top-k per query (oracle)"
+    assert best(result.rows, 32) is None
+    assert oracle(result.rows, 32) is None
 
 
 def test_the_table_shows_every_row_number_and_reason():
@@ -226,10 +226,10 @@ def test_printing_is_a_short_table():
 
 
 @pytest.mark.parametrize(
-    ("number", "told"), [(99.6, "100 ms"), (0.01234, "0.012 ms"), (1.5, "1.5 ms"), (12345.6, "12,000 ms")]
+    ("number", "expected"), [(99.6, "100 ms"), (0.01234, "0.012 ms"), (1.5, "1.5 ms"), (12345.6, "12,000 ms")]
 )
-def test_milliseconds_are_plain(number, told):
-    assert in_words(number) == told
+def test_milliseconds_are_plain(number, expected):
+    assert in_words(number) == expected
 
 
 def test_the_advice_names_plan_price_and_bound():
@@ -258,38 +258,38 @@ def timed(*series):
     [
         (
             [(16, 0.3, (0.5, 2.0, 8.0)), (64, 0.08, (0.5, 2.0, 8.0)), (128, 0.04, (0.5, 2.0, 8.0))],
-            "At 512 tokens use exact attention; from about 1,000 on budget(64) is faster, at an error of 8 % (measured "
-            "at 64 tokens): 8.0 times as fast at 8,192.",
+            "Up to about 1,000 tokens use exact attention; for longer texts fk.budget(64) is faster, with an error of "
+            "8 % (measured at 64 tokens): 8.0 times as fast at 8,192 tokens.",
         ),
         (
             [(16, 0.3, (1.5, 2.0, 8.0)), (32, 0.2, (1.5, 2.0, 3.0))],
-            "From 512 tokens on budget(32) is faster than exact attention, at an error of 20 % (measured at 64 "
-            "tokens): 3.0 times as fast at 8,192.",
+            "From 512 tokens on, fk.budget(32) is faster than exact attention, with an error of 20 % (measured at 64 "
+            "tokens): 3.0 times as fast at 8,192 tokens.",
         ),
         (
             [(64, 0.012, (0.2, 0.5, 0.9))],
-            "Use exact attention up to 8,192 tokens: budget(64) is not faster there, at an error of 1.2 % (measured at "
-            "64 tokens).",
+            "Use exact attention up to 8,192 tokens: fk.budget(64) is not faster there, with an error of 1.2 % "
+            "(measured at 64 tokens).",
         ),
     ],
 )
 def test_the_headline_says_from_where_on_which_plan_is_faster(series, sentence):
     """The fewest slots with a small error; without one, the least error; the length between those measured."""
-    given = timed(*series)
-    assert headline(given) == sentence
-    text = " ".join(shown(given).split())
+    result = timed(*series)
+    assert headline(result) == sentence
+    text = " ".join(shown(result).split())
     assert text.endswith(sentence)
     assert "ms at 8,192" in text
     assert "speed" not in text
-    assert Report.from_dict(given.to_dict()) == given
+    assert Report.from_dict(result.to_dict()) == result
 
 
 def test_the_headline_at_one_length():
     assert headline(report()) == (
-        "At 64 tokens use exact attention: budget(16), with an error of 10 %, takes 4.0 times as long."
+        "At 64 tokens use exact attention: fk.budget(16), with an error of 10 %, takes 4.0 times as long."
     )
     fast = report([row(budget=None, ms=0.5)])
-    assert headline(fast) == "At 64 tokens window is 2.0 times as fast as exact attention, at an error of 50 %."
+    assert headline(fast) == "At 64 tokens, window is 2.0 times as fast as exact attention, with an error of 50 %."
     assert headline(report([row(slots=99.0)])) == "No method stayed within its budget."
     slow = report([row(budget=None, ms=1e200, exact_ms=1e-200)])
     assert "takes inf times" in headline(slow)
@@ -316,13 +316,13 @@ def test_the_title_names_model_and_size_without_folders():
 
 
 def test_the_figure_is_a_picture_of_the_expected_size(tmp_path):
-    for name, given in {
+    for name, drawn in {
         "all": report([row(n, b, slots=float(b), error=0.5 / b) for n in LOOKS for b in (16, 32)]),
         "one": report([row("my own plan", None)]),
         "none": report([row(error=0.0)]),
     }.items():
         path = tmp_path / f"{name}.png"
-        save_figure(given, path)
+        save_figure(drawn, path)
         data = path.read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", data[16:24]) == (1440, 900)
@@ -438,9 +438,9 @@ def test_a_malformed_results_file_is_one_line(data, page, tmp_path, capsys, monk
 @pytest.mark.parametrize("name", ["[/foo]", "[bold]x", "a$b_{$", ":smile:", "\\frac"])
 def test_names_are_shown_as_they_are(name, tmp_path):
     """Neither markup of rich nor mathematics of matplotlib."""
-    found = replace(report([row("exact", None, "exact", 64.0, 0.0), row(name)]), model=name)
-    assert shown(found).count(name) >= 2
-    save_figure(found, tmp_path / "figure.png")
+    actual = replace(report([row("exact", None, "exact", 64.0, 0.0), row(name)]), model=name)
+    assert shown(actual).count(name) >= 2
+    save_figure(actual, tmp_path / "figure.png")
 
 
 def test_a_report_without_rows_is_shown():

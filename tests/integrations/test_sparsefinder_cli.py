@@ -20,8 +20,8 @@ def run(encoder, words, capsys):
 
     def run(flags=(), **options):
         usual = {"model": encoder, "text": words, "sequences": 8, "length": 24, "epochs": 2, "batch": 2}
-        given = {name: value for name, value in {**usual, **options}.items() if value is not None}
-        code = cli.main(["fit", *flags, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())])
+        arguments = {name: value for name, value in {**usual, **options}.items() if value is not None}
+        code = cli.main(["fit", *flags, *(f"--{name.replace('_', '-')}={value}" for name, value in arguments.items())])
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -55,8 +55,8 @@ def test_fit_reads_a_capture_and_prints_json(run, tmp_path):
     assert json.loads(shown) == json.loads((tmp_path / "fit.json").read_text())
     finder = sparsefinder.Sparsefinder.from_pretrained(tmp_path)
     # All of it but the held-out sequences, exactly as in Python.
-    own = {"rank": 2, "alpha": 1.7, "margin": 2.0, "lr": 0.01, "shared": False, "epochs": 2, "batch": 2, "seed": 3}
-    expected = sparsefinder.Sparsefinder.fit(capture.part(0, 7), **own)
+    settings = {"rank": 2, "alpha": 1.7, "margin": 2.0, "lr": 0.01, "shared": False, "epochs": 2, "batch": 2, "seed": 3}
+    expected = sparsefinder.Sparsefinder.fit(capture.part(0, 7), **settings)
     assert all(finder.tensors[name].equal(expected.tensors[name]) for name in expected.tensors)
 
 

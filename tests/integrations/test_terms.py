@@ -77,14 +77,14 @@ def test_a_sink_is_one_more_column_without_a_value(plan):
     sink, real = torch.randn(4, generator=draw, dtype=torch.float64), torch.ones(2, 12, dtype=torch.bool)
     real[0, 7:] = False
     call = AttentionInputs(query, key, value, 0.4, True, real, sink=sink)
-    own = with_sink(call)
-    found = fk.attention(own.query, own.key, own.value, plan=in_terms(call, plan), **own.options())
+    sunk = with_sink(call)
+    actual = fk.attention(sunk.query, sunk.key, sunk.value, plan=in_terms(call, plan), **sunk.options())
     seen = torch.ones(12, 12).tril().bool() & real[:, None, None]
     if plan.keep == fk.Window(4):
         seen = seen.triu(-3)
     scores = (query @ key.repeat_interleave(2, 1).mT * 0.4).masked_fill(~seen, -torch.inf)
     weights = torch.cat([scores, sink.view(1, 4, 1, 1).expand(2, 4, 12, 1)], -1).softmax(-1)[..., :-1]
-    close(found, weights @ value.repeat_interleave(2, 1))
+    close(actual, weights @ value.repeat_interleave(2, 1))
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -95,12 +95,12 @@ def test_a_sink_is_kept_by_every_cohort(count, ratio):
     query, sink = torch.randn(2, 4, count, 8, generator=draw), torch.randn(4, generator=draw)
     key, value = torch.randn(2, 2, 4 // ratio, count, 8, generator=draw)
     call = AttentionInputs(query, key, value, 0.4, False, sink=sink)
-    own, plan = with_sink(call), in_terms(call, fk.budget(24).never_exact())
-    graph = plan.keep.graph(own.query, own.key, own.value)
+    sunk, plan = with_sink(call), in_terms(call, fk.budget(24).never_exact())
+    graph = plan.keep.graph(sunk.query, sunk.key, sunk.value)
     assert graph.columns.place is not None
     assert graph.to_mask()[..., 0].all()
     auto, by_torch, reference = (
-        fk.attention(own.query, own.key, own.value, plan=plan, **own.options(impl=impl))
+        fk.attention(sunk.query, sunk.key, sunk.value, plan=plan, **sunk.options(impl=impl))
         for impl in ("auto", "torch", "reference")
     )
     close(auto, reference)
@@ -112,7 +112,7 @@ def test_what_captures_and_caches_do_not_know_is_refused():
         model = make()
         with pytest.raises(ValueError, match=said):
             fk.capture(model, [tokens()])
-        with pytest.raises(ValueError, match="capped scores, learned sinks or a bias of distances"):
+        with pytest.raises(ValueError, match="capped scores, learned sinks or a distance bias"):
             model(tokens(), past_key_values=fk.cache(model, FEW))
     assert fk.capture(gemma(), [tokens()], weights=fk.weights.Softcap(2.0)).layers == 2
 

@@ -71,8 +71,8 @@ def test_no_more_is_read_than_is_needed(encoder, monkeypatch):
 
 def test_batches_are_bounded(encoder, monkeypatch):
     monkeypatch.setattr(text, "BATCH_TOKENS", 24)
-    found = text.batches([TEXT], encoder, sequences=5, length=12)
-    assert [len(batch) for batch in found] == [2, 2, 1]
+    actual = text.batches([TEXT], encoder, sequences=5, length=12)
+    assert [len(batch) for batch in actual] == [2, 2, 1]
 
 
 def test_positions_kept_for_padding_do_not_count():

@@ -49,9 +49,9 @@ def gradients(model, ids):
 def test_gradient_checkpointing(name, reentrant):
     model, ids = MODELS[name](), tokens(3, 40)
     for module in model.modules():  # bert and gpt2 were made with dropout, which would draw
-        for own in ("attention_dropout", "p"):
-            if isinstance(getattr(module, own, None), float):
-                setattr(module, own, 0.0)
+        for field in ("attention_dropout", "p"):
+            if isinstance(getattr(module, field, None), float):
+                setattr(module, field, 0.0)
         if isinstance(getattr(module, "attn_dropout", None), torch.nn.Dropout):
             module.attn_dropout.p = 0.0
     model.train()
@@ -60,8 +60,8 @@ def test_gradient_checkpointing(name, reentrant):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
-        found = gradients(model, ids)
-    for one, other in zip(found, want, strict=True):
+        actual = gradients(model, ids)
+    for one, other in zip(actual, want, strict=True):
         close(one, other)
 
 
@@ -83,7 +83,7 @@ def test_compiled_twice():
     close(run(compiled, input_ids=ids), want)
 
 
-def _train(rank, path, found):
+def _train(rank, path, _):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
     model = llama().train()

@@ -166,12 +166,12 @@ def test_a_plan_that_must_run_runs_by_the_executor_asked_for():
     """Also where exact attention is faster, as it is for so few tokens."""
     model = MODELS["bert"]()
     exact = run(model, input_ids=tokens())
-    found = []
+    actual = []
     for impl in ("auto", "torch", "reference"):
         with apply(model, fk.budget(8).never_exact(), impl=impl):
-            found.append(run(model, input_ids=tokens()))
-        torch.testing.assert_close(found[-1], found[0], rtol=1e-3, atol=1e-4)
-        assert (found[-1] - exact).abs().max() > 1e-3
+            actual.append(run(model, input_ids=tokens()))
+        torch.testing.assert_close(actual[-1], actual[0], rtol=1e-3, atol=1e-4)
+        assert (actual[-1] - exact).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -263,15 +263,15 @@ def test_encoder_decoder():
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("own", ["sdpa", "eager"])
-def test_restored_to_the_bit(name, own):
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_restored_to_the_bit(name, implementation):
     model, inputs = MODELS[name](), padded("left")
-    model.set_attn_implementation(own)
+    model.set_attn_implementation(implementation)
     before = run(model, **inputs)
     applied = apply(model, WINDOW)
     assert far(run(model, **inputs), before)
     applied.restore()
-    assert model.config._attn_implementation == own
+    assert model.config._attn_implementation == implementation
     assert torch.equal(run(model, **inputs), before)
     applied.restore()
     assert torch.equal(run(model, **inputs), before)

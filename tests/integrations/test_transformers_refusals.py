@@ -46,7 +46,7 @@ def test_calls_that_are_refused():
         "packed causal sequences": packed,
         "not one prepared for each query": {"attention_mask": square},
         "cu_seq_lens_q: expected places from 0 to the 5 tokens of one row": {"cu_seq_lens_q": torch.tensor([0, 3, 5])},
-        "mystery: LlamaAttention hands this": {"mystery": 1.0},
+        "mystery: LlamaAttention passes this": {"mystery": 1.0},
     }
     for said, more in cases.items():
         with apply(model, EXACT), pytest.raises(ValueError, match=said):

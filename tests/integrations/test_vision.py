@@ -98,18 +98,18 @@ def test_every_key_is_the_model_itself_and_restoring_is_exact(training):
 def test_outputs_and_gradients_are_those_of_dense_attention_under_the_mask(plan, training):
     """In float64, for every parameter: what is not kept gets no gradient, what is kept gets the right one."""
     labels, pixels = torch.tensor([0, 3, 4]), images(dtype=torch.float64)
-    found = []
+    actual = []
     for model in (vit().double().train(training), dense(vit().double().train(training), plan.keep)):
         pixels.requires_grad_(True).grad = None
-        if not found:
+        if not actual:
             with fk.apply(model, plan):
                 output = model(pixel_values=pixels, labels=labels)
         else:
             output = model(pixel_values=pixels, labels=labels)
         output.loss.backward()
-        found.append([output.logits.detach(), pixels.grad.clone(), *(p.grad for p in model.parameters())])
-    assert all(bool(g.abs().max() > 0) for g in found[0])
-    for ours, theirs in zip(*found, strict=True):
+        actual.append([output.logits.detach(), pixels.grad.clone(), *(p.grad for p in model.parameters())])
+    assert all(bool(g.abs().max() > 0) for g in actual[0])
+    for ours, theirs in zip(*actual, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
 
 
@@ -211,9 +211,9 @@ def test_attention_dropout_is_refused_in_training_only():
 def test_capture_holds_what_the_layers_attend_to(form):
     model, pixels = vit(), images(4)
     parts = list(pixels.split(2))
-    given = parts if form == "tensor" else [{"pixel_values": p, "labels": torch.zeros(2).long()} for p in parts]
+    batches = parts if form == "tensor" else [{"pixel_values": p, "labels": torch.zeros(2).long()} for p in parts]
     before = logits(model, pixels)
-    capture = fk.capture(model, given)
+    capture = fk.capture(model, batches)
     assert torch.equal(logits(model, pixels), before)
     assert (capture.layers, capture.sequences, capture.tokens) == (3, 4, 4 * TOKENS)
     assert not capture.is_causal
@@ -332,9 +332,9 @@ def test_labels_are_the_checkpoints_names_or_the_rank_of_the_folder(command, che
     config = ViTConfig(image_size=8, label2id=labels, id2label={i: name for name, i in labels.items()})
     training, test = vit_data.image_folder(folder, config, str(model))
     assert training is None
-    pixels, found = test.load(torch.arange(test.size))
+    pixels, actual = test.load(torch.arange(test.size))
     colours = ["blue", "blue", "green", "green", "red", "red"]  # in the order of the folders' names
-    assert found.tolist() == [labels[c] if named else i // 2 for i, c in enumerate(colours)]
+    assert actual.tolist() == [labels[c] if named else i // 2 for i, c in enumerate(colours)]
     assert pixels.shape == (6, 3, 8, 8)
     torch.testing.assert_close(pixels[0, 0], torch.full((8, 8), (200 / 255 - 0.5) / 0.5))
     with pytest.raises(ValueError, match=r"^--folder: expected 5 class folders"):

@@ -127,9 +127,9 @@ def test_captured_inputs_are_the_sequences_end_to_end(lengths):
     one = captured_inputs(taken, **CPU)(20, 1)
     assert torch.equal(one[0], query[:, :2, :20])
     assert torch.equal(one[1], key[:, :1, :20])
-    for given in ((taken.tokens + 1, 1), (10, 3)):
+    for sizes in ((taken.tokens + 1, 1), (10, 3)):
         with pytest.raises(ValueError, match="lengths, heads: expected at most"):
-            captured_inputs(taken, **CPU)(*given)
+            captured_inputs(taken, **CPU)(*sizes)
 
 
 @pytest.mark.long
@@ -142,13 +142,13 @@ def test_the_command_writes_json_and_pictures(tmp_path, capsys):
     assert "budget:16" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["bench.json", "time.pdf", "time.png"]
     assert (out / "time.png").read_bytes()[:4] == b"\x89PNG"
-    found = json.loads((out / "bench.json").read_text())
-    assert found["settings"]["inputs"] == "random"
-    assert set(found["growth"]) == {"exact", "budget:16", "window:8", "random:8"}
-    assert len(found["rows"]) == 8
+    actual = json.loads((out / "bench.json").read_text())
+    assert actual["settings"]["inputs"] == "random"
+    assert set(actual["growth"]) == {"exact", "budget:16", "window:8", "random:8"}
+    assert len(actual["rows"]) == 8
     assert cli.main(["bench", "--json", "--causal", "--backward", *small[:1], "--plans=window:8", *small[2:]]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["settings"]["causal"], found["settings"]["backward"]) == (True, True)
+    actual = json.loads(capsys.readouterr().out)
+    assert (actual["settings"]["causal"], actual["settings"]["backward"]) == (True, True)
     alone = ["--lengths=32", *small[1:-1], f"--out={tmp_path / 'alone'}"]  # no line of time against tokens
     assert cli.main(["bench", *alone]) == 0
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["bench.json"]

@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_plain_float64(keep, causal):
     row = compare(capture, {"plan": fk.Plan(keep)}, eps=EPS).rows[0]
     errors, masses, kept, recalls, total = [], [], [], [], [0, 0]
     for layer in range(capture.layers):
-        per_layer, found, heavy = [], 0, 0
+        per_layer, actual, heavy = [], 0, 0
         for call in capture.calls(layer):
             weights, output = dense(call)
             mask = keep.graph(call.query, call.key, is_causal=causal, scale=call.scale).to_mask()
@@ -77,11 +77,11 @@ def test_the_numbers_are_those_of_plain_float64(keep, causal):
             per_layer.append((approx - output).norm(dim=-1) / output.norm(dim=-1))
             masses.append(cut.sum(-1))
             kept.append(mask.sum(-1).double())
-            found = found + ((weights >= EPS) & mask).sum((0, 2, 3))
+            actual = actual + ((weights >= EPS) & mask).sum((0, 2, 3))
             heavy = heavy + (weights >= EPS).sum((0, 2, 3))
         errors.append(torch.cat(per_layer))
-        recalls.append((found / heavy).tolist())
-        total = [total[0] + int(found.sum()), total[1] + int(heavy.sum())]
+        recalls.append((actual / heavy).tolist())
+        total = [total[0] + int(actual.sum()), total[1] + int(heavy.sum())]
     every = torch.stack(errors)  # layer, sequence, head, query
     assert row.error == pytest.approx(float(every.mean()), rel=1e-4)
     assert row.error_p50 == pytest.approx(float(every.quantile(0.5)), rel=5e-3)
@@ -129,8 +129,8 @@ def test_stand_ins_are_paid_for(capture, report):
 
 
 def test_keeping_every_key_is_exact(capture):
-    found = compare(capture, {64: standard_plans(64)})
-    for row in found.rows:
+    actual = compare(capture, {64: standard_plans(64)})
+    for row in actual.rows:
         if row.name not in ("moments", "fewkeys budget", "leverage + window", "sinks + window", "window"):
             assert row.error < 1e-5, row.name
             assert row.mass == pytest.approx(1.0, abs=1e-6)
@@ -208,7 +208,7 @@ def test_output_and_edges_come_from_the_same_random_keys(monkeypatch):
     capture = captured(layers=1, batches=1)
     outputs, edges = [], []
     run, kept_mass = module.run, module.kept_mass
-    monkeypatch.setattr(module, "run", lambda *given: outputs.append(run(*given)) or outputs[-1])
+    monkeypatch.setattr(module, "run", lambda *arguments: outputs.append(run(*arguments)) or outputs[-1])
     monkeypatch.setattr(module, "kept_mass", lambda weights, mask: edges.append(mask) or kept_mass(weights, mask))
     compare(capture, {"random": fk.Plan(fk.RandomKeys(8))}, seed=1)
     (call,) = capture.calls(0)
@@ -228,13 +228,13 @@ def test_recall_counts_entries_at_or_above_eps(capture):
 
 
 def test_causal_models_leave_out_what_cannot_be_causal():
-    found = compare(captured(causal=True), {8: standard_plans(8, is_causal=True, head_dim=8)})
-    left_out = {item.name: item.reason for item in found.skipped}
+    actual = compare(captured(causal=True), {8: standard_plans(8, is_causal=True, head_dim=8)})
+    left_out = {item.name: item.reason for item in actual.skipped}
     assert {"moments", "best shared columns (oracle)"} <= set(left_out)
     assert all("causal" in reason for reason in left_out.values())
-    assert {"exact", "top-k per query (oracle)", "window", "fewkeys budget"} <= {row.name for row in found.rows}
-    assert found.row("exact").slots == 20.5
-    assert found.is_causal
+    assert {"exact", "top-k per query (oracle)", "window", "fewkeys budget"} <= {row.name for row in actual.rows}
+    assert actual.row("exact").slots == 20.5
+    assert actual.is_causal
 
 
 def test_a_plan_whose_output_is_not_finite_is_left_out(capture, monkeypatch):
@@ -243,19 +243,19 @@ def test_a_plan_whose_output_is_not_finite_is_left_out(capture, monkeypatch):
 
     run = module.run
     monkeypatch.setattr(module, "run", broken)
-    found = compare(capture, {"broken": fk.Plan(fk.Window(5)), "sound": fk.Plan(fk.Window(6))})
-    assert [row.name for row in found.rows] == ["sound"]
-    assert "not finite" in found.skipped[0].reason
+    actual = compare(capture, {"broken": fk.Plan(fk.Window(5)), "sound": fk.Plan(fk.Window(6))})
+    assert [row.name for row in actual.rows] == ["sound"]
+    assert "not finite" in actual.skipped[0].reason
 
 
 def test_plans_come_as_list_mapping_or_budgets(capture):
     plan = fk.Plan(fk.Window(5))
     assert [(r.name, r.budget) for r in compare(capture, [plan]).rows] == [(str(plan), None)]
     assert [(r.name, r.budget) for r in compare(capture, {"a": plan}).rows] == [("a", None)]
-    found = compare(capture, {5: {"a": plan}, 6: {"a": plan}})
-    assert [(r.name, r.budget) for r in found.rows] == [("a", 5), ("a", 6)]
-    assert found.settings["budgets"] == [5, 6]
-    assert fk.Plan.from_dict(found.rows[0].config) == plan
+    actual = compare(capture, {5: {"a": plan}, 6: {"a": plan}})
+    assert [(r.name, r.budget) for r in actual.rows] == [("a", 5), ("a", 6)]
+    assert actual.settings["budgets"] == [5, 6]
+    assert fk.Plan.from_dict(actual.rows[0].config) == plan
 
 
 def test_timings_are_of_both_and_in_the_report(report):

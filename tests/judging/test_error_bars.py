@@ -162,7 +162,7 @@ def test_odd_numbers_give_finite_outputs(factors, dtype):
         "most: expected at least 2": {"most": 1},
         "plan: expected a fewkeys.Plan, got list": {"plan": [SCAN]},
         "plan: expected one with Softmax": {"plan": fk.Plan(fk.Window(3), weights=fk.weights.Power(2.0))},
-        "distance_bias: expected none": {"distance_bias": torch.zeros(1, 3)},
+        "distance_bias: expected None": {"distance_bias": torch.zeros(1, 3)},
         "value: expected no gradient": {"value": torch.ones(1, 1, KEYS, 64).requires_grad_()},
         "nothing: expected": {"nothing": 1},
     }.items(),

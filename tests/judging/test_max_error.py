@@ -42,9 +42,9 @@ def cases():
 def test_a_limit_beyond_reach_changes_nothing(shape, plan):
     """Except that a call of no more queries than a check computes is answered exactly."""
     guard = Guard(1e9, queries=9)
-    found = attend(shape, plan, guard)
+    actual = attend(shape, plan, guard)
     short = shape.queries <= 9 or plan.keep.covers(check_inputs(*shape.draw(), **shape.options))
-    assert torch.equal(found, exactly(shape, plan) if short else attend(shape, plan))
+    assert torch.equal(actual, exactly(shape, plan) if short else attend(shape, plan))
     assert guard.fallbacks.calls == 1
     assert guard.fallbacks.fallbacks == 0
     assert guard.fallbacks.checked == (0 if short else shape.batch * shape.query_heads)
@@ -79,9 +79,9 @@ def test_each_head_is_the_plan_or_exact(form, queries):
     fell = 0
     for limit in error.flatten().tolist():
         guard = Guard(limit * 1.0001, queries=queries)
-        found = attend(shape, WINDOW, guard, tensors=tensors)
-        as_plan = (found == plan).all(-1).all(-1)
-        as_exact = torch.isclose(found, exact, rtol=1e-12, atol=1e-12).all(-1).all(-1)
+        actual = attend(shape, WINDOW, guard, tensors=tensors)
+        as_plan = (actual == plan).all(-1).all(-1)
+        as_exact = torch.isclose(actual, exact, rtol=1e-12, atol=1e-12).all(-1).all(-1)
         assert (as_plan ^ as_exact).all()
         assert as_exact[error > 2.5 * limit].all()
         assert as_plan[error < limit / 2.5].all()
@@ -126,12 +126,12 @@ def test_heads_with_plans_of_their_own():
     plans = (WINDOW, fk.Plan(fk.Sinks(1), weights=fk.weights.Elu()))
     one, other = (attend(shape, plan) for plan in plans)
     guard = Guard(1e9)
-    found = attend(shape, plans, guard)
-    assert torch.equal(found, torch.cat([one[:, :3], other[:, 3:]], 1))
+    actual = attend(shape, plans, guard)
+    assert torch.equal(actual, torch.cat([one[:, :3], other[:, 3:]], 1))
     assert (guard.fallbacks.calls, guard.fallbacks.checked) == (1, 12)
-    found = attend(shape, plans, 0.0)
+    actual = attend(shape, plans, 0.0)
     expected = torch.cat([exactly(shape, plans[0])[:, :3], exactly(shape, plans[1])[:, 3:]], 1)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     guard = Guard(1e9)
     attend(shape, (fk.Plan(), WINDOW), guard)
     assert guard.fallbacks.checked == 6
@@ -142,19 +142,19 @@ def test_an_output_that_is_not_a_number_has_failed():
     output = fk.attention(*SHAPES["plain"].draw(), plan=WINDOW)
     output[1, 0] = math.nan
     guard = Guard(1e9)
-    found = guard.correct(inputs, fk.Softmax(), output)
+    actual = guard.correct(inputs, fk.Softmax(), output)
     exact = fk.attention(*SHAPES["plain"].draw())
-    torch.testing.assert_close(found[1, 0], exact[1, 0])
-    assert torch.equal(found[0], output[0])
+    torch.testing.assert_close(actual[1, 0], exact[1, 0])
+    assert torch.equal(actual[0], output[0])
     assert guard.fallbacks.fallbacks == 1
 
 
 def test_a_sequence_of_padding_is_not_judged():
     shape = Shape(queries=80, lengths=(0, 70))
     guard = Guard(0.0)
-    found = attend(shape, WINDOW, guard)
+    actual = attend(shape, WINDOW, guard)
     assert (guard.fallbacks.checked, guard.fallbacks.fallbacks) == (2, 2)
-    torch.testing.assert_close(found, exactly(shape, WINDOW))
+    torch.testing.assert_close(actual, exactly(shape, WINDOW))
     guard = Guard(1e9)
     attend(shape, WINDOW, guard)
     assert 0 < guard.fallbacks.error < 10
@@ -166,8 +166,8 @@ def test_a_sequence_of_padding_is_not_judged():
 @pytest.mark.parametrize(("queries", "checked"), [(31, 0), (32, 0), (33, 4)])
 def test_a_call_as_long_as_its_check_is_answered_exactly(queries, checked):
     shape, guard = Shape(queries=queries), Guard(1e9)
-    found = attend(shape, WINDOW, guard)
-    assert torch.equal(found, attend(shape, WINDOW) if checked else exactly(shape, WINDOW))
+    actual = attend(shape, WINDOW, guard)
+    assert torch.equal(actual, attend(shape, WINDOW) if checked else exactly(shape, WINDOW))
     assert guard.fallbacks.checked == checked
 
 
@@ -189,9 +189,9 @@ def test_randomness_comes_from_the_generator():
 
     def drawn(seed):
         guard = Guard(1.0)
-        found = attend(shape, plan, guard, generator=torch.Generator().manual_seed(seed))
+        actual = attend(shape, plan, guard, generator=torch.Generator().manual_seed(seed))
         assert 0 < guard.fallbacks.fallbacks < 4, "the case is not mixed"
-        return found
+        return actual
 
     assert torch.equal(drawn(1), drawn(1))
     assert not torch.equal(drawn(1), drawn(2))
@@ -212,12 +212,12 @@ def test_gradients_are_those_of_whoever_answers(form):
     plain, exact = attend(shape, WINDOW, tensors=tensors), exactly(shape, WINDOW, tensors)
     errors = relative_error(plain, exact).detach()
     guard = Guard(float(errors.mean()))
-    found = attend(shape, WINDOW, guard, tensors)
+    actual = attend(shape, WINDOW, guard, tensors)
     assert 0 < guard.fallbacks.fallbacks < guard.fallbacks.checked, "the case is not mixed"
-    fell = ~(found == plain).all(-1, keepdim=True).all(-2, keepdim=True)
+    fell = ~(actual == plain).all(-1, keepdim=True).all(-2, keepdim=True)
     mixed = torch.where(fell, exact, plain)
     for one, other in zip(
-        torch.autograd.grad((found * weight).sum(), tensors, retain_graph=True),
+        torch.autograd.grad((actual * weight).sum(), tensors, retain_graph=True),
         torch.autograd.grad((mixed * weight).sum(), tensors),
         strict=True,
     ):
@@ -231,11 +231,11 @@ def test_gradcheck_where_some_heads_fall_back():
     fk.attention(*tensors, plan=fk.Plan(fk.Window(5)), max_error=loose)
     limit = loose.fallbacks.error  # the mean of two heads: one is above it
 
-    def few(*given):
+    def few(*tensors):
         guard = Guard(limit)
-        found = fk.attention(*given, plan=fk.Plan(fk.Window(5)), max_error=guard)
+        actual = fk.attention(*tensors, plan=fk.Plan(fk.Window(5)), max_error=guard)
         assert guard.fallbacks.fallbacks == 1
-        return found
+        return actual
 
     assert torch.autograd.gradcheck(few, tensors)
 
@@ -248,19 +248,19 @@ def test_gradcheck_where_some_heads_fall_back():
 )
 def test_counts_add_up(calls):
     """One guard over many calls counts what a guard for each would."""
-    shared, own = Guard(1.0), []
+    shared, counts = Guard(1.0), []
     for form, seed in calls:
         for guard in (shared, Guard(1.0)):
             attend(SHAPES[form], WINDOW, guard, SHAPES[form].draw(seed))
-        own.append(guard.fallbacks)
+        counts.append(guard.fallbacks)
     total = shared.fallbacks
     assert total.calls == len(calls)
-    assert total.checked == sum(one.checked for one in own)
-    assert total.fallbacks == sum(one.fallbacks for one in own)
-    known = [one for one in own if one.checked]
-    assert (total.error is None) == (not known)
-    if known:
-        assert total.error == pytest.approx(sum(one.error * one.checked for one in known) / total.checked)
+    assert total.checked == sum(one.checked for one in counts)
+    assert total.fallbacks == sum(one.fallbacks for one in counts)
+    measured = [one for one in counts if one.checked]
+    assert (total.error is None) == (not measured)
+    if measured:
+        assert total.error == pytest.approx(sum(one.error * one.checked for one in measured) / total.checked)
 
 
 def test_counts_can_be_read():

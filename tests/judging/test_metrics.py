@@ -22,8 +22,8 @@ def test_graph_metrics(seed):
     for b in range(2):
         for h in range(3):
             p, g = predicted[b, h], gold[b, h]
-            found = sum(bool(p[i, j]) for i, j in g.nonzero())
-            assert fk.metrics.recall(predicted, gold)[b, h] == pytest.approx(found / int(g.sum()) if g.any() else 1)
+            actual = sum(bool(p[i, j]) for i, j in g.nonzero())
+            assert fk.metrics.recall(predicted, gold)[b, h] == pytest.approx(actual / int(g.sum()) if g.any() else 1)
             assert fk.metrics.sparsity(predicted)[b, h] == pytest.approx(1 - int(p.sum()) / 35)
             whole = sum(all(bool(p[i, j]) for j in g[i].nonzero()) for i in range(5))
             assert fk.metrics.exact_fraction(predicted, gold)[b, h] == pytest.approx(whole / 5)
@@ -44,19 +44,19 @@ def test_value_oblivious(seed, r):
     g = torch.Generator().manual_seed(seed)
     weights = torch.randn(4, 8, generator=g, dtype=torch.float64).softmax(-1)
     for form in ("renormalised", "projected"):
-        found = value_aware.value_oblivious(weights, r, form)
-        assert ((found > 0).sum(-1) <= r).all()
-        torch.testing.assert_close(found.sum(-1), torch.ones(4, dtype=torch.float64))
-        kept = found > 0
+        actual = value_aware.value_oblivious(weights, r, form)
+        assert ((actual > 0).sum(-1) <= r).all()
+        torch.testing.assert_close(actual.sum(-1), torch.ones(4, dtype=torch.float64))
+        kept = actual > 0
         assert (weights.masked_fill(kept, 0).amax(-1) <= weights.masked_fill(~kept, 1).amin(-1)).all()
     ratio = value_aware.value_oblivious(weights, r) / weights
     scale = ratio.amax(-1, keepdim=True)
     assert torch.allclose(ratio, torch.where(ratio > 0, scale, 0.0))
     # The projected form is the nearest point of the simplex on its support: all kept entries move by the same amount.
-    found = value_aware.value_oblivious(weights, r, "projected")
-    difference = (found - weights)[found > 0]
+    actual = value_aware.value_oblivious(weights, r, "projected")
+    difference = (actual - weights)[actual > 0]
     assert difference.min() >= -1e-12
-    for row, target in zip(found, weights, strict=True):
+    for row, target in zip(actual, weights, strict=True):
         gap = (row - target)[row > 0]
         assert torch.allclose(gap, gap[:1].expand_as(gap))
 

@@ -36,11 +36,11 @@ def test_every_head_runs_its_own_plan(name, impl):
     output = fk.attention(query, key, value, plan=plans, impl=impl, **shape.options)
     groups = shape.query_heads // shape.kv_heads
     for head, plan in enumerate(plans):
-        own = slice(head * groups, (head + 1) * groups)
+        heads = slice(head * groups, (head + 1) * groups)
         alone = fk.attention(
-            query[:, own], key[:, [head]], value[:, [head]], plan=plan, impl=impl, **shape.options
+            query[:, heads], key[:, [head]], value[:, [head]], plan=plan, impl=impl, **shape.options
         )  # fmt: skip
-        torch.testing.assert_close(output[:, own], alone, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(output[:, heads], alone, rtol=1e-10, atol=1e-12)
 
 
 def test_gradients_are_those_of_the_heads():
@@ -79,18 +79,18 @@ def test_a_comparison_judges_every_head_by_its_own_plan():
     # Plans that keep equally many keys in every head, so that the slots of a layer are the mean of its heads'.
     one, two = fk.Plan(fk.Window(5), fk.ClusterMeans(3)), fk.Plan(fk.Sinks(3) | fk.Window(5))
     mixed = ModelPlan(((one, two), (two, fk.Plan())))
-    found = compare(capture, {"one": one, "two": two, "mixed": mixed, "exact": fk.Plan()})
-    single = {name: found.row(name).per_head for name in ("one", "two", "exact")}
+    actual = compare(capture, {"one": one, "two": two, "mixed": mixed, "exact": fk.Plan()})
+    single = {name: actual.row(name).per_head for name in ("one", "two", "exact")}
     rows = (("one", "two"), ("two", "exact"))
     for kind in ("error", "mass", "recall"):
         for layer, names in enumerate(rows):
             expected = [single[name][kind][layer][2 * h + g] for h, name in enumerate(names) for g in range(2)]
-            assert found.row("mixed").per_head[kind][layer] == pytest.approx(expected, abs=1e-6)
-    slots = [found.row(name).per_layer["slots"] for name in ("one", "two", "mixed")]
+            assert actual.row("mixed").per_head[kind][layer] == pytest.approx(expected, abs=1e-6)
+    slots = [actual.row(name).per_layer["slots"] for name in ("one", "two", "mixed")]
     assert slots[2][0] == pytest.approx((slots[0][0] + slots[1][0]) / 2)
     assert slots[2][1] == pytest.approx((slots[1][1] + 40) / 2)
-    assert found.row("mixed").kind == "method"
-    assert ModelPlan.from_dict(found.row("mixed").config) == mixed
+    assert actual.row("mixed").kind == "method"
+    assert ModelPlan.from_dict(actual.row("mixed").config) == mixed
 
 
 def test_save_and_load_is_identity(tmp_path):

@@ -25,8 +25,8 @@ PLANS = {
 CAUSAL = {"constant": fk.budget(24, is_causal=True, memory="constant"), "scan": fk.budget(24, is_causal=True)}
 
 
-def bits(found, row, length):
-    packed = found.tensors[f"{row}.kept"]
+def bits(sample, row, length):
+    packed = sample.tensors[f"{row}.kept"]
     return (packed[..., torch.arange(length) // 8] >> (torch.arange(length) % 8).to(torch.uint8)) & 1 == 1
 
 
@@ -38,13 +38,13 @@ def test_queries_get_what_compare_measures(causal):
     report = compare(capture, {name: plan for name, plan in plans.items() if name != "sample"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "QUERIES", capture.tokens)  # then means over queries are those of the report
-        found = take(capture, list(plans.values()))
-    assert found.queries == tuple(range(capture.tokens))
+        actual = take(capture, list(plans.values()))
+    assert actual.queries == tuple(range(capture.tokens))
     weights = torch.stack([dense(next(capture.calls(layer)))[0][0] for layer in range(2)])
-    torch.testing.assert_close(found.tensors["exact"].double() / UNIT, weights, rtol=0, atol=1 / UNIT)
+    torch.testing.assert_close(actual.tensors["exact"].double() / UNIT, weights, rtol=0, atol=1 / UNIT)
     for row, name in enumerate(plans):
-        kept = bits(found, row, capture.tokens)
-        stand_ins = found.tensors.get(f"{row}.weight")
+        kept = bits(actual, row, capture.tokens)
+        stand_ins = actual.tensors.get(f"{row}.weight")
         assert (stand_ins is None) == (name in ("exact", "window", "top-k"))
         if stand_ins is not None:
             total = stand_ins.double().sum(-1) / UNIT
@@ -53,7 +53,7 @@ def test_queries_get_what_compare_measures(causal):
             continue
         mine = report.row(name)
         measured = [torch.tensor(mine.per_head[of], dtype=torch.float64) for of in ("error", "mass")]
-        shown = found.tensors[f"{row}.error"].double().mean(-1), (weights * kept).sum(-1).mean(-1)
+        shown = actual.tensors[f"{row}.error"].double().mean(-1), (weights * kept).sum(-1).mean(-1)
         torch.testing.assert_close(shown, tuple(measured), rtol=0, atol=1e-5)
 
 
@@ -74,12 +74,12 @@ def test_weights_of_stand_ins_are_the_same_one_by_one_and_together():
 
 def test_it_comes_back_from_disk_and_damage_is_refused(tmp_path):
     path = tmp_path / "sample.safetensors"
-    found = take(captured(lengths=(33, 40, 7)), [fk.budget(16)], tokens=["a"] * 33)
-    assert (found.queries[0], found.queries[-1], len(found.tokens)) == (2, 30, 33)
-    found.save(path)
+    actual = take(captured(lengths=(33, 40, 7)), [fk.budget(16)], tokens=["a"] * 33)
+    assert (actual.queries[0], actual.queries[-1], len(actual.tokens)) == (2, 30, 33)
+    actual.save(path)
     again = Sample.load(path)
-    assert (again.tokens, again.queries) == (found.tokens, found.queries)
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in found.tensors.items())
+    assert (again.tokens, again.queries) == (actual.tokens, actual.queries)
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in actual.tensors.items())
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
@@ -92,5 +92,5 @@ def test_it_stays_small(monkeypatch):
     size = capture.layers * capture.query_heads * 40 * (2 + 1 / 8)
     for most, queries in ((2 * size, 2), (size, 1), (size - 1, None)):
         monkeypatch.setattr(module, "MOST", most)
-        found = take(capture, [fk.Plan(fk.Window(3))])
-        assert found is None if queries is None else len(found.queries) == queries
+        actual = take(capture, [fk.Plan(fk.Window(3))])
+        assert actual is None if queries is None else len(actual.queries) == queries

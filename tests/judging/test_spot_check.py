@@ -53,31 +53,31 @@ CASES = [
 @pytest.mark.parametrize(("shape", "plan"), CASES)
 def test_every_query_gives_the_error_itself(shape, plan):
     errors = true_errors(shape, plan)
-    found = spot_check(*shape.draw(), plan, queries=shape.queries + 2, **shape.options)
-    assert found.error == found.low == found.high == pytest.approx(float(errors.mean()), abs=1e-9)
-    assert found.per_head == pytest.approx(errors.mean(-1).tolist(), abs=1e-9)
-    assert found.of == errors.numel()
-    assert found.queries in (errors.numel(), 0)
+    actual = spot_check(*shape.draw(), plan, queries=shape.queries + 2, **shape.options)
+    assert actual.error == actual.low == actual.high == pytest.approx(float(errors.mean()), abs=1e-9)
+    assert actual.per_head == pytest.approx(errors.mean(-1).tolist(), abs=1e-9)
+    assert actual.of == errors.numel()
+    assert actual.queries in (errors.numel(), 0)
 
 
 def test_heads_with_plans_of_their_own():
     shape = SHAPES["grouped"]
     plans = (fk.Plan(fk.Window(5)), fk.Plan(fk.Sinks(2)))
-    found = spot_check(*shape.draw(), plans, queries=70)
+    actual = spot_check(*shape.draw(), plans, queries=70)
     first, second = (true_errors(shape, plan).mean(-1).tolist() for plan in plans)
-    assert found.per_head == pytest.approx([*first[:3], *second[3:]], abs=1e-9)
+    assert actual.per_head == pytest.approx([*first[:3], *second[3:]], abs=1e-9)
     query, key, value = shape.draw()
     few = fk.attention(query, key, value, plan=plans, impl="torch")
     error = fk.metrics.output_error(few, fk.attention(query, key, value, impl="reference"))
-    assert found.error == pytest.approx(error, abs=1e-9)
-    found = spot_check(query, key, value, plans[::-1], queries=70)
-    assert found.per_head[:3] == pytest.approx(second[:3], abs=1e-9)
+    assert actual.error == pytest.approx(error, abs=1e-9)
+    actual = spot_check(query, key, value, plans[::-1], queries=70)
+    assert actual.per_head[:3] == pytest.approx(second[:3], abs=1e-9)
 
 
 @pytest.mark.parametrize("plan", [fk.Plan(), fk.Plan(fk.Window(141)), fk.Plan(weights=fk.weights.Elu())], ids=str)
 def test_exact_attention_has_no_error_and_no_doubt(plan):
-    found = spot_check(*SHAPES["padded"].draw(), plan, lengths=torch.tensor([70, 33]))
-    assert (found.error, found.low, found.high, found.queries, found.of) == (0, 0, 0, 0, 2 * 103)
+    actual = spot_check(*SHAPES["padded"].draw(), plan, lengths=torch.tensor([70, 33]))
+    assert (actual.error, actual.low, actual.high, actual.queries, actual.of) == (0, 0, 0, 0, 2 * 103)
 
 
 @pytest.mark.parametrize("name", KEEPS)
@@ -86,10 +86,10 @@ def test_low_precision(name, dtype):
     """Half-precision outputs move by their rounding, 2^-8 or 2^-11 of their size, and so does the error."""
     shape, plan = SHAPES["grouped"], fk.Plan(KEEPS[name])
     tensors = [tensor.to(dtype) for tensor in shape.draw()]
-    found = spot_check(*tensors, plan, queries=70)
+    actual = spot_check(*tensors, plan, queries=70)
     few = fk.attention(*tensors, plan=plan.never_exact()).float()
     exact = fk.attention(*(tensor.double() for tensor in tensors), impl="reference").float()
-    assert found.error == pytest.approx(fk.metrics.output_error(few, exact), abs=1e-5)
+    assert actual.error == pytest.approx(fk.metrics.output_error(few, exact), abs=1e-5)
 
 
 # --- a few queries seen ------------------------------------------------------------------------------------------
@@ -130,12 +130,12 @@ def test_estimates_are_unbiased(form, keep):
     shape, plan = FORMS[form], fk.Plan(keep)
     truth = float(true_errors(shape, plan).mean())
     tensors = shape.draw()
-    found = torch.tensor(
+    actual = torch.tensor(
         [spot_check(*tensors, plan, queries=9, generator=seed(number), **shape.options).error for number in range(200)],
         dtype=torch.float64,
     )
-    assert found.std() > 0
-    assert abs(found.mean() - truth) < 4 * found.std() / math.sqrt(200)
+    assert actual.std() > 0
+    assert abs(actual.mean() - truth) < 4 * actual.std() / math.sqrt(200)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_masked_is_deleted(side, is_causal):
 def test_queries_that_see_no_key_are_not_counted():
     """Nor is a sequence that is all padding; a causal query before the first real key sees nothing."""
     query, key, value = SHAPES["cross"].draw()
-    found = spot_check(query, key, value, WINDOW, queries=40, lengths=torch.tensor([90, 0]))
+    actual = spot_check(query, key, value, WINDOW, queries=40, lengths=torch.tensor([90, 0]))
     alone = spot_check(query[:1], key[:1], value[:1], WINDOW, queries=40)
-    assert (found.error, found.of) == (alone.error, alone.of)
+    assert (actual.error, actual.of) == (alone.error, alone.of)
     mask = (torch.arange(90) >= 7).expand(2, -1)
-    found = spot_check(query, key, value, WINDOW, queries=40, key_mask=mask, is_causal=True)
-    assert found.of == 2 * 2 * 30
+    actual = spot_check(query, key, value, WINDOW, queries=40, key_mask=mask, is_causal=True)
+    assert actual.of == 2 * 2 * 30
     nothing = spot_check(query, key, value, WINDOW, lengths=torch.tensor([0, 0]))
     assert (nothing.error, nothing.low, nothing.high, nothing.of) == (0, 0, 0, 0)
 
@@ -182,8 +182,8 @@ def test_a_causal_query_with_a_cache_sees_the_keys_before_it():
     """Of 30 queries at keys 120 to 149, the one at 127 is the first to see the first real key."""
     query, key, value = CAUSAL_SHAPES["causal with offset"].draw()
     mask = (torch.arange(150) >= 127).expand(2, -1)
-    found = spot_check(query, key, value, WINDOW, queries=40, key_mask=mask, is_causal=True, query_offset=120)
-    assert found.of == 2 * 2 * 23
+    actual = spot_check(query, key, value, WINDOW, queries=40, key_mask=mask, is_causal=True, query_offset=120)
+    assert actual.of == 2 * 2 * 23
 
 
 def test_heads_and_sequences_have_samples_of_their_own():
@@ -205,9 +205,9 @@ def test_a_plan_is_judged_even_where_exact_attention_would_be_faster():
 
 def test_the_cost_is_what_was_asked():
     shape = SHAPES["long"]
-    found = spot_check(*shape.draw(), WINDOW, queries=32)
-    assert (found.queries, found.of) == (32, 401)
-    assert found.low < found.error < found.high
+    actual = spot_check(*shape.draw(), WINDOW, queries=32)
+    assert (actual.queries, actual.of) == (32, 401)
+    assert actual.low < actual.error < actual.high
 
 
 def test_the_same_seed_gives_the_same_sample():
@@ -243,13 +243,13 @@ def test_every_query_of_a_model_gives_the_error_of_compare(name):
     inputs = batches()
     capture = fk.capture(model, inputs)
     rows = fk.compare(capture, plans).rows
-    found = spot_check(model, inputs, plans, queries=40)
-    for layer, (row, check) in enumerate(zip(rows, found.per_layer, strict=True)):
+    actual = spot_check(model, inputs, plans, queries=40)
+    for layer, (row, check) in enumerate(zip(rows, actual.per_layer, strict=True)):
         # compare is in float32
         assert check.error == check.low == pytest.approx(row.per_layer["error"][layer], rel=1e-4, abs=1e-6)
         assert check.per_head == pytest.approx(row.per_head["error"][layer], rel=1e-4, abs=1e-6)
-    assert found.error == pytest.approx(sum(check.error for check in found.per_layer) / 3)
-    assert found.of == sum(check.of for check in found.per_layer) == 3 * 4 * (30 + 40 + 25 + 80)
+    assert actual.error == pytest.approx(sum(check.error for check in actual.per_layer) / 3)
+    assert actual.of == sum(check.of for check in actual.per_layer) == 3 * 4 * (30 + 40 + 25 + 80)
 
 
 def test_every_layer_is_given_what_it_gets_in_the_exact_model():
@@ -259,7 +259,7 @@ def test_every_layer_is_given_what_it_gets_in_the_exact_model():
 
     model, ids, inputs = bert(), tokens(2, 40), []
     layer = model.encoder.layer[1].attention.self.query
-    hook = layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].clone()))
+    hook = layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].clone()))
     with torch.no_grad():
         model(ids)
     spot_check(model, ids, fk.Plan(fk.Window(1)), queries=8)
@@ -275,12 +275,12 @@ def test_a_model_gives_intervals_and_stays_as_it_is():
     model, inputs = bert(), batches()
     before = run(model, **inputs[0])
     truth = spot_check(model, inputs, WINDOW, queries=40).error
-    found = spot_check(model, inputs, WINDOW, queries=8, generator=seed(0))
-    assert found.low < truth < found.high
-    assert all(layer.low < layer.error < layer.high for layer in found.per_layer)
-    assert found.high - found.low < sum(layer.high - layer.low for layer in found.per_layer) / 3
+    actual = spot_check(model, inputs, WINDOW, queries=8, generator=seed(0))
+    assert actual.low < truth < actual.high
+    assert all(layer.low < layer.error < layer.high for layer in actual.per_layer)
+    assert actual.high - actual.low < sum(layer.high - layer.low for layer in actual.per_layer) / 3
     with fk.apply(model, fk.Plan(fk.Window(1))):
-        assert spot_check(model, inputs, WINDOW, queries=8, generator=seed(0)) == found
+        assert spot_check(model, inputs, WINDOW, queries=8, generator=seed(0)) == actual
     assert torch.equal(run(model, **inputs[0]), before)
     one = spot_check(model=model, batches=inputs[1], plan=WINDOW, queries=8)
     assert one.of == 3 * 2 * 4 * 40
@@ -356,7 +356,7 @@ def test_a_result_can_be_read():
 
 def test_the_page_runs(capsys):
     page = (Path(__file__).parents[2] / "docs" / "quality-control.md").read_text()
-    found = re.findall(r"```python\n(.*?)```", page, re.S)
-    assert found
-    exec(found[0], {})
+    actual = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert actual
+    exec(actual[0], {})
     assert "interval" in capsys.readouterr().out

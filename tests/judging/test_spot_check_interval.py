@@ -36,10 +36,10 @@ def test_intervals_cover(plan, heads):
     tensors = shape.draw(dtype=torch.float32)
     few = fk.attention(*tensors, plan=plan.never_exact(), **shape.options)
     truth = float(relative_error(few, fk.attention(*tensors, impl="reference", **shape.options)).mean())
-    found = [spot_check(*tensors, plan, generator=seed(n), **shape.options) for n in range(300)]
-    covered = sum(check.low <= truth <= check.high for check in found)
+    actual = [spot_check(*tensors, plan, generator=seed(n), **shape.options) for n in range(300)]
+    covered = sum(check.low <= truth <= check.high for check in actual)
     assert covered >= 3 * 93
-    width = sum(check.high - check.low for check in found) / 300
+    width = sum(check.high - check.low for check in actual) / 300
     assert 0 < width < 0.8 * truth / math.sqrt(heads)
 
 

@@ -50,11 +50,11 @@ def by_definition(taken, layer, plan, projection):
 
 
 @pytest.mark.parametrize("lengths", [None, [40, 17, 1]])
-@pytest.mark.parametrize("known", [True, False])
-def test_scores_are_the_errors_by_definition(lengths, known, monkeypatch):
+@pytest.mark.parametrize("has_projection", [True, False])
+def test_scores_are_the_errors_by_definition(lengths, has_projection, monkeypatch):
     taken = captured(lengths=lengths)
     weight = torch.eye(32).view(32, 4, 8)
-    if known:
+    if has_projection:
         weight = torch.randn(24, 4, 8, generator=torch.Generator().manual_seed(5))
         monkeypatch.setattr(type(taken), "projection", lambda self, layer: weight)
     done = []
@@ -139,14 +139,14 @@ def test_candidates_pay_what_they_say(slots, is_causal):
     query, key, value = (
         torch.randn(1, 1, keys, 32, generator=torch.Generator().manual_seed(s)) for s in (0, 1, 2)
     )  # fmt: skip
-    found = splits(slots, is_causal=is_causal, keys=keys, width=64)
-    assert found[0].plan == fk.budget(slots, is_causal=is_causal)
-    assert len(set(found)) == len(found)
+    actual = splits(slots, is_causal=is_causal, keys=keys, width=64)
+    assert actual[0].plan == fk.budget(slots, is_causal=is_causal)
+    assert len(set(actual)) == len(actual)
     whole = fk.Plan(fk.KeyScan(keys), fk.BlockMeans(1), exact_if_faster=True) if is_causal else Plan()
-    assert (found[-1].plan, found[-1].slots) == (whole, keys)
-    assert max(candidate.slots for candidate in found[:-1]) < keys  # who pays for every key may have every key
-    near = [other for candidate in found[1:20:5] for other in variants(candidate, width=64)]
-    for candidate in [*found[:-1:7], *near[::3]]:
+    assert (actual[-1].plan, actual[-1].slots) == (whole, keys)
+    assert max(candidate.slots for candidate in actual[:-1]) < keys  # who pays for every key may have every key
+    near = [other for candidate in actual[1:20:5] for other in variants(candidate, width=64)]
+    for candidate in [*actual[:-1:7], *near[::3]]:
         graph = candidate.plan.keep.graph(query, key, value, is_causal=is_causal)
         kept = graph.to_mask()[0, 0].sum(-1).float()
         by_block = isinstance(candidate.plan.rest, fk.rest.RunningMeans | fk.BlockMeans)
@@ -158,15 +158,15 @@ def test_candidates_pay_what_they_say(slots, is_causal):
 def test_tuning_beats_the_budget_at_no_more_slots():
     model = MODELS["bert"]()
     taken = capture(model, [tokens(3, 40), tokens(3, 40, seed=9)])
-    found = fk.tune(taken, 12)
-    assert len(found) == 3
-    assert {len(layer) for layer in found} == {4}
-    assert found.record["slots"] <= 12
-    rows = compare(taken, {"tuned": found, "budget": fk.budget(12)})
+    actual = fk.tune(taken, 12)
+    assert len(actual) == 3
+    assert {len(layer) for layer in actual} == {4}
+    assert actual.record["slots"] <= 12
+    rows = compare(taken, {"tuned": actual, "budget": fk.budget(12)})
     assert rows.row("tuned").slots <= 12
-    assert rows.row("tuned").error == pytest.approx(found.record["error"], rel=1e-3)
-    assert rows.row("budget").error == pytest.approx(found.record["budget"]["error"], rel=1e-3)
-    gains = [found.record[name] / found.record["budget"][name] for name in ("error", "layer_error")]
+    assert rows.row("tuned").error == pytest.approx(actual.record["error"], rel=1e-3)
+    assert rows.row("budget").error == pytest.approx(actual.record["budget"]["error"], rel=1e-3)
+    gains = [actual.record[name] / actual.record["budget"][name] for name in ("error", "layer_error")]
     assert max(gains) < 0.9
 
 
@@ -198,12 +198,12 @@ def test_slots_go_where_the_projection_looks(monkeypatch):
 def test_causal_models_get_causal_plans():
     model = MODELS["llama"]()
     taken = capture(model, [tokens(3, 40)])
-    found = fk.tune(taken, 10)
-    assert {len(layer) for layer in found} == {2}
-    tuned, common = found.record, found.record["budget"]
+    actual = fk.tune(taken, 10)
+    assert {len(layer) for layer in actual} == {2}
+    tuned, common = actual.record, actual.record["budget"]
     assert tuned["error"] / common["error"] + tuned["layer_error"] / common["layer_error"] <= 2 + 1e-9
-    assert all(plan.keep is None or plan.keep.causal for layer in found for plan in layer)
-    with fk.apply(model, found):
+    assert all(plan.keep is None or plan.keep.causal for layer in actual for plan in layer)
+    with fk.apply(model, actual):
         model(tokens(1, 20))
 
 
@@ -295,11 +295,11 @@ def test_refusals():
 
 @pytest.mark.parametrize("memory", ["all", "constant"])
 def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
-    found = splits(128, is_causal=True, keys=2000, width=64, memory=memory)
-    assert found[0].plan == fk.budget(128, is_causal=True, memory=memory)
-    scans = {candidate.slots for candidate in found if isinstance(candidate.plan.rest, fk.BlockMeans)}
+    actual = splits(128, is_causal=True, keys=2000, width=64, memory=memory)
+    assert actual[0].plan == fk.budget(128, is_causal=True, memory=memory)
+    scans = {candidate.slots for candidate in actual if isinstance(candidate.plan.rest, fk.BlockMeans)}
     assert scans == ({32, 48, 64, 96, 128, 176, 240, 320, 512, 768, 2000} if memory == "all" else set())
-    parts = {(*map(type, candidate.plan.parts), type(candidate.plan.rest)) for candidate in found[1:-1]}
+    parts = {(*map(type, candidate.plan.parts), type(candidate.plan.rest)) for candidate in actual[1:-1]}
     lists = [
         (fk.Window,),
         (fk.select.Leverage, fk.Window),
@@ -308,7 +308,7 @@ def test_candidates_of_decoders_keep_all_keys_at_hand_or_none_for_ever(memory):
     ]
     pasts = [(fk.select.RecentBlocks, fk.rest.RunningMeans), (fk.Sinks, fk.select.RecentBlocks, fk.rest.RunningMeans)]
     of_memory = {"all": [(fk.KeyScan, fk.BlockMeans), (fk.Sinks, fk.Window, fk.Drop)]}
-    assert parts == {*of_memory.get(memory, [*pasts, *((*own, fk.Drop) for own in lists)])}
+    assert parts == {*of_memory.get(memory, [*pasts, *((*part, fk.Drop) for part in lists)])}
 
 
 def test_what_is_left_is_spent_where_a_slot_gains_most():

@@ -39,10 +39,10 @@ def taken(monkeypatch):
 def test_it_is_the_reference(plan, form, dtype, taken):
     shape = FORMS[form]
     tensors = shape.draw(dtype=dtype)
-    found = fk.attention(*tensors, plan=plan, impl="auto", **shape.options)
+    actual = fk.attention(*tensors, plan=plan, impl="auto", **shape.options)
     want = fk.attention(*tensors, plan=plan, impl="reference", **shape.options)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, want, **CLOSE[dtype])
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, want, **CLOSE[dtype])
     assert bool(taken) == has_kernel(plan, check_inputs(*tensors, **shape.options))
 
 
@@ -66,23 +66,23 @@ def test_layouts(plan, dtype):
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     sparse = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
     for tensors in (turned, sparse):
-        found = fk.attention(*tensors, plan=plan, impl="auto")
-        torch.testing.assert_close(found, usual, **CLOSE[dtype])  # torch adds up the moments in another order
+        actual = fk.attention(*tensors, plan=plan, impl="auto")
+        torch.testing.assert_close(actual, usual, **CLOSE[dtype])  # torch adds up the moments in another order
     one = [x[:, :1].expand(-1, 2, -1, -1) for x in (q, k, v)]
-    found = fk.attention(*one, plan=plan, impl="auto")
-    assert torch.equal(found[:, 0], found[:, 1])
+    actual = fk.attention(*one, plan=plan, impl="auto")
+    assert torch.equal(actual[:, 0], actual[:, 1])
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("plan", MEANS[:5], ids=str)
 def test_the_number_of_threads_changes_nothing(plan, dtype):
     tensors = SHAPES["grouped"].draw(dtype=dtype)
-    threads, found = torch.get_num_threads(), []
+    threads, actual = torch.get_num_threads(), []
     for number in (1, 3):
         torch.set_num_threads(number)
-        found.append(fk.attention(*tensors, plan=plan, impl="auto"))
+        actual.append(fk.attention(*tensors, plan=plan, impl="auto"))
     torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    assert torch.equal(*actual)
 
 
 @pytest.mark.parametrize("size", [30.0, 300.0])
@@ -91,9 +91,9 @@ def test_far_scores_neither_overflow_nor_vanish_wrongly(plan, size):
     """One key decides every row, and with it often one part of the row alone: list, band or stand-in."""
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 80, 8, generator=g)
-    found = fk.attention(size * q, k, v, plan=plan, impl="auto")
+    actual = fk.attention(size * q, k, v, plan=plan, impl="auto")
     want = fk.attention(size * q, k, v, plan=plan, impl="reference")
-    torch.testing.assert_close(found, want, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(actual, want, atol=2e-3, rtol=1e-3)
 
 
 def test_a_stand_in_whose_keys_are_all_kept_vanishes():
@@ -122,9 +122,9 @@ def test_weights_are_exact_up_to_the_rounding_of_the_dtype(keep):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 300, 16, generator=g).bfloat16() for _ in range(3))
     options = {"keep": keep, "impl": "torch"}
-    found = fk.attention(q.float(), k.float(), v.float(), **options)
+    actual = fk.attention(q.float(), k.float(), v.float(), **options)
     want = fk.attention(q.double(), k.double(), v.double(), **options)
-    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual.double(), want, rtol=1e-6, atol=1e-6)
     rounding = fk.attention(q.double(), k.double(), v.double().abs(), **options) * 2**-7
     off = fk.attention(q, k, v, **options).double() - want
     assert (off.abs() <= 1.01 * rounding).all()
@@ -138,11 +138,11 @@ def test_rounding_of_weights_has_no_side():
     side = torch.where(torch.arange(100) % 2 == 0, 1.0, -1.0).bfloat16().view(1, 1, -1, 1)
     for sign in (1, -1):
         v = torch.zeros(1, 1, 3000, 1).bfloat16().scatter(2, kept.unsqueeze(-1), sign * side)
-        found, want = (
+        actual, want = (
             fk.attention(*tensors, keep=fk.select.KeyNorm(100), impl="auto").double()
             for tensors in ((q, k, v), (q.double(), k.double(), v.double()))
         )
-        assert (found - want).mean().abs() < 2e-4
+        assert (actual - want).mean().abs() < 2e-4
 
 
 @given(shift=st.floats(-1e3, 1e3))
@@ -152,18 +152,18 @@ def test_a_number_added_to_all_scores_changes_little(shift):
     usual = fk.attention(q, k, v, keep=fk.Window(9), impl="auto")
     ones = torch.ones(1, 1, 80, 1)
     q, k = torch.cat([q, ones], -1), torch.cat([k, shift * ones * 8**0.5], -1)
-    found = fk.attention(q, k, v, keep=fk.Window(9), impl="auto", scale=8**-0.5)
-    torch.testing.assert_close(found, usual, atol=1e-3, rtol=1e-3)
+    actual = fk.attention(q, k, v, keep=fk.Window(9), impl="auto", scale=8**-0.5)
+    torch.testing.assert_close(actual, usual, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_scores_that_would_overflow_take_all_and_touch_no_other_row(dtype):
     q, k, v = (x.clone() for x in SHAPES["plain"].draw(dtype=dtype))
     q[0, 0, 35, 0], k[0, 0, 36, 0] = 1e30, 1e30
-    found = fk.attention(q, k, v, keep=fk.Window(9), impl="auto")
-    torch.testing.assert_close(found[0, 0, 35], v[0, 0, 36])
-    assert found[0, 0, :30].isfinite().all()
-    assert found[1].isfinite().all()
+    actual = fk.attention(q, k, v, keep=fk.Window(9), impl="auto")
+    torch.testing.assert_close(actual[0, 0, 35], v[0, 0, 36])
+    assert actual[0, 0, :30].isfinite().all()
+    assert actual[1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -171,9 +171,9 @@ def test_rows_that_see_nothing_give_zeros(dtype, taken):
     q, k, v = torch.randn(3, 2, 1, 30, 4, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
     lengths = torch.tensor([30, 0])
     for plan in (fk.Plan(fk.Window(5)), fk.Plan(fk.select.KeyNorm(3)), fk.Plan(fk.select.KeyNorm(3) | fk.Window(5))):
-        found = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="auto")
-        assert not found[1].any()
-        assert found[0].any(-1).all()
+        actual = fk.attention(q, k, v, plan=plan, lengths=lengths, impl="auto")
+        assert not actual[1].any()
+        assert actual[0].any(-1).all()
     assert len(taken) == 3
 
 
@@ -277,9 +277,9 @@ def test_how_queries_measure_keys(tokens, form, dtype):
     shape = replace(SHAPES[form], keys=tokens, queries=tokens + 7 * (form == "cross padded"), head_dim=33, value_dim=19)
     shape = replace(shape, lengths=None if shape.lengths is None else (tokens, 40))
     query, key, value = shape.draw(dtype=dtype)
-    found, want = (check_inputs(query + 1, key + 3, value, **shape.options) for _ in range(2))
-    pairs = [(clusters.frame(found), without(lambda: clusters.frame(want)))]
-    pairs.append((clusters.query_moments(found), without(lambda: clusters.query_moments(want))))
+    actual, want = (check_inputs(query + 1, key + 3, value, **shape.options) for _ in range(2))
+    pairs = [(clusters.frame(actual), without(lambda: clusters.frame(want)))]
+    pairs.append((clusters.query_moments(actual), without(lambda: clusters.query_moments(want))))
     for one, other in pairs:
         for name, part in vars(one).items():
             torch.testing.assert_close(part, getattr(other, name), rtol=1e-3, atol=1e-4, msg=name)
@@ -287,9 +287,9 @@ def test_how_queries_measure_keys(tokens, form, dtype):
 
 def test_no_root_is_told():
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
-    some = torch.full((q.shape[0],), float(q.shape[2]))
-    assert native.frame(q, k, v, some, some, scale=1.0, ridge=1e-6) is not None
-    assert native.frame(q, k, v, some, some, scale=1.0, ridge=-2.0) is None
+    lengths = torch.full((q.shape[0],), float(q.shape[2]))
+    assert native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=1e-6) is not None
+    assert native.frame(q, k, v, lengths, lengths, scale=1.0, ridge=-2.0) is None
 
 
 def test_mixed_precision_is_read_as_it_is(taken):
@@ -316,16 +316,16 @@ def test_lloyds_steps(form, count, size, mean, dtype):
     shape = replace(SHAPES[form], keys=300, head_dim=33, value_dim=19)
     shape = replace(shape, lengths=None if shape.lengths is None else (300, 40))
     query, key, value = shape.draw(dtype=dtype)
-    found, want = (check_inputs(query, size * key + mean, value, **shape.options) for _ in range(2))
-    found, want = clusters.clusters(found, count), without(lambda: clusters.clusters(want, count))
-    torch.testing.assert_close(found.importance, want.importance, rtol=1e-3, atol=1e-3)
+    actual, want = (check_inputs(query, size * key + mean, value, **shape.options) for _ in range(2))
+    actual, want = clusters.clusters(actual, count), without(lambda: clusters.clusters(want, count))
+    torch.testing.assert_close(actual.importance, want.importance, rtol=1e-3, atol=1e-3)
     real = torch.ones(value.shape[0], 1, value.shape[2], dtype=torch.bool)
-    for own, length in zip(real, shape.lengths or (), strict=False):
-        own[:, length:] = False
+    for row, length in zip(real, shape.lengths or (), strict=False):
+        row[:, length:] = False
     # A key as near to one centre as to another may change its cluster by rounding, but not its distance.
-    one, other = (part.distance.masked_fill(~real, 0.0) for part in (found, want))
+    one, other = (part.distance.masked_fill(~real, 0.0) for part in (actual, want))
     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    assert ((found.label == want.label) | ~real).float().mean() > 0.98
+    assert ((actual.label == want.label) | ~real).float().mean() > 0.98
 
 
 def test_products_of_many_keys():
@@ -354,7 +354,7 @@ def test_sums_of_many_keys():
     k = torch.randn(1, 2, 9000, 8, generator=torch.Generator().manual_seed(0))
     label, share = torch.arange(9000).expand(1, 2, -1) % 7, torch.ones(1, 2, 9000)
     sums = native.label_sums(k, k, label, share, 7)
-    want = torch.stack([k[:, :, own::7].double().sum(2) for own in range(7)], 2)
+    want = torch.stack([k[:, :, start::7].double().sum(2) for start in range(7)], 2)
     torch.testing.assert_close(sums.double(), torch.cat([want, want], -1), rtol=1e-4, atol=1e-3)
 
 
@@ -367,12 +367,12 @@ def test_sums_of_many_keys():
 def test_threads_change_no_bit(plan, tokens):
     """Heads that one thread does from beginning to end, and heads that all share."""
     q, k, v = (torch.randn(1, 2, tokens, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    before, found = torch.get_num_threads(), []
+    before, actual = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(fk.attention(q, k, v, plan=plan, impl="auto"))
+        actual.append(fk.attention(q, k, v, plan=plan, impl="auto"))
     torch.set_num_threads(before)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(actual[0], other) for other in actual[1:])
 
 
 @pytest.mark.long
@@ -394,15 +394,15 @@ def test_threads_change_no_bit_of_gradients(slots, cohorts, sizes, dtype, seed):
     key = torch.randn(batch, heads, tokens, dim, generator=g)
     key = (key * (0.5 + 2 * torch.rand(batch, heads, tokens, 1, generator=g))).to(dtype)
     value = torch.randn(batch, heads, tokens, dim, generator=g).to(dtype)
-    before, found = torch.get_num_threads(), []
+    before, actual = torch.get_num_threads(), []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
         rows = [x.clone().requires_grad_() for x in (query, key, value)]
         output = fk.attention(*rows, plan=plan)
-        found.append([output.detach(), *torch.autograd.grad(output.float().square().sum(), rows)])
+        actual.append([output.detach(), *torch.autograd.grad(output.float().square().sum(), rows)])
     torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+    for other in actual[1:]:
+        assert all(torch.equal(*pair) for pair in zip(actual[0], other, strict=True))
 
 
 @pytest.fixture
@@ -412,12 +412,12 @@ def late():
     entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-    def come_late(told, data, count, flags):
-        other = threading.Timer(0.2, work(told), (data,))
+    def come_late(function, data, count, flags):
+        other = threading.Timer(0.2, work(function), (data,))
         other.start()
         calls.append(count)
         other.join()
-        work(told)(data)
+        work(function)(data)
 
     held = entry(come_late)
     library.fewkeys_lend(held)
@@ -442,9 +442,9 @@ def test_the_largest_entries(bad, dtype):
     k, v = k.repeat(1, 1, 9, 1).mT.contiguous().mT, v.repeat(1, 1, 9, 1).transpose(0, 1).contiguous().transpose(0, 1)
     if bad is not None:
         v[-1, -1, -1, -1] = bad
-    found, want = native.largest(q, k, v), largest_entries(q, k, v)
-    assert all(math.isfinite(each) for each in found) == (bad is None)
-    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+    actual, want = native.largest(q, k, v), largest_entries(q, k, v)
+    assert all(math.isfinite(each) for each in actual) == (bad is None)
+    torch.testing.assert_close(actual, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_whole_plans_with_and_without():

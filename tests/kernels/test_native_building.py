@@ -187,12 +187,12 @@ def test_threads_are_those_of_torch_or_its_own(threads, wheel, monkeypatch):
     monkeypatch.setattr(build, "LIBRARIES", wheel)
     monkeypatch.setattr(build, "_threads", lambda: threads)
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
-    before, found = torch.get_num_threads(), []
+    before, actual = torch.get_num_threads(), []
     for number in (1, 3):
         torch.set_num_threads(number)
-        found.append(fk.attention(q, k, v, plan=MEANS[0], impl="native"))
+        actual.append(fk.attention(q, k, v, plan=MEANS[0], impl="native"))
     torch.set_num_threads(before)
-    assert torch.equal(*found)
+    assert torch.equal(*actual)
 
 
 def test_no_compiler(monkeypatch):
@@ -209,8 +209,8 @@ def test_a_compiler_that_fails(monkeypatch, tmp_path, compiler):
     assert "cannot" in native.missing()
     assert not list((tmp_path / "cache").glob("*.so"))
     q, k, v = SHAPES["plain"].draw(dtype=torch.float32)
-    found = fk.attention(q, k, v, plan=MEANS[0], impl="auto")
-    torch.testing.assert_close(found, fk.attention(q, k, v, plan=MEANS[0], impl="reference"), rtol=1e-4, atol=1e-5)
+    actual = fk.attention(q, k, v, plan=MEANS[0], impl="auto")
+    torch.testing.assert_close(actual, fk.attention(q, k, v, plan=MEANS[0], impl="reference"), rtol=1e-4, atol=1e-5)
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):

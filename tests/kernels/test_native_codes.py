@@ -23,8 +23,8 @@ def assert_same(key, query, seen, real, count):
     assert torch.equal(by_kernel[0], held.packed)
     assert torch.equal(by_kernel[1], held.sigma)
     count = min(count, int(seen[-1]))
-    found = native.best_codes(held.packed, held.sigma, query, sign, seen, real, count)
-    assert torch.equal(found, best(held, rounded(query), seen, real, count))
+    actual = native.best_codes(held.packed, held.sigma, query, sign, seen, real, count)
+    assert torch.equal(actual, best(held, rounded(query), seen, real, count))
 
 
 @pytest.mark.parametrize(("dim", "groups"), [(1, 1), (8, 3), (33, 2), (64, 5), (130, 1), (256, 1)])
@@ -57,12 +57,12 @@ def test_equal_scores_are_cut_at_the_first(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_are_those_of_torch(dtype):
     plan = fk.Plan(fk.KeyScan(20), fk.BlockMeans(3))
-    found = []
+    actual = []
     for impl in ("native", "torch"):
         rows = [drawn(1, heads, 150, 8, seed=heads).to(dtype).requires_grad_() for heads in (4, 2, 2)]
         output = fk.attention(*rows, plan=plan, is_causal=True, impl=impl)
-        found.append(torch.autograd.grad(output.float().square().sum(), rows))
-    for ours, theirs in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(output.float().square().sum(), rows))
+    for ours, theirs in zip(*actual, strict=True):
         limit = (2e-5 if dtype == torch.float32 else 2**-6) * theirs.float().abs().max()
         assert (ours.float() - theirs.float()).abs().max() <= limit
 

@@ -44,17 +44,17 @@ def test_no_memory_is_a_memory_error_wherever_it_happens(plan, is_causal, gradie
     tensors = [torch.randn(1, heads, 300, 16, generator=draw).to(dtype) for heads in (4, 2, 2)]
 
     def run():
-        given = [tensor.clone().requires_grad_(gradient) for tensor in tensors]
-        output = fk.attention(*given, plan=plan, is_causal=is_causal, impl="native")
+        leaves = [tensor.clone().requires_grad_(gradient) for tensor in tensors]
+        output = fk.attention(*leaves, plan=plan, is_causal=is_causal, impl="native")
         if not gradient:
             return [output]
-        return list(torch.autograd.grad(output.float().square().sum(), given))
+        return list(torch.autograd.grad(output.float().square().sum(), leaves))
 
     whole, failed, number = run(), 0, 1
     while True:
         kernels(number)
         try:
-            found = run()
+            actual = run()
         except MemoryError:
             failed += 1
         else:
@@ -62,7 +62,7 @@ def test_no_memory_is_a_memory_error_wherever_it_happens(plan, is_causal, gradie
         number += 1 + number // 12
     kernels(0)
     assert failed > 5
-    for one, other in zip(found, whole, strict=True):
+    for one, other in zip(actual, whole, strict=True):
         assert torch.equal(one, other)
 
 

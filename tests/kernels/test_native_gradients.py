@@ -51,13 +51,13 @@ def gradients(shape, plan, dtype=torch.float32):
 @pytest.mark.parametrize(("plan", "form"), CASES, ids=str)
 def test_they_are_those_of_torch(plan, form, dtype, taken):
     shape = FORMS[form]
-    found = gradients(shape, plan, dtype)
+    actual = gradients(shape, plan, dtype)
     count = has_kernel(plan, check_inputs(*shape.draw(dtype=dtype), **shape.options))
     assert len(taken) == count
     want = by_torch(lambda: gradients(shape, plan, dtype))
     assert len(taken) == count
-    assert all(x.abs().sum() > 0 for x in found[1:])
-    for pair in zip(found, want, strict=True):
+    assert all(x.abs().sum() > 0 for x in actual[1:])
+    for pair in zip(actual, want, strict=True):
         torch.testing.assert_close(*pair, **CLOSE[dtype])
 
 
@@ -66,8 +66,8 @@ def test_they_are_those_of_torch(plan, form, dtype, taken):
 def test_head_sizes(plan, dim, value_dim):
     form = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["cross padded"]
     shape = replace(form, head_dim=dim, value_dim=value_dim)
-    found, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
-    for pair in zip(found, want, strict=True):
+    actual, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
+    for pair in zip(actual, want, strict=True):
         torch.testing.assert_close(*pair, **CLOSE[torch.float32])
 
 
@@ -76,12 +76,12 @@ def test_the_number_of_threads_changes_nothing(plan):
     """Keys that many queries see get their gradients in the same order."""
     form = CAUSAL_SHAPES["causal grouped"] if plan is BY_BLOCKS else SHAPES["grouped"]
     shape = replace(form, queries=1400, keys=1400)
-    threads, found = torch.get_num_threads(), []
+    threads, actual = torch.get_num_threads(), []
     for number in (1, 3):
         torch.set_num_threads(number)
-        found.append(gradients(shape, plan))
+        actual.append(gradients(shape, plan))
     torch.set_num_threads(threads)
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
 
 
 @pytest.mark.parametrize("plan", [MEANS[0], BY_BLOCKS], ids=str)
@@ -89,8 +89,8 @@ def test_long_sequences(plan):
     """More pieces than one, and keys at their seams."""
     form = CAUSAL_SHAPES["causal"] if plan is BY_BLOCKS else SHAPES["padded"]
     shape = replace(form, batch=1, queries=1400, keys=1400, lengths=None if plan is BY_BLOCKS else (1377,))
-    found, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
-    for pair in zip(found, want, strict=True):
+    actual, want = gradients(shape, plan), by_torch(lambda: gradients(shape, plan))
+    for pair in zip(actual, want, strict=True):
         torch.testing.assert_close(*pair, **CLOSE[torch.float32])
 
 
@@ -105,9 +105,9 @@ def test_gradients_of_gradients(plan, taken):
         first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in first), tensors)
 
-    found = squared()
+    actual = squared()
     assert taken
-    for pair in zip(found, by_torch(squared), strict=True):
+    for pair in zip(actual, by_torch(squared), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-3, atol=2e-2)
 
 
@@ -136,12 +136,12 @@ def test_gradients_of_sums(dtype):
     push = [torch.randn(2, 3, *size, generator=g) for size in ((5, 6), (5, 9), (6, 9))]
 
     def summed():
-        given = [x.clone().requires_grad_() for x in (key, value)]
-        found = sums_and_products(*given, label, share, 5, key.float().mean(2, keepdim=True), "auto")
-        first = torch.autograd.grad(found, given, push, create_graph=True)
+        leaves = [x.clone().requires_grad_() for x in (key, value)]
+        actual = sums_and_products(*leaves, label, share, 5, key.float().mean(2, keepdim=True), "auto")
+        first = torch.autograd.grad(actual, leaves, push, create_graph=True)
         if dtype == torch.bfloat16:
-            return *found, *first
-        return *found, *first, *torch.autograd.grad(sum(x.square().sum() for x in first), given)
+            return *actual, *first
+        return *actual, *first, *torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
 
     for pair in zip(summed(), without(summed), strict=True):
         torch.testing.assert_close(*pair, **CLOSE[dtype])
@@ -157,23 +157,23 @@ def test_gradients_of_the_past(monkeypatch):
     push = torch.randn(2, 3, 5, 9, 12, generator=g), torch.randn(2, 3, 9, 12, generator=g)
 
     def scanned():
-        given = [x.clone().requires_grad_() for x in (rows, key, value)]
+        leaves = [x.clone().requires_grad_() for x in (rows, key, value)]
         state = State.empty(9, key, value)
         empty = state.summary
-        start = torch.cat([given[0], given[0] * 2], -1)
+        start = torch.cat([leaves[0], leaves[0] * 2], -1)
         start = torch.nn.functional.pad(start, (0, 0, 0, 5))
         there = (torch.arange(9) < 4).float().expand(2, 3, -1)
         summary = replace(empty, rows=start, excess=empty.excess.masked_fill(there > 0, 0.0), size=there)
         past = replace(state, summary=summary)
-        states, last = Scan(past, query, None, 0.4, Evicted(given[1], given[2], index, real), True).run()
+        states, last = Scan(past, query, None, 0.4, Evicted(leaves[1], leaves[2], index, real), True).run()
         moved = (states.rows * push[0]).sum() + (last.summary.rows * push[1]).sum()
-        return torch.autograd.grad(moved, given)
+        return torch.autograd.grad(moved, leaves)
 
     calls = []
     scan = native.scan
-    monkeypatch.setattr(native, "scan", lambda *given: calls.append(given) or scan(*given))
-    found = scanned()
+    monkeypatch.setattr(native, "scan", lambda *arguments: calls.append(arguments) or scan(*arguments))
+    actual = scanned()
     assert len(calls) == 1
-    for pair in zip(found, without(scanned), strict=True):
+    for pair in zip(actual, without(scanned), strict=True):
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
-    assert not found[1][:, :, sorted(set(range(60)) - set(index[0, 0].flatten().tolist()))].any()
+    assert not actual[1][:, :, sorted(set(range(60)) - set(index[0, 0].flatten().tolist()))].any()

@@ -40,8 +40,8 @@ def test_every_file_is_in_the_namespace():
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="no nm")
 def test_only_entry_points_are_exported():
-    told = subprocess.run(["nm", "-D", "--defined-only", str(build.place())], capture_output=True, text=True)
-    names = [line.split()[-1] for line in told.stdout.splitlines()]
+    listed = subprocess.run(["nm", "-D", "--defined-only", str(build.place())], capture_output=True, text=True)
+    names = [line.split()[-1] for line in listed.stdout.splitlines()]
     assert len(names) > 10
     # The templates of the standard library are visible by its own word.
     assert not [name for name in names if not name.startswith(("fewkeys_", "_ZNSt"))]
@@ -99,9 +99,9 @@ def test_sums_are_counted(counting):
     """Every key once, and once more the sums of the only piece; they are all that is held."""
     key, value, share = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 24), torch.ones(1, 2, 100)
     native.label_sums(key, value, torch.zeros(1, 2, 100, dtype=torch.int64), share, 1)
-    found = native.counters()
-    assert found["multiply_adds"] == 2 * 100 * 32 + 2 * 32
-    assert found["bytes"] == 4 * (2 * 32 + torch.get_num_threads() * 64 * (16 + 32))
+    actual = native.counters()
+    assert actual["multiply_adds"] == 2 * 100 * 32 + 2 * 32
+    assert actual["bytes"] == 4 * (2 * 32 + torch.get_num_threads() * 64 * (16 + 32))
     assert native.counters() == {"multiply_adds": 0, "bytes": 0}
 
 
@@ -134,11 +134,11 @@ def test_attention_is_counted(counting):
 )
 def test_arithmetic_and_memory_grow_linearly(counting, plan, is_causal, most):
     """Law 9 for compiled code: four times the tokens, at most a little more than four times the work."""
-    found = []
+    actual = []
     for tokens in (2048, 8192):
         q, k, v = torch.randn(3, 1, 1, tokens, 16, generator=torch.Generator().manual_seed(0))
         native.counters()
         fk.attention(q, k, v, plan=plan, is_causal=is_causal, impl="native")
-        found.append(native.counters())
+        actual.append(native.counters())
     for name in ("multiply_adds", "bytes"):
-        assert 0 < found[1][name] < most * found[0][name], (name, found)
+        assert 0 < actual[1][name] < most * actual[0][name], (name, actual)

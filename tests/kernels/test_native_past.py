@@ -33,8 +33,8 @@ def test_one_list_beside_means_of_the_past_serves_all_queries():
     means = BlockStandIns(States(rows, torch.zeros(1, 2, 1, 3), torch.ones(1, 2, 1, 3)), 8)
     problem = Problem(x, graph, means, fk.Softmax())
     assert native_plans.unsupported(problem) is None
-    found, want = native_plans.attend(problem), reference.attend(problem)
-    torch.testing.assert_close(found, want, **CLOSE[torch.float32])
+    actual, want = native_plans.attend(problem), reference.attend(problem)
+    torch.testing.assert_close(actual, want, **CLOSE[torch.float32])
 
 
 def made_past(places, dim, value_dim, seed=0):
@@ -85,8 +85,8 @@ def test_the_past_moves_on_as_torch_moves_it(places, leaving, dim, value_dim, sp
     pairs += zip(in_order(moved.summary), in_order(want.summary), strict=True)
     pairs += [(getattr(moved.summary.seen, name), part) for name, part in vars(want.summary.seen).items()]
     pairs += [(getattr(moved.queries, name), part) for name, part in vars(want.queries).items()]
-    for found, expected in pairs:
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
     assert torch.equal(fast.rows[:, :, -1], moved.summary.rows)
     assert not fast.excess[fast.size == 1].any()  # to the last bit: who never met anybody is the key itself
     assert torch.equal(fast.rows[:, :, 0], past.summary.rows)  # which did not move itself
@@ -117,8 +117,8 @@ def test_values_without_any_spread():
 def test_no_key_is_lost_where_costs_overflow():
     """Keys are longer than float32's squares reach: costs are infinite or no numbers."""
     key, value = torch.randn(2, 1, 2, 80, 8, generator=torch.Generator().manual_seed(1))
-    some = torch.where(torch.arange(80).view(-1, 1) % 2 == 0, 3e19, 1.0)
-    for keys in (some * key, 3e19 * key):
+    factor = torch.where(torch.arange(80).view(-1, 1) % 2 == 0, 3e19, 1.0)
+    for keys in (factor * key, 3e19 * key):
         sizes = a_scan(keys, value, 10).run()[0].size
         assert sizes.sum(-1).eq(torch.arange(6) * 16).all()
 
@@ -143,13 +143,13 @@ def test_step_by_step_is_all_at_once():
 
 def test_the_switch_says_what_runs(monkeypatch):
     calls, scan = [], past_native.scan
-    monkeypatch.setattr(past_native, "scan", lambda *given: calls.append(given) or scan(*given))
+    monkeypatch.setattr(past_native, "scan", lambda *arguments: calls.append(arguments) or scan(*arguments))
     key, value = torch.randn(2, 1, 2, 80, 8, generator=torch.Generator().manual_seed(1))
     one = a_scan(key, value, 10)
-    found = {impl: replace(one, impl=impl).run()[0] for impl in ("auto", "native", "torch", "reference")}
+    actual = {impl: replace(one, impl=impl).run()[0] for impl in ("auto", "native", "torch", "reference")}
     assert len(calls) == 2
-    assert torch.equal(found["auto"].rows, found["native"].rows)
-    assert torch.equal(found["torch"].rows, without(one.run)[0].rows)
+    assert torch.equal(actual["auto"].rows, actual["native"].rows)
+    assert torch.equal(actual["torch"].rows, without(one.run)[0].rows)
     with pytest.raises(ValueError, match=r"^impl='native': .*float64"):
         replace(a_scan(key.double(), value.double(), 10), impl="native").run()
     with pytest.raises(ValueError, match=r"^impl='native': FEWKEYS_NATIVE=0"):

@@ -45,8 +45,8 @@ def by_definition(query, key, value, shape, weights):
 @pytest.mark.parametrize("shape", ALL.values(), ids=ALL)
 def test_no_plan_is_the_definition(shape, weights, impl):
     q, k, v = shape.draw()
-    found = fk.attention(q, k, v, weights=weights, impl=impl, **shape.options)
-    torch.testing.assert_close(found, by_definition(q, k, v, shape, weights), rtol=1e-9, atol=1e-10)
+    actual = fk.attention(q, k, v, weights=weights, impl=impl, **shape.options)
+    torch.testing.assert_close(actual, by_definition(q, k, v, shape, weights), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 2.0, 3.0])
@@ -77,8 +77,8 @@ def test_full_budget(shape, keep, impl):
     rest = fk.Drop() if shape.is_causal else fk.ClusterMeans(4, rank=2)
     rest = fk.BlockMeans(3) if isinstance(keep, fk.KeyScan) else rest
     q, k, v = shape.draw()
-    found = fk.attention(q, k, v, keep=keep, rest=rest, impl=impl, **shape.options)
-    torch.testing.assert_close(found, by_definition(q, k, v, shape, fk.Softmax()), rtol=1e-9, atol=1e-10)
+    actual = fk.attention(q, k, v, keep=keep, rest=rest, impl=impl, **shape.options)
+    torch.testing.assert_close(actual, by_definition(q, k, v, shape, fk.Softmax()), rtol=1e-9, atol=1e-10)
 
 
 ONE_WAY = {**EVERY_KEY, "recent blocks": fk.select.RecentBlocks(8, 100), "wide window": fk.Window(901)}
@@ -96,9 +96,9 @@ def test_every_executor_is_exact_on_a_full_budget(form, way):
             inputs = check_inputs(q, k, v, impl=way.impl, **shape.options)
             problem = prepare(inputs, fk.Plan(keep, rest))
             if support(problem, way) is None:
-                found = EXECUTORS[way.impl].attend(problem)
+                actual = EXECUTORS[way.impl].attend(problem)
                 expected = by_definition(q.double(), k.double(), v.double(), shape, fk.Softmax())
-                way.assert_close(found, expected)
+                way.assert_close(actual, expected)
                 tried += 1
     assert tried >= 4
 
@@ -140,9 +140,9 @@ def test_causal_queries_before_the_first_real_key_give_zero():
     mask[0, :9] = False
     for keep in (None, fk.Window(5), fk.Sinks(4), fk.select.KeyNorm(3), fk.TopK(3)):
         for impl in ("torch", "reference"):
-            found = fk.attention(q, k, v, keep=keep, key_mask=mask, is_causal=True, impl=impl)
-            assert torch.equal(found[0, :, :9], torch.zeros_like(found[0, :, :9]))
-            assert (found[0, :, 9].abs().sum(-1) > 0).all()
+            actual = fk.attention(q, k, v, keep=keep, key_mask=mask, is_causal=True, impl=impl)
+            assert torch.equal(actual[0, :, :9], torch.zeros_like(actual[0, :, :9]))
+            assert (actual[0, :, 9].abs().sum(-1) > 0).all()
 
 
 def test_queries_that_see_nothing_give_zero():
@@ -150,6 +150,6 @@ def test_queries_that_see_nothing_give_zero():
     lengths = torch.tensor([0, 70])
     for keep in (None, fk.Window(5), fk.select.Leverage(5), fk.TopK(3)):
         for impl in ("torch", "reference"):
-            found = fk.attention(q, k, v, keep=keep, lengths=lengths, impl=impl)
-            assert torch.equal(found[0], torch.zeros_like(found[0]))
-            assert found[1].abs().min() > 0
+            actual = fk.attention(q, k, v, keep=keep, lengths=lengths, impl=impl)
+            assert torch.equal(actual[0], torch.zeros_like(actual[0]))
+            assert actual[1].abs().min() > 0

@@ -83,16 +83,16 @@ def answers(plan, shape, dtype, grad):
     """
     tensors = [x.requires_grad_(grad) for x in shape.draw(dtype=dtype)]
     problem = prepare(check_inputs(*tensors, **shape.options), plan)
-    found = {}
+    actual = {}
     for name in EXECUTORS:
         if EXECUTORS[name].unsupported(problem) is None:
             output = EXECUTORS[name].attend(problem)
             assert output.dtype == dtype
-            found[name] = [output.detach()]
+            actual[name] = [output.detach()]
             if grad:
                 direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-                found[name] += torch.autograd.grad(output, tensors, direction, retain_graph=True)
-    return found
+                actual[name] += torch.autograd.grad(output, tensors, direction, retain_graph=True)
+    return actual
 
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -111,8 +111,8 @@ CASES = [
 
 @pytest.mark.parametrize(("plan", "form", "dtype"), CASES)
 def test_executors_agree_on_the_same_problem(plan, form, dtype):
-    found = answers(plan, (SHAPES | CAUSAL_SHAPES)[form], dtype, grad=False)
-    assert_alike(found, dtype)
+    actual = answers(plan, (SHAPES | CAUSAL_SHAPES)[form], dtype, grad=False)
+    assert_alike(actual, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -139,10 +139,10 @@ def test_their_causal_gradients_agree(plan, form, dtype):
     assert_alike(answers(plan, CAUSAL_SHAPES[form], dtype, grad=True), dtype)
 
 
-def assert_alike(found, dtype):
-    slow = found.pop("reference")
-    assert "torch" in found
-    for name, fast in found.items():
+def assert_alike(outputs, dtype):
+    slow = outputs.pop("reference")
+    assert "torch" in outputs
+    for name, fast in outputs.items():
         for one, other in zip(fast, slow, strict=True):
             off = (one.double() - other.double()).abs().max()
             assert off <= UNITS[dtype] * other.double().abs().max(), name
@@ -176,13 +176,13 @@ BACKWARDS = [(name, form) for name, p in PAST.items() if p.weights == fk.Softmax
 @pytest.mark.parametrize(("name", "form"), BACKWARDS)
 def test_gradients_through_what_kernels_prepare(name, form):
     """The same, backwards through the past, which `answers` makes once for all executors."""
-    plan, shape, found = PAST[name], CAUSAL_SHAPES[f"causal {form}"], []
+    plan, shape, actual = PAST[name], CAUSAL_SHAPES[f"causal {form}"], []
     for impl in ("native", "torch"):
         inputs = [x.requires_grad_() for x in shape.draw(dtype=torch.float32)]
         output = fk.attention(*inputs, plan=plan, impl=impl, **shape.options)
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-        found.append(torch.autograd.grad(output, inputs, direction))
-    for fast, slow in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(output, inputs, direction))
+    for fast, slow in zip(*actual, strict=True):
         assert (fast - slow).abs().max() <= 10 * UNITS[torch.float32] * slow.abs().max()
 
 
@@ -193,14 +193,16 @@ def test_rounding_is_to_the_nearest(name, form):
     """bfloat16 answers lie on both sides of those in float32: cut off, they would lack half a unit, 2^-9 to 2^-8."""
     shape = (SHAPES | CAUSAL_SHAPES)[form]
     inputs = shape.draw(dtype=torch.bfloat16)
-    found = fk.attention(*inputs, plan=PLANS[name], impl="native", **shape.options).double()
+    actual = fk.attention(*inputs, plan=PLANS[name], impl="native", **shape.options).double()
     exact = fk.attention(*(x.float() for x in inputs), plan=PLANS[name], impl="native", **shape.options).double()
-    off = (found / exact - 1).clamp(-0.1, 0.1)  # of numbers near zero, all is rounding
+    off = (actual / exact - 1).clamp(-0.1, 0.1)  # of numbers near zero, all is rounding
     assert off.mean().abs() <= 2**-11
 
 
 @needs_compiler
 def test_the_kernels_are_among_them():
-    known = {name for name, plan in PLANS.items() if "native" in answers(plan, SHAPES["plain"], torch.float32, False)}
-    assert {"window, drop, softmax", "outliers + window, first-order means, softmax"} <= known
-    assert all(isinstance(PLANS[name].weights, fk.Softmax) for name in known)
+    native_plans = {
+        name for name, plan in PLANS.items() if "native" in answers(plan, SHAPES["plain"], torch.float32, False)
+    }
+    assert {"window, drop, softmax", "outliers + window, first-order means, softmax"} <= native_plans
+    assert all(isinstance(PLANS[name].weights, fk.Softmax) for name in native_plans)

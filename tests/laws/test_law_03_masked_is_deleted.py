@@ -45,14 +45,14 @@ def test_causal_left_padding(name, form, way):
     k, v = (rows.masked_fill(~mask[:, None, :, None], 1e4) for rows in (k, v))
     for last in (shape.keys, 7):
         offset = {"is_causal": True, "query_offset": shape.keys - last}
-        found = way.attend(q[:, :, -last:], k, v, plan=plan, key_mask=mask, **offset)
+        actual = way.attend(q[:, :, -last:], k, v, plan=plan, key_mask=mask, **offset)
         for row, real in enumerate(mask):
             one, asked = slice(row, row + 1), real[-last:]
             queries, keys, values = q[one, :, -last:][:, :, asked], k[one, :, real], v[one, :, real]
             offset["query_offset"] = keys.shape[2] - queries.shape[2]
-            way.assert_close(found[one, :, asked], way.attend(queries, keys, values, plan=plan, **offset), times=2)
+            way.assert_close(actual[one, :, asked], way.attend(queries, keys, values, plan=plan, **offset), times=2)
             sees_none = real.cumsum(0)[-last:] == 0
-            assert not found[one, :, sees_none].any()
+            assert not actual[one, :, sees_none].any()
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -64,9 +64,9 @@ def test_left_padding_by_key_mask(keep, way):
     q, k, v = SHAPES["cross"].draw(dtype=way.dtype)
     mask = torch.ones(2, 90, dtype=torch.bool)
     mask[0, :41] = False
-    found = way.attend(q, k, v, keep=keep, key_mask=mask)
+    actual = way.attend(q, k, v, keep=keep, key_mask=mask)
     alone = way.attend(q[:1], k[:1, :, 41:], v[:1, :, 41:], keep=keep)
-    way.assert_close(found[:1], alone, times=2)
+    way.assert_close(actual[:1], alone, times=2)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

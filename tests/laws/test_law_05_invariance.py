@@ -33,9 +33,9 @@ def test_order_of_keys_and_queries_is_meaningless(name, form, way):
     q, k, v = FORMS[form].draw(dtype=way.dtype)
     g = torch.Generator().manual_seed(3)
     keys, queries = (torch.randperm(rows.shape[2], generator=g) for rows in (k, q))
-    found = way.attend(q, k, v, plan=plan)
+    actual = way.attend(q, k, v, plan=plan)
     shuffled = way.attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], plan=plan)
-    way.assert_close(found[:, :, queries], shuffled, times=2)
+    way.assert_close(actual[:, :, queries], shuffled, times=2)
 
 
 @pytest.mark.parametrize("name", [n for n in PLANS if CASES[n].draws])

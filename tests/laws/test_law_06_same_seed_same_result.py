@@ -47,9 +47,9 @@ def test_auto_gives_the_same_bits(name):
 
 @pytest.mark.parametrize(("name", "form", "way"), runs(RANDOM, ["padded"]))
 def test_another_seed_may_give_another_result(name, form, way):
-    found = [answer(name, way, seed, FORMS[form])[0] for seed in (None, 0, 1)]
-    assert torch.equal(found[0], found[1])  # without a generator: seed 0
-    assert not torch.equal(found[1], found[2])
+    actual = [answer(name, way, seed, FORMS[form])[0] for seed in (None, 0, 1)]
+    assert torch.equal(actual[0], actual[1])  # without a generator: seed 0
+    assert not torch.equal(actual[1], actual[2])
 
 
 @pytest.mark.parametrize(("name", "form", "way"), runs(FIXED, ["padded"]))
@@ -72,8 +72,9 @@ for length in (low, high):
     draw = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, length, 16, generator=draw)
     output = fk.attention(q, k, v, plan=plan)
-    told = fk.explain(q, k, v, plan=plan)
-    print(length, told.runs, told.exact_ms, told.plan_ms, hashlib.sha256(output.numpy().tobytes()).hexdigest())
+    explanation = fk.explain(q, k, v, plan=plan)
+    digest = hashlib.sha256(output.numpy().tobytes()).hexdigest()
+    print(length, explanation.runs, explanation.exact_ms, explanation.plan_ms, digest)
 """
 
 
@@ -82,10 +83,10 @@ def test_auto_is_the_same_in_every_process(tmp_path):
     """On both sides of where it changes from exact attention to the plan, by the times that the first one measured."""
     if native.missing() is None:
         shutil.copy(build.place(), tmp_path)  # what is measured is kept beside it
-    told = []
+    printed = []
     for _ in range(2):
         environment = {**os.environ, "FEWKEYS_CACHE": str(tmp_path)}
         done = subprocess.run([sys.executable, "-c", AUTO], capture_output=True, text=True, env=environment, check=True)
-        told.append(done.stdout)
-    assert told[0] == told[1]
-    assert [line.split()[1] for line in told[0].splitlines()] == ["exact", "plan"]
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert [line.split()[1] for line in printed[0].splitlines()] == ["exact", "plan"]

@@ -18,19 +18,19 @@ def test_weights_sum_to_one(name, form, way):
     shape = FORMS[form]
     q, k, v = shape.draw(dtype=way.dtype)
     constant = torch.arange(1.0, v.shape[-1] + 1, dtype=v.dtype).expand_as(v)
-    found = way.attend(q, k, constant, plan=PLANS[name], **shape.options)
+    actual = way.attend(q, k, constant, plan=PLANS[name], **shape.options)
     if shape.lengths is not None:
-        found[1, :, shape.lengths[1] :] = constant[1, :, shape.lengths[1] :]  # queries of padding
-    empty = (found == 0).all(-1)  # a row on which relu vanishes has no weights
-    way.assert_close(found[~empty], constant[:1, :1, :1].expand_as(found)[~empty])
+        actual[1, :, shape.lengths[1] :] = constant[1, :, shape.lengths[1] :]  # queries of padding
+    empty = (actual == 0).all(-1)  # a row on which relu vanishes has no weights
+    way.assert_close(actual[~empty], constant[:1, :1, :1].expand_as(actual)[~empty])
     assert empty.float().mean() < 0.2
 
 
 @pytest.mark.parametrize(("name", "form", "way"), runs(SUMMING, ["causal", "causal grouped", "causal with offset"]))
 def test_weights_sum_to_one_causal(name, form, way):
     q, k, v = FORMS[form].draw(dtype=way.dtype)
-    found = way.attend(q, k, torch.ones_like(v), plan=CAUSAL_PLANS[name], **FORMS[form].options)
-    way.assert_close(found, torch.ones_like(found))
+    actual = way.attend(q, k, torch.ones_like(v), plan=CAUSAL_PLANS[name], **FORMS[form].options)
+    way.assert_close(actual, torch.ones_like(actual))
 
 
 @pytest.mark.parametrize("way", EVENLY, ids=str)
@@ -42,11 +42,11 @@ def test_the_past_counts_every_key_once(name, form, way):
     _, k, v = shape.draw(dtype=way.dtype)
     k = k * 1e-6  # else keys that random queries would look at count for more in their mean
     q = torch.zeros(shape.batch, shape.query_heads, shape.queries, shape.head_dim, dtype=way.dtype)
-    found = way.attend(q, k, v, plan=plan, **shape.options)
+    actual = way.attend(q, k, v, plan=plan, **shape.options)
     mean = v.double().cumsum(2) / torch.arange(1, shape.keys + 1)[:, None]
     mean = mean.repeat_interleave(shape.query_heads // shape.kv_heads, 1)
     for b, n in enumerate((shape.keys,) * 2 if shape.lengths is None else shape.lengths):
-        way.assert_close(found[b, :, :n], mean[b, :, :n])
+        way.assert_close(actual[b, :, :n], mean[b, :, :n])
 
 
 @pytest.mark.parametrize("way", EVENLY, ids=str)
@@ -65,9 +65,9 @@ def test_kept_keys_and_stand_ins_count_every_key_once(rest, window, lengths, way
     listed = fk.select.Leverage(7).graph(q, k, lengths=lengths).to_mask()[:, :, 0]
     marked = listed[..., None].to(v.dtype).expand_as(v).contiguous()
     keep = fk.select.Leverage(7) | fk.Window(window)
-    found = way.attend(q, k, marked, keep=keep, rest=RESTS[rest], lengths=lengths)
+    actual = way.attend(q, k, marked, keep=keep, rest=RESTS[rest], lengths=lengths)
     for b, n in enumerate((70, 70) if lengths is None else lengths.tolist()):
-        way.assert_close(found[b, :, :n], torch.full_like(found[b, :, :n].double(), 7 / n))
+        way.assert_close(actual[b, :, :n], torch.full_like(actual[b, :, :n].double(), 7 / n))
 
 
 @pytest.mark.parametrize("way", EVENLY, ids=str)
@@ -76,8 +76,8 @@ def test_means_without_window_are_exact_for_indifferent_queries(way):
     q = torch.zeros_like(k)
     rests = (fk.ClusterMeans(8), fk.ClusterMeans(8, rank=3), *([fk.rest.Moments()] if way.impl != "native" else []))
     for rest in rests:
-        found = way.attend(q, k, v, keep=fk.select.Leverage(7), rest=rest)
-        way.assert_close(found, v.double().mean(-2, keepdim=True).expand_as(found))
+        actual = way.attend(q, k, v, keep=fk.select.Leverage(7), rest=rest)
+        way.assert_close(actual, v.double().mean(-2, keepdim=True).expand_as(actual))
 
 
 def test_members_partition_the_keys_not_kept():

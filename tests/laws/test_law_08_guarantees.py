@@ -18,8 +18,8 @@ def attack(k, steps=60):
         q += 1e-3
     for _ in range(steps):
         scores = torch.einsum("bhid,bhjd->bhij", q, k).square()
-        own = scores.diagonal(dim1=-2, dim2=-1) / scores.sum(-1).clamp_min(1e-300)
-        (grad,) = torch.autograd.grad(own.clamp_min(1e-12).log().sum(), q)
+        share = scores.diagonal(dim1=-2, dim2=-1) / scores.sum(-1).clamp_min(1e-300)
+        (grad,) = torch.autograd.grad(share.clamp_min(1e-12).log().sum(), q)
         with torch.no_grad():
             q += 0.3 * grad * q.norm(dim=-1, keepdim=True) / grad.norm(dim=-1, keepdim=True).clamp_min(1e-30)
     return q.detach()
@@ -86,8 +86,8 @@ def test_every_executor_attends_to_every_heavy_entry(kind, way):
     one_each = torch.eye(k.shape[2], dtype=way.dtype).expand(1, 2, -1, -1)
     # So small a scale that no weight vanishes, however large the negative score.
     scale = 1.0 / scores.abs().max().item()
-    found = way.attend(q, k, one_each, keep=fk.select.Leverage(eps=eps), scale=scale)
-    assert not ((entries > eps * (1 + 1e-3)) & (found == 0)).any()
-    assert ((found > 0).sum(-1) <= k.shape[-1] / eps).all()
+    actual = way.attend(q, k, one_each, keep=fk.select.Leverage(eps=eps), scale=scale)
+    assert not ((entries > eps * (1 + 1e-3)) & (actual == 0)).any()
+    assert ((actual > 0).sum(-1) <= k.shape[-1] / eps).all()
     kept = levattention.universal_set(k, eps).any(-1, keepdim=True)  # none, where every key has many like it
-    way.assert_close(found.double().sum(-1), kept.expand_as(found[..., 0]).to(way.dtype))
+    way.assert_close(actual.double().sum(-1), kept.expand_as(actual[..., 0]).to(way.dtype))

@@ -183,11 +183,11 @@ def test_a_quadratic_kernel_is_seen(counting, tmp_path):
         build._load.cache_clear()
         try:
             assert build.missing() is None
-            found = fk.attention(*inputs(512), plan=plan, impl="native")
+            actual = fk.attention(*inputs(512), plan=plan, impl="native")
             broken = [native_cost(plan, tokens, False) for tokens in sizes]
         finally:
             build._load.cache_clear()
-    torch.testing.assert_close(found, expected)  # no law that looks at answers could see it
+    torch.testing.assert_close(actual, expected)  # no law that looks at answers could see it
     assert_linear(*sound, ["multiply_adds", "bytes"])
     with pytest.raises(AssertionError, match=r"multiply_adds: grew|bytes: grew"):
         assert_linear(*broken, ["multiply_adds", "bytes"])

@@ -44,18 +44,18 @@ def recorded(monkeypatch):
 
 def assert_true(monkeypatch, tensors, plan, **options):
     """What `explain` says is what runs."""
-    told = fk.explain(*tensors, plan=plan, **options)
+    explanation = fk.explain(*tensors, plan=plan, **options)
     with recorded(monkeypatch) as ran:
         output = fk.attention(*tensors, plan=plan, **options)
-    assert {name for name, _ in ran} == {"exact" if told.runs == "exact" else told.executor}
+    assert {name for name, _ in ran} == {"exact" if explanation.runs == "exact" else explanation.executor}
     return output
 
 
 def forms_of(plan, turn):
     """One shape without causality and one with it, as far as the plan knows them."""
-    found = [] if plan.rest.needs_causal else [BOTH_WAYS[turn % len(BOTH_WAYS)]]
+    actual = [] if plan.rest.needs_causal else [BOTH_WAYS[turn % len(BOTH_WAYS)]]
     knows = plan.keep.causal and plan.rest.causal
-    return found + ([CAUSAL[turn % len(CAUSAL)]] if knows else [])
+    return actual + ([CAUSAL[turn % len(CAUSAL)]] if knows else [])
 
 
 @pytest.mark.parametrize(("turn", "name"), [*enumerate(CASES)])

@@ -98,10 +98,10 @@ def test_bigbird_draws_blocks_of_the_others(form, random):
             others = [c for c in blocks if (c < place // size - 1 if form.is_causal else abs(c - place // size) > 1)]
             if place < size:
                 continue  # global itself
-            found = {j // size for j in (drawn & ~without)[b, h, i].nonzero().flatten().tolist()}
-            assert found <= set(others)
-            assert len(found) == min(random, len(others))
-            whole = [j for c in found for j in range(c * size, (c + 1) * size) if j < keys]
+            actual = {j // size for j in (drawn & ~without)[b, h, i].nonzero().flatten().tolist()}
+            assert actual <= set(others)
+            assert len(actual) == min(random, len(others))
+            whole = [j for c in actual for j in range(c * size, (c + 1) * size) if j < keys]
             assert drawn[b, h, i, whole].all()
     assert not (drawn & ~seen).any()
     assert (without <= drawn).all()
@@ -126,9 +126,9 @@ def test_bigbird_draws_evenly_and_anew_for_every_block_and_head():
 def test_distinct_numbers(total, count, seed):
     x = check_inputs(*(torch.zeros(2, 2, 3, 1),) * 3, generator=torch.Generator().manual_seed(seed))
     for row in distinct(x, torch.full((2, 1, 5), total), 5, count).flatten(0, 2).tolist():
-        found = [number for number in row if number >= 0]
-        assert len(found) == len(set(found)) == min(total, count)
-        assert all(number < total for number in found)
+        actual = [number for number in row if number >= 0]
+        assert len(actual) == len(set(actual)) == min(total, count)
+        assert all(number < total for number in actual)
 
 
 def test_every_subset_is_equally_likely():

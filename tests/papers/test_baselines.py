@@ -122,12 +122,12 @@ def test_routing(form, given_ones, balanced):
     q, k = (unit(rows) for rows in raw(form))
     for b, counts in enumerate(real_counts(form)):
         for h in range(form.query_heads):
-            own = unit(places.place[h])
+            centres = unit(places.place[h])
             if not given_ones:
-                own = spherical_means(q, k, x.valid_queries, x.valid, 4)[b, h]
+                centres = spherical_means(q, k, x.valid_queries, x.valid, 4)[b, h]
             held = []
             for rows, n in zip((q, k), counts, strict=True):
-                cosine = rows[b, h, :n] @ own.mT
+                cosine = rows[b, h, :n] @ centres.mT
                 if balanced:
                     order = cosine.argsort(dim=0, descending=True)[: math.ceil(n / 4)].mT
                     held.append([set(chosen.tolist()) for chosen in order])
@@ -147,10 +147,10 @@ def test_spherical_means_find_clusters_and_never_do_worse():
     label = torch.randint(0, 6, (1, 1, 300), generator=g)
     rows = unit(middles[label] + 0.02 * torch.randn(1, 1, 300, 8, generator=g, dtype=torch.float64))
     query, key = rows[:, :, :100], rows[:, :, 100:]
-    found = spherical_means(query, key, None, None, 24)
-    torch.testing.assert_close(found.norm(dim=-1), torch.ones(1, 1, 24, dtype=torch.float64))
+    actual = spherical_means(query, key, None, None, 24)
+    torch.testing.assert_close(actual.norm(dim=-1), torch.ones(1, 1, 24, dtype=torch.float64))
     # Every middle has a centroid: 24 evenly spaced seeds miss one of six with probability 6 (5 / 6)^24 = 0.08.
-    assert (middles @ found[0, 0].mT).amax(-1).min() > 0.99
+    assert (middles @ actual[0, 0].mT).amax(-1).min() > 0.99
     noise = unit(torch.randn(2, 2, 300, 8, generator=g, dtype=torch.float64))
     seeds = noise[:, :, torch.linspace(0, 1, 10, dtype=torch.float64).mul(299).round().long()]
     after = spherical_means(noise[:, :, :100], noise[:, :, 100:], None, None, 10)
@@ -194,12 +194,12 @@ def test_block_clusters(form, inside, size, top, window):
                 block = [(i + offset) // size for i in range(n)]
                 mean = {c: rows[[i for i in range(n) if block[i] == c]].mean(0) for c in set(block)}
                 distance = {c: (places.place[h] - mean[c]).square().sum(-1) for c in mean}
-                own = []
+                pairs = []
                 for cluster in range(5):
-                    some = [c for c in mean if not inside or distance[c].argmin() == cluster]
-                    some = sorted(some, key=lambda c, d=distance, cluster=cluster: d[c][cluster].item())[:top]
-                    own.append({i + offset for i in range(n) if block[i] in some})
-                held.append(own)
+                    blocks = [c for c in mean if not inside or distance[c].argmin() == cluster]
+                    blocks = sorted(blocks, key=lambda c, d=distance, cluster=cluster: d[c][cluster].item())[:top]
+                    pairs.append({i + offset for i in range(n) if block[i] in blocks})
+                held.append(pairs)
             for i, j in itertools.product(range(counts[0]), range(counts[1])):
                 place = i + form.query_offset
                 near = abs(place // size - j // size) <= window // 2
@@ -211,8 +211,8 @@ def test_block_clusters(form, inside, size, top, window):
 def test_member_ids(rows, groups, seed):
     member = torch.rand(1, 2, rows, groups, generator=torch.Generator().manual_seed(seed)) < 0.4
     ids = member_ids(member)
-    for own, marked in zip(ids.flatten(0, 2).tolist(), member.flatten(0, 2), strict=True):
-        assert sorted(i for i in own if i >= 0) == marked.nonzero().flatten().tolist()
+    for members, marked in zip(ids.flatten(0, 2).tolist(), member.flatten(0, 2), strict=True):
+        assert sorted(i for i in members if i >= 0) == marked.nonzero().flatten().tolist()
     assert ids.shape[-1] == member.sum(-1).max()
 
 
@@ -262,11 +262,11 @@ def test_random_projections_come_closer_with_rank():
     truth = fk.weights.Entmax(1.5).normalised(q @ k.mT / 8**0.5) > 0
     recall = []
     for rank in (2, 16, 2000):
-        found = baselines.LowRankEntmax(rank).graph(q, k).to_mask()
-        recall.append(((found & truth).sum() / truth.sum()).item())
+        actual = baselines.LowRankEntmax(rank).graph(q, k).to_mask()
+        recall.append(((actual & truth).sum() / truth.sum()).item())
     assert recall == sorted(recall)
     assert recall[-1] > 0.95
-    assert (found & ~truth).sum() < 0.1 * truth.sum()
+    assert (actual & ~truth).sum() < 0.1 * truth.sum()
 
 
 # --- spaces --------------------------------------------------------------------------------------------------------
@@ -275,17 +275,17 @@ def test_random_projections_come_closer_with_rank():
 def in_space(space):
     """Selectors in a space, and the same without, for tensors that are there already."""
     eye = torch.eye(space.rank, dtype=torch.float64).expand(space.query.shape[0], -1, -1)
-    own = centroids(space.query.shape[0], 4, space.rank)
+    places = centroids(space.query.shape[0], 4, space.rank)
     return {
         "reformer": (baselines.Reformer(4, 2, space), baselines.Reformer(4, 2)),
         "sorted": (baselines.SortedLSH(5, project=space), baselines.SortedLSH(5)),
         "routing": (baselines.Routing(4, project=space), baselines.Routing(4)),
-        "routing, given": (baselines.Routing(4, False, own, space), baselines.Routing(4, False, own)),
+        "routing, given": (baselines.Routing(4, False, places, space), baselines.Routing(4, False, places)),
         "entmax": (
             baselines.LowRankEntmax(project=space),
             baselines.LowRankEntmax(project=sparsefinder.Projection(eye, eye)),
         ),
-        "blocks": (sparsefinder.BlockClusters(2, 2, own, space), sparsefinder.BlockClusters(2, 2, own)),
+        "blocks": (sparsefinder.BlockClusters(2, 2, places, space), sparsefinder.BlockClusters(2, 2, places)),
     }
 
 

@@ -258,9 +258,9 @@ def test_queries_without_edges_give_zeros_and_no_gradient():
         empty = ~(query.unsqueeze(3) == key.masked_fill(key < 0, -2).unsqueeze(2)).any(-1).any(-1)
         for weights in ALL_WEIGHTS.values():
             inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-            found = fk.attention(*inputs, keep=Held(sparsefinder.Groups(query, key, 6)), weights=weights, impl="torch")
-            assert torch.equal(found[empty], torch.zeros_like(found[empty]))
-            grads = torch.autograd.grad(found.square().sum(), inputs)
+            actual = fk.attention(*inputs, keep=Held(sparsefinder.Groups(query, key, 6)), weights=weights, impl="torch")
+            assert torch.equal(actual[empty], torch.zeros_like(actual[empty]))
+            grads = torch.autograd.grad(actual.square().sum(), inputs)
             assert all(torch.isfinite(grad).all() for grad in grads)
             assert torch.equal(grads[0][empty], torch.zeros_like(grads[0][empty]))
 
@@ -313,20 +313,20 @@ def test_split_rows_are_rows(seed, scale, alpha):
     scores = whole.masked_fill(hidden, -torch.inf)
     orders = [torch.randperm(5, generator=g) for _ in range(3)]
     parts = [part[order] for part, order in zip(scores.split([1, 4, 7], -1), orders, strict=True)]
-    found = entmax_of_split_rows(parts, orders, 6, alpha)
-    found = torch.cat([part[order.argsort()] for part, order in zip(found, orders, strict=True)], -1)
+    actual = entmax_of_split_rows(parts, orders, 6, alpha)
+    actual = torch.cat([part[order.argsort()] for part, order in zip(actual, orders, strict=True)], -1)
     seen = ~hidden.all(-1)
     filled = scores[seen].clamp_min(-1e9)
     special = {1.5: entmax_package.entmax15, 2.0: entmax_package.sparsemax}
-    expected = torch.zeros_like(found)
+    expected = torch.zeros_like(actual)
     if alpha in special:
         expected[seen] = special[alpha](filled, dim=-1)
     else:
         expected[seen] = entmax_package.entmax_bisect(filled, alpha, dim=-1, n_iter=100)
     tolerance = {"rtol": 1e-7, "atol": 1e-9} if alpha in special else {"rtol": 1e-6, "atol": 1e-7}
-    torch.testing.assert_close(found, expected, **tolerance)
-    direction = torch.randn(found.shape, generator=g, dtype=torch.float64)
-    grads = [torch.autograd.grad(x, whole, direction, retain_graph=True)[0] for x in (found, expected)]
+    torch.testing.assert_close(actual, expected, **tolerance)
+    direction = torch.randn(actual.shape, generator=g, dtype=torch.float64)
+    grads = [torch.autograd.grad(x, whole, direction, retain_graph=True)[0] for x in (actual, expected)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
 
 
@@ -348,13 +348,13 @@ def test_gold_inside_predicted_gives_exact_attention(alpha, is_causal):
     predicted = sparsefinder.Groups(
         torch.arange(60).expand(2, 2, -1).unsqueeze(-1).clone(), query.masked_fill(used == 0, -1), 60
     )
-    found = fk.attention(q, k, v, keep=Held(predicted | others), weights=fk.weights.Entmax(alpha), is_causal=is_causal)
+    actual = fk.attention(q, k, v, keep=Held(predicted | others), weights=fk.weights.Entmax(alpha), is_causal=is_causal)
     kept = Held(predicted | others).graph(q, k, is_causal=is_causal)
     assert (kept.to_mask() >= gold).all()
     assert kept.sparsity() > 0.3
-    torch.testing.assert_close(found, dense @ v, rtol=1e-6, atol=1e-6)
-    direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    grads = [torch.autograd.grad(x, (q, k, v), direction, retain_graph=True) for x in (found, dense @ v)]
+    torch.testing.assert_close(actual, dense @ v, rtol=1e-6, atol=1e-6)
+    direction = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    grads = [torch.autograd.grad(x, (q, k, v), direction, retain_graph=True) for x in (actual, dense @ v)]
     for fast, slow in zip(*grads, strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-6, atol=1e-6)
 
@@ -370,8 +370,8 @@ def test_an_edge_that_many_hold_counts_once(weights):
     torch.testing.assert_close(fk.attention(q, k, v, keep=often, weights=weights, **options), once)
     everything = sparsefinder.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1)
     keep = Held(everything | groups) | fk.Window(9) | fk.Sinks(3)
-    found = fk.attention(q, k, v, keep=keep, weights=weights, **options)
-    torch.testing.assert_close(found, fk.attention(q, k, v, weights=weights, **options))
+    actual = fk.attention(q, k, v, keep=keep, weights=weights, **options)
+    torch.testing.assert_close(actual, fk.attention(q, k, v, weights=weights, **options))
 
 
 @pytest.mark.parametrize("rest", RESTS.values(), ids=RESTS)
@@ -383,20 +383,20 @@ def test_kept_keys_and_stand_ins_count_every_key_once(case, rest):
     listed = fk.select.Leverage(7).graph(q, k, **options).to_mask()[:, :: case.per_key_head, 0]
     marked = listed[..., None].to(v.dtype).expand(*listed.shape, 3).contiguous()
     keep = fk.select.Leverage(7) | fk.Window(5) | Held(groups)
-    found = fk.attention(q, k, marked, keep=keep, rest=rest, impl="torch", **options)
+    actual = fk.attention(q, k, marked, keep=keep, rest=rest, impl="torch", **options)
     for b in range(case.batch):
         n = case.keys if options["lengths"] is None else int(options["lengths"][b])
         queries = min(n, case.queries)
-        expected = torch.full_like(found[b, :, :queries], min(7, n) / n)
-        torch.testing.assert_close(found[b, :, :queries], expected, rtol=1e-6, atol=1e-9)
+        expected = torch.full_like(actual[b, :, :queries], min(7, n) / n)
+        torch.testing.assert_close(actual[b, :, :queries], expected, rtol=1e-6, atol=1e-9)
 
 
 def test_a_stand_in_for_nobody_decides_nothing():
     """Its score may exceed all others by hundreds: as the row's largest it would leave them no weight."""
     (q, k, v), groups, _ = PLAIN.draw(torch.float32)
     everything = Held(sparsefinder.Groups(torch.zeros_like(groups.query), torch.zeros_like(groups.key), 1))
-    found = fk.attention(30 * q, k, v, keep=everything, rest=fk.rest.Moments(), impl="torch")
-    torch.testing.assert_close(found, fk.attention(30 * q, k, v), rtol=1e-4, atol=1e-4)
+    actual = fk.attention(30 * q, k, v, keep=everything, rest=fk.rest.Moments(), impl="torch")
+    torch.testing.assert_close(actual, fk.attention(30 * q, k, v), rtol=1e-4, atol=1e-4)
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------
@@ -408,8 +408,8 @@ def cost(n, count, giant, rest, weights):
     q, k, v = (torch.randn(1, 1, n, 8, generator=g) for _ in range(3))
     ids = [torch.randperm(n, generator=g) % count for _ in range(2)]
     if giant:
-        ids = [torch.where(torch.rand(n, generator=g) < 0.25, 0, own) for own in ids]
-    groups = sparsefinder.Groups(*(own.view(1, 1, n, 1) for own in ids), count)
+        ids = [torch.where(torch.rand(n, generator=g) < 0.25, 0, row) for row in ids]
+    groups = sparsefinder.Groups(*(row.view(1, 1, n, 1) for row in ids), count)
     edges = int((torch.bincount(ids[0]) * torch.bincount(ids[1])).sum())
     largest, flops = Largest(), FlopCounterMode(display=False)
     with torch.no_grad(), flops, largest:

@@ -27,19 +27,19 @@ def brute(query, key, eps, power, lengths=None):
 
 
 def check(query, key, eps, power, lengths=None, exact=True):
-    found = heavy_entries(query, key, eps, power, lengths=lengths)
+    actual = heavy_entries(query, key, eps, power, lengths=lengths)
     index, values, entries = brute(query, key, eps, power, lengths)
     if not exact:
         # Sums in another order may put an entry that is eps up to rounding on either side.
         open_ = (entries / eps - 1).abs() < 1e-12
         seen = torch.zeros_like(entries, dtype=torch.bool)
-        seen[tuple(found.indices)] = True
+        seen[tuple(actual.indices)] = True
         assert torch.equal(seen & ~open_, (entries >= eps) & ~open_)
-        values = entries[tuple(found.indices)]
+        values = entries[tuple(actual.indices)]
     else:
-        assert torch.equal(found.indices, index)
-    torch.testing.assert_close(found.values.double(), values, rtol=1e-6, atol=0)
-    return found
+        assert torch.equal(actual.indices, index)
+    torch.testing.assert_close(actual.values.double(), values, rtol=1e-6, atol=0)
+    return actual
 
 
 def queries(key, kind, count, heads, generator):
@@ -101,8 +101,8 @@ def test_ties_at_eps_are_entries(seed, copies, d, power):
     k = k[torch.randperm(len(k), generator=g)][None, None]
     q = torch.diag(torch.randint(1, 9, (d,), generator=g).double()).repeat(30, 1)[None, None]
     eps = 1 / copies if copies > 1 else 0.5
-    found = check(q, k, eps, power)
-    assert len(found) == 30 * d * copies
+    actual = check(q, k, eps, power)
+    assert len(actual) == 30 * d * copies
 
 
 @pytest.mark.parametrize("copies", [2, 4])
@@ -178,8 +178,8 @@ def test_equals_brute_force_on_many_keys(n):
     k = torch.randn(1, 1, n, 16, generator=g, dtype=torch.float64) * torch.rand(1, 1, n, 1, generator=g).double() ** -1
     q = torch.cat([torch.randn(1, 1, 400, 16, generator=g, dtype=torch.float64), k[:, :, :400]], 2)
     for eps in (0.003, 0.02, 0.3):
-        found = check(q, k, eps, 2.0)
-        assert len(found) > 100
+        actual = check(q, k, eps, 2.0)
+        assert len(actual) > 100
 
 
 def test_several_blocks_of_keys_and_queries(monkeypatch):
@@ -220,8 +220,8 @@ def test_low_precision_is_answered_in_float64(dtype):
     g = torch.Generator().manual_seed(0)
     k = (torch.randn(1, 1, 200, 6, generator=g) + 30).to(dtype)
     q = torch.randn(1, 1, 100, 6, generator=g).to(dtype)
-    found = check(q, k, 0.02, 2.0, exact=dtype == torch.float32)
-    assert found.values.dtype == torch.float32
+    actual = check(q, k, 0.02, 2.0, exact=dtype == torch.float32)
+    assert actual.values.dtype == torch.float32
 
 
 def spy(monkeypatch):
@@ -253,9 +253,9 @@ def test_queries_where_hardly_any_keys_are_are_answered_directly(monkeypatch):
     k = torch.randn(1, 1, 400, 4, generator=g, dtype=torch.float64)
     k[..., 3] = k[..., :3].sum(-1) + 1e-9 * k[..., 3]
     q = torch.tensor([[1.0, 1.0, 1.0, -1.0]], dtype=torch.float64).expand(1, 1, 50, 4)
-    found = check(q, k, 0.01, 2.0)
+    actual = check(q, k, 0.01, 2.0)
     assert sum(rows) == 50
-    assert len(found) > 50
+    assert len(actual) > 50
 
 
 def test_candidates_are_read_in_float32_only_where_that_is_safe(monkeypatch):
@@ -286,9 +286,9 @@ def test_no_normaliser_no_entries():
     q[:, :, 1, 1] = 1.0
     q[:, :, 2, 0] = -3.0
     for power in (0.5, 2.0, 4.0):
-        found = heavy_entries(q, k, 0.5, power)
-        assert found.indices.T.tolist() == [[1, 0, 2, 2]]
-        assert found.values.tolist() == [1.0]
+        actual = heavy_entries(q, k, 0.5, power)
+        assert actual.indices.T.tolist() == [[1, 0, 2, 2]]
+        assert actual.values.tolist() == [1.0]
     # Orthogonal but for rounding.
     g = torch.Generator().manual_seed(0)
     k = torch.randn(1, 1, 50, 3, generator=g, dtype=torch.float64) @ torch.randn(3, 6, generator=g, dtype=torch.float64)
@@ -300,10 +300,10 @@ def test_lengths_delete_keys():
     g = torch.Generator().manual_seed(0)
     k = torch.randn(2, 2, 50, 4, generator=g)
     q = torch.randn(2, 4, 60, 4, generator=g)
-    found = check(q, k, 0.05, 2.0, torch.tensor([50, 20]))
+    actual = check(q, k, 0.05, 2.0, torch.tensor([50, 20]))
     short = heavy_entries(q[1:], k[1:, :, :20], 0.05)
-    own = found.indices[0] == 1
-    assert torch.equal(found.indices[1:, own], short.indices[1:])
+    of_head = actual.indices[0] == 1
+    assert torch.equal(actual.indices[1:, of_head], short.indices[1:])
     assert len(heavy_entries(q, k, 0.05, lengths=torch.tensor([0, 0]))) == 0
 
 
@@ -311,13 +311,13 @@ def test_sparse_forms():
     g = torch.Generator().manual_seed(0)
     k = torch.randn(2, 2, 30, 4, generator=g, dtype=torch.float64)
     q = torch.randn(2, 4, 20, 4, generator=g, dtype=torch.float64)
-    found = heavy_entries(q, k, 0.1)
+    actual = heavy_entries(q, k, 0.1)
     _, _, entries = brute(q, k, 0.1, 2.0)
     expected = torch.where(entries >= 0.1, entries, 0.0)
-    torch.testing.assert_close(found.to_coo().to_dense(), expected)
-    torch.testing.assert_close(found.to_csr(1, 3).to_dense(), expected[1, 3])
+    torch.testing.assert_close(actual.to_coo().to_dense(), expected)
+    torch.testing.assert_close(actual.to_csr(1, 3).to_dense(), expected[1, 3])
     with pytest.raises(ValueError, match=r"^head: expected an integer from 0 to 3, got 4"):
-        found.to_csr(0, 4)
+        actual.to_csr(0, 4)
 
 
 def test_bad_input_is_named():

@@ -32,8 +32,8 @@ def entries(query, key, power=2.0):
     return torch.nan_to_num(weights / weights.sum(-1, keepdim=True))
 
 
-def dense(found):
-    return found.to_coo().to_dense()
+def dense(actual):
+    return actual.to_coo().to_dense()
 
 
 def spy(monkeypatch, module, name):
@@ -54,9 +54,9 @@ def worst(key):
     return key @ torch.linalg.pinv(key.mT @ key, hermitian=True)
 
 
-def assert_within(found, exact, eps, error, rounding=1e-9):
+def assert_within(actual, exact, eps, error, rounding=1e-9):
     """The statement of `normalizers`."""
-    got = dense(found)
+    got = dense(actual)
     assert (got[exact >= (1 + error) * eps * (1 + 1e-9)] > 0).all()
     assert (exact[got > 0] >= (1 - error) * eps * (1 - 1e-9)).all()
     factor = (got / exact)[got > 0]
@@ -115,8 +115,8 @@ def test_normalizers_of_even_powers(factored, monkeypatch):
     assert (exact >= 0.02).sum() > 30
     for seed in range(3):
         sketch = Sketched(normalizers=error)
-        found = heavy_entries(q, k, 0.02, 4.0, sketch=sketch, generator=generator(seed))
-        assert_within(found, exact, 0.02, error)
+        actual = heavy_entries(q, k, 0.02, 4.0, sketch=sketch, generator=generator(seed))
+        assert_within(actual, exact, 0.02, error)
     assert [form.factored for form in forms] == [factored] * 3
 
 
@@ -129,10 +129,10 @@ def test_estimated_scores_alone_change_nothing(kind, seed, monkeypatch):
     q = torch.cat([worst(k), k, normal(1, 2, 100, 24, seed=seed)], 2)
     sketch = Sketched(scores=0.9)
     for eps in (0.05, 0.3):
-        found = heavy_entries(q, k, eps, sketch=sketch, generator=generator(seed))
+        actual = heavy_entries(q, k, eps, sketch=sketch, generator=generator(seed))
         exact = heavy_entries(q, k, eps)
-        assert torch.equal(found.indices, exact.indices)
-        torch.testing.assert_close(found.values, exact.values, rtol=1e-9, atol=0)
+        assert torch.equal(actual.indices, exact.indices)
+        torch.testing.assert_close(actual.values, exact.values, rtol=1e-9, atol=0)
     assert len(looks) == 4
     assert all(look.shape[-1] < 24 for look in looks)
 
@@ -192,8 +192,8 @@ def test_no_estimated_entry_is_missing_whatever_the_sketch(scores, monkeypatch):
     estimates = (q @ k.mT).square() / norm
     assert (estimates > 1).any()
     for eps in (0.003, 0.1):
-        found = heavy_entries(q, k, eps, sketch=Sketched(normalizers=0.9, scores=scores, failure=0.3))
-        torch.testing.assert_close(dense(found), torch.where(estimates >= eps, estimates, 0.0))
+        actual = heavy_entries(q, k, eps, sketch=Sketched(normalizers=0.9, scores=scores, failure=0.3))
+        torch.testing.assert_close(dense(actual), torch.where(estimates >= eps, estimates, 0.0))
 
 
 def test_the_first_look_discards_most_keys(monkeypatch):
@@ -213,10 +213,10 @@ def test_keys_of_weak_directions_are_not_lost(monkeypatch):
     k[..., 5] = k[..., :5].sum(-1) + 1e-9 * k[..., 5]
     q = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, -1.0]], dtype=torch.float64).expand(1, 1, 5, 6)
     exact = heavy_entries(q, k, 1e-3)
-    found = heavy_entries(q, k, 1e-3, sketch=Sketched(normalizers=0.9, scores=0.9, numerators=0.9, failure=0.5))
+    actual = heavy_entries(q, k, 1e-3, sketch=Sketched(normalizers=0.9, scores=0.9, numerators=0.9, failure=0.5))
     assert len(exact) > 50
-    assert torch.equal(found.indices, exact.indices)
-    assert torch.equal(found.values, exact.values)
+    assert torch.equal(actual.indices, exact.indices)
+    assert torch.equal(actual.values, exact.values)
     assert len(direct_rows) == 2
 
 
@@ -250,13 +250,13 @@ def test_entries_from_estimated_numerators():
     sketch = Sketched(numerators=0.5, failure=0.2)
     k = normal(1, 1, 500, 64) * torch.rand(1, 1, 500, 1, generator=generator(1)).double() ** -1
     q = worst(k)
-    exact, found = entries(q, k), dense(heavy_entries(q, k, 0.1, sketch=sketch))
+    exact, actual = entries(q, k), dense(heavy_entries(q, k, 0.1, sketch=sketch))
     score = (worst(k) * k).sum(-1).sqrt()[:, :, None]
-    off = (found.sqrt() - exact.sqrt()).abs() > 0.5 * score
-    assert (off & (found > 0)).sum() <= 0.2 * (found > 0).sum()
+    off = (actual.sqrt() - exact.sqrt()).abs() > 0.5 * score
+    assert (off & (actual > 0)).sum() <= 0.2 * (actual > 0).sum()
     sure = exact.sqrt() >= 0.1**0.5 + 0.5 * score
     assert sure.sum() > 20
-    assert (found[sure] > 0).double().mean() >= 0.8
+    assert (actual[sure] > 0).double().mean() >= 0.8
 
 
 @pytest.mark.long
@@ -269,10 +269,10 @@ def test_everything_together_and_in_half_the_precision():
     lengths = torch.tensor([30_000, 29_000])
     for projection in PROJECTIONS:
         sketch = Sketched(0.6, 0.9, failure=0.1, projection=projection)
-        found = heavy_entries(q, k, 0.05, sketch=sketch)
-        assert_within(found, exact.float(), 0.05, 0.6, 1e-6)
+        actual = heavy_entries(q, k, 0.05, sketch=sketch)
+        assert_within(actual, exact.float(), 0.05, 0.6, 1e-6)
         short = heavy_entries(q, k, 0.05, sketch=sketch, lengths=lengths)
-        assert torch.equal(short.indices[:, short.indices[0] == 0], found.indices[:, found.indices[0] == 0])
+        assert torch.equal(short.indices[:, short.indices[0] == 0], actual.indices[:, actual.indices[0] == 0])
 
 
 @PROJECTION
@@ -292,10 +292,10 @@ def test_same_seed_same_answer(projection):
 @PROJECTION
 def test_sketches_as_large_as_the_keys_are_not_made(projection):
     k, q = normal(1, 1, 200, 4), normal(1, 1, 50, 4, seed=1)
-    found = heavy_entries(q, k, 0.02, sketch=Sketched(0.1, 0.5, 0.1, projection=projection))
+    actual = heavy_entries(q, k, 0.02, sketch=Sketched(0.1, 0.5, 0.1, projection=projection))
     exact = heavy_entries(q, k, 0.02)
-    assert torch.equal(found.indices, exact.indices)
-    assert torch.equal(found.values, exact.values)
+    assert torch.equal(actual.indices, exact.indices)
+    assert torch.equal(actual.values, exact.values)
 
 
 def test_blocks_do_not_matter(monkeypatch):

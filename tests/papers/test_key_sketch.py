@@ -32,11 +32,11 @@ def sketched(stream, pieces, eps, power=2.0):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_pass_finds_the_universal_set(kind, eps):
     k = keys(kind, n=300)
-    found = sketched(k, 7, eps).universal_set()
-    assert torch.equal(found.to_mask(), universal_set(k, eps))
-    b, h, n = found.indices
-    assert torch.equal(found.keys, k[b, h, n])
-    torch.testing.assert_close(found.scores, leverage_scores(k)[b, h, n], rtol=1e-6, atol=1e-9)
+    actual = sketched(k, 7, eps).universal_set()
+    assert torch.equal(actual.to_mask(), universal_set(k, eps))
+    b, h, n = actual.indices
+    assert torch.equal(actual.keys, k[b, h, n])
+    torch.testing.assert_close(actual.scores, leverage_scores(k)[b, h, n], rtol=1e-6, atol=1e-9)
 
 
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 150), max_size=6), grow=st.floats(-4, 4))

@@ -71,17 +71,17 @@ def test_no_random_query_finds_an_entry_outside(power):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fixed_point_is_reached(kind, power, monkeypatch):
     k = keys(kind)
-    found = lewis_weights(k, power)
-    assert found.steps < 100
-    assert (found.excess <= TOLERANCE * max(1.0, power / 2)).all()
+    actual = lewis_weights(k, power)
+    assert actual.steps < 100
+    assert (actual.excess <= TOLERANCE * max(1.0, power / 2)).all()
     rank = torch.linalg.matrix_rank(k).double()
-    torch.testing.assert_close(found.weights.sum(-1), rank, rtol=0.05, atol=0)
-    assert (found.bounds.sum(-1) <= rank ** max(1.0, power / 2) * (1 + 1e-5)).all()
+    torch.testing.assert_close(actual.weights.sum(-1), rank, rtol=0.05, atol=0)
+    assert (actual.bounds.sum(-1) <= rank ** max(1.0, power / 2) * (1 + 1e-5)).all()
     if 1 <= power <= 4:
         monkeypatch.setattr(lewis, "TOLERANCE", 1e-10)
-        found = lewis_weights(k, power)
+        actual = lewis_weights(k, power)
         # The defining equation, with another route to the pseudoinverse.
-        weights = found.weights
+        weights = actual.weights
         coefficient = torch.where(weights > 0, weights.clamp_min(1e-300) ** (1 - 2 / power), 0.0)
         inverse = torch.linalg.pinv((k * coefficient.unsqueeze(-1)).mT @ k, hermitian=True, rtol=1e-13)
         again = ((k @ inverse) * k).sum(-1).clamp_min(0) ** (power / 2)

@@ -34,11 +34,11 @@ def error(approx, weights, values):
     return ((approx - weights).double() @ values.double()).norm(dim=-1)
 
 
-def check_simplex(found, r=None, slack=1e-12):
-    assert (found >= 0).all()
-    assert ((found.sum(-1) - 1).abs() <= slack).all()
+def check_simplex(weights, r=None, slack=1e-12):
+    assert (weights >= 0).all()
+    assert ((weights.sum(-1) - 1).abs() <= slack).all()
     if r is not None:
-        assert int((found > 0).sum(-1).max()) <= r
+        assert int((weights > 0).sum(-1).max()) <= r
 
 
 def brute_force(weights, values, r):
@@ -88,14 +88,14 @@ def test_caratheodory_is_exact(seed, keys, dims, kind, zeros):
         hidden[:, 0] = False
         weights = weights.masked_fill(hidden, 0.0)
         weights = weights / weights.sum(-1, keepdim=True)
-    for found in (
+    for actual in (
         value_aware.value_aware(weights, values, dims + 1),
         caratheodory(weights, values[None], torch.zeros(len(weights), dtype=torch.long)),
     ):
-        check_simplex(found, dims + 1)
+        check_simplex(actual, dims + 1)
         # Every move is exact up to rounding of numbers as large as the values.
-        assert error(found, weights, values).max() <= 1e-12 * values.abs().max() * math.sqrt(dims)
-        assert not ((found > 0) & (weights == 0)).any()
+        assert error(actual, weights, values).max() <= 1e-12 * values.abs().max() * math.sqrt(dims)
+        assert not ((actual > 0) & (weights == 0)).any()
 
 
 def test_caratheodory_serves_heads_together():
@@ -113,9 +113,9 @@ def test_fewer_are_enough_for_values_in_a_plane():
     values = torch.randn(50, 3, generator=g, dtype=DTYPE) @ torch.randn(3, 20, generator=g, dtype=DTYPE) + 7
     weights, _ = problem(1, keys=50)
     for method in ("auto", "caratheodory"):
-        found = value_aware.value_aware(weights, values, 4, method)
-        check_simplex(found, 4)
-        assert error(found, weights, values).max() < 1e-12
+        actual = value_aware.value_aware(weights, values, 4, method)
+        check_simplex(actual, 4)
+        assert error(actual, weights, values).max() < 1e-12
     assert error(value_aware.value_aware(weights, values, 3), weights, values).min() > 1e-6
 
 
@@ -124,11 +124,11 @@ def test_single_precision_at_the_size_of_a_model():
     weights, values = problem(0, keys=512, dims=32, rows=40, sharp=3.0, lead=(2,))
     weights, values = weights.float(), values.float() + 1
     weights = weights / weights.sum(-1, keepdim=True)
-    found = value_aware.value_aware(weights, values, 33)
-    assert found.dtype == torch.float32
-    check_simplex(found, 33, slack=1e-6)
+    actual = value_aware.value_aware(weights, values, 33)
+    assert actual.dtype == torch.float32
+    check_simplex(actual, 33, slack=1e-6)
     exact = weights.double() @ values.double()
-    assert (error(found, weights, values) / exact.norm(dim=-1)).max() <= 1e-6
+    assert (error(actual, weights, values) / exact.norm(dim=-1)).max() <= 1e-6
 
 
 # --- between
@@ -139,20 +139,20 @@ def test_single_precision_at_the_size_of_a_model():
 )
 def test_on_the_simplex_and_never_worse_than_oblivious(seed, r, keys, dims, method):
     weights, values = problem(seed, keys, dims)
-    found = value_aware.value_aware(weights, values, r, method)
-    check_simplex(found, r)
+    actual = value_aware.value_aware(weights, values, r, method)
+    check_simplex(actual, r)
     for form in ("renormalised", "projected"):
         oblivious = error(value_aware.value_oblivious(weights, r, form), weights, values)
-        assert (error(found, weights, values) <= oblivious + 1e-10).all()
+        assert (error(actual, weights, values) <= oblivious + 1e-10).all()
 
 
 @given(seed=seeds, r=st.integers(1, 6), method=st.sampled_from(SOLVERS))
 def test_never_worse_than_oblivious_with_many_keys(seed, r, method):
     weights, values = problem(seed, keys=90, dims=8, rows=5)
-    found = value_aware.value_aware(weights, values, r, method)
-    check_simplex(found, r)
+    actual = value_aware.value_aware(weights, values, r, method)
+    check_simplex(actual, r)
     oblivious = value_aware.value_oblivious(weights, r, "projected")
-    assert (error(found, weights, values) <= error(oblivious, weights, values) + 1e-12).all()
+    assert (error(actual, weights, values) <= error(oblivious, weights, values) + 1e-12).all()
 
 
 @pytest.mark.long
@@ -182,9 +182,9 @@ def test_against_brute_force():
         weights, values = problem(number, keys, dims, rows=12)
         best = brute_force(weights, values, r)
         for method in SOLVERS:
-            found = error(value_aware.value_aware(weights, values, r, method), weights, values)
-            assert (found >= best - 1e-9).all()  # nothing beats brute force
-            gaps[method].append(float(found.mean() / best.mean()))
+            actual = error(value_aware.value_aware(weights, values, r, method), weights, values)
+            assert (actual >= best - 1e-9).all()  # nothing beats brute force
+            gaps[method].append(float(actual.mean() / best.mean()))
         search = supports.search(rows_of(weights, values), r, enumerate_up_to=0)
         top = supports.oblivious(rows_of(weights, values), r)
         gaps["top r"].append(float(top.value.sqrt().mean() / best.mean()))
@@ -208,12 +208,12 @@ def test_mask_hides_keys(seed, method):
     weights = weights.masked_fill(~visible, 0.0)
     weights = weights / weights.sum(-1, keepdim=True)
     r = {"nearest": 1, "caratheodory": 6}.get(method, 3)
-    found = value_aware.value_aware(weights, values, r, method, mask=visible)
-    check_simplex(found, r)
-    assert not (found > 0)[:, ~visible].any()
+    actual = value_aware.value_aware(weights, values, r, method, mask=visible)
+    check_simplex(actual, r)
+    assert not (actual > 0)[:, ~visible].any()
     if method in ("nearest", "exhaustive"):  # exact methods: what the hidden values are cannot matter
         deleted = value_aware.value_aware(weights[:, visible], values[visible], r, method)
-        torch.testing.assert_close(found[:, visible], deleted)
+        torch.testing.assert_close(actual[:, visible], deleted)
 
 
 def test_causal_mask_with_fewer_visible_keys_than_r():
@@ -222,19 +222,19 @@ def test_causal_mask_with_fewer_visible_keys_than_r():
     weights = weights.masked_fill(~visible, 0.0)
     weights = weights / weights.sum(-1, keepdim=True)
     for method in (*SOLVERS, "exhaustive"):
-        found = value_aware.value_aware(weights, values, 4, method, mask=visible)
-        check_simplex(found, 4)
-        assert not (found > 0)[~visible].any()
-        assert error(found, weights, values)[:4].max() < 1e-9  # up to four keys are visible: all of them
+        actual = value_aware.value_aware(weights, values, 4, method, mask=visible)
+        check_simplex(actual, 4)
+        assert not (actual > 0)[~visible].any()
+        assert error(actual, weights, values)[:4].max() < 1e-9  # up to four keys are visible: all of them
 
 
 @given(seed=seeds)
 def test_one_weight_is_the_nearest_value(seed):
     weights, values = problem(seed)
     for method in (*SOLVERS, "nearest"):
-        found = value_aware.value_aware(weights, values, 1, method)
-        assert torch.equal(found.argmax(-1), torch.cdist(weights @ values, values).argmin(-1))
-        assert torch.equal(found.amax(-1), torch.ones(8, dtype=DTYPE))
+        actual = value_aware.value_aware(weights, values, 1, method)
+        assert torch.equal(actual.argmax(-1), torch.cdist(weights @ values, values).argmin(-1))
+        assert torch.equal(actual.amax(-1), torch.ones(8, dtype=DTYPE))
 
 
 # --- statements about error
@@ -249,8 +249,8 @@ def test_identity_of_the_error_of_dropping(seed):
     inside, outside = weights * kept, weights * ~kept
     dropped = outside.sum(-1, keepdim=True)
     distance = (outside / dropped) @ values - (inside / (1 - dropped)) @ values
-    found = error(inside / (1 - dropped), weights, values)
-    torch.testing.assert_close(found, dropped[:, 0] * distance.norm(dim=-1))
+    actual = error(inside / (1 - dropped), weights, values)
+    torch.testing.assert_close(actual, dropped[:, 0] * distance.norm(dim=-1))
 
 
 @pytest.mark.long
@@ -321,9 +321,9 @@ def test_every_kernel(kernel):
     assert bool(dead.any()) == isinstance(kernel, fk.weights.Relu)
     previous = torch.inf
     for r in (1, 3, 6):
-        found = value_aware.value_aware(weights, values, r)
-        assert ((found.sum(-1) - (~dead).float()).abs() < 1e-5).all()
-        now = float(error(found, weights, values).mean())
+        actual = value_aware.value_aware(weights, values, r)
+        assert ((actual.sum(-1) - (~dead).float()).abs() < 1e-5).all()
+        now = float(error(actual, weights, values).mean())
         assert now <= previous
         previous = now
     assert previous < 1e-5
@@ -345,16 +345,16 @@ def test_heads_rows_and_blocks_do_not_mix(r, monkeypatch):
 def test_low_precision(dtype):
     weights, values = (t.to(dtype) for t in problem(0, keys=40, dims=4))
     for r in (1, 3, 5):
-        found = value_aware.value_aware(weights, values, r)
-        assert found.dtype == dtype
-        check_simplex(found.double(), r, slack=r * torch.finfo(dtype).eps)
+        actual = value_aware.value_aware(weights, values, r)
+        assert actual.dtype == dtype
+        check_simplex(actual.double(), r, slack=r * torch.finfo(dtype).eps)
 
 
 def test_no_gradient_and_inputs_untouched():
     weights, values = problem(0)
     before = weights.clone(), values.clone()
-    found = value_aware.value_aware(weights.requires_grad_(), values.requires_grad_(), 3)
-    assert not found.requires_grad
+    actual = value_aware.value_aware(weights.requires_grad_(), values.requires_grad_(), 3)
+    assert not actual.requires_grad
     assert torch.equal(weights, before[0])
     assert torch.equal(values, before[1])
 

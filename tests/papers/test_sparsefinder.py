@@ -73,18 +73,18 @@ def test_loss_is_its_definition(seed, share, margin):
     sign = signs(gold, seen, g)
     query = torch.randn(2, 3, 6, 4, generator=g, dtype=torch.float64).requires_grad_()
     key = torch.randn(2, 3, 9, 4, generator=g, dtype=torch.float64).requires_grad_()
-    found = hinge(query, key, sign, margin)
+    actual = hinge(query, key, sign, margin)
     for place in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(6)).tolist():
         b, h, i = place
         distance = (query[b, h, i] - key[b, h]).square().sum(-1)
         expected = (margin + (sign[b, h, i] * distance).sum()).clamp_min(0)
         if not sign[b, h, i].any():
             expected = torch.zeros(())
-        assert found[b, h, i].item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
+        assert actual[b, h, i].item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
     slow = (sign.double() * (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)).sum(-1)
     slow = ((margin + slow).clamp_min(0) * sign.any(-1)).sum()
     for one, two in zip(
-        torch.autograd.grad(found.sum(), (query, key)), torch.autograd.grad(slow, (query, key)), strict=True
+        torch.autograd.grad(actual.sum(), (query, key)), torch.autograd.grad(slow, (query, key)), strict=True
     ):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
@@ -158,7 +158,7 @@ def test_more_epochs_go_on_and_finished_ones_are_not_done_again(tmp_path, monkey
     assert longer.tensors.keys() == straight.tensors.keys()
     assert all(torch.equal(longer.tensors[name], straight.tensors[name]) for name in straight.tensors)
     epoch, passed = train._epoch, []
-    monkeypatch.setattr(train, "_epoch", lambda *given: (epoch(*given), passed.append(given[2])))
+    monkeypatch.setattr(train, "_epoch", lambda *arguments: (epoch(*arguments), passed.append(arguments[2])))
     assert fit(capture, epochs=6, directory=tmp_path, patience=9).record == fit(capture, epochs=6, patience=9).record
     assert passed[:2] == [0, 1]
     monkeypatch.setattr(train, "_epoch", None)
@@ -194,7 +194,7 @@ def test_the_best_epoch_is_kept_and_a_stalled_layer_stops():
 def test_learning_is_adam_on_the_mean_loss():
     """The same steps by one optimiser that is never taken apart, on graphs found another way."""
     capture = captured(layers=1, batches=3, lengths=(40, 22, 7))
-    found = fit(capture, validation=0, epochs=3, rank=2).tensors["maps.0"]
+    actual = fit(capture, validation=0, epochs=3, rank=2).tensors["maps.0"]
     maps = (torch.rand(1, 4, 8, 2, generator=train.generator(0, 0, "start")) * 2 - 1) * 8**-0.5
     adam, calls = torch.optim.Adam([maps.requires_grad_()], lr=0.02), list(capture.calls(0))
     for epoch in range(3):
@@ -208,7 +208,7 @@ def test_learning_is_adam_on_the_mean_loss():
             adam.zero_grad()
             (loss.sum() / sign.any(-1).sum()).backward()
             adam.step()
-    torch.testing.assert_close(found, maps.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, maps.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["padded", "cross"])
@@ -224,13 +224,13 @@ def test_gold_edges_are_a_sample_of_the_gold_graph(kind):
         for head in range(2):
             b, i, j = mask[:, head].nonzero(as_tuple=True)
             rows[head].append(torch.cat([call.query[b, head, i], call.key[b, head % call.key.shape[1], j]], -1))
-    assert counts == min(len(torch.cat(own)) for own in rows)
+    assert counts == min(len(torch.cat(parts)) for parts in rows)
     for head in range(2):
-        own, found = torch.cat(rows[head]), torch.cat([end[head] for end in ends], -1)
-        same = (found[:, None] == own).all(-1)
+        points, actual = torch.cat(rows[head]), torch.cat([end[head] for end in ends], -1)
+        same = (actual[:, None] == points).all(-1)
         assert (same.sum(1) == 1).all()
         assert (same.sum(0) <= 1).all()
-        assert len(found) == 60
+        assert len(actual) == 60
     assert not torch.equal(ends[0], gold_edges(capture, 0, 1.5, 60, 1)[0])
 
 
@@ -238,18 +238,18 @@ def test_gold_edges_are_a_sample_of_the_gold_graph(kind):
 def test_clusters_are_joined_where_gold_edges_are_frequent(seed, lift):
     g = torch.Generator().manual_seed(seed)
     query, key, *edges = (torch.randn(2, n, 3, generator=g) for n in (30, 40, 50, 50))
-    own, theirs = (torch.randn(2, 4, 3, generator=g) for _ in range(2))
-    pairs = joined(query, key, tuple(edges), (own, theirs), lift).pairs
+    query_centroids, theirs = (torch.randn(2, 4, 3, generator=g) for _ in range(2))
+    pairs = joined(query, key, tuple(edges), (query_centroids, theirs), lift).pairs
     for head in range(2):
-        sides = ((query, own), (key, theirs), (edges[0], own), (edges[1], theirs))
+        sides = ((query, query_centroids), (key, theirs), (edges[0], query_centroids), (edges[1], theirs))
         place = [torch.cdist(rows[head], centroids[head]).argmin(-1) for rows, centroids in sides]
-        found = {}
+        actual = {}
         for a, b in torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist():
             part = (place[0] == a).double().mean().item() * (place[1] == b).double().mean().item()
-            found[a, b] = ((place[2] == a) & (place[3] == b)).double().mean().item() / max(part, 1e-12)
-        for cell, own_lift in found.items():
+            actual[a, b] = ((place[2] == a) & (place[3] == b)).double().mean().item() / max(part, 1e-12)
+        for cell, own_lift in actual.items():
             if abs(own_lift - lift) > 1e-9:
-                assert pairs[head][cell] == (own_lift > lift or own_lift == max(found.values()))
+                assert pairs[head][cell] == (own_lift > lift or own_lift == max(actual.values()))
 
 
 def test_pairs_of_clusters_find_keys_that_everybody_needs_however_far():
@@ -264,11 +264,11 @@ def test_pairs_of_clusters_find_keys_that_everybody_needs_however_far():
     capture = writer.finish()
     seen, unseen = capture.part(0, 8), capture.part(8, 12)
     raw = sparsefinder.Sparsefinder.raw(seen)
-    found = {
+    actual = {
         str(g): raw.selector(0, g)
         for g in (sparsefinder.ClusterPairs(2, 1.0), sparsefinder.Clusters(3), sparsefinder.Clusters(3, top=2))
     }
-    pairs, near, two = (row.means() for row in score_graphs(unseen, 0, found).values())
+    pairs, near, two = (row.means() for row in score_graphs(unseen, 0, actual).values())
     assert pairs["recall"] == 1
     assert pairs["sparsity"] > 0.6
     assert near["recall"] < 0.1
@@ -340,9 +340,9 @@ def test_the_sample_is_of_real_tokens_without_repetition():
         rows = [torch.cat([call.key[b, :, :n] for call in capture.calls(layer) for b, n in enumerate((40, 22, 7))], 1)][
             0
         ].repeat_interleave(2, 0)
-        found = raw.tensors[f"key.{layer}"]
-        assert found.shape == (4, 100, 8)
-        same = (found[:, :, None] == rows[:, None]).all(-1)
+        actual = raw.tensors[f"key.{layer}"]
+        assert actual.shape == (4, 100, 8)
+        same = (actual[:, :, None] == rows[:, None]).all(-1)
         assert (same.sum(-1) == 1).all()
         assert (same.sum(1) <= 1).all()
 
@@ -435,8 +435,8 @@ def test_parts_of_a_capture():
         for layer in range(2):
             for name in ("query", "key", "value", "key_mask"):
                 expected = torch.cat([getattr(call, name) for call in whole.calls(layer)])[start:stop]
-                for found in (part, again):
-                    assert torch.equal(torch.cat([getattr(call, name) for call in found.calls(layer)]), expected)
+                for actual in (part, again):
+                    assert torch.equal(torch.cat([getattr(call, name) for call in actual.calls(layer)]), expected)
         assert part.sequences == stop - start
         assert part.tokens == sum((40, 22, 7)[i % 3] for i in range(start, stop))
         assert part.batches == len(list(part.calls(0)))
@@ -476,8 +476,8 @@ def test_a_reloaded_predictor_gives_the_same_graphs(finder, before, tmp_path):
     assert loaded == fresh
     assert loaded.record == finder.record
     masks = masks or graphs(fresh)
-    found = graphs(loaded)
-    assert all(torch.equal(found[name], masks[name]) for name in GROUPINGS)
+    actual = graphs(loaded)
+    assert all(torch.equal(actual[name], masks[name]) for name in GROUPINGS)
     for grouping in GROUPINGS.values():
         one, two = loaded.selector(0, grouping), fresh.selector(0, grouping)
         assert one == two
@@ -535,7 +535,7 @@ def test_tensors_of_the_wrong_shape_are_refused(finder, name, tmp_path):
 def test_rounds_of_clusters_are_different_ones(finder):
     place = finder.centroids(0, 4, rounds=3).place
     assert place.shape[1] == 12
-    assert len({place[:, own : own + 4].sort(1).values.flatten().sum().item() for own in (0, 4, 8)}) == 3
+    assert len({place[:, start : start + 4].sort(1).values.flatten().sum().item() for start in (0, 4, 8)}) == 3
     assert torch.equal(place[:, :4], finder.centroids(0, 4).place)
 
 
@@ -606,11 +606,11 @@ def test_heads_may_have_groupings_of_their_own():
         finder.selector(1, sparsefinder.Buckets(4), head=1) | fk.Window(3),
     ]
     whole = [finder.selector(1, sparsefinder.Clusters(5)), finder.selector(1, sparsefinder.Buckets(4)) | fk.Window(3)]
-    found = fk.attention(call.query, call.key, call.value, plan=[fk.Plan(keep) for keep in keeps])
+    actual = fk.attention(call.query, call.key, call.value, plan=[fk.Plan(keep) for keep in keeps])
     for head, keep in enumerate(whole):
-        own = slice(2 * head, 2 * head + 2)
-        expected = fk.attention(call.query, call.key, call.value, keep=keep)[:, own]
-        torch.testing.assert_close(found[:, own], expected, rtol=1e-5, atol=1e-6)
+        heads = slice(2 * head, 2 * head + 2)
+        expected = fk.attention(call.query, call.key, call.value, keep=keep)[:, heads]
+        torch.testing.assert_close(actual[:, heads], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_other_selectors_run_in_the_learned_space():

@@ -71,7 +71,7 @@ def test_uniform_buckets(beta, seed):
 def test_equal_buckets_by_rank(beta, seed, lengths):
     q, k, _ = SELF.draw(seed)
     selector = predicted(sparsefinder.Buckets(beta), 4, 5)
-    found = selector.graph(q, k, lengths=torch.tensor(lengths))
+    actual = selector.graph(q, k, lengths=torch.tensor(lengths))
     q, k = projected(selector, q, k)
     for b, n in enumerate(lengths):
         size = math.ceil(n / beta)
@@ -84,8 +84,8 @@ def test_equal_buckets_by_rank(beta, seed, lengths):
                         place[h, token, d] = rank // size
             ids.append(place)
         expected = (ids[0][:, :, None] == ids[1][:, None]).any(-1)
-        assert torch.equal(found.to_mask()[b, :, :n, :n], expected)
-        assert not found.to_mask()[b, :, :, n:].any()
+        assert torch.equal(actual.to_mask()[b, :, :n, :n], expected)
+        assert not actual.to_mask()[b, :, :, n:].any()
     # No bucket of a dimension holds more than its share.
     full = selector.graph(*(x for x in SELF.draw(seed)[:2]))
     sizes = torch.zeros(2, 4, full.extra.count, dtype=torch.int64)
@@ -117,7 +117,7 @@ def test_clusters(count, data, rounds, seed):
 
     def nearest(row, h):
         sets = place[h].split(count)
-        return [set((row - own).norm(dim=-1).topk(top, largest=False).indices.tolist()) for own in sets]
+        return [set((row - centres).norm(dim=-1).topk(top, largest=False).indices.tolist()) for centres in sets]
 
     def joined(a, b, h):
         return any(one & two for one, two in zip(nearest(a, h), nearest(b, h), strict=True))
@@ -133,8 +133,10 @@ def test_pairs_of_clusters(count, seed):
     fitted = selector.fitted
 
     def joined(a, b, h):
-        own, theirs = ((row - place[h]).norm(dim=-1).argmin() for row, place in ((a, fitted.query), (b, fitted.key)))
-        return fitted.pairs[h, own, theirs]
+        query_cluster, theirs = (
+            (row - place[h]).norm(dim=-1).argmin() for row, place in ((a, fitted.query), (b, fitted.key))
+        )
+        return fitted.pairs[h, query_cluster, theirs]
 
     assert torch.equal(selector.graph(q, k).to_mask(), naive(selector, q, k, joined))
 
@@ -147,8 +149,8 @@ def test_the_gold_graph_is_the_support(alpha, seed):
     for shown, options in ((None, {}), (seen, {"is_causal": True, "lengths": torch.tensor([14, 14])})):
         scores = q @ k.mT * 0.7
         scores = scores if shown is None else scores.masked_fill(~shown, -torch.inf)
-        found = sparsefinder.EntmaxSupport(alpha).graph(q, k, scale=0.7, **options).to_mask()
-        assert torch.equal(found, fk.weights.Entmax(alpha).kernel([scores])[0] > 0)
+        actual = sparsefinder.EntmaxSupport(alpha).graph(q, k, scale=0.7, **options).to_mask()
+        assert torch.equal(actual, fk.weights.Entmax(alpha).kernel([scores])[0] > 0)
 
 
 @pytest.mark.long
@@ -181,13 +183,13 @@ def test_the_fast_executor_agrees_with_the_reference(name, shape):
 
 @pytest.mark.parametrize("name", GROUPINGS)
 def test_gradients_agree_with_the_reference(name):
-    found = []
+    actual = []
     for impl in ("torch", "reference"):
         inputs = [x.requires_grad_() for x in SHAPES["grouped"].draw()]
         keep = for_shape(name, SHAPES["grouped"]) | fk.Window(3)
         output = fk.attention(*inputs, keep=keep, weights=fk.weights.Entmax(1.5), impl=impl)
-        found.append(torch.autograd.grad(output.square().sum(), inputs))
-    for fast, slow in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(output.square().sum(), inputs))
+    for fast, slow in zip(*actual, strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-8, atol=1e-9)
 
 
@@ -242,11 +244,11 @@ def test_one_query_at_a_time_is_all_at_once(name):
 def test_sequences_stand_alone_and_order_is_meaningless(name):
     q, k, _ = SHAPES["cross"].draw()
     keep = for_shape(name, SHAPES["cross"])
-    found = keep.graph(q, k).to_mask()
-    assert torch.equal(found[1:], keep.graph(q[1:], k[1:]).to_mask())
+    actual = keep.graph(q, k).to_mask()
+    assert torch.equal(actual[1:], keep.graph(q[1:], k[1:]).to_mask())
     g = torch.Generator().manual_seed(3)
     keys, queries = torch.randperm(90, generator=g), torch.randperm(37, generator=g)
-    assert torch.equal(found[:, :, queries][..., keys], keep.graph(q[:, :, queries], k[:, :, keys]).to_mask())
+    assert torch.equal(actual[:, :, queries][..., keys], keep.graph(q[:, :, queries], k[:, :, keys]).to_mask())
 
 
 @pytest.mark.parametrize("shape", ["grouped", "padded", "cross", "causal"])
@@ -394,7 +396,7 @@ def test_scores_of_graphs_ignore_padding(causal):
     lengths = (24, 9, 17, 3)
     capture = planted(batches=2, kv_heads=1, causal=causal, lengths=lengths)
     keep = predicted(sparsefinder.Clusters(4), 2, 16)
-    found = score_graphs(capture, 0, {"mine": keep, "gold": sparsefinder.EntmaxSupport(1.5)})
+    actual = score_graphs(capture, 0, {"mine": keep, "gold": sparsefinder.EntmaxSupport(1.5)})
     expected = []
     for call in capture.calls(0):
         for row, n in enumerate(lengths):
@@ -417,8 +419,8 @@ def test_scores_of_graphs_ignore_padding(causal):
                 )
             )
     expected = torch.stack(expected).double().mean(0)
-    mine = found["mine"]
+    mine = actual["mine"]
     got = torch.stack([mine.recall, mine.sparsity, mine.exact, mine.slots, mine.computation, mine.entropy])
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-    gold = found["gold"].means()
+    gold = actual["gold"].means()
     assert (gold["recall"], gold["exact"], gold["computation"]) == (1, 1, None)

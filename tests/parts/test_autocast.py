@@ -22,9 +22,9 @@ def test_a_call_under_autocast_is_the_call_on_lowered_inputs(plan, impl):
     tensors = shape.draw(dtype=torch.float32)
     want = fk.attention(*lowered(tensors), plan=plan, impl=impl, **shape.options)
     with torch.autocast("cpu", torch.bfloat16):
-        found = fk.attention(*tensors, plan=plan, impl=impl, **shape.options)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, want)
+        actual = fk.attention(*tensors, plan=plan, impl=impl, **shape.options)
+    assert actual.dtype == torch.bfloat16
+    assert torch.equal(actual, want)
 
 
 def test_dtypes_that_autocast_mixes_are_one():
@@ -40,8 +40,8 @@ def test_dtypes_that_autocast_mixes_are_one():
 def test_double_precision_stays():
     tensors = SHAPES["plain"].draw()
     with torch.autocast("cpu", torch.bfloat16):
-        found = fk.attention(*tensors, plan=fk.budget(24))
-    assert torch.equal(found, fk.attention(*tensors, plan=fk.budget(24)))
+        actual = fk.attention(*tensors, plan=fk.budget(24))
+    assert torch.equal(actual, fk.attention(*tensors, plan=fk.budget(24)))
 
 
 @pytest.mark.long
@@ -61,9 +61,9 @@ def test_gradients_are_those_of_the_lowered_call(shape):
         with torch.autocast("cpu", torch.bfloat16):
             return fk.attention(*tensors, plan=plan, **shape.options)
 
-    for found, want in zip(gradients(under), gradients(plain), strict=True):
-        assert found.isfinite().all()
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    for actual, want in zip(gradients(under), gradients(plain), strict=True):
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_gradients_are_those_of_the_lowered_call(shape):
 def test_streams_under_autocast(plan):
     q, k, v = CAUSAL_SHAPES["causal"].draw(dtype=torch.float32)
     one, other = fk.stream(plan), fk.stream(plan)
-    found = []
+    actual = []
     for part in torch.arange(150).split(7):
         one.append(*lowered((k[:, :, part], v[:, :, part])))
         want = one.attend(q[:, :, part].bfloat16())
         with torch.autocast("cpu", torch.bfloat16):
             other.append(k[:, :, part], v[:, :, part])
-            found.append(torch.equal(other.attend(q[:, :, part]), want))
-    assert all(found)
+            actual.append(torch.equal(other.attend(q[:, :, part]), want))
+    assert all(actual)
 
 
 def test_statistics_of_keys_do_not_follow():
@@ -90,9 +90,9 @@ def test_statistics_of_keys_do_not_follow():
     sketch, other = levattention.KeySketch(0.2), levattention.KeySketch(0.2)
     sketch.update(keys)
     with torch.autocast("cpu", torch.bfloat16):
-        found = levattention.leverage_scores(keys), levattention.universal_set(keys, 0.2)
+        actual = levattention.leverage_scores(keys), levattention.universal_set(keys, 0.2)
         other.update(keys)
-    assert all(map(torch.equal, found, want))
+    assert all(map(torch.equal, actual, want))
     assert torch.equal(other.universal_set().scores, sketch.universal_set().scores)
     heavy = levattention.heavy_entries(*SHAPES["plain"].draw(dtype=torch.float32)[:2], 0.2)
     with torch.autocast("cpu", torch.bfloat16):

@@ -95,13 +95,13 @@ def test_the_multiple_holds_of_huge_scores(scale, dtype, impl):
 @pytest.mark.parametrize("strength", [1, 30, 300])
 def test_gradients_agree_on_both_sides_of_the_bound(strength, impl):
     """Beyond it the term is constant: its part of the gradient is gone, and no other."""
-    given = [x.requires_grad_() for x in inputs(strength, kind="aligned")]
+    leaves = [x.requires_grad_() for x in inputs(strength, kind="aligned")]
     plan = PLANS[0][0]
-    found = {}
+    actual = {}
     for way in ("reference", impl):
-        output = fk.attention(*given, plan=plan, impl=way)
-        found[way] = torch.autograd.grad((output * torch.linspace(-1, 1, output.shape[-1])).sum(), given)
-    for one, other in zip(found["reference"], found[impl], strict=True):
+        output = fk.attention(*leaves, plan=plan, impl=way)
+        actual[way] = torch.autograd.grad((output * torch.linspace(-1, 1, output.shape[-1])).sum(), leaves)
+    for one, other in zip(actual["reference"], actual[impl], strict=True):
         torch.testing.assert_close(one, other, atol=2e-4 * one.abs().max().item(), rtol=2e-3)
 
 

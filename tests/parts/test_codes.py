@@ -28,13 +28,13 @@ def test_levels_are_those_of_the_definition(dim):
     key = drawn(2, 3, 45, dim)
     first = key[:, :, :32].mean(2, keepdim=True)
     turned = rotated(key - first)
-    found = encode(key, Frame.of(key))
-    assert found.packed.shape[2] == 2
-    level = found.levels()[:, :, :45].double()
+    actual = encode(key, Frame.of(key))
+    assert actual.packed.shape[2] == 2
+    level = actual.levels()[:, :, :45].double()
     distance = (key - first).norm(dim=-1)
     spread = distance[:, :, :32].square().mean(2, keepdim=True).sqrt()
-    assert torch.equal(found.sigma[:, :, :45].double(), (4096 * distance / spread).round())
-    assert (found.sigma[:, :, 45:] == 0).all()
+    assert torch.equal(actual.sigma[:, :, :45].double(), (4096 * distance / spread).round())
+    assert (actual.sigma[:, :, 45:] == 0).all()
     size = turned / distance[..., None]
     expected = torch.where(size.abs() < 1, 1.0, 3.0) * torch.where(size < 0, -1.0, 1.0)
     assert torch.equal(level, expected.double())
@@ -60,7 +60,7 @@ def test_the_best_are_those_of_a_stable_sort(piece, monkeypatch):
     seen = torch.arange(70).sub(1).clamp_min(0) // BLOCK * BLOCK
     real = torch.rand(2, 90, generator=torch.Generator().manual_seed(2)) < 0.8
     held = encode(key, Frame.of(key))
-    found = best(held, query, seen, real, 9)
+    actual = best(held, query, seen, real, 9)
     level = held.levels()[:, :, :90].repeat_interleave(2, 1)
     total = (query.float() @ level.mT).int() * 64  # 16 numbers
     score = total * held.sigma[:, :, None, :90].repeat_interleave(2, 1) + 2**14 >> 15
@@ -70,7 +70,7 @@ def test_the_best_are_those_of_a_stable_sort(piece, monkeypatch):
                 places = [j for j in range(int(seen[i])) if real[b, j]]
                 order = sorted(places, key=lambda j: -int(score[b, h, i, j]))
                 expected = sorted(order[:9]) + [-1] * (9 - min(9, len(places)))
-                assert found[b, h, i].tolist() == expected
+                assert actual[b, h, i].tolist() == expected
 
 
 def test_codes_find_what_exact_scores_find():

@@ -29,7 +29,7 @@ def metric(dim, seed=0):
 
 def sets(place):
     """Every cohort's places, as sets: (R, count)."""
-    return [[frozenset(own[own >= 0].tolist()) for own in one] for one in place]
+    return [[frozenset(members[members >= 0].tolist()) for members in one] for one in place]
 
 
 @pytest.mark.parametrize("many", [1, 3, 64, 70, 401])
@@ -40,8 +40,8 @@ def test_a_split_is_balanced_and_has_every_row_once(many, count):
     most = -(-many // count)
     assert place.shape == (3, count, most)
     for one in sets(place):
-        assert sorted(i for own in one for i in own) == list(range(many))
-        assert [len(own) for own in one] == [min(most, max(0, many - most * i)) for i in range(count)]
+        assert sorted(i for members in one for i in members) == list(range(many))
+        assert [len(members) for members in one] == [min(most, max(0, many - most * i)) for i in range(count)]
 
 
 @pytest.mark.parametrize("many", [1, 3, 70, 1401])
@@ -53,10 +53,10 @@ def test_rows_that_stay_where_they_are_are_split_alike(many, count, dtype):
     flat, by = rows.flatten(1, 2), metric(5).to(dtype).expand(3, -1, -1)
     place = split(flat, by, count)
     label = split_apart(rows, by, count, WHOLE).flatten(1)
-    for own, one in zip(sets(place), label, strict=True):
-        assert [frozenset((one == h).nonzero().flatten().tolist()) for h in range(count)] == own
-    found = described_apart(rows, label.view(3, 2, many), count, 3, WHOLE)
-    for one, other in zip(found, described(flat, place, 3), strict=True):
+    for members, one in zip(sets(place), label, strict=True):
+        assert [frozenset((one == h).nonzero().flatten().tolist()) for h in range(count)] == members
+    actual = described_apart(rows, label.view(3, 2, many), count, 3, WHOLE)
+    for one, other in zip(actual, described(flat, place, 3), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -72,9 +72,9 @@ def test_the_smallest_scores_of_equal_ones_come_first(dtype):
         left = smallest(score, label, real, rank, WHOLE)
         for r in range(2):
             for h in range(3):
-                own = (label[r] == h).flatten()
-                order = score[r].flatten()[own].argsort(stable=True)
-                assert torch.equal(left[r].flatten()[own].nonzero().flatten(), order[:rank].sort().values)
+                inside = (label[r] == h).flatten()
+                order = score[r].flatten()[inside].argsort(stable=True)
+                assert torch.equal(left[r].flatten()[inside].nonzero().flatten(), order[:rank].sort().values)
 
 
 def test_a_split_finds_far_sets_of_rows():
@@ -82,8 +82,8 @@ def test_a_split_finds_far_sets_of_rows():
     centre = 20 * torch.randn(4, 6, generator=g)
     whose = torch.arange(4).repeat_interleave(9)[torch.randperm(36, generator=g)]
     rows = centre[whose] + torch.randn(36, 6, generator=g)
-    found = split(rows[None], torch.eye(6)[None], 4)[0]
-    assert all(len(set(whose[own].tolist())) == 1 for own in found)
+    actual = split(rows[None], torch.eye(6)[None], 4)[0]
+    assert all(len(set(whose[members].tolist())) == 1 for members in actual)
 
 
 @needs_compiler
@@ -94,31 +94,31 @@ def test_the_kernel_splits_as_torch_does(many, count):
     rows[1] += 50
     rows[2] = 0
     how = torch.stack([metric(11, 2), metric(11, 3), metric(11, 4)])
-    place, *found = native.halve(rows, how, count, step=3, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
+    place, *actual = native.halve(rows, how, count, step=3, sample=SPLIT_SAMPLE, power=POWER, refine=REFINE)
     assert sets(place) == sets(split(rows, how, count))
-    torch.testing.assert_close(found, [*described(rows, place, 3)], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, [*described(rows, place, 3)], rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_of_cohorts_are_those_of_their_queries():
     q, k, v = SHAPES["grouped"].draw()
-    found = cohorts(check_inputs(q, k, v, scale=0.7), 4)
+    actual = cohorts(check_inputs(q, k, v, scale=0.7), 4)
     rows = 0.7 * q.unflatten(1, (2, 3)).flatten(2, 3)
     for b in range(2):
         for g in range(2):
-            own = [rows[b, g][place[place >= 0]] for place in found.place[b, g]]
-            torch.testing.assert_close(found.mean[b, g], torch.stack([part.mean(0) for part in own]))
-            off = torch.cat([part - part.mean(0) for part in own])
-            torch.testing.assert_close(found.within[b, g], off.mT @ off / len(off))
+            members = [rows[b, g][place[place >= 0]] for place in actual.place[b, g]]
+            torch.testing.assert_close(actual.mean[b, g], torch.stack([part.mean(0) for part in members]))
+            off = torch.cat([part - part.mean(0) for part in members])
+            torch.testing.assert_close(actual.within[b, g], off.mT @ off / len(off))
 
 
 @pytest.mark.parametrize("impl", ["torch", pytest.param("native", marks=needs_compiler)])
 def test_half_the_variance_of_a_cohorts_scores(impl):
     q, k, v = (rows.float() for rows in SHAPES["grouped"].draw())
     x = check_inputs(q, k + 3, v, scale=0.7, impl=impl)
-    found = cohorts(x, 4)
+    actual = cohorts(x, 4)
     centred = k - k.mean(2, keepdim=True)
-    want = 0.5 * (centred @ found.within * centred).sum(-1)
-    torch.testing.assert_close(half_variance(x, found), want, rtol=1e-4, atol=1e-5)
+    want = 0.5 * (centred @ actual.within * centred).sum(-1)
+    torch.testing.assert_close(half_variance(x, actual), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_short_inputs_have_fewer_cohorts(queries, count):
     assert cohorts(check_inputs(*rows), 64).count == count
 
 
-def told(x, h, clusters, kept):
-    """What sums are told where scores decide nothing: random shares of the keys."""
+def sum_arguments(x, h, clusters, kept):
+    """Arguments of the sums where scores decide nothing: random shares of the keys."""
     g = torch.Generator().manual_seed(5)
     heads = (x.batch, x.kv_heads)
     index = torch.stack([torch.randperm(x.keys, generator=g)[:kept] for _ in range(4 * h)]).view(*heads, h, kept)
@@ -152,14 +152,14 @@ def test_sums_have_exact_gradients():
     """With cohorts that are indifferent, weights do not move with the keys."""
     q, k, v = SHAPES["grouped"].draw()
     x = check_inputs(q[:, :, :9], k[:, :, :9], v[:, :, :9])
-    facts = told(x, 2, 3, 2)
+    facts = sum_arguments(x, 2, 3, 2)
     key, value = x.key.clone().requires_grad_(), x.value.clone().requires_grad_()
 
-    def found(k, v):
+    def actual(k, v):
         _, _, _, *sums, _, together = tilted._by_torch(k, v, TiltArgs(None, facts, 3, True, WHOLE))
         return (*sums, together)
 
-    assert torch.autograd.gradcheck(found, (key, value))
+    assert torch.autograd.gradcheck(actual, (key, value))
 
 
 @needs_compiler
@@ -170,15 +170,15 @@ def test_the_kernel_adds_up_what_torch_does_and_passes_on_what_torch_does(h, dty
     q, k, v = SHAPES["padded"].draw(dtype=torch.float32)
     x = check_inputs(q, k, v[..., :5], lengths=torch.tensor([70, 33]))
     g = torch.Generator().manual_seed(2)
-    facts = told(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=g)}
+    facts = sum_arguments(x, h, 5, 6) | {"mean": torch.randn(2, 2, h, 8, generator=g)}
     facts["label"] = facts["label"].where(torch.rand(facts["label"].shape, generator=g) < 0.4, 0)
-    found, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
+    actual, coming = [], [torch.randn(2, 2, *sizes, generator=g) for sizes in ((h, 6, 8), (h, 6, 5), (8, 5))]
     for answer in (tilted._ByKernels.apply, tilted._by_torch):
-        given = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
-        sums = answer(*given, TiltArgs(x.valid, facts, 6, True, WHOLE))
-        passed = torch.autograd.grad([sums[3], sums[4], sums[6]], given, coming)
-        found.append([*(part.detach() for part in sums), *passed])
-    for one, other in zip(*found, strict=True):
+        leaves = [rows.to(dtype).requires_grad_() for rows in (x.key, x.value)]
+        sums = answer(*leaves, TiltArgs(x.valid, facts, 6, True, WHOLE))
+        passed = torch.autograd.grad([sums[3], sums[4], sums[6]], leaves, coming)
+        actual.append([*(part.detach() for part in sums), *passed])
+    for one, other in zip(*actual, strict=True):
         exact = one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=2e-5 if exact else 2e-2, atol=2e-5 * float(other.abs().max()))
 
@@ -188,16 +188,16 @@ def test_every_cohort_keeps_what_it_should():
     q, k, v = replace(SHAPES["cross"], queries=70).draw()
     keep = fk.Outliers(4, 6, cohorts=4)
     x = check_inputs(q, k, v)
-    mask, known = keep.select(x).to_mask(), cohorts(x, 4)
+    mask, split = keep.select(x).to_mask(), cohorts(x, 4)
     key, distance = x.key - frame(x).mean, clusters(x, 6).distance
     for h in range(4):
-        mean = known.mean[:, :, h].unsqueeze(2)
-        score = (key * mean).sum(-1) + 0.5 * ((key @ known.within) * key).sum(-1) + PAIR * distance.log()
+        mean = split.mean[:, :, h].unsqueeze(2)
+        score = (key * mean).sum(-1) + 0.5 * ((key @ split.within) * key).sum(-1) + PAIR * distance.log()
         best = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, score.topk(4).indices, True)
         for b in range(2):
             for head in range(2):
-                own = known.place[b, head, h]
-                assert torch.equal(mask[b, head, own[own >= 0]].all(0), best[b, head])
+                members = split.place[b, head, h]
+                assert torch.equal(mask[b, head, members[members >= 0]].all(0), best[b, head])
 
 
 def test_rounding_does_not_choose_between_the_two_keys_of_a_cluster():

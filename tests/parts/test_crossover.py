@@ -37,14 +37,14 @@ def lines(monkeypatch):
 @pytest.mark.parametrize(("n", "runs"), [(1000, "exact"), (3000, "plan")])
 def test_auto_goes_the_way_the_lines_say(lines, n, runs):
     q, k, v = problem(n)
-    found = fk.attention(q, k, v, plan=PLAN)
+    actual = fk.attention(q, k, v, plan=PLAN)
     truth = {"exact": fk.attention(q, k, v), "plan": fk.attention(q, k, v, plan=PLAN, impl="native")}
-    assert torch.equal(found, truth[runs])
+    assert torch.equal(actual, truth[runs])
     assert not torch.equal(truth["exact"], truth["plan"])
-    told = fk.explain(q, k, v, plan=PLAN)
-    assert told.runs == runs
-    assert (told.exact_ms, told.plan_ms) == pytest.approx((n**2 / 1e6, 1 + n / 1000))
-    assert "ms for exact attention" in str(told)
+    explanation = fk.explain(q, k, v, plan=PLAN)
+    assert explanation.runs == runs
+    assert (explanation.exact_ms, explanation.plan_ms) == pytest.approx((n**2 / 1e6, 1 + n / 1000))
+    assert "ms for exact attention" in str(explanation)
 
 
 def test_the_plan_is_taken_only_where_it_is_clearly_faster(lines):
@@ -68,11 +68,11 @@ def test_time_counts_pairs_for_exact_attention_and_tokens_for_plans(heads, queri
         q, k, v = problem(queries, heads, keys=keys)
         tensors = (q.repeat(2, 2, 1, 1), k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1))
         inputs = check_inputs(*tensors, is_causal=causal, query_offset=offset)
-        found = expected(inputs, PLAN)
+        actual = expected(inputs, PLAN)
     pairs = int(torch.ones(queries, keys).tril(offset).sum()) if causal else queries * keys
-    assert found.exact == pytest.approx(2 * (3 + 2 * heads * pairs))
+    assert actual.exact == pytest.approx(2 * (3 + 2 * heads * pairs))
     assert exact_operations(inputs) * queries == pytest.approx(pairs * (4 * 16 + 20))
-    assert found.plan == pytest.approx(2 * (12 + heads * keys + 2000 * heads * queries))
+    assert actual.plan == pytest.approx(2 * (12 + heads * keys + 2000 * heads * queries))
 
 
 def test_plans_that_begin_with_the_first_token_pay_for_all_queries(lines):
@@ -161,8 +161,8 @@ def test_biases_of_the_distance_are_measured_as_they_run(monkeypatch, folder):
     assert attend.args[0].inputs.bias is not None
 
 
-def measure_numbers(monkeypatch, found):
-    monkeypatch.setattr(crossover, "_measured", lambda *_: (tuple(next(found) for _ in range(3)), True))
+def measure_numbers(monkeypatch, numbers):
+    monkeypatch.setattr(crossover, "_measured", lambda *_: (tuple(next(numbers) for _ in range(3)), True))
 
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"of": 1, "numbers": [[1, 2]]}', "half", "negative"])
@@ -196,24 +196,24 @@ def test_the_first_to_write_wins(monkeypatch, folder):
 @pytest.mark.parametrize("backwards", [False, True])
 def test_what_is_old_or_was_disturbed_is_measured_again(monkeypatch, folder, sound, later, again, backwards):
     """After a month and an hour; also where the clock was ahead when it was written."""
-    found = [kept.kept({"of": "age"}, lambda: (((1.0,),), sound))]
+    actual = [kept.kept({"of": "age"}, lambda: (((1.0,),), sound))]
     now = kept.time.time() + 86400 * later * (-1 if backwards else 1)
     monkeypatch.setattr(kept.time, "time", lambda: now)
-    found.append(kept.kept({"of": "age"}, lambda: (((2.0,),), True)))
-    assert found == [((1.0,),), ((2.0,),) if again or backwards else ((1.0,),)]
-    assert kept.kept({"of": "age"}, None) == found[1]
+    actual.append(kept.kept({"of": "age"}, lambda: (((2.0,),), True)))
+    assert actual == [((1.0,),), ((2.0,),) if again or backwards else ((1.0,),)]
+    assert kept.kept({"of": "age"}, None) == actual[1]
 
 
 def test_what_another_process_has_just_written_is_not_removed(monkeypatch, folder):
     """It writes between this one's look and this one's measuring, and goes on by its own numbers."""
     read, others = kept._read, []
 
-    def look(path, told):
-        found = read(path, told)
+    def look(path, key):
+        actual = read(path, key)
         if not others:
             others.append(None)
             others.append(kept.kept({"of": "both"}, lambda: (((1.0,),), True)))
-        return found
+        return actual
 
     monkeypatch.setattr(kept, "_read", look)
     assert kept.kept({"of": "both"}, lambda: (((2.0,),), True)) == ((1.0,),)
@@ -225,9 +225,9 @@ def test_where_nothing_can_be_kept_operations_decide(monkeypatch, folder):
     monkeypatch.setenv("FEWKEYS_CACHE", str(folder.parent / "file" / "below"))
     monkeypatch.setattr(crossover, "_measured", None)  # nothing is measured
     for n, runs in ((300, "exact"), (3000, "plan")):
-        told = fk.explain(*problem(n, dim=64), plan=PLAN)
-        assert told.runs == runs
-        assert "operations per query" in str(told)
+        explanation = fk.explain(*problem(n, dim=64), plan=PLAN)
+        assert explanation.runs == runs
+        assert "operations per query" in str(explanation)
 
 
 def test_lines_go_through_their_points():
@@ -243,9 +243,9 @@ def test_only_plans_that_allow_it_become_exact():
     strict = replace(PLAN, exact_if_faster=False)
     assert strict == PLAN.never_exact() == strict.never_exact()
     assert torch.equal(fk.attention(q, k, v, plan=strict), fk.attention(q, k, v, plan=PLAN, impl="native"))
-    found = fk.attention(q, k, v, keep=fk.Window(5))
-    assert torch.equal(found, fk.attention(q, k, v, keep=fk.Window(5), impl="native"))
-    assert not torch.equal(found, fk.attention(q, k, v))
+    actual = fk.attention(q, k, v, keep=fk.Window(5))
+    assert torch.equal(actual, fk.attention(q, k, v, keep=fk.Window(5), impl="native"))
+    assert not torch.equal(actual, fk.attention(q, k, v))
 
 
 @pytest.mark.parametrize(
@@ -258,26 +258,26 @@ def test_only_plans_that_allow_it_become_exact():
     ],
 )
 def test_reasons_are_told(plan, runs, reason):
-    told = fk.explain(*problem(100), plan=plan)
-    assert told.runs == runs
-    assert reason in str(told)
-    assert str(told).startswith("runs exact attention" if runs == "exact" else "runs the plan")
+    explanation = fk.explain(*problem(100), plan=plan)
+    assert explanation.runs == runs
+    assert reason in str(explanation)
+    assert str(explanation).startswith("runs exact attention" if runs == "exact" else "runs the plan")
 
 
 def test_the_executor_is_told(monkeypatch):
     q, k, v = problem(100)
     strict = PLAN.never_exact()
     if native.missing() is None:
-        told = fk.explain(q, k, v, plan=strict)
-        assert (told.executor, told.uncompiled) == ("native", None)
-        assert told.kernels == native.instruction_set()
-        assert str(told).startswith(f"runs the plan, by compiled kernels for {told.kernels}: ")
-    told = fk.explain(q.double(), k.double(), v.double(), plan=strict)
-    assert told.executor == "torch"
-    assert str(told).endswith("no compiled kernels: expected float32 or bfloat16, got torch.float64")
+        explanation = fk.explain(q, k, v, plan=strict)
+        assert (explanation.executor, explanation.uncompiled) == ("native", None)
+        assert explanation.kernels == native.instruction_set()
+        assert str(explanation).startswith(f"runs the plan, by compiled kernels for {explanation.kernels}: ")
+    explanation = fk.explain(q.double(), k.double(), v.double(), plan=strict)
+    assert explanation.executor == "torch"
+    assert str(explanation).endswith("no compiled kernels: expected float32 or bfloat16, got torch.float64")
     for impl in ("torch", "reference"):
-        told = fk.explain(q, k, v, plan=PLAN, impl=impl)
-        assert (told.runs, told.executor, told.uncompiled) == ("plan", impl, None)
+        explanation = fk.explain(q, k, v, plan=PLAN, impl=impl)
+        assert (explanation.runs, explanation.executor, explanation.uncompiled) == ("plan", impl, None)
     monkeypatch.setenv("FEWKEYS_NATIVE", "0")
     assert "no compiled kernels: expected compiled kernels, got none (FEWKEYS_NATIVE=0" in str(
         fk.explain(q, k, v, plan=strict)
@@ -287,7 +287,7 @@ def test_the_executor_is_told(monkeypatch):
 
 
 def test_one_plan_is_asked_for():
-    with pytest.raises(TypeError, match=r"plan: expected a fewkeys.Plan, got list; ask for the plan of each head"):
+    with pytest.raises(TypeError, match=r"plan: expected a fewkeys.Plan, got list; pass the plan of one head"):
         fk.explain(*problem(100), plan=[PLAN])
 
 

@@ -52,14 +52,14 @@ def test_default_device_and_dtype_change_nothing(name, impl):
     causal = ALL[name].rest.needs_causal
 
     def call():
-        given = [tensor.clone().requires_grad_() for tensor in tensors]
-        output = fk.attention(*given, plan=ALL[name], impl=impl, lengths=lengths, is_causal=causal)
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        output = fk.attention(*leaves, plan=ALL[name], impl=impl, lengths=lengths, is_causal=causal)
         output.square().sum().backward()
-        return [output.detach(), *(tensor.grad for tensor in given)]
+        return [output.detach(), *(tensor.grad for tensor in leaves)]
 
     want = call()
-    found = elsewhere(call)
-    for one, other in zip(found, want, strict=True):
+    actual = elsewhere(call)
+    for one, other in zip(actual, want, strict=True):
         if other is not None:
             assert torch.equal(one, other)
 
@@ -123,8 +123,8 @@ WITH_CAPTURE = {
 def test_nor_do_they_change_anything_else(name, capture):
     call = WITHOUT_CAPTURE.get(name) or (lambda: WITH_CAPTURE[name](capture))
     want = call()
-    found = elsewhere(call)
-    for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (found, want)), strict=True):
+    actual = elsewhere(call)
+    for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (actual, want)), strict=True):
         if isinstance(one, torch.Tensor):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)

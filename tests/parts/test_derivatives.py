@@ -42,9 +42,9 @@ def gradients(name, impl="reference", dtype=torch.float64):
     return torch.autograd.grad(loss_of(name, impl)(*rows), rows)
 
 
-def assert_close(found, want, dtype):
+def assert_close(actual, want, dtype):
     limit = 1e-8 if dtype == torch.float64 else 1e-2
-    for one, other in zip(found, want, strict=True):
+    for one, other in zip(actual, want, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=limit * float(other.abs().max()))
 
 
@@ -78,10 +78,10 @@ def test_many_directions_at_once(name):
 
 def second(name, subset, impl, dtype):
     rows = [x.requires_grad_(place in subset) for place, x in enumerate(draw(name, dtype))]
-    some = [rows[place] for place in subset]
-    found = torch.autograd.grad(loss_of(name, impl)(*rows), some, create_graph=True)
-    along = (part.flip(2).detach() for part in found)
-    return torch.autograd.grad(sum((x * y).sum() for x, y in zip(found, along, strict=True)), some)
+    chosen = [rows[place] for place in subset]
+    actual = torch.autograd.grad(loss_of(name, impl)(*rows), chosen, create_graph=True)
+    along = (part.flip(2).detach() for part in actual)
+    return torch.autograd.grad(sum((x * y).sum() for x, y in zip(actual, along, strict=True)), chosen)
 
 
 @pytest.mark.parametrize("name", PLANS)

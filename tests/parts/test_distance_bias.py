@@ -61,13 +61,13 @@ def spread(table, first, queries, keys):
 )
 def test_keeping_every_key_is_the_definition(plan, shape, impl):
     query, key, value, options = problem(**shape)
-    found = fk.attention(query, key, value, plan=plan, impl=impl, **options | {"key_mask": None})
+    actual = fk.attention(query, key, value, plan=plan, impl=impl, **options | {"key_mask": None})
     scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5
     first = shape.get("query_offset", 0)
     scores = scores + spread(options["distance_bias"], first, query.shape[2], 150)
     if "is_causal" in shape:
         scores = scores.masked_fill(~torch.ones(query.shape[2], 150).tril(first).bool(), -torch.inf)
-    torch.testing.assert_close(found, scores.softmax(-1) @ value.repeat_interleave(2, 1))
+    torch.testing.assert_close(actual, scores.softmax(-1) @ value.repeat_interleave(2, 1))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -83,16 +83,16 @@ def test_exact_attention_makes_masks_piece_by_piece(is_causal, monkeypatch):
 @pytest.mark.parametrize("plan", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("reach", [3, 200])
 def test_torch_is_the_reference_also_in_gradients(plan, reach):
-    given = problem(reach=reach)
-    query, key, value, options = given
+    tensors = problem(reach=reach)
+    query, key, value, options = tensors
     leaves = [part.requires_grad_() for part in (query, key, value, options["distance_bias"])]
-    found = {}
+    actual = {}
     for impl in ("torch", "reference"):
         output = fk.attention(query, key, value, plan=plan, impl=impl, **options)
-        found[impl] = output, *torch.autograd.grad(output.square().sum(), leaves)
-    for one, other in zip(*found.values(), strict=True):
+        actual[impl] = output, *torch.autograd.grad(output.square().sum(), leaves)
+    for one, other in zip(*actual.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
-    assert found["torch"][4].abs().max() > 1e-3
+    assert actual["torch"][4].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
@@ -122,13 +122,13 @@ def test_oracles_know_it():
 def test_heads_above_max_error_are_exact():
     query, key, value, options = problem()
     plan = FEW["window + means"]
-    few, exact = (fk.attention(query, key, value, plan=own, **options) for own in (plan, EXACT))
+    few, exact = (fk.attention(query, key, value, plan=one, **options) for one in (plan, EXACT))
     relative = (few - exact).norm(dim=-1) / exact.norm(dim=-1)
     error = torch.stack([relative[0, :, :141].mean(-1), relative[1].mean(-1)])
     limit = float(error.flatten().sort().values[3:5].mean())
     guard = fk.Guard(limit, queries=140)
-    found = fk.attention(query, key, value, plan=plan, max_error=guard, **options)
-    torch.testing.assert_close(found, torch.where((error > limit)[..., None, None], exact, few))
+    actual = fk.attention(query, key, value, plan=plan, max_error=guard, **options)
+    torch.testing.assert_close(actual, torch.where((error > limit)[..., None, None], exact, few))
     assert guard.fallbacks.fallbacks == 4
 
 
@@ -139,9 +139,9 @@ def test_one_number_for_all_distances_changes_nothing(impl, number):
     query, key, value, options = problem()
     even = options | {"distance_bias": torch.full((4, 5), number)}
     for plan in FEW.values():
-        found = fk.attention(query, key, value, plan=plan, impl=impl, **even)
+        actual = fk.attention(query, key, value, plan=plan, impl=impl, **even)
         want = fk.attention(query, key, value, plan=plan, impl=impl, key_mask=options["key_mask"])
-        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(actual, want)
 
 
 @pytest.mark.parametrize("cohorts", [1, 16])
@@ -152,9 +152,9 @@ def test_few_keys_cost_no_more_than_without(cohorts):
     table, plan = -far.log() * torch.tensor([0.2, 0.5, 1.0, 2.0])[:, None], fk.budget(48, cohorts=cohorts).never_exact()
     error = {}
     for name, bias in (("with", table), ("without", None)):
-        given = {"distance_bias": bias}
-        exact = fk.attention(query, key, value, plan=EXACT, **given)
-        few = fk.attention(query, key, value, plan=plan, **given)
+        biased = {"distance_bias": bias}
+        exact = fk.attention(query, key, value, plan=EXACT, **biased)
+        few = fk.attention(query, key, value, plan=plan, **biased)
         error[name] = float(((few - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
     assert error["with"] < 1.1 * error["without"]
 
@@ -191,17 +191,17 @@ def test_refusals():
         fk.attention(query, key, value, plan=blocks, is_causal=True, **options | {"key_mask": None})
     torn = torch.ones(2, 150, dtype=torch.bool)
     torn[:, 20] = False
-    given, blocks = options | {"key_mask": torn}, fk.Plan(fk.select.RecentBlocks(8))
-    with pytest.raises(ValueError, match=r"^key_mask: expected real keys side by side"):
-        fk.attention(query, key, value, plan=blocks, is_causal=True, **given)
+    padded, blocks = options | {"key_mask": torn}, fk.Plan(fk.select.RecentBlocks(8))
+    with pytest.raises(ValueError, match=r"^key_mask: expected contiguous real keys"):
+        fk.attention(query, key, value, plan=blocks, is_causal=True, **padded)
 
 
 def test_kernels_know_of_it():
     """They leave such problems to torch."""
     query, key, value, options = problem(dtype=torch.float32)
     x = check_inputs(query, key, value, **options)
-    own = prepare(x, FEW["window + means"])
-    assert EXECUTORS["native"].unsupported(own) == "expected no distance_bias, got one"
+    stand_ins = prepare(x, FEW["window + means"])
+    assert EXECUTORS["native"].unsupported(stand_ins) == "expected no distance_bias, got one"
 
 
 def test_padding_is_deleted_keys_beside_cohorts():
@@ -221,7 +221,7 @@ def test_keys_gain_what_the_bias_means_to_a_cohort(more, band, left):
     if options["key_mask"] is not None:
         options["key_mask"][:, :left] = False
     x = check_inputs(query, key, value, **options)
-    known = cohorts(x, 8)
+    split = cohorts(x, 8)
     lead, reach = (-left % BLOCK if options["key_mask"] is not None else 0), options["distance_bias"].shape[1] // 2
     # Every pair of tokens of every block, also of those beyond the ends.
     distance = torch.arange(200) - torch.arange(200)[:, None] - x.offset
@@ -234,11 +234,11 @@ def test_keys_gain_what_the_bias_means_to_a_cohort(more, band, left):
         mean = mean.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
         return mean[..., lead : lead + x.queries, lead : lead + 150]
 
-    member = one_hot(known.place.clamp_min(0), 2 * x.queries) * (known.place >= 0).unsqueeze(-1)
+    member = one_hot(split.place.clamp_min(0), 2 * x.queries) * (split.place >= 0).unsqueeze(-1)
     member = member.sum(3).double().unflatten(-1, (2, -1))  # (B, Hkv, H, R, Nq)
     mass = torch.einsum("bghrq,grqk->bghk", member, by_block(weight).unflatten(0, (2, 2)))
     count = torch.einsum("bghrq,qk->bghk", member, by_block(seen))
-    beyond = bias_importance(x, known, x.bias, band) - (mass / count.clamp_min(1e-9)).log()
+    beyond = bias_importance(x, split, x.bias, band) - (mass / count.clamp_min(1e-9)).log()
     for head in range(2):
         free = beyond[:, head][count[:, head] > 0]
         torch.testing.assert_close(free, free.mean().expand_as(free), rtol=1e-6, atol=1e-6)

@@ -44,19 +44,21 @@ def launch():
 @pytest.fixture(scope="module")
 def failures(launch, tmp_path_factory):
     """What each rank of 2 and of 4 found wrong, by world size."""
-    found = {}
+    actual = {}
     for world in (2, 4):
         folder = tmp_path_factory.mktemp(f"ranks{world}")
         for rank in launch(run_checks, world, folder):
             rank.join(120)
-        found[world] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-    return found
+        actual[world] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    return actual
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_every_rank(check, world, failures):
-    wrong = [f"rank {rank} of {world}: {found[check]}" for rank, found in enumerate(failures[world]) if check in found]
+    wrong = [
+        f"rank {rank} of {world}: {actual[check]}" for rank, actual in enumerate(failures[world]) if check in actual
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -94,10 +96,10 @@ def test_a_rank_that_is_lost_or_does_something_else_is_named(fault, call, victim
 
 def waited(message, rank, world, named="rank 0"):
     """The seconds that a message speaks of."""
-    start = rf"distributed: rank {rank} of {world} waited (\S+) s for an all-\w+ of \d+ \w+ in vain"
-    found = re.match(rf"{start}.*; {named} has failed or is slower than timeout={TIMEOUT}; ", message)
-    assert found, message
-    return float(found[1])
+    start = rf"distributed: rank {rank} of {world} waited (\S+) s for an all-\w+ of \d+ \w+ and got no answer"
+    actual = re.match(rf"{start}.*; {named} has failed or is slower than timeout={TIMEOUT}; ", message)
+    assert actual, message
+    return float(actual[1])
 
 
 def test_without_a_process_group():
@@ -145,10 +147,10 @@ def test_who_was_merely_slow_is_not_called_lost(monkeypatch, first, later, lost)
     monkeypatch.setattr(communicator, "_store", lambda: board)
     monkeypatch.setattr(communicator, "GRACE", 0.3)
     monkeypatch.setitem(communicator._begun, "here", 0)
-    own = object.__new__(communicator.Communicator)
-    own.rank, own.size, own._name = 0, 3, "here"
-    own._tell()
+    alone = object.__new__(communicator.Communicator)
+    alone.rank, alone.size, alone._name = 0, 3, "here"
+    alone._tell()
     timer = threading.Timer(0.05, lambda: board.update(dict.fromkeys(later.split(), "1")))
     timer.start()
-    assert own._missing() == lost
+    assert alone._missing() == lost
     timer.join()

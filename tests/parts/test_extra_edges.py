@@ -68,14 +68,14 @@ BESIDE = [
 @pytest.mark.parametrize(("beside", "rest"), BESIDE, ids=str)
 def test_a_graph_brings_its_own_executor(beside, rest):
     q, k, v = torch.randn(3, 2, 2, 30, 4, generator=torch.Generator().manual_seed(0)).unbind()
-    given = {"keep": Thirds() if beside is None else Thirds() | beside, "rest": rest}
+    options = {"keep": Thirds() if beside is None else Thirds() | beside, "rest": rest}
     if isinstance(beside, fk.select.RecentBlocks):
         q = q[:, :, 12:]  # so that the first query stands inside a block
-        given |= {"is_causal": True, "query_offset": 12}
+        options |= {"is_causal": True, "query_offset": 12}
     CALLS.clear()
-    slow = fk.attention(q, k, v, impl="reference", generator=torch.Generator().manual_seed(1), **given)
+    slow = fk.attention(q, k, v, impl="reference", generator=torch.Generator().manual_seed(1), **options)
     assert not CALLS
-    fast = fk.attention(q, k, v, impl="torch", generator=torch.Generator().manual_seed(1), **given)
+    fast = fk.attention(q, k, v, impl="torch", generator=torch.Generator().manual_seed(1), **options)
     assert CALLS
     torch.testing.assert_close(fast, slow)
 

@@ -39,18 +39,18 @@ def test_a_short_sequence_in_a_padded_batch(seed, plan, dtype):
     g = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, 2, 2, 300, 128, generator=g, dtype=dtype)
     plan, lengths = plan.never_exact(), torch.tensor([300, 1])
-    found = fk.attention(query, key, value, plan=plan, lengths=lengths)
-    torch.testing.assert_close(found[:1], fk.attention(query[:1], key[:1], value[:1], plan=plan), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[1, :, 0], value[1, :, 0])
+    actual = fk.attention(query, key, value, plan=plan, lengths=lengths)
+    torch.testing.assert_close(actual[:1], fk.attention(query[:1], key[:1], value[:1], plan=plan), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[1, :, 0], value[1, :, 0])
 
 
 @given(seed=st.integers(0, 10**6), rows=st.integers(0, 40), dim=st.integers(1, 130), size=st.integers(-15, 15))
 def test_the_root_is_one(seed, rows, dim, size):
     """L L^T is the matrix with a ridge: never further from it than the ridge and rounding say."""
     g = torch.Generator().manual_seed(seed)
-    some = 10.0**size * torch.randn(2, rows, dim, generator=g) + 10.0**size * torch.randn(dim, generator=g)
-    some[1] *= 0.5
-    matrix = some.mT @ some
+    rows_of_size = 10.0**size * torch.randn(2, rows, dim, generator=g) + 10.0**size * torch.randn(dim, generator=g)
+    rows_of_size[1] *= 0.5
+    matrix = rows_of_size.mT @ rows_of_size
     root = triangular_root(matrix, 1e-6)
     assert root.isfinite().all()
     assert torch.equal(root, root.tril())

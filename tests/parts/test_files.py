@@ -1,10 +1,12 @@
 """Small files are written whole or not at all, whoever else writes them."""
 
 import os
+import re
 import threading
 
 import pytest
 
+import fewkeys as fk
 from fewkeys.core.files import read_json, write_json, write_whole
 
 
@@ -24,10 +26,10 @@ def test_threads_that_write_one_file_never_show_half_of_it(tmp_path):
         writer.start()
     while any(writer.is_alive() for writer in writers):
         if path.exists():
-            found = read_json(tmp_path, path.name)
-            seen.append(found[0])
-            assert set(found) == {found[0]}
-            assert 0 <= len(found) - 100 * found[0] < 25
+            actual = read_json(tmp_path, path.name)
+            seen.append(actual[0])
+            assert set(actual) == {actual[0]}
+            assert 0 <= len(actual) - 100 * actual[0] < 25
     assert not failed
     assert seen
     assert os.listdir(tmp_path) == [path.name]
@@ -69,3 +71,21 @@ def test_others_may_read_what_the_mask_allows(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_folder_that_does_not_exist_may_be_a_repository_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "empty").mkdir(parents=True)
+    for load, name in ((fk.Plan.from_pretrained, "plan.json"), (fk.ModelPlan.from_pretrained, "model_plan.json")):
+        start = f"directory: expected a folder with {name}, got "
+        for directory, end in {
+            "owner/name": "'owner/name', which does not exist; for a repository of the Hugging Face hub, pass "
+            "huggingface_hub.snapshot_download('owner/name')",
+            "owner": "'owner'",
+            "owner/empty": "'owner/empty'",
+            "name": "'name', which does not exist",
+            "../name": "'../name', which does not exist",
+            "one/two/three": "'one/two/three', which does not exist",
+        }.items():
+            with pytest.raises(ValueError, match=f"^{re.escape(start + end)}$"):
+                load(directory)

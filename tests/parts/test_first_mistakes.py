@@ -37,9 +37,9 @@ class Nearest(fk.Window):
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path):
     plan = fk.Plan(fk.Sinks(1) | Nearest(3))
-    for own in (plan, fk.ModelPlan(((fk.budget(16), plan),))):
+    for one in (plan, fk.ModelPlan(((fk.budget(16), plan),))):
         with pytest.raises(TypeError, match=r"got Nearest, which no catalogue lists; .*listed=True"):
-            own.save_pretrained(tmp_path / "plan")
+            one.save_pretrained(tmp_path / "plan")
     assert not (tmp_path / "plan").exists()
 
 

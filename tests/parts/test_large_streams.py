@@ -47,11 +47,11 @@ def test_finite_where_exact_attention_is(name, kind):
     for sizes, begin, dtype in zip(PIECES, (0, 60, 70), (torch.float32, torch.bfloat16, torch.float32), strict=True):
         q, k, v, scale = draw(kind, begin, dtype)
         exact = fk.attention(q, k, v, weights=plan.weights, is_causal=True, scale=scale)
-        found = feed(fk.stream(plan, scale=scale), q, k, v, sizes)
-        assert found.dtype == dtype
+        actual = feed(fk.stream(plan, scale=scale), q, k, v, sizes)
+        assert actual.dtype == dtype
         seen = exact.isfinite().all(-1)
-        assert found[seen].isfinite().all()
-        assert (found[seen].abs() <= 1.01 * v.abs().max()).all()
+        assert actual[seen].isfinite().all()
+        assert (actual[seen].abs() <= 1.01 * v.abs().max()).all()
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -59,8 +59,8 @@ def test_finite_where_exact_attention_is(name, kind):
 def test_from_the_first_on_they_are_as_in_float64(name, kind):
     q, k, v, scale = draw(kind)
     want = feed(fk.stream(FIXED[name], scale=scale), q.double(), k.double(), v.double(), PIECES[1])
-    found = feed(fk.stream(FIXED[name], scale=scale), q, k, v, PIECES[1])
-    torch.testing.assert_close(found, want.float(), rtol=1e-5, atol=1e-6 * v.abs().max().item())
+    actual = feed(fk.stream(FIXED[name], scale=scale), q, k, v, PIECES[1])
+    torch.testing.assert_close(actual, want.float(), rtol=1e-5, atol=1e-6 * v.abs().max().item())
 
 
 @pytest.mark.parametrize("name", SCANS)
@@ -70,8 +70,8 @@ def test_scans_find_the_keys_that_the_whole_finds(name, kind):
     q, k, v, scale = draw(kind)
     want = fk.attention(q, k, v, plan=SCANS[name], is_causal=True, scale=scale)
     for sizes in PIECES[:2]:
-        found = feed(fk.stream(SCANS[name], scale=scale), q, k, v, sizes)
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4 * v.abs().max().item())
+        actual = feed(fk.stream(SCANS[name], scale=scale), q, k, v, sizes)
+        torch.testing.assert_close(actual, want, rtol=1e-4, atol=1e-4 * v.abs().max().item())
 
 
 @pytest.mark.parametrize("plan", [MEANS, fk.Plan(fk.KeyScan(9), fk.BlockMeans(3))], ids=["means", "scan"])
@@ -138,8 +138,8 @@ def test_files_of_huge_numbers(tmp_path, by):
     for name in NUMBERS:
         huge = {f"0.{name}": (tensors[f"0.{name}"] * by).clamp(-3e38, 3e38)}
         files.write(tmp_path / "stream", "stream", [(facts, tensors | huge)])
-        found = feed(Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
-        assert found.isfinite().all(), name
+        actual = feed(Stream.load(tmp_path / "stream"), q, k, v, [50, 100])
+        assert actual.isfinite().all(), name
 
 
 def test_later_keys_that_are_hidden_cost_no_number():

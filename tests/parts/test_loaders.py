@@ -77,8 +77,8 @@ def a_finder(folder: Path) -> None:
 
 
 def every_call(folder: Path) -> list[object]:
-    found = Capture.load(folder)
-    return [list(found.calls(layer)) for layer in range(found.layers)] + [found.projection(0)]
+    actual = Capture.load(folder)
+    return [list(actual.calls(layer)) for layer in range(actual.layers)] + [actual.projection(0)]
 
 
 WRITTEN: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
@@ -109,13 +109,13 @@ WRITTEN: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """By format: the folder, its files and their bytes, and how to load it."""
-    found = {}
+    actual = {}
     for name, (write, load, inner) in WRITTEN.items():
         folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
         write(folder)
         load(folder / inner)
-        found[name] = {path: path.read_bytes() for path in (folder / inner).iterdir()}, folder / inner, load
-    return found
+        actual[name] = {path: path.read_bytes() for path in (folder / inner).iterdir()}, folder / inner, load
+    return actual
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
@@ -225,7 +225,7 @@ def both(name, change):
     return apply
 
 
-def told(name, value, *inside):
+def with_fact(name, value, *inside):
     def apply(facts, tensors):
         for part in inside:
             facts = facts[part]
@@ -254,18 +254,18 @@ CRAFTED = {
     "free and taken": changed("0.state.summary.excess", lambda x: torch.full_like(x, -torch.inf)),
     "one missing": lambda facts, tensors: tensors.pop("0.state.answered"),
     "one more": lambda facts, tensors: tensors.update(other=torch.ones(1)),
-    "longer": told("length", 10**9),
-    "shorter": told("length", -1),
-    "moved beyond": told("moved", 400, "groups", 0, "held"),
-    "moved as text": told("moved", "0", "groups", 0, "held"),
-    "scale": told("scale", "big"),
-    "no plans": told("plans", []),
+    "longer": with_fact("length", 10**9),
+    "shorter": with_fact("length", -1),
+    "moved beyond": with_fact("moved", 400, "groups", 0, "held"),
+    "moved as text": with_fact("moved", "0", "groups", 0, "held"),
+    "scale": with_fact("scale", "big"),
+    "no plans": with_fact("plans", []),
     "more plans": lambda facts, tensors: facts.update(plans=facts["plans"] * 3),
-    "the plan before": told("plan", -1, "groups", 0),
-    "the next plan": told("plan", 1, "groups", 0),
-    "format": told("format", 1),
-    "no plan": told("plans", [None]),
-    "another plan": told(
+    "the plan before": with_fact("plan", -1, "groups", 0),
+    "the next plan": with_fact("plan", 1, "groups", 0),
+    "format": with_fact("format", 1),
+    "no plan": with_fact("plans", [None]),
+    "another plan": with_fact(
         "plans", [fk.Plan(fk.select.RecentBlocks(32) | fk.Sinks(2), fk.rest.RunningMeans(9)).to_dict()]
     ),
     "nothing held": lambda facts, tensors: tensors.clear(),
@@ -279,17 +279,17 @@ CRAFTED_SCAN = {
     "another head": changed("1.rows.key", lambda x: x[:, :1]),
     "not a number": changed("0.rows.key", lambda x: x * torch.nan),
     "values of another type": changed("0.rows.value", torch.Tensor.double),
-    "gaps beyond": told("gaps", [[0, 10**6]], "groups", 0),
-    "gaps that fall": told("gaps", [[9, 5]], "groups", 0),
-    "gaps that are none": told("gaps", [[5]], "groups", 0),
-    "fewer gaps": told("gaps", [], "groups", 0),
+    "gaps beyond": with_fact("gaps", [[0, 10**6]], "groups", 0),
+    "gaps that fall": with_fact("gaps", [[9, 5]], "groups", 0),
+    "gaps that are none": with_fact("gaps", [[5]], "groups", 0),
+    "fewer gaps": with_fact("gaps", [], "groups", 0),
     "one missing": lambda facts, tensors: tensors.pop("1.rows.value"),
     "one more": lambda facts, tensors: tensors.update({"2.rows.key": torch.ones(1)}),
-    "another fact": told("sealed", 10**6, "groups", 0, "held"),
-    "groups of text": told("groups", ["a"]),
+    "another fact": with_fact("sealed", 10**6, "groups", 0, "held"),
+    "groups of text": with_fact("groups", ["a"]),
     "fewer groups": lambda facts, tensors: facts["groups"].pop(),
-    "no groups": told("groups", []),
-    "shorter": told("length", 3),
+    "no groups": with_fact("groups", []),
+    "shorter": with_fact("length", 3),
 }
 
 
@@ -360,10 +360,10 @@ SKETCHES = {
     "fewer positions": changed("positions", lambda x: x[:, :, :3]),
     "wide keys": changed("keys", lambda x: torch.ones(1, 2, 50, 400)),
     "no keys": lambda facts, tensors: tensors.pop("keys"),
-    "limit": told("limit", 0),
-    "count": told("count", -3),
-    "eps": told("eps", 2.0),
-    "power": told("power", 3.0),
+    "limit": with_fact("limit", 0),
+    "count": with_fact("count", -3),
+    "eps": with_fact("eps", 2.0),
+    "power": with_fact("power", 3.0),
 }
 
 

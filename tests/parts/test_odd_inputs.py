@@ -31,8 +31,8 @@ def test_views_that_promise_another_sign(impl, is_causal):
     tensors = SHAPES["long"].draw(dtype=torch.float32)
     plan = fk.budget(24, is_causal=is_causal).never_exact()
     want = fk.attention(*(-x for x in tensors), plan=plan, impl=impl, is_causal=is_causal)
-    found = fk.attention(*(torch._neg_view(x) for x in tensors), plan=plan, impl=impl, is_causal=is_causal)
-    assert torch.equal(found, want)
+    actual = fk.attention(*(torch._neg_view(x) for x in tensors), plan=plan, impl=impl, is_causal=is_causal)
+    assert torch.equal(actual, want)
 
 
 WAYS = [(kind, "auto", False) for kind in EXTREME] + [("all", "torch", False), ("all", "reference", False)]
@@ -46,18 +46,18 @@ WAYS += [
 @pytest.mark.parametrize(("kind", "impl", "gradient"), WAYS)
 def test_finite_where_exact_attention_is(kind, impl, gradient):
     *factors, scale = EXTREME[kind]
-    given = [x * by for x, by in zip(SHAPES["long"].draw(dtype=torch.float32), factors, strict=True)]
-    given = [x.requires_grad_(gradient) for x in given]
+    leaves = [x * by for x, by in zip(SHAPES["long"].draw(dtype=torch.float32), factors, strict=True)]
+    leaves = [x.requires_grad_(gradient) for x in leaves]
     for name, plan in ALL.items():
         causal = plan.rest.needs_causal
-        exact = fk.attention(*given, weights=plan.weights, is_causal=causal, impl=impl, scale=scale)
+        exact = fk.attention(*leaves, weights=plan.weights, is_causal=causal, impl=impl, scale=scale)
         if not exact.isfinite().all():
             continue
-        output = fk.attention(*given, plan=plan.never_exact(), is_causal=causal, impl=impl, scale=scale)
+        output = fk.attention(*leaves, plan=plan.never_exact(), is_causal=causal, impl=impl, scale=scale)
         assert output.isfinite().all(), name
         if gradient and output.requires_grad:
-            found = torch.autograd.grad((output / factors[2]).sum(), given, allow_unused=True)
-            assert all(x is None or x.isfinite().all() for x in found), name
+            actual = torch.autograd.grad((output / factors[2]).sum(), leaves, allow_unused=True)
+            assert all(x is None or x.isfinite().all() for x in actual), name
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
@@ -79,10 +79,10 @@ def test_one_wild_head_leaves_the_others_alone(impl):
     k, v = k.clone(), v.clone()
     k[0, 0] *= 1e19
     v[0, 0] *= 1e25
-    found = fk.attention(q, k, v, plan=plan, impl=impl)
+    actual = fk.attention(q, k, v, plan=plan, impl=impl)
     others = torch.ones(q.shape[:2], dtype=torch.bool)
     others[0, : q.shape[1] // k.shape[1]] = False
-    assert torch.equal(found[others], want[others])
+    assert torch.equal(actual[others], want[others])
 
 
 def test_tensors_without_numbers_are_refused_clearly():
@@ -118,6 +118,6 @@ def test_among_equal_keys_the_first_are_chosen(impl):
     ):
         key = key.contiguous()
         for plan in (fk.budget(24).never_exact(), fk.Plan(fk.Window(3), fk.ClusterMeans(6, 2))):
-            found = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl=impl)
+            actual = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl=impl)
             want = fk.attention(q[..., : key.shape[-1]], key, v[:, :, : key.shape[2]], plan=plan, impl="reference")
-            torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(actual, want, atol=1e-4, rtol=1e-4)

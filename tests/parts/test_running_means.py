@@ -19,23 +19,23 @@ def test_sizes_count_the_keys_that_no_list_holds(plan):
     q, k, v = SHAPE.draw()
     inputs = check_inputs(q, k, v, is_causal=True, lengths=torch.tensor(SHAPE.lengths))
     graph = plan.keep.select(inputs)
-    found = plan.rest.prepare(inputs, graph, plan.weights)
+    actual = plan.rest.prepare(inputs, graph, plan.weights)
     kept, block = graph.to_mask(), graph.columns.block(inputs, 0, 150)
     visible = torch.ones(150, 150).tril().bool() & (
         torch.arange(150) < torch.tensor(SHAPE.lengths)[:, None, None, None]
     )
     # The first query of each block: later ones see more keys, which are all on the list.
     first = torch.tensor([int((block == b).nonzero()[0]) for b in range(graph.columns.blocks)])
-    torch.testing.assert_close(found.size.sum(-1), (visible & ~kept).sum(-1)[:, :, first].to(k.dtype))
-    assert torch.equal(found.size == 0, found.bias == -torch.inf)
+    torch.testing.assert_close(actual.size.sum(-1), (visible & ~kept).sum(-1)[:, :, first].to(k.dtype))
+    assert torch.equal(actual.size == 0, actual.bias == -torch.inf)
 
 
 def test_with_room_for_all_the_plan_is_exact():
     q, k, v = CAUSAL_SHAPES["causal grouped"].draw()
     plan = fk.Plan(fk.select.RecentBlocks(16) | fk.Sinks(1), fk.rest.RunningMeans(150))
     for impl in ("torch", "reference"):
-        found = fk.attention(q, k, v, plan=plan, is_causal=True, impl=impl)
-        torch.testing.assert_close(found, fk.attention(q, k, v, is_causal=True), rtol=1e-9, atol=1e-10)
+        actual = fk.attention(q, k, v, plan=plan, is_causal=True, impl=impl)
+        torch.testing.assert_close(actual, fk.attention(q, k, v, is_causal=True), rtol=1e-9, atol=1e-10)
 
 
 @settings(max_examples=25, deadline=None)
@@ -65,10 +65,10 @@ def test_absorbing_conserves_what_the_means_promise(seed, places, tilted, spread
     singles = summary.size == 1
     assert (summary.excess[singles] == 0).all()
     alone = Summary.empty(places, key[:1, 1:2], value[:1, 1:2])
-    own = type(queries)(queries.mean[:1, 1:2], queries.second[:1, 1:2])
+    moments = type(queries)(queries.mean[:1, 1:2], queries.second[:1, 1:2])
     for part in range(3):
         part = (slice(0, 1), slice(1, 2), slice(8 * part, 8 * part + 8))
-        alone = alone.absorb(key[part], value[part], real[part], own, tilted=tilted)
+        alone = alone.absorb(key[part], value[part], real[part], moments, tilted=tilted)
     torch.testing.assert_close(alone.key, summary.key[:1, 1:2])
     torch.testing.assert_close(alone.excess, summary.excess[:1, 1:2])
 

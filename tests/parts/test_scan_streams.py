@@ -60,8 +60,8 @@ def test_in_any_order_it_equals_the_whole(steps, padding, seed):
     for number, (step, size) in enumerate([*steps, ("append", 60)]):
         if step == "append":
             new = Tokens.draw(100 * seed + number, padding, size)
-            found, so_far = new.feed(stream), so_far + new
-            same(found, whole(plan, so_far)[:, :, -size:])
+            actual, so_far = new.feed(stream), so_far + new
+            same(actual, whole(plan, so_far)[:, :, -size:])
         elif step == "crop":
             left = max(0, stream.length - size)
             stream.crop(left)
@@ -84,10 +84,10 @@ def test_heads_of_their_own_give_what_they_give_together(heads):
     """As where each head has a plan of its own: room between sequences is that of the buffer, whatever a view says."""
     plan, tokens = PLANS["means"], Tokens.draw(3)
     query = tokens.query.unflatten(1, (tokens.key.shape[1], -1))[:, :heads].flatten(1, 2)
-    own = replace(tokens, query=query, key=tokens.key[:, :heads], value=tokens.value[:, :heads])
+    few_heads = replace(tokens, query=query, key=tokens.key[:, :heads], value=tokens.value[:, :heads])
     stream = fk.stream(plan)
-    found = [own[part].feed(stream) for part in (slice(0, 40), slice(40, 41), slice(41, TOKENS))]
-    same(torch.cat(found, 2), whole(plan, own))
+    actual = [few_heads[part].feed(stream) for part in (slice(0, 40), slice(40, 41), slice(41, TOKENS))]
+    same(torch.cat(actual, 2), whole(plan, few_heads))
 
 
 @pytest.mark.parametrize("leaves", ["model", "int8"])
@@ -120,11 +120,11 @@ def test_first_tokens_are_answered_exactly_and_others_by_the_plan(giving_way, si
     exact = fk.attention(*rows, plan=fk.Plan(), is_causal=True)
     want = torch.cat([exact[:, :, :FIRST], whole(PLANS["means"], tokens)[:, :, FIRST:]], 2)
     for how in (giving_way, giving_way.never_exact()):
-        stream, found, start = fk.stream(how), [], 0
+        stream, actual, start = fk.stream(how), [], 0
         for size in sizes:
-            found.append(tokens[start : start + size].feed(stream))
+            actual.append(tokens[start : start + size].feed(stream))
             start += size
-        same(torch.cat(found, 2)[:, :, : want.shape[2]], want[:, :, :start])
+        same(torch.cat(actual, 2)[:, :, : want.shape[2]], want[:, :, :start])
         want = whole(PLANS["means"], tokens)
 
 
@@ -133,12 +133,12 @@ def test_first_tokens_are_held_as_they_come_until_they_are_rounded(giving_way, t
     tokens = Tokens.draw(4)
     exact = fk.attention(tokens.query, tokens.key, tokens.value, plan=fk.Plan(), is_causal=True)
     want = tokens.feed(fk.stream(PLANS["means"], leaves="int8"))
-    stream, found = fk.stream(giving_way, leaves="int8"), []
+    stream, outputs = fk.stream(giving_way, leaves="int8"), []
     for part in (slice(0, 60), slice(60, 130), slice(130, TOKENS)):
-        found.append(tokens[part].feed(stream))
+        outputs.append(tokens[part].feed(stream))
         stream.save(tmp_path / "stream")
         stream = copy.deepcopy(Stream.load(tmp_path / "stream"))
-    same(torch.cat(found, 2), torch.cat([exact[:, :, :FIRST], want[:, :, FIRST:]], 2))
+    same(torch.cat(outputs, 2), torch.cat([exact[:, :, :FIRST], want[:, :, FIRST:]], 2))
     stream.crop(200)
     same(tokens[200:].feed(stream), want[:, :, 200:])
 
@@ -146,12 +146,12 @@ def test_first_tokens_are_held_as_they_come_until_they_are_rounded(giving_way, t
 def test_padded_first_tokens_are_counted_without_padding(giving_way):
     tokens = Tokens.draw(5, 0.2)
     stream = fk.stream(giving_way)
-    found = torch.cat([tokens[:70].feed(stream), tokens[70:].feed(stream)], 2)
+    actual = torch.cat([tokens[:70].feed(stream), tokens[70:].feed(stream)], 2)
     for row, real in enumerate(tokens.real):
         alone = Tokens(
             *(part[row : row + 1, :, real] for part in (tokens.query, tokens.key, tokens.value)), real[real][None]
         )
-        same(found[row : row + 1, :, real], alone.feed(fk.stream(giving_way)))
+        same(actual[row : row + 1, :, real], alone.feed(fk.stream(giving_way)))
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)], ids=str)
@@ -160,9 +160,9 @@ def test_float32_and_bfloat16_are_held_as_they_come(dtype, error):
     rows = [part.to(dtype) for part in (tokens.query, tokens.key, tokens.value)]
     tokens = replace(tokens, query=rows[0], key=rows[1], value=rows[2])
     stream = fk.stream(plan)
-    found = torch.cat([tokens[:200].feed(stream), tokens[200:201].feed(stream), tokens[201:].feed(stream)], 2)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, fk.attention(*rows, plan=plan, is_causal=True), rtol=error, atol=error)
+    actual = torch.cat([tokens[:200].feed(stream), tokens[200:201].feed(stream), tokens[201:].feed(stream)], 2)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, fk.attention(*rows, plan=plan, is_causal=True), rtol=error, atol=error)
 
 
 def test_memory_is_that_of_the_tokens_and_their_codes():
@@ -196,11 +196,11 @@ def test_a_query_beyond_all_bounds_is_answered(size):
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 270, 8, generator=draw) for heads in (4, 2, 2))
     query[0, 0, 60, 0] = size
-    stream, found = fk.stream(PLANS["means"]), []
+    stream, actual = fk.stream(PLANS["means"]), []
     for part in (slice(0, 200), slice(200, 270)):
         stream.append(key[:, :, part], value[:, :, part])
-        found.append(stream.attend(query[:, :, part]))
-    assert torch.cat(found, 2).isfinite().all()
+        actual.append(stream.attend(query[:, :, part]))
+    assert torch.cat(actual, 2).isfinite().all()
 
 
 @pytest.mark.parametrize("leaves", ["model", "int8"])
@@ -213,8 +213,8 @@ def test_tokens_of_one_block_follow_whatever_was_done_to_the_stream(leaves):
     def follow(stream, start, stop, index=slice(None)):
         for place in range(start, stop):
             one = tokens.select(index)[place : place + 1]
-            found = one.feed(stream)
-            torch.testing.assert_close(found, want[index][:, :, place : place + 1], rtol=1e-5, atol=1e-5)
+            actual = one.feed(stream)
+            torch.testing.assert_close(actual, want[index][:, :, place : place + 1], rtol=1e-5, atol=1e-5)
 
     stream = fk.stream(plan, leaves=leaves)
     tokens[:195].feed(stream)

@@ -140,9 +140,9 @@ def test_importance_is_the_gaussian_integral():
     q = torch.randn(1, 1, 200_000, 3, generator=g, dtype=torch.float64) * torch.tensor([1.0, 0.5, 0.2]) + 0.6
     k = torch.randn(1, 1, 6, 3, generator=g, dtype=torch.float64)
     inputs = check_inputs(q, k, k, scale=1.0)
-    found = key_statistics(inputs).importance
+    actual = key_statistics(inputs).importance
     k = k - k.mean(2, keepdim=True)
-    torch.testing.assert_close(found, (q @ k.mT).exp().mean(2).log(), atol=0.02, rtol=0)
+    torch.testing.assert_close(actual, (q @ k.mT).exp().mean(2).log(), atol=0.02, rtol=0)
 
 
 @pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)

@@ -20,7 +20,7 @@ def test_cluster_means_follow_their_equations(shape):
     q, k, v = shape.draw()
     inputs = check_inputs(q, k, v, **shape.options)
     graph = fk.select.Leverage(6).select(inputs)
-    found = fk.ClusterMeans(5, rank=8).prepare(inputs, graph, fk.Softmax())
+    actual = fk.ClusterMeans(5, rank=8).prepare(inputs, graph, fk.Softmax())
     label = clusters(inputs, 5).label
     lengths = shape.lengths or (shape.keys,) * shape.batch
     for b, n in enumerate(lengths):
@@ -33,11 +33,11 @@ def test_cluster_means_follow_their_equations(shape):
             keys, values = k[b, h, :n], v[b, h, :n]
             centred = keys - keys.mean(0)
             g = centred @ m + 0.5 * ((centred @ covariance) * centred).sum(-1)
-            own = label[b, h, :n]
+            labels = label[b, h, :n]
             kept = graph.to_mask()[b, h * group, 0, :n]
             pooled, mass, spreads, means = torch.zeros(8, shape.value_dim).double(), {}, {}, {}
             for c in range(5):
-                inside = [j for j in range(n) if own[j] == c and not kept[j]]
+                inside = [j for j in range(n) if labels[j] == c and not kept[j]]
                 if not inside:
                     continue
                 e = torch.zeros(n, dtype=torch.float64)
@@ -47,22 +47,22 @@ def test_cluster_means_follow_their_equations(shape):
                 for j in inside:
                     e[j] = (0.5 * (g[j] - g_mean)).clamp(-2, 2).exp()
                 mu, nu = e @ keys / e.sum(), e @ values / e.sum()
-                torch.testing.assert_close(found.key[b, h, c], mu, **CLOSE)
-                torch.testing.assert_close(found.member[b, h, :n, c], e, **CLOSE)
+                torch.testing.assert_close(actual.key[b, h, c], mu, **CLOSE)
+                torch.testing.assert_close(actual.member[b, h, :n, c], e, **CLOSE)
                 offset = mu - keys.mean(0)
                 g_mu = offset @ m + 0.5 * offset @ covariance @ offset
-                torch.testing.assert_close(found.bias[b, h, c], (0.5 * (g_mean - g_mu)).clamp(-2, 2), **CLOSE)
+                torch.testing.assert_close(actual.bias[b, h, c], (0.5 * (g_mean - g_mu)).clamp(-2, 2), **CLOSE)
                 pooled += ((keys - mu) * e[:, None]).mT @ (values - nu)
                 spreads[c] = e @ (((keys - mu) @ second) * (keys - mu)).sum(-1) / e.sum()
                 mass[c], means[c] = e.sum(), (offset, nu)
             pooled = pooled / sum(mass.values())
-            torch.testing.assert_close(found.left[b, h] @ found.right[b, h], pooled, **CLOSE)
+            torch.testing.assert_close(actual.left[b, h] @ actual.right[b, h], pooled, **CLOSE)
             mean_spread = sum(spreads[c] * mass[c] for c in mass) / sum(mass.values())
             for c, (offset, nu) in means.items():
                 factor = (spreads[c].clamp_min(0) / mean_spread).sqrt().clamp_max(2)
-                torch.testing.assert_close(found.factor[b, h, c], factor, **CLOSE)
+                torch.testing.assert_close(actual.factor[b, h, c], factor, **CLOSE)
                 expected = nu - factor * (0.5 * covariance @ offset) @ pooled
-                torch.testing.assert_close(found.value[b, h, c], expected, **CLOSE)
+                torch.testing.assert_close(actual.value[b, h, c], expected, **CLOSE)
 
 
 @pytest.mark.parametrize(("count", "rank"), [(26, 0), (26, 4), (7, 1)])
@@ -82,8 +82,8 @@ def test_moments_are_exact_for_gaussian_keys():
     v = v + 1
     q = 0.7 * torch.randn(1, 1, 40, d, generator=g, dtype=torch.float64)
     exact = fk.attention(q, k, v, scale=1.0)
-    found = fk.attention(q, k, v, keep=fk.Sinks(1), rest=fk.rest.Moments(), scale=1.0, impl="torch")
-    assert (found - exact).norm() < 0.02 * exact.norm()
+    actual = fk.attention(q, k, v, keep=fk.Sinks(1), rest=fk.rest.Moments(), scale=1.0, impl="torch")
+    assert (actual - exact).norm() < 0.02 * exact.norm()
     # The mass counts against kept keys: a heavy kept key gets the share that exact attention gives it.
     heavy = k.clone()
     heavy[0, 0, 0] = 6 * torch.nn.functional.normalize(q[0, 0].mean(0), dim=0)
@@ -123,8 +123,8 @@ def test_a_sample_of_everything_is_exact(count, weights):
     """64 of the 70 keys are not kept: with as many places each of them speaks for itself."""
     q, k, v = SHAPES["plain"].draw()
     rest = fk.rest.UniformSample(count)
-    found = fk.attention(q, k, v, keep=fk.select.Leverage(6), rest=rest, weights=weights, impl="torch")
-    torch.testing.assert_close(found, fk.attention(q, k, v, weights=weights))
+    actual = fk.attention(q, k, v, keep=fk.select.Leverage(6), rest=rest, weights=weights, impl="torch")
+    torch.testing.assert_close(actual, fk.attention(q, k, v, weights=weights))
 
 
 def test_more_slots_describe_better():
@@ -149,9 +149,9 @@ def test_top_subspace_finds_leading_eigenvectors(rank):
     g = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(2, 6, 6, generator=g, dtype=torch.float64)).Q
     matrix = basis @ torch.diag(10.0 ** -torch.arange(6, dtype=torch.float64)) @ basis.mT
-    found = top_subspace(matrix, rank)
-    torch.testing.assert_close(found.mT @ found, torch.eye(rank, dtype=torch.float64).expand(2, -1, -1))
-    held = (found.mT @ matrix @ found).diagonal(dim1=-2, dim2=-1).sum(-1)
+    actual = top_subspace(matrix, rank)
+    torch.testing.assert_close(actual.mT @ actual, torch.eye(rank, dtype=torch.float64).expand(2, -1, -1))
+    held = (actual.mT @ matrix @ actual).diagonal(dim1=-2, dim2=-1).sum(-1)
     assert (held > 0.9999 * sum(10.0**-i for i in range(rank))).all()
 
 
@@ -160,8 +160,8 @@ def test_a_subspace_has_no_direction_that_rounding_chose(dtype):
     """Gradients go along every direction, also where outputs do not."""
     g = torch.Generator().manual_seed(0)
     rows = torch.randn(50, 2, 46, generator=g, dtype=dtype)
-    found = top_subspace(rows.mT @ rows, 4)
-    lengths = found.norm(dim=-2)
+    actual = top_subspace(rows.mT @ rows, 4)
+    lengths = actual.norm(dim=-2)
     torch.testing.assert_close(lengths, torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=dtype).expand(50, -1))
 
 
@@ -170,8 +170,8 @@ def test_a_subspace_has_no_direction_that_rounding_chose(dtype):
 def test_a_sampled_key_is_of_the_share_it_speaks_for(kept, count):
     """Also where shares are of two sizes, and where there are more of them than keys."""
     inputs = check_inputs(*SHAPES["plain"].draw())
-    found = fk.rest.UniformSample(count).prepare(inputs, fk.Sinks(kept).select(inputs), fk.Softmax())
-    own = (inputs.key.unsqueeze(3) == found.key.unsqueeze(2)).all(-1).int().argmax(2)
+    actual = fk.rest.UniformSample(count).prepare(inputs, fk.Sinks(kept).select(inputs), fk.Softmax())
+    place = (inputs.key.unsqueeze(3) == actual.key.unsqueeze(2)).all(-1).int().argmax(2)
     shares = torch.arange(count)[: min(count, 70 - kept)]
-    assert torch.equal(found.label.gather(-1, own)[..., shares], shares.expand(2, 2, -1))
-    assert (own[..., shares] >= kept).all()
+    assert torch.equal(actual.label.gather(-1, place)[..., shares], shares.expand(2, 2, -1))
+    assert (place[..., shares] >= kept).all()

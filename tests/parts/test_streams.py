@@ -87,8 +87,8 @@ def test_pieces_give_what_the_whole_gives(plan, cuts, shape, dtype):
     want = fk.attention(q, k, v, plan=plan.never_exact(), **shape.options)
     mask = real(shape)
     for sizes in (pieces(150, cuts), [1] * 150):
-        found = feed(fk.stream(plan), q, k, v, mask, sizes)
-        close = torch.where(mask[:, None, :, None], found, want)
+        actual = feed(fk.stream(plan), q, k, v, mask, sizes)
+        close = torch.where(mask[:, None, :, None], actual, want)
         torch.testing.assert_close(close, want, **close_to)
 
 
@@ -99,18 +99,18 @@ def test_padding_anywhere_is_as_if_it_never_came(plan, tmp_path):
     mask = torch.arange(150) >= torch.tensor([[0], [37]])
     mask[1, 60:63], mask[0, 139:] = False, False
     stream = fk.stream(plan)
-    found = [feed(stream, *(rows[:, :, :90] for rows in (q, k, v)), mask[:, :90], [20, 1, 69])]
+    actual = [feed(stream, *(rows[:, :, :90] for rows in (q, k, v)), mask[:, :90], [20, 1, 69])]
     stream.crop(89)
     stream.save(tmp_path / "stream")
     stream = Stream.load(tmp_path / "stream")
     stream.select(torch.tensor([1, 0]))
     rest = feed(stream, *(rows.flip(0)[:, :, 89:] for rows in (q, k, v)), mask.flip(0)[:, 89:], [30, 31])
-    found = torch.cat([found[0][:, :, :89], rest.flip(0)], 2)
+    actual = torch.cat([actual[0][:, :, :89], rest.flip(0)], 2)
     for row, real in enumerate(mask):
         alone = (rows[row : row + 1, :, real] for rows in (q, k, v))
         want = fk.attention(*alone, plan=plan.never_exact(), is_causal=True)
-        torch.testing.assert_close(found[row : row + 1, :, real], want, rtol=1e-8, atol=1e-9)
-        assert not found[row, :, ~real].any()
+        torch.testing.assert_close(actual[row : row + 1, :, real], want, rtol=1e-8, atol=1e-9)
+        assert not actual[row, :, ~real].any()
 
 
 @pytest.mark.parametrize("plan", RUNNING_PLANS.values(), ids=RUNNING_PLANS)
@@ -173,9 +173,9 @@ def test_sequences_can_be_selected_repeated_and_reordered():
     one, many = fk.stream(FULL), fk.stream(FULL)
     feed(many, q[:, :, :75], k[:, :, :75], v[:, :, :75], mask[:, :75], [75])
     many.select(index)
-    found = feed(many, *(t[index][:, :, 75:] for t in (q, k, v)), mask[index][:, 75:], [30, 45])
+    actual = feed(many, *(t[index][:, :, 75:] for t in (q, k, v)), mask[index][:, 75:], [30, 45])
     want = feed(one, q, k, v, mask, [75, 30, 45])[index][:, :, 75:]
-    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(actual, want)
 
 
 @pytest.mark.parametrize("plan", [p for n, p in PLANS.items() if not CASES[n].draws], ids=str)
@@ -193,9 +193,9 @@ def test_cropping_forgets_what_came_later(plan, back):
     stream.crop(back)
     assert stream.length == back
     rest = (slice(None), slice(None), slice(back, None))
-    found = feed(stream, q[rest], -k[rest], v[rest], mask[:, back:], [150 - back])
+    actual = feed(stream, q[rest], -k[rest], v[rest], mask[:, back:], [150 - back])
     k = torch.cat([k[:, :, :back], -k[:, :, back:]], 2)
-    torch.testing.assert_close(found, feed(other, q, k, v, mask, [150])[rest], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(actual, feed(other, q, k, v, mask, [150])[rest], rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -229,8 +229,8 @@ def test_cropping_again_is_right_or_refused(tokens, lengths):
     left = stream.length
     rest = (slice(None), slice(None), slice(left, None))
     want = feed(other, q, k, v, mask, [150])[rest]
-    found = feed(stream, q[rest], k[rest], v[rest], mask[:, left:], [150 - left])
-    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+    actual = feed(stream, q[rest], k[rest], v[rest], mask[:, left:], [150 - left])
+    torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("length", [96, 97, 109, 110])
@@ -253,8 +253,8 @@ def test_merging_and_cropping_inside_the_last_unit(plan, length, cropped):
     first.merge(second)
     first.crop(length)
     want = feed(whole, q, k, v, mask, [150])[:, :, length:]
-    found = feed(first, q[:, :, length:], k[:, :, length:], v[:, :, length:], mask[:, length:], [150 - length])
-    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+    actual = feed(first, q[:, :, length:], k[:, :, length:], v[:, :, length:], mask[:, length:], [150 - length])
+    torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-9)
 
 
 def test_a_merge_ends_what_could_be_taken_back():
@@ -282,8 +282,8 @@ def test_cropping_inside_padding(plan, left):
     stream.crop(left)
     mask[0, left:] = True
     want = feed(other, q, k, v, mask, [left, 150 - left])[:, :, left:]
-    found = feed(stream, q[:, :, left:], k[:, :, left:], v[:, :, left:], mask[:, left:], [150 - left])
-    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+    actual = feed(stream, q[:, :, left:], k[:, :, left:], v[:, :, left:], mask[:, left:], [150 - left])
+    torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if not CASES[name].draws])
@@ -303,9 +303,9 @@ def test_merging_counts_every_key_once(name, length):
         return
     one = torch.zeros_like(k[:, :, :1])
     first.append(one, one)
-    found = first.attend(one)
+    actual = first.attend(one)
     want = v.sum(2, keepdim=True) / (65 + length)
-    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-8)
 
 
 def test_merging_without_forgetting_is_the_stream_itself():
@@ -317,8 +317,8 @@ def test_merging_without_forgetting_is_the_stream_itself():
     feed(first, q[:, :, :64], k[:, :, :64], v[:, :, :64], mask[:, :64], [64])
     feed(second, q[:, :, 64:114], k[:, :, 64:114], v[:, :, 64:114], mask[:, 64:114], [50])
     first.merge(second)
-    found = feed(first, q[:, :, 114:], k[:, :, 114:], v[:, :, 114:], mask[:, 114:], [36])
-    torch.testing.assert_close(found, want[:, :, 114:], rtol=1e-8, atol=1e-9)
+    actual = feed(first, q[:, :, 114:], k[:, :, 114:], v[:, :, 114:], mask[:, 114:], [36])
+    torch.testing.assert_close(actual, want[:, :, 114:], rtol=1e-8, atol=1e-9)
 
 
 def test_merging_into_an_empty_stream_copies():
@@ -329,8 +329,8 @@ def test_merging_into_an_empty_stream_copies():
         feed(stream, q[:, :, :80], k[:, :, :80], v[:, :, :80], mask[:, :80], [80])
     first.merge(second)
     rest = [t[:, :, 80:] for t in (q, k, v)]
-    found = feed(first, *rest, mask[:, 80:], [70])
-    assert torch.equal(found, feed(third, *rest, mask[:, 80:], [70]))
+    actual = feed(first, *rest, mask[:, 80:], [70])
+    assert torch.equal(actual, feed(third, *rest, mask[:, 80:], [70]))
     assert second.length == 80
 
 
@@ -339,9 +339,9 @@ def test_tokens_without_queries_are_remembered_too():
     stream = fk.stream(FULL)
     stream.append(k[:, :, :100], v[:, :, :100])
     stream.append(k[:, :, 100:], v[:, :, 100:])
-    found = stream.attend(q[:, :, -1:])
+    actual = stream.attend(q[:, :, -1:])
     want = fk.attention(q[:, :, -1:], k, v, plan=FULL.never_exact(), is_causal=True, query_offset=149)
-    torch.testing.assert_close(found, want, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(actual, want, rtol=1e-8, atol=1e-9)
 
 
 REFUSED = {

@@ -33,12 +33,12 @@ def test_hidden_entries_have_no_weight_and_no_gradient(weights):
     scores[:, 2] = -torch.inf
     scores[3] = -torch.inf
     scores.requires_grad_()
-    found = weights.normalised(scores)
-    assert torch.equal(found[3], torch.zeros(6, dtype=found.dtype))
-    assert torch.equal(found[:, 2], torch.zeros(4, dtype=found.dtype))
-    (grad,) = torch.autograd.grad((found * torch.arange(6)).sum(), scores)
+    actual = weights.normalised(scores)
+    assert torch.equal(actual[3], torch.zeros(6, dtype=actual.dtype))
+    assert torch.equal(actual[:, 2], torch.zeros(4, dtype=actual.dtype))
+    (grad,) = torch.autograd.grad((actual * torch.arange(6)).sum(), scores)
     assert torch.isfinite(grad).all()
-    assert torch.equal(grad[:, 2], torch.zeros(4, dtype=found.dtype))
+    assert torch.equal(grad[:, 2], torch.zeros(4, dtype=actual.dtype))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)

@@ -27,8 +27,8 @@ def captured_inputs(capture: Capture, *, dtype: torch.dtype, device: torch.devic
     """
     if capture.biased:
         raise ValueError(
-            "capture: expected scores of queries and keys alone, got a model with a distance bias, which is "
-            "unknown for texts longer than its own; use another model, or random inputs"
+            "capture: expected a model without a distance bias, got one with a bias, whose values for longer texts are "
+            "unknown; use another model, or random inputs"
         )
     layer = capture.layers // 2
     gqa_ratio = capture.query_heads // capture.kv_heads

@@ -10,6 +10,8 @@ from pathlib import Path
 
 PDF = b"%PDF-"
 """How such a file begins; it may be ASCII throughout."""
+HEAD = 2**16
+"""Bytes that are read first: a binary file, however large, shows a zero byte among them."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,18 @@ class Document:
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str]]:
     """The texts of files and of all files in folders, in order of their names; of others the name and the reason.
 
-    Hidden files and folders, whose names begin with a dot, are not looked at, nor are folders behind links. A file that
-    was named itself has to be a text: `ValueError`.
+    Hidden files and folders, whose names begin with a dot, are ignored. A file that was named itself has to be a text:
+    `ValueError`.
     """
     documents: dict[str, Document] = {}
     skipped: dict[str, str] = {}
     for path in paths:
         if not path.exists():
             raise ValueError(f"FILE_OR_FOLDER: expected a file or a folder, but {path} does not exist")
-        for file in _files(path) if path.is_dir() else [path]:
-            name = os.fsencode(file).decode(errors="replace")
-            text, reason = _text(file)
+        for file, reason in _files(path) if path.is_dir() else [(path, "")]:
+            name, text = os.fsencode(file).decode(errors="replace"), ""
+            if not reason:
+                text, reason = _text(file)
             if not reason:
                 documents[name] = Document(name, text, hashlib.sha256(text.encode()).hexdigest())
             elif file is path:
@@ -48,39 +51,54 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], dict[str, str
 
 
 def skipped_in_words(skipped: dict[str, str]) -> str:
-    """How many files were left out, and why: "3 files were left out: 2 are empty or blank, 1 is not UTF-8"."""
-    return f"{len(skipped)} file{'s were' if len(skipped) > 1 else ' was'} left out{_reasons(skipped)}"
+    """The number of files that were left out, and on a line for each its name and the reason."""
+    lines = [f"{len(skipped)} file{'s were' if len(skipped) > 1 else ' was'} left out:"]
+    return "\n  ".join([*lines, *(f"{name} {reason}" for name, reason in skipped.items())])
 
 
 def _reasons(skipped: dict[str, str]) -> str:
+    """In one line, a file for each reason: ": a.bin is binary (and 2 more); b.txt is not UTF-8"."""
     every = list(skipped.values())
-    return "".join(
-        f"{';' if number else ':'} {every.count(reason)} that {reason}, such as {_first(skipped, reason)}"
-        for number, reason in enumerate(sorted(set(every)))
-    )
+    first = {reason: name for name, reason in reversed(skipped.items())}
+    more = {reason: f" (and {every.count(reason) - 1} more)" if every.count(reason) > 1 else "" for reason in first}
+    reasons = [f"{first[reason]} {reason}{more[reason]}" for reason in sorted(first)]
+    return f": {'; '.join(reasons)}" if reasons else ""
 
 
-def _first(skipped: dict[str, str], reason: str) -> str:
-    return next(name for name, skip_reason in skipped.items() if skip_reason == reason)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """The files below a folder, by name."""
-    for place, folders, files in os.walk(folder):
+def _files(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The files below a folder, by name, and what else is there with the reason why it is not read."""
+    unread: list[OSError] = []
+    for place, folders, files in os.walk(folder, onerror=unread.append):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (
-            path for name in sorted(files) if not name.startswith(".") and (path := Path(place, name)).is_file()
-        )
+        links = (path for name in folders if (path := Path(place, name)).is_symlink())
+        yield from ((path, "is a link to a folder (name the folder to read it)") for path in links)
+        for name in sorted(name for name in files if not name.startswith(".")):
+            path = Path(place, name)
+            try:
+                is_file, reason = path.is_file(), "is a broken link" if path.is_symlink() else "is no regular file"
+            except OSError as error:
+                is_file, reason = False, _unreadable(error)
+            yield path, "" if is_file else reason
+    yield from ((Path(error.filename), _unreadable(error)) for error in unread)
+
+
+def _unreadable(error: OSError) -> str:
+    return f"cannot be read ({error.strerror})"
 
 
 def _text(path: Path) -> tuple[str, str]:
     """The text of a file, or why there is none."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as stream:
+            data = stream.read(HEAD)
+            if data.startswith(PDF):
+                return "", "is a PDF (pdftotext extracts its text)"
+            if b"\0" not in data:
+                data += stream.read()
     except OSError as error:
-        return "", f"cannot be read ({error.strerror})"
-    if data.startswith(PDF):
-        return "", "is a PDF (pdftotext extracts its text)"
+        return "", _unreadable(error)
+    except MemoryError:
+        return "", "is larger than the memory"
     if b"\0" in data:
         return "", "is binary"
     try:

@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
         nargs="+",
         type=named_path,
         metavar="FILE_OR_FOLDER",
-        help="text files in UTF-8, or folders of them; other files in a folder are skipped",
+        help="text files in UTF-8, or folders of them; other files in a folder are left out and named",
     )
     parser.add_argument("--model", required=True, metavar="ID_OR_DIR", help="sentence-transformers folder or hub id")
     parser.add_argument(
@@ -61,9 +61,9 @@ def add_to(commands: Any) -> None:
         help="late chunks: one pass over a text, a vector for each N tokens (default: one vector for the text)",
     )  # fmt: skip
     parser.add_argument(
-        "--longer", choices=("refuse", "split"), default="refuse",
-        help="texts longer than one pass: refuse them (default), or split them into parts of about equal length, each "
-        "with rows of its own",
+        "--longer", choices=("refuse", "skip", "split"), default="refuse",
+        help="texts longer than one pass: stop before any work (refuse, the default), leave them out (skip), or "
+        "embed parts of about equal length, each in a separate row (split)",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=positive, metavar="N",
@@ -100,6 +100,8 @@ def run(arguments: argparse.Namespace) -> None:
         encoder, plan, settings = _opened(arguments, step)
         texts = {document.key: document for document in documents}
         passes = dict(_passes(list(texts.values()), encoder, arguments.longer, settings["prompt"], step))
+        documents, skipped = _short_enough(documents, skipped, passes, settings["max_tokens"])
+        texts = {document.key: document for document in documents}
         kept = FinishedTexts(out.parent / f".{out.name}.embedding", settings)
         resumed = len(texts.keys() & kept.rows.keys())
         try:
@@ -179,7 +181,10 @@ def _plan(arguments: argparse.Namespace, encoder: SentenceTransformer) -> Plan |
 def _passes(
     documents: list[Document], encoder: SentenceTransformer, longer: str, prompt: str, step: Step
 ) -> Iterator[tuple[str, tuple[list[tuple[int, int]], int]]]:
-    """By the digest of a text, the characters of each pass over it, and its tokens. `ValueError` for texts too long."""
+    """By the digest of a text, the characters of each pass over it, and its tokens; no pass over a text to be skipped.
+
+    `ValueError` for texts to be refused.
+    """
     from fewkeys.integrations import passes
 
     most, too_long = passes.longest(encoder), []
@@ -187,9 +192,10 @@ def _passes(
         step(done, len(documents), f"counting the tokens of {_counted(len(documents), 'text')}")
         with inputs.named_as_options(text=document.name):
             tokens = passes.tokens_of(encoder, document.text, prompt)
-        if most is not None and tokens > most and longer == "refuse":
+        is_long = most is not None and tokens > most
+        if is_long and longer == "refuse":
             too_long.append((tokens, document.name))
-        spans = [(0, len(document.text))]
+        spans = [] if is_long and longer == "skip" else [(0, len(document.text))]
         yield (
             document.key,
             (passes.split(encoder, document.text, prompt=prompt) if longer == "split" else spans, tokens),
@@ -199,8 +205,28 @@ def _passes(
         others = f", and {len(too_long) - 1} more texts are too long" if len(too_long) > 1 else ""
         raise ValueError(
             f"{name}: expected at most {most} tokens, which is one pass of this model, got {tokens:,}{others}; use "
-            "--longer split, or raise --max-tokens where the model has more positions"
+            "--longer split or --longer skip, or raise --max-tokens where the model has more positions"
         )
+
+
+def _short_enough(
+    documents: list[Document],
+    skipped: dict[str, str],
+    passes: dict[str, tuple[list[tuple[int, int]], int]],
+    most: int | None,
+) -> tuple[list[Document], dict[str, str]]:
+    """The documents that have a pass, and the skipped files with those that have none. `ValueError` if none is left."""
+    too_long = {
+        document.name: f"has {passes[document.key][1]:,} tokens, more than one pass of {most}"
+        for document in documents
+        if not passes[document.key][0]
+    }
+    if len(too_long) == len(documents):
+        raise ValueError(
+            f"FILE_OR_FOLDER: expected at least one text of at most {most} tokens, got {len(documents)} that are "
+            "longer; use --longer split"
+        )
+    return [document for document in documents if document.name not in too_long], skipped | too_long
 
 
 def _embedded(

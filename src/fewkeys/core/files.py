@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import tempfile
 from contextlib import suppress
@@ -14,6 +15,8 @@ from fewkeys.core.records import parse, seal, unseal
 
 CACHE = "FEWKEYS_CACHE"
 """The environment variable that names the cache folder."""
+HUB_NAME = re.compile(r"[\w.-]*\w/[\w.-]+")
+"""The name of a repository on the Hugging Face hub, `owner/name`; a relative path may look the same."""
 
 
 def cache_folder() -> Path:
@@ -95,7 +98,12 @@ def read_json(directory: str | os.PathLike[str], name: str, other: str = "", rea
     try:
         return unseal(parse(path.read_bytes()))
     except (FileNotFoundError, NotADirectoryError):
-        fix = f", which holds {other}; use {reader}" if other and (Path(directory) / other).is_file() else ""
-        raise ValueError(f"directory: expected a folder with {name}, got {os.fspath(directory)!r}{fix}") from None
+        got, fix = os.fspath(directory), ""
+        if other and (Path(directory) / other).is_file():
+            fix = f", which holds {other}; use {reader}"
+        elif not Path(directory).exists():
+            hub = f"; for a repository of the Hugging Face hub, pass huggingface_hub.snapshot_download({got!r})"
+            fix = f", which does not exist{hub if HUB_NAME.fullmatch(got) else ''}"
+        raise ValueError(f"directory: expected a folder with {name}, got {got!r}{fix}") from None
     except ValueError as error:
         raise ValueError(f"directory: expected JSON in {path}, got a damaged file ({error})") from None

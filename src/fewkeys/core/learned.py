@@ -103,7 +103,7 @@ def pack(part: Any) -> dict[str, Any]:
         raise TypeError(f"plan: expected parts from fewkeys' catalogues, got {type(part).__name__}")
     if is_taken(type(part)):
         raise TypeError(
-            f"plan: expected a name of its own, got {type(part).__name__}, as fewkeys has; rename the class"
+            f"plan: expected a class name that fewkeys does not use, got {type(part).__name__}; rename the class"
         )
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     values = {name: pack(value) if is_dataclass(value) else value for name, value in values.items()}
@@ -181,4 +181,4 @@ def _made(directory: str | os.PathLike[str], kind: type[Learned], mark: str) -> 
     try:
         return kind(**tensors)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"directory: {file_name(mark)} holds no sound {kind.__name__}: {error}") from None
+        raise ValueError(f"directory: {file_name(mark)} holds no valid {kind.__name__}: {error}") from None

@@ -166,8 +166,8 @@ class Communicator:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
         raise RuntimeError(
-            f"distributed: rank {self.rank} of {self.size} waited {time.monotonic() - start:.3g} s for {what} in vain"
-            f"{f' ({reason})' if reason else ''}; {self._missing()} has failed or is slower than "
+            f"distributed: rank {self.rank} of {self.size} waited {time.monotonic() - start:.3g} s for {what} "
+            f"and got no answer{f' ({reason})' if reason else ''}; {self._missing()} has failed or is slower than "
             f"timeout={self.timeout:g}; find it, and initialise a new process group, as this one is broken"
         )
 

@@ -33,8 +33,8 @@ class ByPlan:
         plan = self.plans[layer]
         if plan is None and inputs.window is None:
             raise ValueError(
-                f"plan: expected layer {layer} to attend within a window of its own, got a call without; give a plan "
-                "for every layer"
+                f"plan: expected layer {layer} to have a sliding window, got a call without one; pass a plan for "
+                "every layer"
             )
         if self._gives_way(plan, inputs):
             return None

@@ -72,7 +72,7 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
     modules = interface.attention_modules(model)
     count = config.num_hidden_layers
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "kv_sharing_modes", None) is not None:
-        raise ValueError("model: expected a decoder-only model whose layers have keys of their own")
+        raise ValueError("model: expected a decoder-only model in which every layer has its own keys")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(
             f"model: by its {type(config).__name__}, its cache holds latent keys (multi-head latent attention), which "

@@ -186,8 +186,8 @@ def _latest(bias: Tensor, key: Tensor, past: Any, layer: int) -> Tensor:
     """The bias of the keys of this call. A stream holds earlier keys elsewhere: there, that of the latest places."""
     if streams.waiting(key) and bias.shape[-1] != past.get_seq_length(layer) + key.shape[2]:
         raise ValueError(
-            "attention_mask: expected one over all tokens so far, so that new ones know their places, got none; pass "
-            "the tokenizer's attention_mask, lengthened by ones, as model.generate does"
+            "attention_mask: expected one over all tokens so far, which gives new tokens their positions, got none; "
+            "pass the tokenizer's attention_mask, lengthened by ones, as model.generate does"
         )
     return bias[..., -key.shape[2] :]
 

@@ -57,8 +57,8 @@ class KeyMask(Tensor):
         except IndexError:  # more axes than it has
             pass
         raise ValueError(
-            "attention_mask: expected a model that hands its mask on as it is, got one that computes with it "
-            f"({name}), so that some of its attention is its own, which no plan knows; use another model"
+            "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
+            f"({name}), which no plan supports; use another model"
         )
 
 
@@ -148,8 +148,8 @@ def _read(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
         mask = mask == 0
     if mask.is_floating_point():
         raise ValueError(
-            f"attention_mask: {type(module).__name__} adds numbers of its own to the scores, {tuple(mask.shape)}, such "
-            "as a bias for the distance in an image, and no plan can know them; use a model without (ViT, DINOv2)"
+            f"attention_mask: {type(module).__name__} adds a bias to the scores, {tuple(mask.shape)}, such as one "
+            "for distances in an image, which no plan supports; use a model without one (ViT, DINOv2)"
         )
     if mask.dtype not in (torch.bool, torch.int32) or not (by_key or mask.shape == shape):
         raise ValueError(

@@ -80,7 +80,7 @@ def pattern_of(
                 return Pattern(True, None)
             raise ValueError(
                 f"attention_chunk_size: this model cuts its sequences into chunks of {local_size} tokens, which is not "
-                f"honoured, got {reach} tokens; use sequences of at most {local_size}"
+                f"supported, got {reach} tokens; use sequences of at most {local_size}"
             )
     if name == "or_masks" and parts[1] != "blockwise_overlay" and getattr(config, "use_bidirectional_attention", False):
         return Pattern(False, None if local_size is None else 2 * local_size - 1)
@@ -143,6 +143,6 @@ def check_honoured(module: nn.Module, dropout: float, kwargs: dict[str, Any]) ->
     for name, value in kwargs.items():
         if name not in ignored and value is not None and value is not False:
             raise ValueError(
-                f"{name}: {type(module).__name__} hands this to its attention, and it is not honoured here; "
-                "use a model or a call without it"
+                f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys "
+                "does not support; use a model or a call without it"
             )

@@ -41,8 +41,8 @@ class Sensitivity:
     def __init__(self, seed: int) -> None:
         if torch.is_inference_mode_enabled():
             raise ValueError(
-                "gradients: expected none to be asked for under torch.inference_mode(), where torch has none, got "
-                "gradients=True; leave the mode"
+                "gradients: expected False under torch.inference_mode(), where torch computes no gradients, got True; "
+                "leave the mode"
             )
         self._generator = torch.Generator().manual_seed(seed)
         self._leaves: list[Tensor] = []

@@ -117,5 +117,5 @@ def _check_model(
         raise ValueError("batches: expected at least one batch, got none; pass input_ids of shape (B, N)")
     checked = [layer for layer in checks if layer]
     if not checked:
-        raise ValueError("model: expected layers that see every key, got windows alone, which every plan keeps")
+        raise ValueError("model: expected layers that see every key, got only sliding windows, which every plan keeps")
     return overall(checked, confidence)

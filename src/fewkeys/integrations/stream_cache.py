@@ -74,7 +74,7 @@ class StreamLayer(CacheLayerMixin):
             )
         if self.expected is not None or (self._before is not None and self._before.expected is not None):
             raise ValueError(
-                "past_key_values: the attention of this model did not ask fewkeys for the last tokens; use the cache "
+                "past_key_values: the attention of this model did not use fewkeys for the last tokens; use the cache "
                 "with the model it was made for"
             )
         self.expected = (key_states, value_states)
@@ -87,7 +87,7 @@ class StreamLayer(CacheLayerMixin):
         self.expected = None
         if not plain(inputs):
             raise ValueError(
-                "model: its attention has capped scores, learned sinks or a bias of distances, which no stream knows; "
+                "model: its attention has capped scores, learned sinks or a distance bias, which no stream supports; "
                 "use fewkeys.apply and the model's own cache"
             )
         if inputs.window != self.window:
@@ -200,7 +200,7 @@ class StreamCache(Cache):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything held to one safetensors file, whole or not at all."""
-        files.write(path, "cache", [stream.contents() for layer in self._held for stream in layer.calls])
+        files.write(path, self._kind, [stream.contents() for layer in self._held for stream in layer.calls])
 
     def load(self, path: str | os.PathLike[str]) -> StreamCache:
         """This cache, going on from what `save` wrote under the same plans.
@@ -210,22 +210,33 @@ class StreamCache(Cache):
         model = self._model()
         device = "cpu" if model is None else model.device
         try:
-            held = iter(streams := files.read(path, "cache"))
-            calls, rest = divmod(len(streams), len(self._held))
-            if rest or not calls:
-                raise ValueError(f"expected as many streams of each layer, got {len(streams)}")
-            restored = [
-                [stream_of(layer.plans, layer.leaves).restore(*next(held), device) for _ in range(calls)]
-                for layer in self._held
-            ]
+            restored = self._restored(files.read(path, self._kind), device)
         except files.FAULTS as error:
-            raise ValueError(
-                f"path: expected a file that a cache's save wrote, of the {len(self._held)} layers of this cache with "
-                f"their plans, got {path} ({error})"
-            ) from None
+            raise ValueError(f"path: expected a file that a cache's save wrote, got {path}: {error}") from None
         for layer, calls_of_layer in zip(self._held, restored, strict=True):
             layer.calls, layer.expected = calls_of_layer, None
         return self
+
+    @property
+    def _kind(self) -> str:
+        """The kind of file: a cache of another number of layers cannot be loaded."""
+        return f"cache of {len(self._held)} layers"
+
+    def _restored(
+        self, contents: Sequence[tuple[files.Facts, dict[str, Tensor]]], device: torch.device | str
+    ) -> list[list[Stream]]:
+        """The streams of every layer with such contents; `ValueError` names the layer that has others."""
+        calls, rest = divmod(len(contents), len(self._held))
+        if rest or not calls:
+            raise ValueError(f"expected as many streams of each layer, got {len(contents)}")
+        restored = []
+        for number, layer in enumerate(self._held):
+            held = contents[number * calls : (number + 1) * calls]
+            try:
+                restored.append([stream_of(layer.plans, layer.leaves).restore(*one, device) for one in held])
+            except files.FAULTS as error:
+                raise ValueError(f"layer {number}: {error}") from None
+        return restored
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamCache:
         model = self._model()

@@ -74,7 +74,7 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
     if not even or not 0 <= offset <= max(0, keys - 1):
         raise ValueError(
             "position_bias: expected a bias that depends on the distance alone, the same for all sequences, got "
-            f"another of shape {tuple(bias.shape)}, which no plan can know"
+            f"another, {tuple(bias.shape)}, which no plan supports"
         )
     line = torch.cat([bias[0, :, 1:, 0].flip(-1), bias[0, :, 0]], -1)  # from the last query to the last key
     low, high = offset + queries - 1, keys - 1 - offset

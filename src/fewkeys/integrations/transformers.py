@@ -209,8 +209,8 @@ def capture(
             for arguments, result in exact_passes(model, noted(), on_attention, weights, part, gradients):
                 if not captured:
                     raise ValueError(
-                        f"model: every layer of {type(model).__name__} attends within a window of its own, which every "
-                        "plan keeps, so there is nothing to capture; use a model with layers that see every key"
+                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps, "
+                        "so there is nothing to capture; use a model with layers that see every key"
                     )
                 if sensitivity is not None:
                     writer.write_gradients(sensitivity.gradients(result, counted(model, arguments, result, part)))
@@ -260,9 +260,9 @@ def exact_passes(
             raise ValueError(
                 f"model: {type(module).__name__} has "
                 + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
-                + ", which is judged by no capture"
+                + ", which captures do not support"
                 + ("" if inputs.softcap is None else f", unless weights=fewkeys.weights.Softcap({inputs.softcap})")
-                + "; fewkeys.apply knows it: compare the outputs of the model"
+                + "; fewkeys.apply supports it: compare the outputs of the model"
             )
         output = exact(module, inputs) if weights is None else _exact_by(weights, inputs)
         return on_attention(layer, inputs, output)

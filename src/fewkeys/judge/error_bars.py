@@ -108,11 +108,11 @@ def error_bars(
     check_real("confidence", confidence, above=0.0, below=1.0)
     check_count("most", most, least=2)
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; ask for the plan of each head")
+        raise TypeError(f"plan: expected a fewkeys.Plan, got {type(plan).__name__}; pass the plan of one head")
     if not isinstance(plan.weights, Softmax):
         raise ValueError(f"plan: expected one with Softmax(), got {plan.weights}; draws are by weights of softmax")
     if options.get("distance_bias") is not None:
-        raise ValueError("distance_bias: expected none, since codes of keys know no distances; leave it out")
+        raise ValueError("distance_bias: expected None, got a table; codes contain no distances, so leave it out")
     for name, rows in {"query": query, "key": key, "value": value}.items():
         if isinstance(rows, Tensor) and rows.requires_grad:
             raise ValueError(f"{name}: expected no gradient, which error bars do not have; pass {name}.detach()")

@@ -72,7 +72,7 @@ def blocks(call: AttentionInputs) -> Iterator[Block]:
             f"query_offset: expected 0 for padded sequences, got {call.query_offset}; capture whole sequences"
         )
     if padded and mask is not None and call.distance_bias is not None and has_interior_padding(mask):
-        raise ValueError("key_mask: expected real keys side by side with distance_bias, got padding among them")
+        raise ValueError("key_mask: expected contiguous real keys with distance_bias, got padding between them")
     group = query.shape[1] // key.shape[1]
     size = query.shape[2] * key.shape[2] * group
     heads = max(1, min(key.shape[1], BLOCK // size))

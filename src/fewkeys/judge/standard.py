@@ -30,7 +30,7 @@ def standard_plans(
     Raises ValueError if `slots` is not a positive int.
     """
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ValueError(f"slots: expected an int >= 1, got {slots!r}; ask for the keys a query may pay, such as 64")
+        raise ValueError(f"slots: expected an int >= 1, got {slots!r}; pass a number of keys, such as 64")
     sinks = min(SINKS, slots)
     half = slots // 2
     price = 0.0 if head_dim is None else Moments().slots(head_dim, head_dim)

@@ -233,8 +233,13 @@ class Stream:
         those of a stream of its plans.
         """
         mine = [self.plan] if isinstance(self.plan, Plan) else [*self.plan]
-        if [Plan.from_dict(plan) for plan in facts.plans] != mine or facts.leaves != self.leaves:
-            raise ValueError("expected the plans of this stream, and leaves as it holds them, got others")
+        saved = [Plan.from_dict(plan) for plan in facts.plans]
+        if saved != mine or facts.leaves != self.leaves:
+            show = str if [*map(str, saved)] != [*map(str, mine)] or facts.leaves != self.leaves else repr
+            raise ValueError(
+                f"expected {_named([*map(show, mine)], self.leaves)}, got {_named([*map(show, saved)], facts.leaves)}; "
+                "give the plan and leaves under which the file was saved"
+            )
         left, groups, plans = dict(tensors), [], list(self._plans.items())
         for number, said in enumerate(facts.groups):
             held = {name: tensor.to(device) for name, tensor in files.taken(left, f"{number}.").items()}
@@ -309,6 +314,12 @@ class Stream:
         self._groups = groups if real is None else [group.padded(real, self._taken) for group in groups]
         self._taken += key.shape[2]
         return output
+
+
+def _named(plans: Sequence[str], leaves: str | None) -> str:
+    """The plan of all key heads, or the plan of each, and how keys and values are held."""
+    held = f" with leaves={leaves!r}" if leaves else ""
+    return f"the plan {plans[0]}{held}" if len(plans) == 1 else f"the plans of key heads {', '.join(plans)}{held}"
 
 
 def _kind_of(plan: object) -> type[Memory]:

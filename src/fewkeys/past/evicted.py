@@ -47,9 +47,9 @@ class Evicted:
         """At every block but the first: a key leaves at the first block after its own on whose list it is not."""
         x, device = inputs, columns.index.device
         heads = (x.batch, x.kv_heads)
-        own = torch.arange(x.keys, device=device) // columns.size
+        block = torch.arange(x.keys, device=device) // columns.size
         number = torch.arange(columns.blocks, device=device)[:, None].expand_as(columns.index)
-        last = own.expand(*heads, -1).scatter_reduce(
+        last = block.expand(*heads, -1).scatter_reduce(
             -1, columns.index.flatten(2), number.masked_fill(~columns.used, 0).flatten(2), "amax"
         )
         leaves = (last + 1).clamp_max(columns.blocks)

@@ -18,8 +18,8 @@ from fewkeys.past import native
 
 def scan_with_gradient(steps: native.Steps) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """`native.scan`, where gradients flow through the rows to the rows at the beginning, the keys and the values."""
-    found = _Scanned.apply(steps.state[0], *steps.evicted[:2], steps)  # type: ignore[no-untyped-call]
-    return found[:3], found[3:]
+    scanned = _Scanned.apply(steps.state[0], *steps.evicted[:2], steps)  # type: ignore[no-untyped-call]
+    return scanned[:3], scanned[3:]
 
 
 class _Scanned(torch.autograd.Function):

@@ -73,15 +73,15 @@ class Scan:
         summary, queries, evicted, answered = self.state.summary, self.state.queries, self.evicted, self.answered
         size = self.query.shape[2] // max(1, evicted.steps)
         scaled = working(self.query.detach()).unflatten(1, (evicted.key.shape[1], -1)) * self.scale
-        found = [summary]
+        summaries = [summary]
         for step in range(evicted.steps):
             part = slice(step * size, (step + 1) * size)
             queries = queries.add(scaled[:, :, :, part], None if answered is None else answered[:, part])
             key, value, real = evicted.at(step)
             if key.shape[2]:
                 summary = summary.absorb(key, value, real, queries.moments(), tilted=self.tilted)
-            found.append(summary)
-        parts = zip(*((one.rows, one.excess, one.size) for one in found), strict=True)
+            summaries.append(summary)
+        parts = zip(*((one.rows, one.excess, one.size) for one in summaries), strict=True)
         states = States(*(torch.stack(part, 2) for part in parts))
         return states, replace(self.state, summary=summary, queries=queries)
 

@@ -169,10 +169,10 @@ def _joined(summary: Summary, joining: Tensor, metric: _Metric, first: int = 0) 
         # The heaviest of those that meet has weight one.
         total = 1 + part.sum(-1)
         left = torch.zeros_like(summary.size, dtype=torch.bool).scatter(-1, gone, valid)
-        own = (~left).to(rows.dtype) / total
+        share = (~left).to(rows.dtype) / total
         size = (summary.size + (into.to(rows.dtype) @ summary.size.gather(-1, gone).unsqueeze(-1)).squeeze(-1)) * ~left
     moved = (part / total.unsqueeze(-1)) @ _take(summary.rows, gone)
-    merged = summary.rows * own.unsqueeze(-1) + moved
+    merged = summary.rows * share.unsqueeze(-1) + moved
     with constants():
         excess = log_mass + total.log() - metric.log_weight(merged.detach())
         # Who met nobody keeps the excess to the last bit.
@@ -199,8 +199,8 @@ def _joins(
     most = int(joining.max())
     gone = least.argsort(dim=-1, stable=True)[..., :most]
     valid = torch.arange(most, device=cost.device) < joining.unsqueeze(-1)
-    own = torch.arange(cost.shape[-1], device=cost.device).expand_as(partner)
-    into = own.scatter(-1, gone, torch.where(valid, partner.gather(-1, gone), gone))
+    places = torch.arange(cost.shape[-1], device=cost.device).expand_as(partner)
+    into = places.scatter(-1, gone, torch.where(valid, partner.gather(-1, gone), gone))
     for _ in range(most.bit_length()):
         into = into.gather(-1, into)
     return order.gather(-1, gone), valid, order.gather(-1, into.gather(-1, gone))

@@ -60,17 +60,17 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
 def _of_lengths(report: Report, row: Row) -> str:
     times = times_of(report, row)
     first, last = times[0], times[-1]
-    error = f"at an error of {_percent(row.error)} (measured at {report.length:,} tokens)"
-    speed = f"{last.exact_ms / last.ms:.1f} times as fast at {last.length:,}"
+    error = f"with an error of {_percent(row.error)} (measured at {report.length:,} tokens)"
+    speed = f"{last.exact_ms / last.ms:.1f} times as fast at {last.length:,} tokens"
     where = crossing([(item.length, item.exact_ms / item.ms) for item in times])
     if where is not None:
         start = f"{float(f'{where:.2g}'):,.0f}"
         return (
-            f"At {first.length:,} tokens use exact attention; from about {start} on {_name(row)} is faster, {error}: "
+            f"Up to about {start} tokens use exact attention; for longer texts {_name(row)} is faster, {error}: "
             f"{speed}."
         )
     if last.ms < last.exact_ms:
-        return f"From {first.length:,} tokens on {_name(row)} is faster than exact attention, {error}: {speed}."
+        return f"From {first.length:,} tokens on, {_name(row)} is faster than exact attention, {error}: {speed}."
     return f"Use exact attention up to {last.length:,} tokens: {_name(row)} is not faster there, {error}."
 
 
@@ -82,14 +82,14 @@ def _of_one_length(report: Report, row: Row) -> str:
             f"takes {row.ms / row.exact_ms:.1f} times as long."
         )
     return (
-        f"At {report.length:,} tokens {_name(row)} is {ratio:.1f} times as fast as exact attention, at an error of "
+        f"At {report.length:,} tokens, {_name(row)} is {ratio:.1f} times as fast as exact attention, with an error of "
         f"{_percent(row.error)}."
     )
 
 
 def _name(row: Row) -> str:
     if row.name == OURS:
-        return f"budget({row.budget})"
+        return f"fk.budget({row.budget})"
     return row.name if row.budget is None else f"{row.name} with {row.budget} slots"
 
 

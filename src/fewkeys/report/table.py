@@ -59,7 +59,10 @@ def lengths(report: Report) -> list[int]:
     return sorted({item.length for item in report.whole_times})
 
 
-TIMED = "ms at a length: one text through a whole model of this shape, random weights, the plan in every layer."
+TIMED = (
+    "ms at a length: one text through a whole model of this shape, random weights, the plan in every layer. A dash: "
+    "not timed."
+)
 
 
 def title(report: Report) -> str:
@@ -74,21 +77,22 @@ def title(report: Report) -> str:
 def notes(report: Report) -> dict[str, str]:
     """The meaning of each column."""
     batch, _, length, _ = report.settings["timed_shape"]
-    one_layer = {
-        "ms": f"ms: one layer's attention over {batch} × {length} tokens.",
-        "speed": "speed: exact attention's time / the plan's.",
-    }
     return {
-        "slots": "slots: keys that a query attends to and the price of what stands in for the others, on average.",
+        "slots": "slots: keys that a query attends to, plus the cost of stand-ins, on average.",
         "error": "error: |approximate - exact| / |exact| of a head's output, mean over queries, heads and layers.",
+        "ms": f"ms: one layer's attention over {batch} × {length} tokens.",
         "p50": "p50, p90: the median of these errors, and the value that 90 % of them stay below.",
         "worst head": "worst head: the largest mean error of a head; L5 H6 is head 6 of layer 5, both counted from 0.",
         "mass": "mass: exact attention weight on the kept keys.",
         "recall": f"recall: share of exact weights >= {report.settings['eps']:g} that are kept.",
         "cosine": "cosine: mean-pooled last hidden states, every layer approximated, against the exact model.",
-        **({AT.format(max(lengths(report))): TIMED} if report.whole_times else one_layer),
+        **(
+            {AT.format(max(lengths(report))): TIMED}
+            if report.whole_times
+            else {"speed": "speed: exact attention's time / the plan's."}
+        ),
         "plan": "(oracle): computes every score to pick its keys; a reference, not a method. *: the method with the "
-        "least error at this number of slots.",
+        "least error within its budget of slots.",
     }
 
 

@@ -35,13 +35,13 @@ function errors(x, text) {
         + `${row.slots.toFixed(1)} slots` + (row.cosine === null ? "" : `<br>cosine ${row.cosine.toFixed(4)}`) + "<extra></extra>"),
     };
   });
-  return { traces, xaxis: axis(shown.map(x), text), yaxis: axis(shown.map((row) => row.error), "mean relative output error") };
+  return { traces, xaxis: axis(shown.map(x), text), yaxis: axis(shown.map((row) => row.error), "mean relative error") };
 }
 // Error against the time of one layer: where no whole models were timed.
 function oneLayer() {
   const exact = rows.find((row) => row.kind === "exact");
-  const made = errors((row) => row.ms, "ms, one layer's attention");
-  return { ...made, xaxis: axis(shownRows().map((row) => row.ms).concat(exact ? [exact.ms] : []), "ms, one layer's attention"), shapes: exact ? [upright(exact.ms)] : [] };
+  const made = errors((row) => row.ms, "ms for one layer's attention");
+  return { ...made, xaxis: axis(shownRows().map((row) => row.ms).concat(exact ? [exact.ms] : []), "ms for one layer's attention"), shapes: exact ? [upright(exact.ms)] : [] };
 }
 // Time of a whole model against tokens: exact attention, and a line for each plan that was timed.
 function wholeModels() {
@@ -59,13 +59,13 @@ function wholeModels() {
   const last = data.lengths.at(-1);
   const named = timed.filter((row) => row.kind === "exact" || row.i === data.crossing?.row);
   const annotations = named.map((row) => ({
-    x: Math.log10(last), y: Math.log10(row.whole[last]), xanchor: "right", yanchor: row.kind === "exact" ? "bottom" : "top", xshift: -8, yshift: row.kind === "exact" ? 4 : -58,
-    text: `<b>${label(row)}</b>`, showarrow: false, bgcolor: css("--back"), font: { color: paint(row.name) },
+    x: Math.log10(last), y: Math.log10(row.whole[last]), xanchor: "right", yanchor: row.kind === "exact" ? "bottom" : "top", xshift: -8, yshift: row.kind === "exact" ? 4 : -76, align: "right",
+    text: `<b>${label(row).replace(", ", ",<br>")}</b>`, showarrow: false, bgcolor: css("--back"), font: { color: paint(row.name) },
   }));
   const shapes = data.crossing ? [upright(data.crossing.length)] : [];
-  if (data.crossing) annotations.push({ x: Math.log10(data.crossing.length), y: 1, yref: "paper", yanchor: "top", xanchor: "right", xshift: -5, showarrow: false, text: `as fast at about<br>${data.crossing.length.toLocaleString("en")} tokens`, align: "right" });
+  if (data.crossing) annotations.push({ x: Math.log10(data.crossing.length), y: 1, yref: "paper", yanchor: "top", xanchor: "right", xshift: -5, showarrow: false, text: `equal times:<br>${data.crossing.length.toLocaleString("en")} tokens`, align: "right" });
   const times = timed.flatMap((row) => Object.values(row.whole));
-  return { traces, shapes, annotations, xaxis: { ...axis(data.lengths, "tokens in one text"), ...marked(data.lengths) }, yaxis: axis(times, "ms, a whole model of this shape") };
+  return { traces, shapes, annotations, xaxis: { ...axis(data.lengths, "tokens in one text"), ...marked(data.lengths) }, yaxis: axis(times, "ms for the whole model") };
 }
 const bySlots = () => {
   const made = errors((row) => row.slots, "slots per query");
@@ -73,8 +73,8 @@ const bySlots = () => {
 };
 const charts = [["time", data.lengths.length ? wholeModels : oneLayer], ["pareto", bySlots]];
 $("first-says").textContent = data.lengths.length
-  ? "Time of a whole model against the length of the text: lower is better"
-  : "Error against milliseconds of one layer; the upright line is exact attention";
+  ? "Time of the whole model against the length of the text. Lower is better."
+  : "Error against the time of one layer. The vertical line is the time of exact attention.";
 
 function drawChart([id, make]) {
   const { traces, ...made } = make();
@@ -87,8 +87,8 @@ function drawChart([id, make]) {
   Plotly.react(node, traces, layout, { responsive: true, displaylogo: false, displayModeBar: false });
   node.setAttribute("role", "img");
   node.setAttribute("aria-label", `${made.xaxis.title.text} against ${made.yaxis.title.text}, ${traces.length} lines; every figure is in the table`);
-  if (!node.dataset.heard) {
-    node.dataset.heard = "yes";
+  if (!node.dataset.listens) {
+    node.dataset.listens = "yes";
     node.on("plotly_click", ({ points }) => change({ plans: [points[0].customdata, state.plans[1]] }));
   }
 }

@@ -1,7 +1,7 @@
 // The error of every layer and head under plan A and plan B, on one scale of colours.
 const maps = [0, 1].map((side) => {
   const select = make("select", { id: `choose-${side}`, onchange: () => change({
-    plans: state.plans.map((plan, own) => (own === side ? Number(select.value) : plan)),
+    plans: state.plans.map((plan, i) => (i === side ? Number(select.value) : plan)),
   }) }, ...rows.map((row, i) => make("option", { value: i }, label(row))));
   const grid = make("table", { class: "map" });
   grid.addEventListener("keydown", (event) => step(event, grid));
@@ -45,9 +45,9 @@ function drawMaps() {
           onclick: () => { pick(grid, l, h); $("head").scrollIntoView({ block: "nearest" }); },
         }, data.heads > 16 ? "\u00a0" : error.toFixed(2)));
       })));
-    grid.replaceChildren(make("caption", { class: "quiet" }, "layers downwards, heads across; arrow keys move"), top, ...lines);
+    grid.replaceChildren(make("caption", { class: "quiet" }, "One row per layer, one column per head. Arrow keys move."), top, ...lines);
   });
-  $("scale").textContent = `Both maps share one scale, from 0 to ${most.toFixed(2)}. Click a head, or move to it, to see what its queries keep.`;
+  $("scale").textContent = `Both maps use the same colours, from 0 to ${most.toFixed(2)}. Click a head to see below which keys its queries keep.`;
 }
 listeners.push((what) => { if (["plans", "layer", "head"].some((name) => what.includes(name))) drawMaps(); });
 drawMaps();

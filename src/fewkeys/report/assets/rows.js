@@ -27,11 +27,13 @@ $("filters").append(
 const plainMs = (ms) => ms.toLocaleString("en", { minimumFractionDigits: ms < 10 ? 1 : 0, maximumFractionDigits: ms < 1 ? 3 : ms < 10 ? 1 : 0 });
 const times = data.lengths.length
   ? data.lengths.map((length) => [`ms at ${length.toLocaleString("en")}`, (row) => row.whole[length] ?? Infinity, (row) => (row.whole[length] ? plainMs(row.whole[length]) : "–")])
-  : [["ms", (row) => row.ms, (row) => plainMs(row.ms)], ["speed", (row) => row.exact_ms / row.ms, (row) => `${(row.exact_ms / row.ms).toFixed(2)}×`]];
-// Name, error and time come first: what a narrow screen shows. So do rows with times of whole models. Class "more": left out there.
+  : [["speed", (row) => row.exact_ms / row.ms, (row) => `${(row.exact_ms / row.ms).toFixed(2)}×`]];
+// Name, error and times come first, because a narrow screen shows these columns; it hides the columns of class "more".
+// Rows with times of whole models come first.
 const columns = [
   ["plan", (row) => (Object.keys(row.whole).length ? row.budget ?? 0 : 1e9 + (row.budget ?? 1e9)), (row) => row.name + (row.budget === null ? "" : ` ${row.budget}`) + (row.star ? " *" : "")],
   ["error", (row) => row.error, (row) => row.error.toFixed(3)],
+  ["ms", (row) => row.ms, (row) => plainMs(row.ms)],
   ...times,
   ["slots", (row) => row.slots, (row) => row.slots.toFixed(1)],
   ["p50", (row) => row.p50, (row) => row.p50.toFixed(3)],
@@ -41,7 +43,7 @@ const columns = [
   ["recall", (row) => row.recall ?? -1, (row) => fixed(row.recall, 3)],
   ["cosine", (row) => row.cosine ?? -1, (row) => fixed(row.cosine, 4)],
 ];
-const more = (i) => (i > 2 && i < times.length ? "more" : false);
+const more = (i) => (i > 3 && i < 2 + times.length ? "more" : false);
 const order = { by: 0, down: false };
 const heads = columns.map(([name], i) => make("th", { scope: "col", class: more(i) }, make("button", { type: "button", onclick: () => {
   order.down = order.by === i && !order.down;
@@ -62,7 +64,7 @@ function drawTable() {
   });
   const choose = (side, i, row) => make("td", {}, make("input", {
     type: "radio", name: `plan-${side}`, checked: state.plans[side] === i, "aria-label": `${label(row)} as plan ${"AB"[side]}`,
-    onchange: () => change({ plans: state.plans.map((plan, own) => (own === side ? i : plan)) }),
+    onchange: () => change({ plans: state.plans.map((plan, j) => (j === side ? i : plan)) }),
   }));
   $("table").tBodies[0].replaceChildren(...sorted.map(([row, i]) => make(
     "tr", { class: `${row.kind} ${row.star ? "best" : ""} ${state.plans.includes(i) ? "picked" : ""}`, title: row.plan },

@@ -37,12 +37,12 @@ function view(plan) {
   const whose = exact.map((w, j) => (kept[j] || !weight.length ? -1 : label ? label[j] : w > 0 || j <= sample.queries[query] ? 0 : -1));
   const mass = exact.reduce((sum, w, j) => sum + w * kept[j], 0);
   const left = 1 - weight.reduce((a, b) => a + b, 0);
-  const own = exact.map((w, j) => (kept[j] && mass > 0 ? (w * left) / mass : 0));
+  const planned = exact.map((w, j) => (kept[j] && mass > 0 ? (w * left) / mass : 0));
   const standing = weight.map((w, c) => {
     const keys = whose.flatMap((of, j) => (of === c ? [j] : []));
     return { c, weight: w, keys, exact: keys.reduce((sum, j) => sum + exact[j], 0) };
   }).filter((one) => one.keys.length);
-  return { exact, kept, whose, own, mass, standing, left, error: at(`${plan}.error`, layer, head)[query] };
+  return { exact, kept, whose, planned, mass, standing, left, error: at(`${plan}.error`, layer, head)[query] };
 }
 
 const bytes = sample && sample.tokens.some((token) => /^[Ġ▁]/.test(token));
@@ -58,10 +58,10 @@ function panel(side) {
   const spans = seen.exact.map((w, j) => make("span", {
     class: [seen.kept[j] && "kept", j === asked && "asked"].filter(Boolean).join(" ") || false,
     style: `--w:${Math.sqrt(w / most).toFixed(3)}`,
-    title: `${place(j)}: exact weight ${w.toFixed(4)}, ${fate(seen, j)}`,
+    title: `${place(j)}: exact weight ${w.toFixed(4)}, in this plan: ${fate(seen, j)}`,
   }, word(j)));
   const buttons = seen.standing.sort((a, b) => b.weight - a.weight).slice(0, 12).map((one) => {
-    const text = `${one.c}: ${one.keys.length === 1 ? "1 key" : `${one.keys.length} keys`}: ${one.weight.toFixed(3)} for ${one.exact.toFixed(3)}`;
+    const text = `${one.c}: ${one.keys.length === 1 ? "1 key" : `${one.keys.length} keys`}, weight ${one.weight.toFixed(3)}, exact ${one.exact.toFixed(3)}`;
     const button = make("button", { type: "button", "aria-pressed": false, onclick: () => {
       const on = button.getAttribute("aria-pressed") !== "true";
       buttons.forEach((other) => other.setAttribute("aria-pressed", on && other === button));
@@ -72,17 +72,17 @@ function panel(side) {
   const kept = seen.kept.reduce((a, b) => a + b, 0);
   return { seen, node: make("div", {},
     make("h3", {}, `Plan ${"AB"[side]}: ${label(rows[plan])}`),
-    make("p", { class: "facts" }, `Error of this query ${seen.error.toFixed(3)}; ${kept} keys kept, with ${(100 * seen.mass).toFixed(1)} % of the exact weight`
-      + (seen.standing.length ? `; stand-ins have ${(100 * (1 - seen.left)).toFixed(1)} %.` : "; nothing stands in for the others.")),
+    make("p", { class: "facts" }, `The error of this query is ${seen.error.toFixed(3)}. The plan keeps ${kept} keys, which have ${(100 * seen.mass).toFixed(1)} % of the exact weight. `
+      + (seen.standing.length ? `Stand-ins for the other keys get ${(100 * (1 - seen.left)).toFixed(1)} % of the plan's weight.` : "It drops the other keys.")),
     make("div", { class: "tokens", role: "img", tabindex: 0,
       "aria-label": `The tokens, darker where the query ${place(asked)} attends to them exactly; the same is in the table below.` },
       ...spans.flatMap((span, j) => (j && !joined(j) ? [" ", span] : [span]))),
-    buttons.length ? make("p", { class: "quiet" }, `Stand-ins, the weightiest first: number, keys, weight, and the exact weight of those keys. Press one to mark its tokens.`) : "",
+    buttons.length ? make("p", { class: "quiet" }, "Stand-ins by weight: how many keys each replaces, its weight, and the exact weight of those keys. Press one to mark its keys.") : "",
     make("div", { class: "stand" }, ...buttons)) };
 }
 function fate(seen, j) {
-  if (seen.kept[j]) return `kept: ${seen.own[j].toFixed(4)}`;
-  return seen.whose[j] >= 0 ? `in stand-in ${seen.whose[j]}` : "left out";
+  if (seen.kept[j]) return seen.planned[j].toFixed(4);
+  return seen.whose[j] >= 0 ? `stand-in ${seen.whose[j]}` : "dropped";
 }
 
 function drawHead() {
@@ -91,7 +91,7 @@ function drawHead() {
     + state.plans.map((plan, side) => `${rows[plan].heads[layer][head].toFixed(3)} under plan ${"AB"[side]} (${label(rows[plan])})`).join(", ") + ".";
   if (!tensors) {
     $("look").replaceChildren(make("p", { class: "quiet" }, sample ? "Reading the sample …"
-      : "These results hold no sample of queries: fewkeys compare --out DIR writes one beside results.json."));
+      : "These results come without a sample of queries. fewkeys compare --out DIR writes one beside results.json."));
     return;
   }
   const select = make("select", { id: "query", onchange: () => { change({ query: Number(select.value) }); $("query").focus(); } },
@@ -99,13 +99,13 @@ function drawHead() {
   const [a, b] = [panel(0), panel(1)];
   const top = a.seen.exact.map((w, j) => [w, j]).sort((x, y) => y[0] - x[0]).slice(0, 20);
   $("look").replaceChildren(
-    make("div", { class: "choice" }, make("label", { for: "query" }, "Query (position)"), select,
+    make("div", { class: "choice" }, make("label", { for: "query" }, "Query (its position)"), select,
       make("span", { class: "key quiet" }, make("span", { style: "background:var(--weight);color:#000" }, "exact weight"),
         make("span", { style: "border-bottom-color:var(--accent)" }, "kept key"), make("span", { style: "outline:2px solid var(--text)" }, "the query"))),
     make("div", { class: "pair" }, a.node, b.node),
     make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of the heaviest keys, scrolls sideways" },
-      make("table", { id: "keys" }, make("caption", {}, `The ${top.length} keys with the largest exact weights`),
-        make("thead", {}, make("tr", {}, ...["key (position)", "exact weight", "plan A", "plan B"].map((name) => make("th", { scope: "col" }, name)))),
+      make("table", { id: "keys" }, make("caption", {}, `The ${top.length} keys with the largest exact weights: the weight that a plan gives a kept key, the stand-in of another one, or "dropped"`),
+        make("thead", {}, make("tr", {}, ...["key (position)", "exact", "plan A", "plan B"].map((name) => make("th", { scope: "col" }, name)))),
         make("tbody", {}, ...top.map(([w, j]) => make("tr", {}, make("th", { scope: "row" }, place(j)),
           make("td", {}, w.toFixed(4)), make("td", {}, fate(a.seen, j)), make("td", {}, fate(b.seen, j))))))));
   for (const box of $("look").querySelectorAll(".tokens")) {
