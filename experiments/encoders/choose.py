@@ -65,12 +65,20 @@ class Errors:
         return {model: {rule: self._excess(rule, model) for rule in self.rules} for model in self.models}
 
     def _excess(self, rule: Rule, model: str) -> float:
-        own, least = self.of(rule, model), self.least(model)
-        return mean_ratio([own[place][k] / least[place][k] for place in own for k in (0, 1)])
+        return self._above_least(self.of(rule, model), model)
+
+    def _above_least(self, errors: Mapping[tuple[int, int], Sequence[float]], model: str) -> float:
+        least = self.least(model)
+        return mean_ratio([errors[place][k] / least[place][k] for place in errors for k in (0, 1)])
 
     def beside_best(self, rule: Rule, model: str) -> float:
         """The rule's excess beside that of the best rule for the model."""
         return self.excess[model][rule] / min(self.excess[model].values())
+
+    def budget_beside_best(self, model: str) -> float:
+        """The excess of `fk.budget` beside that of the best rule for the model."""
+        errors = {place[1:]: plans["fk.budget"] for place, plans in self._at.items() if place[0] == model}
+        return self._above_least(errors, model) / min(self.excess[model].values())
 
     def order(self, models: Sequence[str]) -> list[Rule]:
         """The rules, the best first: the one that is nearest to the best rule on the model where it is farthest."""
@@ -108,6 +116,7 @@ def conclusions(found: Found) -> dict[str, Any]:
         "held_out": held_out,
         "rule": str(rule),
         "excess": _short(excess),
+        "excess of budget": _short({name: errors.budget_beside_best(name) for name in errors.models}),
         "cells": numbers,
         "next": _short(next_best),
     }

@@ -70,6 +70,8 @@ def table(data: dict[str, Any]) -> str:
         "",
         f"On all models: {chosen['rule']}. Beside the best single rule for each: "
         + ", ".join(f"{model} {ratio:.2f}" for model, ratio in chosen["excess"].items())
+        + ". `fk.budget`: "
+        + ", ".join(f"{model} {ratio:.2f}" for model, ratio in chosen["excess of budget"].items())
         + ".",
         "",
         "| slots | outliers, window, means, rank, cohorts |",

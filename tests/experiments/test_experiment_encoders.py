@@ -54,6 +54,7 @@ def measured(errors):
         f"{name} {length} {slots}": {
             str(rule.cell(slots, cohorts_of(slots))): [error(rule), 2 * error(rule)] for rule in RULES
         }
+        | {"fk.budget": [3 * min(map(error, RULES)), 6 * min(map(error, RULES))]}
         for name, error in errors.items()
         for length in (128, 256)
         for slots in (16, 64)
@@ -64,11 +65,13 @@ def test_the_one_left_out_has_no_say():
     """Two models want many outliers, the third wants few, and more so: each gets what the other two choose."""
     many = lambda rule: 2 - rule.outliers  # noqa: E731
     few = lambda rule: (1 + rule.outliers) ** 3  # noqa: E731
-    held_out = {row["model"]: row for row in choose.conclusions(measured({"a": many, "b": many, "c": few}))["held_out"]}
+    conclusions = choose.conclusions(measured({"a": many, "b": many, "c": few}))
+    held_out = {row["model"]: row for row in conclusions["held_out"]}
     assert "outliers 0.625" in held_out["c"]["rule"]
     assert "outliers 0.375" in held_out["c"]["best rule"]
     assert held_out["c"]["error beside best rule"] == pytest.approx((1.625 / 1.375) ** 3, rel=1e-3)
     assert held_out["a"]["error beside best rule"] >= 1
+    assert conclusions["excess of budget"] == pytest.approx(dict.fromkeys("abc", 3), rel=1e-3)
     with pytest.raises(ValueError, match="--models: expected two at least"):
         choose.conclusions(measured({"a": many}))
 
