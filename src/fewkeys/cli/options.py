@@ -76,8 +76,8 @@ def number(above: float = 0.0, most: float = math.inf) -> Callable[[str], float]
         except ValueError:
             value = math.nan
         if not above < value <= most or math.isinf(value):
-            limit = f" and at most {most:g}" if math.isfinite(most) else ""
-            raise argparse.ArgumentTypeError(f"expected a number above {above:g}{limit}, got {text!r}")
+            limits = f"in ({above:g}, {most:g}]" if math.isfinite(most) else f"> {above:g}"
+            raise argparse.ArgumentTypeError(f"expected a number {limits}, got {text!r}")
         return value
 
     return read

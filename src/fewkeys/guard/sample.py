@@ -110,9 +110,11 @@ class Estimates:
     ) -> Estimates:
         """From `count` and `drawn` (B,), `mean` and `third` (B, H), `variance` (B, H, G)."""
         heads = torch.arange(mean.shape[1]) if heads is None else heads
-        rows = [x.unsqueeze(-1).expand_as(mean) for x in (count, drawn)]
-        flat = [x.to("cpu", torch.float64).flatten(0, 1) for x in (*rows, mean, variance, third)]
-        return cls(*flat[:2], heads.cpu().expand(mean.shape).flatten(), *flat[2:], freedom.to("cpu", torch.float64))
+        count, drawn = (x.unsqueeze(-1).expand_as(mean) for x in (count, drawn))
+        rows = (x.to("cpu", torch.float64).flatten(0, 1) for x in (count, drawn, mean, variance, third))
+        count, drawn, mean, variance, third = rows
+        heads = heads.cpu().repeat(len(mean) // len(heads))
+        return cls(count, drawn, heads, mean, variance, third, freedom.to("cpu", torch.float64))
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -74,7 +74,7 @@ def draw_lines(axes: Axes, lines: Mapping[str, Points], marks: Sequence[float] |
     """Draw and name lines on logarithmic axes, with numbers at `marks` of the first; their styles."""
     looks = {name: look_of(name, order) for order, name in enumerate(lines)}
     for name, points in lines.items():
-        draw(axes, *zip(*points, strict=True), looks[name])
+        draw(axes, [x for x, _ in points], [y for _, y in points], looks[name])
     if not lines:
         axes.text(0.5, 0.5, "every plan is exact here", transform=axes.transAxes, ha="center", color="#555555")
         return looks
