@@ -99,13 +99,27 @@ class Largest {
 
   // The scores of so many blocks, `pitch` apart, and which of their keys count.
   void add(const int16_t *from, int64_t pitch, const int32_t *block, const uint32_t *bits, int64_t blocks) {
+    uint32_t some = 0;  // which blocks have any, without a branch
+    for (int64_t b = 0; b < blocks; b++) some |= (uint32_t)(bits[b] != 0) << b;
     int64_t to = held;
-    for (int64_t b = 0; b < blocks; b++, from += pitch) {
-      pack(from, bits[b], &score[to]), pack_places(block[b] * CODED, bits[b], &place[to]);
+    for (; some; some &= some - 1) {
+      const int b = __builtin_ctz(some);
+      pack(from + b * pitch, bits[b], &score[to]), pack_places(block[b] * CODED, bits[b], &place[to]);
       to += __builtin_popcount(bits[b]);
     }
     held = to;
     if (held > most()) cut(count / 2);
+  }
+
+  // Also those that another has held of later keys.
+  void join(const Largest &later) {
+    least = INT16_MIN;
+    for (int64_t j = 0; j < later.held; j += CODED) {
+      const int64_t some = std::min<int64_t>(CODED, later.held - j);
+      std::copy_n(&later.score[j], some, &score[held]), std::copy_n(&later.place[j], some, &place[held]);
+      held += some;
+      if (held > most()) cut(count / 2);
+    }
   }
 
   // How many there are; then `places` gives them, ascending.
