@@ -114,19 +114,18 @@ class Scanner {
       int16_t bound[TILE] = {};
       for (int i = 0; i < tile.rows; i++) bound[i] = best[i].bound();
       by.write(piece, bound, of);
-      const auto add = [&](int i, int64_t b, int64_t blocks) {
-        uint32_t bits[TOGETHER];
-        for (int64_t c = 0; c < blocks; c++) bits[c] = of.above[b + c][i] & shown[b + c];
-        best[i].add(of.score[b][i], TILE * CODED, &piece.block[b], bits, blocks);
+      const auto add = [&](int i, int b) {
+        best[i].add(of.score[b][i], piece.block[b], of.above[b][i] & shown[b]);
       };
-      if (dense) {
-        for (int i = 0; i < tile.rows; i++) add(i, 0, piece.blocks);
-        continue;
+      // Which blocks of a query, or queries of a block, have any is known first, without a branch.
+      for (int i = 0; dense && i < tile.rows; i++) {
+        uint32_t some = 0;
+        for (int b = 0; b < piece.blocks; b++) some |= (uint32_t)((of.above[b][i] & shown[b]) != 0) << b;
+        for (; some; some &= some - 1) add(i, __builtin_ctz(some));
       }
-      // Which blocks have any is known first, without a branch.
-      for (int64_t b = 0; b < piece.blocks; b++)
+      for (int b = 0; !dense && b < piece.blocks; b++)
         for (uint32_t some = that_have(of.above[b], shown[b]) & ~0u >> (TILE - tile.rows); some; some &= some - 1)
-          add(__builtin_ctz(some), b, 1);
+          add(__builtin_ctz(some), b);
     }
   }
 

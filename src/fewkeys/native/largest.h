@@ -90,24 +90,17 @@ class Largest {
   // Of keys whose scores are above a bound.
   void begin(int64_t best, int16_t bound = INT16_MIN) {
     count = best, held = 0, least = bound;
-    const int64_t room = most() + (TOGETHER + 2) * CODED;
+    const int64_t room = most() + 3 * CODED;
     if ((int64_t)score.size() < room) score.resize(room), place.resize(room);
   }
 
   // Only keys with larger scores count.
   int16_t bound() const { return least; }
 
-  // The scores of so many blocks, `pitch` apart, and which of their keys count.
-  void add(const int16_t *from, int64_t pitch, const int32_t *block, const uint32_t *bits, int64_t blocks) {
-    uint32_t some = 0;  // which blocks have any, without a branch
-    for (int64_t b = 0; b < blocks; b++) some |= (uint32_t)(bits[b] != 0) << b;
-    int64_t to = held;
-    for (; some; some &= some - 1) {
-      const int b = __builtin_ctz(some);
-      pack(from + b * pitch, bits[b], &score[to]), pack_places(block[b] * CODED, bits[b], &place[to]);
-      to += __builtin_popcount(bits[b]);
-    }
-    held = to;
+  // The scores of a block, and which of its keys count.
+  void add(const int16_t *from, int32_t block, uint32_t bits) {
+    pack(from, bits, &score[held]), pack_places(block * CODED, bits, &place[held]);
+    held += __builtin_popcount(bits);
     if (held > most()) cut(count / 2);
   }
 

@@ -38,7 +38,7 @@ class ScanAttention {
   }
 
  private:
-  static constexpr int CHUNK = 2048, AHEAD = 12;
+  static constexpr int CHUNK = 2048, AHEAD = 3072;  // keys; bytes of keys that are fetched before they are read
   struct Held {
     const R *key, *value;
     const float *scale;
@@ -85,13 +85,19 @@ class ScanAttention {
     if ((int64_t)logit.size() < whole + LANES) logit.resize(whole + LANES), row.resize(whole + LANES);
     for (int64_t c = 0; c < count; c++) row[c] = of.key + at[c] * p.key.row;
     for (int64_t c = count; c % FOUR; c++) row[c] = row[0];
-    // Keys of a lone query come from far memory, as many at once as a core can wait for; its values come meanwhile.
-    for (int64_t c = 0; alone && c < std::min<int64_t>(AHEAD, count); c++) prefetch(row[c], dim * sizeof(R));
-    for (int64_t c = 0; c < count; c += FOUR) {
-      for (int64_t f = c; alone && f < std::min<int64_t>(c + FOUR, count); f++) {
-        if (f + AHEAD < count) prefetch(row[f + AHEAD], dim * sizeof(R));
-        prefetch<2>(of.value + at[f] * p.value.row, p.value_dim * sizeof(R));
+    // Rows for few queries come from far memory, as many at once as a core can wait for: keys, and then their values.
+    const auto fetch = [&](int64_t first, int64_t last) {
+      for (int64_t c = first; alone && c < std::min(last, count); c++) {
+        prefetch(row[c], dim * sizeof(R));
+        if (SCALED) prefetch(of.scale + at[c] * p.scales.row, 2 * sizeof(float));
       }
+    };
+    const int64_t ahead = std::max<int64_t>(FOUR, AHEAD / (dim * sizeof(R)));
+    fetch(0, ahead);
+    for (int64_t c = 0; c < count; c += FOUR) {
+      fetch(c + ahead, c + ahead + FOUR);
+      for (int64_t v = c; alone && v < std::min<int64_t>(c + FOUR, count); v++)
+        prefetch<2>(of.value + at[v] * p.value.row, p.value_dim * sizeof(R));
       four_dots(&row[c], &asked[q * dim], dim, &logit[c]);
     }
     for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[at[c] * p.scales.row];
