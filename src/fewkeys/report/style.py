@@ -48,7 +48,7 @@ def sheet(
     inches = (columns * (size[0] + names), rows * (size[1] + 0.5) + 0.6)
     figure = Figure(figsize=inches, dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{title}\n{subtitle}".strip(), x=0.01, ha="left", fontsize=12, parse_math=False)
+    figure.suptitle(f"{title}\n{subtitle}".strip(), x=0.01, ha="left", fontsize=10, parse_math=False)
     panels = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
