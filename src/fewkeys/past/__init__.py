@@ -5,5 +5,5 @@ running.py   running moments of queries and keys
 summary.py   stand-ins of all evicted keys: `absorb`, `merged`
 state.py     the three together: what a stream, a cache and a shard hold
 evicted.py   which keys leave at every step: by lists, or by places
-scan.py      the states before and after every step; `native.py` does it compiled, `gradient.py` goes back
+scan.py      the states before and after every step
 """
