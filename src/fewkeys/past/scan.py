@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fewkeys.core.fields import Fields
 from fewkeys.core.precision import working
 from fewkeys.past.evicted import Evicted
 from fewkeys.past.state import State
 
 
 @dataclass(frozen=True, eq=False)
-class States:
+class States(Fields):
     """The stand-ins at the beginning and after every step: `Summary`'s tensors with a dimension of steps + 1."""
 
     rows: Tensor  # (B, Hkv, steps + 1, M, D + Dv)
