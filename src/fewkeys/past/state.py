@@ -11,7 +11,7 @@ from fewkeys.core.fields import Fields
 from fewkeys.core.precision import working
 from fewkeys.past.running import RunningQueries
 from fewkeys.past.summary import Summary
-from fewkeys.past.tokens import Stretch, Tokens
+from fewkeys.past.tokens import Stretch
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,29 +72,6 @@ class State(Fields):
     def trim(self, place: int) -> State:
         """Without the near tokens before `place`."""
         return replace(self, near=self.near.between(place, self.length))
-
-    def absorb(self, tokens: Tokens, *, tilted: bool) -> State:
-        """With these evicted tokens in the summary."""
-        if not tokens.count:
-            return self
-        key, value = (working(rows) * tokens.real.unsqueeze(-1) for rows in (tokens.key, tokens.value))
-        moments = self.queries.moments()
-        return replace(self, summary=self.summary.absorb(key, value, tokens.real, moments, tilted=tilted))
-
-    def merge(self, other: State, *, sinks: int, tilted: bool) -> State:
-        """As if the tokens of `other`, which began at place 0, had come after these; nobody is evicted yet.
-
-        This one must stand between two units: `moved` is its `length`, and nobody is still to be asked. Where `other`
-        has let go of its first near tokens, no later query reaches those of this one.
-        """
-        by, near = self.length, other.near
-        near = replace(near, first=by + near.first) if near.first else self.near.followed_by(near.key, near.value)
-        queries = self.queries + other.queries
-        summary = self.summary
-        if summary.count:
-            summary = summary.merged(other.summary, queries.moments(), tilted=tilted)
-        held = self._sunk(other.sinks.key, other.sinks.value, sinks)
-        return State(by + other.moved, near, held, summary, queries, other.asked, other.answered)
 
     def crop(self, length: int) -> State:
         """Without what came from `length` on, which is at least `moved`: nothing but these lists knows of it."""
