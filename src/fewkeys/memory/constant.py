@@ -24,8 +24,6 @@ from fewkeys.core.weights import Softmax
 from fewkeys.memory.attend import attend
 from fewkeys.memory.base import Rules, named_dtype, named_rows
 from fewkeys.memory.parts import Parts, parts_of
-from fewkeys.past.evicted import Evicted
-from fewkeys.past.scan import advance
 from fewkeys.past.state import State
 from fewkeys.past.tokens import Tokens
 from fewkeys.plan import Plan
@@ -145,7 +143,7 @@ class Constant(Fields):
             now = replace(self, before=())
             before = (*(old for old in before if old.state.length > start - self.rules.undo), now)
         evicted = self._evicted(parts.near_from(start - 1), parts.near_from(start))
-        _, state = advance(state, Evicted.at_once(evicted), parts.unit, tilted=self._tilted)
+        state = state.advance(evicted, tilted=self._tilted)
         return replace(self, state=state.trim(parts.needed_from(start)), before=before)
 
     def _evicted(self, start: int, stop: int) -> Tokens:

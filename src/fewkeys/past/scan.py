@@ -52,16 +52,3 @@ def scan(
     parts = zip(*((one.rows, one.excess, one.size) for one in summaries), strict=True)
     states = States(*(torch.stack(part, 2) for part in parts))
     return states, replace(state, summary=summary, queries=queries)
-
-
-def advance(state: State, evicted: Evicted, unit: int, *, tilted: bool) -> tuple[States, State]:
-    """The state when units of positions are complete: their queries are known, their evicted keys absorbed.
-
-    evicted: what leaves at the end of each of the units, which began at `state.moved`. Also returns the stand-ins
-    before and after every unit. Near tokens stay: `State.trim` forgets those that no query will reach.
-    """
-    done = evicted.steps * unit
-    query, answered = state.asked[:, :, :, :done].flatten(1, 2), state.answered[:, :done]
-    states, after = scan(state, query, answered, 1.0, evicted, tilted=tilted)
-    asked, answered = state.asked[:, :, :, done:], state.answered[:, done:]
-    return states, replace(after, moved=state.moved + done, asked=asked, answered=answered)

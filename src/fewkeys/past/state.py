@@ -11,7 +11,7 @@ from fewkeys.core.fields import Fields
 from fewkeys.core.precision import working
 from fewkeys.past.running import RunningQueries
 from fewkeys.past.summary import Summary
-from fewkeys.past.tokens import Stretch
+from fewkeys.past.tokens import Stretch, Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +20,8 @@ class State(Fields):
 
     near: the latest tokens, up to the last one; sinks: the first ones; summary: the stand-ins of keys that were
     evicted; queries: moments of the queries before `moved`. asked (B, Hkv, gqa_ratio, length - moved, D): the scaled
-    queries since, zero where none came; answered (B, length - moved): where one came. A stream, a cache and a shard
-    hold the same.
+    queries since, zero where none came; answered (B, length - moved): where one came. A stream and a cache hold the
+    same.
     """
 
     moved: int
@@ -33,7 +33,7 @@ class State(Fields):
     answered: Tensor
 
     @staticmethod
-    def empty(means: int, key: Tensor, value: Tensor, *, gqa_ratio: int = 1) -> State:
+    def empty(means: int, key: Tensor, value: Tensor) -> State:
         """Before the first token, with places for `means` stand-ins, in the shape of keys (B, Hkv, N, D) and values."""
         none, rows = Stretch.empty(key, value), (working(key[:, :, :0]), working(value[:, :, :0]))
         return State(
@@ -42,7 +42,7 @@ class State(Fields):
             none,
             Summary.empty(means, *rows),
             RunningQueries.empty(rows[0]),
-            rows[0].new_zeros((*key.shape[:2], gqa_ratio, 0, key.shape[-1])),
+            rows[0].new_zeros((*key.shape[:2], 1, 0, key.shape[-1])),
             torch.zeros((key.shape[0], 0), dtype=torch.bool, device=key.device),
         )
 
@@ -68,6 +68,18 @@ class State(Fields):
             asked=torch.cat([asked, query], 3),
             answered=torch.cat([self.answered, answered], 1),
         )
+
+    def advance(self, evicted: Tokens, *, tilted: bool) -> State:
+        """The state when the unit is complete: its queries are known, its evicted keys absorbed.
+
+        Near tokens stay: `trim` forgets those that no query will reach.
+        """
+        queries, summary = self.queries.add(self.asked, self.answered), self.summary
+        if evicted.count:
+            key, value = (working(rows) * evicted.real.unsqueeze(-1) for rows in (evicted.key, evicted.value))
+            summary = summary.absorb(key, value, evicted.real, queries.moments(), tilted=tilted)
+        asked, answered = self.asked[:, :, :, :0], self.answered[:, :0]
+        return replace(self, moved=self.length, summary=summary, queries=queries, asked=asked, answered=answered)
 
     def trim(self, place: int) -> State:
         """Without the near tokens before `place`."""

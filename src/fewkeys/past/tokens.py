@@ -66,7 +66,3 @@ class Tokens(Fields):
         """The same tokens, those that `others` hold too no longer real."""
         shared = (self.place.unsqueeze(-1) == others.place.unsqueeze(-2)) & others.real.unsqueeze(-2)
         return replace(self, real=self.real & ~shared.any(-1))
-
-    def before(self, place: int) -> Tokens:
-        """The same tokens, those from `place` on no longer real."""
-        return replace(self, real=self.real & (self.place < place))
