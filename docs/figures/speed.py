@@ -139,7 +139,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "bench.avx2": _avx2,
     "bench.peak": lambda: f"{_bench('cpu')[16384][PLAN]['peak_bytes'] / 1e6:.0f}",
     "bench.tensors": lambda: f"{_bench('cpu')[16384][PLAN]['tensor_bytes'] / 1e6:.0f}",
-    "decode.ms": _decode("milliseconds", 1),
     "decode.megabytes": _decode("bytes", 1, 1e6),
     "newcomer.minutes": lambda: f"{read(NEWCOMER)['total'] / 60:.1f}",
     "newcomer.wheel": lambda: f"{read(NEWCOMER)['seconds']['build the wheel'] / 60:.1f}",
