@@ -18,16 +18,14 @@ import torch
 import fewkeys
 from cases import CASES, SHAPES
 from fewkeys import demo
-from fewkeys.core.learned import NESTED
+from fewkeys.core.learned import LEARNED
 from fewkeys.core.validation import check_inputs
 from fewkeys.core.weights import WEIGHTS
 from fewkeys.cost.operations import plan_operations
-from fewkeys.papers.sparsefinder.groupings import GROUPINGS
 from fewkeys.rest import Rest
 from fewkeys.rest.base import RESTS
 from fewkeys.select import Selector
 from fewkeys.select.base import SELECTORS
-from predictors import GROUPINGS as GROUPINGS_TRIED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -142,12 +140,12 @@ def test_a_name_that_lives_in_a_room_is_shown_the_way_there():
 
 
 def test_all_that_is_listed_is_public_and_concrete():
-    listed = {**SELECTORS.named(), **NESTED.named(), **RESTS.named(), **WEIGHTS.named()}
+    listed = {**SELECTORS.named(), **LEARNED.named(), **RESTS.named(), **WEIGHTS.named()}
     listed = {name: kind for name, kind in listed.items() if not kind.__module__.startswith("experiments.")}
     for name, kind in listed.items():
         assert [room for room in ROOMS if getattr(room, name, None) is kind], name
     assert not any(inspect.isabstract(kind) for kind in listed.values())
-    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Nested"}.isdisjoint(listed)
+    assert {"Selector", "Rest", "Weights", "Grouping", "Learned", "Fitted"}.isdisjoint(listed)
     assert all(kind.__module__.startswith("fewkeys.") for kind in listed.values())  # and none of a test's own
 
 
@@ -178,7 +176,6 @@ def test_the_table_of_cases_has_all_that_is_listed():
     assert {type(part) for plan in plans for part in plan.parts} == set(SELECTORS)
     assert {type(plan.rest) for plan in plans} == set(RESTS)
     assert {type(plan.weights) for plan in plans} == set(WEIGHTS)
-    assert {type(grouping) for grouping in GROUPINGS_TRIED.values()} == set(GROUPINGS)
 
 
 def test_names_of_others_neither_enter_nor_take_a_place(tmp_path):

@@ -48,14 +48,8 @@ class Learned(Listed, listed=False):
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
 
-class Nested(Listed, listed=False):
-    """Base of configurations inside the parts of a plan."""
-
-
-NESTED: Catalogue[Listed] = Catalogue(Nested, Learned)
-"""The catalogue of values that a part of a plan may hold, saved and loaded with it."""
-
 LEARNED: Catalogue[Learned] = Catalogue(Learned)
+"""The catalogue of values that a part of a plan may hold, saved and loaded with it."""
 
 
 def file_name(mark: str) -> str:
@@ -113,7 +107,7 @@ def pack(part: Any) -> dict[str, Any]:
 def unpack(
     name: str, data: Mapping[str, Any], catalogue: Catalogue[Any], learned: Mapping[str, Learned] | None = None
 ) -> Any:
-    """The inverse of `pack`: one of `catalogue`, which may hold `NESTED` values.
+    """The inverse of `pack`: one of `catalogue`, which may hold `LEARNED` values.
 
     `learned`: the learned values by fingerprint, from `load_learned`.
     """
@@ -130,7 +124,7 @@ def unpack(
     entries = {key: value for key, value in data.items() if key != "type"}
     return kind(
         **{
-            key: unpack(key, value, NESTED, learned) if isinstance(value, Mapping) else value
+            key: unpack(key, value, LEARNED, learned) if isinstance(value, Mapping) else value
             for key, value in entries.items()
         }
     )
