@@ -106,7 +106,7 @@ def test_a_fit_finds_the_planted_plane(kind, shared):
     assert scores["finder"]["sparsity"] > 0.6
     assert (
         scores["raw"]["recall"] + scores["raw"]["sparsity"]
-        < scores["finder"]["recall"] + scores["finder"]["sparsity"] - 0.3
+        < scores["finder"]["recall"] + scores["finder"]["sparsity"] - 0.2
     )
     for losses in finder.record["layers"]:
         assert losses["loss"][-1] < losses["loss"][0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.captures.capture import Capture
 from fewkeys.papers.sparsefinder.space import Centroids, Edges, Joined, nearest
 from fewkeys.papers.sparsefinder.train import generator, gold_graph, pieces
 from fewkeys.tuning.score import problem_of
@@ -17,33 +17,17 @@ from fewkeys.tuning.score import problem_of
 
 def sample(capture: Capture, layer: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """At most `count` random real queries (Hq, S, D) and keys (Hq, S, D) of a layer, float32."""
-    reals = [_real(call) for call in capture.calls(layer)]
-    places = []
-    for side, name in enumerate(("queries", "keys")):
-        total = sum(int(real[side].sum()) for real in reals)
-        order = torch.randperm(total, generator=generator(seed, layer, name))[:count]
-        places.append(order.sort().values)
-    rows: tuple[list[Tensor], list[Tensor]] = ([], [])
-    first = [0, 0]
-    for call, real in zip(capture.calls(layer), reals, strict=True):
-        gqa_ratio = call.query.shape[1] // call.key.shape[1]
-        for side, tensor in enumerate((call.query, call.key)):
-            flat = tensor.transpose(0, 1).flatten(1, 2)[:, real[side].flatten()]
-            places_here = places[side] - first[side]
-            places_here = places_here[(places_here >= 0) & (places_here < flat.shape[1])]
-            rows[side].append(flat[:, places_here].float().repeat_interleave(gqa_ratio if side else 1, 0))
-            first[side] += flat.shape[1]
-    return torch.cat(rows[0], 1), torch.cat(rows[1], 1)
-
-
-def _real(call: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Masks of the queries (B, Nq) and of the keys (B, Nk) that are real tokens."""
-    x = problem_of(call)
-    queries = x.valid_queries if call.query_mask is None else call.query_mask
-    if queries is None:
-        queries = torch.ones((x.batch, x.queries), dtype=torch.bool)
-    keys = torch.ones((x.batch, x.keys), dtype=torch.bool) if x.valid is None else x.valid
-    return queries, keys
+    draw = generator(seed, layer, "tokens")
+    samples = [_Sample(capture, 1, count), _Sample(capture, 1, count)]
+    for call in capture.calls(layer):
+        x = problem_of(call)
+        queries = x.valid_queries if call.query_mask is None else call.query_mask
+        for held, rows, real in zip(samples, (call.query, call.key), (queries, x.valid), strict=True):
+            rows = rows.float().repeat_interleave(capture.query_heads // rows.shape[1], 1)
+            real = torch.ones((rows.shape[0], rows.shape[2]), dtype=torch.bool) if real is None else real
+            number = torch.rand(real.shape, generator=draw).masked_fill_(~real, -1.0)
+            held.take(number.flatten()[None].expand(capture.query_heads, -1), [rows.transpose(0, 1).flatten(1, 2)])
+    return samples[0].rows()[0], samples[1].rows()[0]
 
 
 def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -51,25 +35,38 @@ def gold_edges(capture: Capture, layer: int, alpha: float, count: int, seed: int
 
     All heads get the same number. Cost O(n^2 D), memory 2^24 pairs.
     """
-    draw, rank = generator(seed, layer, "edges"), torch.empty(capture.query_heads, 0)
-    ends_so_far = [torch.empty(capture.query_heads, 0, capture.head_dim) for _ in range(2)]
+    draw, held = generator(seed, layer, "edges"), _Sample(capture, 2, count)
     for call in capture.calls(layer):
         for piece in pieces(call, slice(None)):
             query, key, gold, _ = gold_graph(piece, alpha)
-            # The edges with the largest random numbers so far are a uniform sample without replacement.
             number = torch.rand(gold.shape, generator=draw).masked_fill_(~gold, -1.0).transpose(0, 1).flatten(1)
             top = number.topk(min(count, number.shape[1]), -1)
             rest, at_key = top.indices // gold.shape[3], top.indices % gold.shape[3]
             sequence, at_query = rest // gold.shape[2], rest % gold.shape[2]
             head = torch.arange(gold.shape[1])[:, None]
-            ends = query[sequence, head, at_query], key[sequence, head, at_key]
-            ends_so_far = [torch.cat([old, new], 1) for old, new in zip(ends_so_far, ends, strict=True)]
-            rank = torch.cat([rank, top.values], 1)
-            rank, order = rank.sort(dim=-1, descending=True, stable=True)
-            rank = rank[:, :count]
-            ends_so_far = [rows.gather(1, order[:, :count, None].expand(-1, -1, rows.shape[2])) for rows in ends_so_far]
-    least = int((rank >= 0).sum(-1).min())
-    return ends_so_far[0][:, :least], ends_so_far[1][:, :least]
+            held.take(top.values, [query[sequence, head, at_query], key[sequence, head, at_key]])
+    query, key = held.rows()
+    return query, key
+
+
+class _Sample:
+    """The rows of every head with the largest random numbers so far: a uniform sample without replacement."""
+
+    def __init__(self, capture: Capture, kinds: int, count: int) -> None:
+        self.count, self.number = count, torch.empty(capture.query_heads, 0)
+        self.held = [torch.empty(capture.query_heads, 0, capture.head_dim) for _ in range(kinds)]
+
+    def take(self, number: Tensor, rows: list[Tensor]) -> None:
+        """Numbers (H, n), -1 for rows that do not count, of rows (H, n, D) of each kind."""
+        self.number, order = torch.cat([self.number, number], 1).sort(dim=-1, descending=True, stable=True)
+        self.number, order = self.number[:, : self.count], order[:, : self.count, None]
+        pairs = zip(self.held, rows, strict=True)
+        self.held = [torch.cat(pair, 1).gather(1, order.expand(-1, -1, pair[0].shape[2])) for pair in pairs]
+
+    def rows(self) -> list[Tensor]:
+        """As many (H, S, D) as all heads have."""
+        least = int((self.number >= 0).sum(-1).min())
+        return [rows[:, :least] for rows in self.held]
 
 
 def joined(

@@ -257,7 +257,7 @@ class ClusterPairs(Grouping):
         query_places, key_places, pairs = self.known(query)
         # A group is a cluster of keys. A query is in the groups that its cluster is joined to.
         lists = torch.where(pairs > 0, torch.arange(self.count, device=query.device), -1)
-        lists = lists.topk(int((pairs > 0).sum(-1).max()), -1).values.expand(len(query), -1, -1, -1)
+        lists = lists.topk(int((pairs > 0).sum(-1).max()), -1).values.expand(*query.shape[:2], -1, -1)
         ids = lists.gather(2, nearest(query, query_places).expand(-1, -1, -1, lists.shape[-1]))
         return _grouped(inputs, ids, nearest(key, key_places), self.count)
 
