@@ -239,7 +239,7 @@ def test_clusters_are_joined_where_gold_edges_are_frequent(seed, lift):
             actual[a, b] = ((place[2] == a) & (place[3] == b)).double().mean().item() / max(part, 1e-12)
         for cell, own_lift in actual.items():
             if abs(own_lift - lift) > 1e-9:
-                assert pairs[head][cell] == (own_lift > lift or own_lift == max(actual.values()))
+                assert pairs[head][cell] == (own_lift > lift or own_lift >= (1 - 1e-9) * max(actual.values()))
 
 
 def test_pairs_of_clusters_find_keys_that_everybody_needs_however_far():

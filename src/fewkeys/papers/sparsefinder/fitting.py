@@ -85,7 +85,7 @@ def joined(
     gold.scatter_add_(1, cell, torch.full_like(cell, 1.0, dtype=torch.float64) / max(1, cell.shape[1]))
     part = (sizes(query, query_clusters).unsqueeze(2) * sizes(key, key_clusters).unsqueeze(1)).flatten(1)
     lifts = gold / part.clamp_min(1e-12)
-    pairs = (lifts >= lift) | (lifts == lifts.amax(1, keepdim=True))
+    pairs = (lifts >= lift) | (lifts >= (1 - 1e-9) * lifts.amax(1, keepdim=True))  # of equal ones all, up to rounding
     return Joined(query_clusters, key_clusters, pairs.view(heads, count, count))
 
 

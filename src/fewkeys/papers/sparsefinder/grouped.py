@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -99,11 +100,11 @@ class GroupedKeys(Kept):
 
     def _sums(self, lines: Sequence[Sequence[Tensor]], by_group: Sequence[Tensor], chunk: Chunk) -> Tensor:
         """The sums (H, M, X) of the rows (keys, X) of every query's groups, with weights (count, at least keys)."""
-        total: Tensor | float = 0.0
+        totals = []
         for stretch, parts in zip(self._stretches(chunk), lines, strict=True):
             sums = [part[:, : self.sizes[g]] @ by_group[g] for part, g in zip(parts, stretch.groups, strict=True)]
-            total = total + torch.cat(sums)[stretch.back]
-        return torch.as_tensor(total).unflatten(0, chunk.query.shape[:2])
+            totals.append(torch.cat(sums)[stretch.back])
+        return reduce(torch.add, totals).unflatten(0, chunk.query.shape[:2])
 
     def _by_group(self, rows: Tensor) -> tuple[Tensor, ...]:
         """What `rows` (Heads, N, X) holds for the keys of every group."""
