@@ -92,9 +92,13 @@ KEEP_CASES = {
         sparsefinder.Clusters(5, top=2, fitted=places()), grows=True, regroups=True, alone=True
     ),
     "predicted: pairs of clusters": Case(
-        sparsefinder.ClusterPairs(5, 1.0, fitted=pairs()), grows=True, regroups=True, alone=True
+        sparsefinder.ClusterPairs(5, 1.0, fitted=pairs()) | fk.Window(1),
+        by_position=True,
+        grows=True,
+        regroups=True,
+        alone=True,
     ),
-    "predicted: distance": Case(sparsefinder.Distance(3.0), alone=True),
+    "predicted: distance": Case(sparsefinder.Distance(3.0) | fk.Window(1), by_position=True, alone=True),
     "low-dimensional entmax": Case(baselines.LowRankEntmax(4), alone=True),
     "random edges": Case(sparsefinder.RandomEdges(6), draws=True, alone=True),
     "key scan": Case(fk.KeyScan(9), by_position=True, grows=True, alone=True),

@@ -146,15 +146,14 @@ class _Elsewhere:
         x, columns = keys.graph.inputs, keys.graph.columns
         self.keys, self.groups, self.inputs, self.band = keys, groups, x, keys.graph.band
         self.position = chunk.positions().repeat(groups.shape[0] // (chunk.blocks * chunk.gqa_ratio * chunk.size))
-        self.listed: Tensor | None = None
+        self.lists: Tensor | None = None
         if columns is not None:
             index, used = (part.flatten(0, 1)[chunk.heads] for part in (columns.index, columns.used))
             if columns.blocks > 1:
                 block = chunk.start // chunk.size
                 index, used = index[:, block : block + chunk.blocks], used[:, block : block + chunk.blocks]
-            listed = torch.zeros((*index.shape[:2], x.keys + 1), dtype=torch.bool, device=index.device)
-            self.listed = listed.scatter_(-1, index.masked_fill(~used, x.keys), True)[..., :-1].flatten(0, 1)
-            self.rows_of_list = groups.shape[0] // self.listed.shape[0]
+            self.lists = index.masked_fill(~used, x.keys).flatten(0, 1).sort(-1).values
+            self.rows_of_list = groups.shape[0] // self.lists.shape[0]
 
     def pairs(self, rows: Tensor, group: int, membership: int) -> Tensor | None:
         """The pairs (rows, keys) of a group that the queries `rows` of the chunk have as this membership."""
@@ -166,8 +165,10 @@ class _Elsewhere:
         if self.band is not None:
             step = place - position
             masks.append((step >= -self.band[0]) & (step <= self.band[1]))
-        if self.listed is not None:
-            masks.append(self.listed[rows // self.rows_of_list][:, place])
+        if self.lists is not None:
+            lists, places = self.lists[rows // self.rows_of_list], place.expand(rows.shape[0], -1).contiguous()
+            at = torch.searchsorted(lists, places).clamp_max(lists.shape[1] - 1)
+            masks.append(lists.gather(1, at) == places)
         for earlier in range(membership):
             for own, overlap in zip(self.keys.key_groups, self.keys.overlaps[earlier], strict=True):
                 if overlap:
