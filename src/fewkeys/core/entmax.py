@@ -29,9 +29,12 @@ NEWTON_STEPS = 100
 def entmax(scores: Tensor, alpha: float) -> Tensor:
     """alpha-entmax along the last dimension of `scores` (..., N), alpha > 1. Cost O(N) per row and step."""
     rows = (scores.double() if scores.dtype == torch.float64 else scores.float()).reshape(-1, scores.shape[-1])
-    weights = _by_operations(rows, alpha) if are_transformed(rows) else _Entmax.apply(rows, alpha)
-    result: Tensor = weights.view(scores.shape).to(scores.dtype)
-    return result
+    weights: Tensor
+    if are_transformed(rows):
+        weights = _by_operations(rows, alpha)
+    else:
+        weights = _Entmax.apply(rows, alpha)  # type: ignore[no-untyped-call]
+    return weights.view(scores.shape).to(scores.dtype)
 
 
 def _shifted(rows: Tensor, alpha: float) -> Tensor:

@@ -77,7 +77,8 @@ class GroupedKeys(Kept):
                 line = line if hidden is None else line.masked_fill(hidden, -torch.inf)
                 lines.append(pad(line, (0, stretch.width - line.shape[1]), value=-torch.inf))
             parts.append(torch.cat(lines)[stretch.back])
-        return torch.cat(parts, -1).unflatten(0, chunk.query.shape[:2])
+        scores: Tensor = torch.cat(parts, -1).unflatten(0, chunk.query.shape[:2])
+        return scores
 
     def mix(self, weights: Tensor, chunk: Chunk) -> Tensor:
         stretches = self._stretches(chunk)
@@ -104,7 +105,8 @@ class GroupedKeys(Kept):
         for stretch, parts in zip(self._stretches(chunk), lines, strict=True):
             sums = [part[:, : self.sizes[g]] @ by_group[g] for part, g in zip(parts, stretch.groups, strict=True)]
             totals.append(torch.cat(sums)[stretch.back])
-        return reduce(torch.add, totals).unflatten(0, chunk.query.shape[:2])
+        total: Tensor = reduce(torch.add, totals).unflatten(0, chunk.query.shape[:2])
+        return total
 
     def _by_group(self, rows: Tensor) -> tuple[Tensor, ...]:
         """What `rows` (Heads, N, X) holds for the keys of every group."""
