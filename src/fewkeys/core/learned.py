@@ -104,32 +104,6 @@ def pack(part: Any) -> dict[str, Any]:
     return {"type": type(part).__name__, **values}
 
 
-def unpack(
-    name: str, data: Mapping[str, Any], catalogue: Catalogue[Any], learned: Mapping[str, Learned] | None = None
-) -> Any:
-    """The inverse of `pack`: one of `catalogue`, which may hold `LEARNED` values.
-
-    `learned`: the learned values by fingerprint, from `load_learned`.
-    """
-    kind = catalogue.get(data["type"])
-    if kind is None:
-        raise ValueError(f"{name}: expected one of {', '.join(sorted(catalogue.named()))}, got {data['type']!r}")
-    if issubclass(kind, Learned):
-        if learned is None or data["tensors"] not in learned:
-            raise ValueError(
-                f"{name}: the description points to learned tensors ({data['type']} {data['tensors']}) and does not "
-                "hold them; load it by from_pretrained from the folder it was saved in"
-            )
-        return learned[data["tensors"]]
-    entries = {key: value for key, value in data.items() if key != "type"}
-    return kind(
-        **{
-            key: unpack(key, value, LEARNED, learned) if isinstance(value, Mapping) else value
-            for key, value in entries.items()
-        }
-    )
-
-
 def learned_parts(value: object) -> Iterator[Learned]:
     """The learned values in a configuration, at any depth."""
     if isinstance(value, Learned):
