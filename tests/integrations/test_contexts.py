@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fewkeys as fk
-from fewkeys.integrations import plan_stack
+from fewkeys.integrations.answers import ATTRIBUTE
 from fewkeys.integrations.transformers import apply
 from tiny_models import bert, close, far, llama, padded, run, tokens
 
@@ -110,7 +110,7 @@ def test_who_sees_what():
         assert torch.equal(elsewhere(), few)
         everywhere.restore()
         assert torch.equal(elsewhere(), exact)
-    assert not any(plan_stack.ATTRIBUTE in vars(module) for module in model.modules())
+    assert not any(ATTRIBUTE in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("entered", [False, True])

@@ -130,9 +130,9 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     """The encoder, its plan, and all that the vectors depend on beside the texts."""
     step(0, 0, "loading the model")
     from fewkeys.integrations import embed, passes
+    from fewkeys.integrations.capture import weights_of
     from fewkeys.integrations.interface import attention_modules
     from fewkeys.integrations.loading import load_encoder
-    from fewkeys.integrations.same_weights import weights_of
 
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
     with inputs.named_as_options(**options):
