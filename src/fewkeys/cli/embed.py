@@ -129,7 +129,7 @@ def _check_out(out: Path) -> None:
 def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransformer, Plan | ModelPlan, dict[str, Any]]:
     """The encoder, its plan, and all that the vectors depend on beside the texts."""
     step(0, 0, "loading the model")
-    from fewkeys.integrations import embed, passes
+    from fewkeys.integrations import embed
     from fewkeys.integrations.capture import weights_of
     from fewkeys.integrations.interface import attention_modules
     from fewkeys.integrations.loading import load_encoder
@@ -137,15 +137,15 @@ def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransfor
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
     with inputs.named_as_options(**options):
         encoder = load_encoder(arguments.model)
-        most = passes.longest(encoder)
+        most = embed.longest(encoder)
         if arguments.max_tokens is not None:
             encoder.max_seq_length = arguments.max_tokens
-            most = passes.longest(encoder)
+            most = embed.longest(encoder)
             if most is not None and most < arguments.max_tokens:
                 raise ValueError(
                     f"--max-tokens: expected at most the model's {most} positions, got {arguments.max_tokens}"
                 )
-        prompt = passes.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
+        prompt = embed.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
         embed.check_chunks(encoder, arguments.chunk)
     plan = _plan(arguments, encoder)
     settings = {
@@ -185,20 +185,20 @@ def _passes(
 
     `ValueError` for texts to be refused.
     """
-    from fewkeys.integrations import passes
+    from fewkeys.integrations import embed
 
-    most, too_long = passes.longest(encoder), []
+    most, too_long = embed.longest(encoder), []
     for done, document in enumerate(documents):
         step(done, len(documents), f"counting the tokens of {_counted(len(documents), 'text')}")
         with inputs.named_as_options(text=document.name):
-            tokens = passes.tokens_of(encoder, document.text, prompt)
+            tokens = len(embed.read_tokens(encoder, prompt, document.text).ids)
         is_long = most is not None and tokens > most
         if is_long and longer == "refuse":
             too_long.append((tokens, document.name))
         spans = [] if is_long and longer == "skip" else [(0, len(document.text))]
         yield (
             document.key,
-            (passes.split(encoder, document.text, prompt=prompt) if longer == "split" else spans, tokens),
+            (embed.split(encoder, document.text, prompt=prompt) if longer == "split" else spans, tokens),
         )
     if too_long:
         tokens, name = max(too_long)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.precision import autocast_is_on, lowered
 from fewkeys.integrations import answers, mpnet, switch
@@ -29,15 +28,14 @@ from fewkeys.integrations.answers import Answer, Length, PlanStack, Scope, Waiti
 from fewkeys.integrations.masks import KeyMask, Keys, key_mask, read_mask
 from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import (
+    attend,
     check_honoured,
     check_sink,
     distance_bias,
     in_one_row,
     in_rows,
-    in_terms,
     plain,
     real_tokens,
-    with_sink,
 )
 
 if TYPE_CHECKING:
@@ -186,8 +184,7 @@ def exact(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     SDPA has no caps, sinks and biases of distances: calls with these are answered exactly by `fewkeys.attention`.
     """
     if not plain(inputs):
-        call = with_sink(inputs)
-        return by_token(attention(call.query, call.key, call.value, plan=in_terms(inputs, None), **call.options()))
+        return by_token(attend(inputs, None))
     mask, (batch, _, queries, _), keys = None, inputs.query.shape, inputs.key.shape[2]
     if inputs.key_mask is not None or inputs.window is not None or (inputs.is_causal and 1 < queries != keys):
         content = Keys(inputs.key_mask, inputs.is_causal, inputs.window)
@@ -279,8 +276,9 @@ def _answered(
 ) -> Tensor:
     """The output (B, Nq, Hq, Dv). position_bias: (B or 1, Hq, Nq, Nk), of distances."""
     check_honoured(module, dropout, kwargs)
-    real, causal, window = None, _is_causal_unmasked(module, is_causal, None), None
-    if mask is not None:
+    if mask is None:
+        real, causal, window = None, _is_causal_unmasked(module, is_causal, None), None
+    else:
         real, causal, window = read_mask(module, mask, (query.shape[0], key.shape[2]))
         if real is None and window is None and (query.shape[2] == key.shape[2] or not causal):
             causal = _is_causal_unmasked(module, is_causal, causal)

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
+from fewkeys.core.impl import Impl
 from fewkeys.core.weights import Softcap, Softmax
 from fewkeys.plan import Plan
 from fewkeys.select import Sinks, Window
@@ -110,6 +112,13 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
 
 
 _TABLE = "_fewkeys_table"
+
+
+def attend(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None, impl: Impl = "auto", **more: Any) -> Tensor:
+    """The call answered by a plan, or by the plans of its key heads; None: exact attention. more: of `attention`."""
+    call, plans = with_sink(inputs), in_terms(inputs, plan)
+    options = call.options(impl=impl) | more
+    return attention(call.query, call.key, call.value, plan=plans, **options)
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:

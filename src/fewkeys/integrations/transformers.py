@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.impl import Impl, check_impl
 from fewkeys.flow import gives_way
@@ -24,7 +23,7 @@ from fewkeys.integrations.capture import capture, weights_of
 from fewkeys.integrations.interface import attach, attention_modules, unwrapped
 from fewkeys.integrations.loading import load_model
 from fewkeys.integrations.masks import layer_window
-from fewkeys.integrations.terms import in_terms, plain, with_sink
+from fewkeys.integrations.terms import attend, plain
 from fewkeys.model_plan import ModelPlan
 from fewkeys.plan import Plan
 from fewkeys.select import Window
@@ -145,12 +144,8 @@ class ByPlan:
             )
         if self._gives_way(plan, inputs):
             return None
-        call = with_sink(inputs)
         guard = self.guards[layer] if self.guards and inputs.window is None else None
-        plans = in_terms(inputs, plan)
-        return attention(
-            call.query, call.key, call.value, plan=plans, max_error=guard, **call.options(self.generator, self.impl)
-        )
+        return attend(inputs, plan, self.impl, generator=self.generator, max_error=guard)
 
     def _gives_way(self, plan: LayerPlan | None, inputs: AttentionInputs) -> bool:
         """Whether the model's own SDPA answers: it knows windows, but no caps, sinks or biases.
