@@ -73,23 +73,29 @@ def test_a_call_may_begin_while_another_thread_applies_a_plan():
 
 
 @pytest.mark.filterwarnings("ignore:fewkeys.apply")
-def test_a_mask_under_way_holds_the_switch():
-    """A thread without a plan, halfway through a call when another one leaves its `with`, ends as it began."""
-    model, reached, left = llama(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("is_left", [True, False], ids=["left", "applied to all"])
+def test_a_call_under_way_ends_as_it_began(is_left):
+    """A thread without a plan is halfway through a call when another thread leaves its `with`, or applies a plan."""
+    model, reached, goes_on = llama(), threading.Event(), threading.Event()
     want = run(model, **inputs())
 
     def halfway(*_):
         if threading.current_thread() is not threading.main_thread():
             reached.set()
-            left.wait(10)
+            goes_on.wait(10)
 
     model.model.layers[1].register_forward_pre_hook(halfway)
     with ThreadPoolExecutor(1) as pool:
         with apply(model, WINDOW):
             actual = pool.submit(run, model, **inputs())
             assert reached.wait(10)
-        left.set()
-        close(actual.result(), want, inputs()["attention_mask"])
+            everywhere = None if is_left else apply(model, WINDOW)
+            if everywhere is not None:
+                goes_on.set()
+                assert torch.equal(actual.result(), want)
+                everywhere.restore()
+        goes_on.set()
+        assert torch.equal(actual.result(), want)
     assert model.config._attn_implementation == "sdpa"
 
 

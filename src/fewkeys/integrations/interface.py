@@ -223,6 +223,10 @@ def _refuse_output_attentions(module: nn.Module, args: Any, kwargs: dict[str, An
         )
 
 
+_OWN = "_fewkeys_own"
+"""Marks the masks that the model's own mask function made for calls outside of every plan."""
+
+
 def _mask(**kwargs: Any) -> Tensor | None:
     """The mask function of transformers: the model's own where no plan of the model is in force."""
     entry = switch.held.get(id(kwargs.get("config")))
@@ -233,6 +237,8 @@ def _mask(**kwargs: Any) -> Tensor | None:
 
     masks: Any = ALL_MASK_ATTENTION_FUNCTIONS
     mask: Tensor | None = masks[own](**kwargs) if own in masks else None
+    if isinstance(mask, Tensor) and not torch.compiler.is_compiling():
+        vars(mask)[_OWN] = True
     return mask
 
 
@@ -242,7 +248,8 @@ def _attention_forward(
     """The attention function of transformers: (B, Hq, Nq, D) in, (B, Nq, Hq, Dv) and no weights out."""
     stack, waiting = plan_stack(module), answers.waiting(key)
     innermost = stack.innermost()
-    if innermost is None and waiting is None and not isinstance(attention_mask, KeyMask):
+    is_own = innermost is None and waiting is None and not isinstance(attention_mask, KeyMask)
+    if is_own or getattr(attention_mask, _OWN, False):  # a plan that comes later does not read the model's own mask
         return _own_attention(module)(module, query, key, value, attention_mask, **options)
     return _answered(module, query, key, value, attention_mask, stack, innermost, waiting, **options), None
 

@@ -1,7 +1,7 @@
 """Switches the attention implementation that a model's configurations name to ours, and back with the last plan.
 
-A call under way goes on with the mask that it began with: our attention function hands masks of the model's own kind to
-the model's own attention, and a mask of ours (`masks.KeyMask`) means the same to SDPA.
+A call under way ends as it began, whatever other threads apply or restore meanwhile: with a mask of the model's own, by
+the model's own attention; and a mask of ours (`masks.KeyMask`) means the same to SDPA.
 """
 
 from __future__ import annotations
