@@ -293,24 +293,10 @@ BREAKAGES = (
         (AGREE,),
     ),
     Breakage(
-        "gradients: the band's part of the mean is missing",
-        "native/near_back.h",
-        "add_products(near, grad_near.data(), reached, mean);",
-        "",
-        (GRADIENTS,),
-    ),
-    Breakage(
-        "gradients: no first-order term in those of stand-ins",
-        "native/near_back.h",
-        "store(to, load(to) + phi[w] * p.factor[head * p.means + c]);",
-        "store(to, load(to));",
-        (GRADIENTS,),
-    ),
-    Breakage(
-        "gradients: softmax without its mean",
-        "native/back.h",
-        "(load(to) - mean[w]) * scale);",
-        "(load(to) - 0.0f * mean[w]) * scale);",
+        "gradients: none through stand-ins that a kernel has read",
+        "execute/native/backward.py",
+        "part.requires_grad}",
+        'part.requires_grad and "." not in name}',
         (GRADIENTS,),
     ),
     Breakage(

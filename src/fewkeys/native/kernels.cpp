@@ -7,7 +7,6 @@
 #include "frame.h"
 #include "keys.h"
 #include "lloyd.h"
-#include "near_back.h"
 #include "near_cohorts.h"
 #include "scan.h"
 #include "scan_attend.h"
@@ -32,7 +31,6 @@ namespace fewkeys {
 
 EXPORT_BY_PRODUCTS(attend, Near)
 EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
-EXPORT_BY_DTYPE(attend_back, NearBack)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
@@ -79,7 +77,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   if (!strcmp(name, #type)) return sizeof(type)
   SIZE_OF(Rows);
   SIZE_OF(Near);
-  SIZE_OF(NearBack);
   SIZE_OF(Blocks);
   SIZE_OF(Extents);
   SIZE_OF(Survey);

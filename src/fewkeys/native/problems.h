@@ -38,15 +38,6 @@ struct Near {
   float scale;
 };
 
-struct NearBack {
-  Near of;             // its output is not read
-  Rows out;            // the gradient that comes: (B, Hq, Nq, Dv), of the dtype of the inputs
-  float *query;        // (B, Hq, Nq, D)
-  float *key, *value;  // (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), through the band: zeros, to be added to
-  // Through the list, the stand-ins and the factors, a row each: (B Hkv, entries + means + rank, D or Dv padded).
-  float *shared_key, *shared_value;
-};
-
 // Softmax over a list of keys and means of the past for every block of queries: `fewkeys.rest.base.BlockStandIns`.
 struct Blocks {
   Rows query, key, value, out;

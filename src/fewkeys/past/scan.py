@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fewkeys.core.fields import Fields
 from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.precision import working
 from fewkeys.past import native
@@ -19,7 +20,7 @@ from fewkeys.sketch.clusters import LOWEST_LOG_WEIGHT, TILT
 
 
 @dataclass(frozen=True, eq=False)
-class States:
+class States(Fields):
     """The stand-ins at the beginning and after every step: `Summary`'s tensors with a dimension of steps + 1."""
 
     rows: Tensor  # (B, Hkv, steps + 1, M, D + Dv)
