@@ -41,26 +41,28 @@ def capture(
     """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
     output projections.
 
-    batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`,
-    ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its table.
-    Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features, frames), or
-    mappings with them. directory: a new or empty folder; None: a temporary one that goes with the returned object.
-    The model runs its base part once per batch without gradients, with its exact attention (SDPA), even inside
-    `apply`; afterwards it is as it was. Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D
-    + Hkv Dv) numbers. Layers whose own attention is a window are left out: every plan leaves them as they are.
+    Args:
+        batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`,
+            ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its
+            table. Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features,
+            frames), or mappings with them.
+        directory: a new or empty folder; None: a temporary one that goes with the returned object.
+        weights: the kernel of the model's own attention, where it was trained with another one than softmax:
+            `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
+        part: of an encoder-decoder, whose layers alone are captured: "encoder", which runs alone, "decoder" (its
+            self-attention) or "cross", for which batches also hold `decoder_input_ids`. Padding by
+            `decoder_attention_mask` marks the queries of cross-attention.
+        gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can
+            judge heads by what their errors do to them (`fewkeys.integrations.sensitivity` has the equation). The
+            whole model runs, with its head where that predicts tokens. `labels` of a batch, as for training, mark the
+            tokens that count by other numbers than -100.
+        seed: of the random numbers of gradients.
 
-    weights: what the model's own attention is made of, where it was trained with another kernel than softmax:
-    `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
+    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`, and is
+    afterwards as it was. Layers whose own attention is a window are left out: every plan leaves them as they are.
 
-    part: of an encoder-decoder: "encoder", which runs alone, "decoder" (the self-attention of its decoder) or "cross",
-    for which batches also hold `decoder_input_ids`; what is captured has the layers of this part alone. Padding by
-    `decoder_attention_mask` marks the queries of cross-attention.
-
-    gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can judge
-    heads by what their errors do to them (`fewkeys.integrations.sensitivity` has the equation).
-    One backward pass a batch, and the memory of one; disk: layers x tokens x Hq Dv more numbers. The whole model runs,
-    with its head where that predicts tokens. `labels` of a batch, as for training, mark the tokens that count by
-    other numbers than -100. seed: of the random numbers of gradients.
+    Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
+    backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
 
     Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
     for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
