@@ -6,7 +6,7 @@ the model's own attention; and a mask of ours (`masks.KeyMask`) means the same t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -28,7 +28,7 @@ class SwitchedConfig:
 
     config: PreTrainedConfig
     implementation: str | None
-    holders: list[Scope | None] = field(default_factory=list)
+    holders: tuple[Scope | None, ...] = ()
 
 
 held: dict[int, SwitchedConfig] = {}
@@ -67,7 +67,7 @@ def hold(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
             if config._attn_implementation != NAME:  # set to another one since it was first held
                 entry.implementation = config._attn_implementation
                 _set(config, NAME)
-            entry.holders.append(holder)
+            entry.holders = (*entry.holders, holder)
 
 
 def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
@@ -75,7 +75,8 @@ def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
     with LOCK:
         for config in configs:
             entry = held[id(config)]
-            entry.holders.remove(holder)
+            at = entry.holders.index(holder)
+            entry.holders = entry.holders[:at] + entry.holders[at + 1 :]
             if not entry.holders:
                 del held[id(config)]
                 if config._attn_implementation == NAME:  # another one that a user has set stays
