@@ -229,9 +229,10 @@ _OWN = "_fewkeys_own"
 
 def _mask(**kwargs: Any) -> Tensor | None:
     """The mask function of transformers: the model's own where no plan of the model is in force."""
-    entry = switch.held.get(id(kwargs.get("config")))
-    own = NAME if entry is None else entry.implementation
-    if entry is None or own == NAME or isinstance(kwargs["kv_length"], Length) or in_force(filter(None, entry.holders)):
+    config, is_of_stream = kwargs.get("config"), isinstance(kwargs["kv_length"], Length)
+    entry, own = switch.held.get(id(config)), switch.own_implementation(config)
+    holders = () if entry is None else entry.holders
+    if own is None or is_of_stream or in_force(filter(None, holders)):
         return key_mask(**kwargs)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -258,7 +259,7 @@ def _own_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | No
     """The function by which the model itself answers."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = switch.own_implementation(module)
+    own = switch.own_implementation(getattr(module, "config", None))
     if own == "eager":
         return getattr(sys.modules[type(module).__module__], "eager_attention_forward", _sdpa())
     attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get(own, _sdpa())
@@ -336,7 +337,7 @@ def _is_causal_unmasked(module: nn.Module, argument: bool | None, by_mask: bool 
     flag of the module. The flag is wrong in some models (AIMv2), which a plan does not mend. An argument that differs
     from the flag may only say whether there is a mask (Moonshine).
     """
-    if switch.own_implementation(module) == "eager":
+    if switch.own_implementation(getattr(module, "config", None)) == "eager":
         return bool(by_mask)
     flag = bool(getattr(module, "is_causal", True))
     if argument is None or argument == flag:

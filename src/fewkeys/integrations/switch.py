@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from fewkeys.integrations.answers import LOCK, Scope
 from fewkeys.integrations.mpnet import is_mpnet
 
@@ -78,15 +76,16 @@ def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
             at = entry.holders.index(holder)
             entry.holders = entry.holders[:at] + entry.holders[at + 1 :]
             if not entry.holders:
-                del held[id(config)]
                 if config._attn_implementation == NAME:  # another one that a user has set stays
                     _set(config, entry.implementation)
+                del held[id(config)]
 
 
-def own_implementation(module: nn.Module) -> str | None:
-    """The module's own attention implementation; None where its configuration is not switched, as in a copy."""
-    entry = held.get(id(getattr(module, "config", None)))
-    return None if entry is None or entry.implementation == NAME else entry.implementation
+def own_implementation(config: Any) -> str | None:
+    """The implementation that a configuration has without us; None: unknown, as in a copy of a switched one."""
+    entry = held.get(id(config))
+    own: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
+    return None if own == NAME else own
 
 
 def _set(config: Any, implementation: str | None) -> None:
