@@ -131,7 +131,7 @@ def quiet() -> Iterator[None]:
 def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
     """The name of a folder or a hub id, its configuration, and whether everything is on this machine."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     if not isinstance(name_or_dir, str | os.PathLike):
         raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")

@@ -24,6 +24,7 @@ from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
 from fewkeys.core.impl import Impl
 from fewkeys.core.weights import Softcap, Softmax
+from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.select import Sinks, Window
 
@@ -114,11 +115,18 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
 _TABLE = "_fewkeys_table"
 
 
-def attend(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None, impl: Impl = "auto", **more: Any) -> Tensor:
-    """The call answered by a plan, or by the plans of its key heads; None: exact attention. more: of `attention`."""
+def attend(
+    inputs: AttentionInputs,
+    plan: Plan | Sequence[Plan] | None,
+    *,
+    impl: Impl = "auto",
+    generator: torch.Generator | None = None,
+    max_error: float | Guard | None = None,
+) -> Tensor:
+    """The call answered by a plan, or by the plans of its key heads; None: exact attention."""
     call, plans = with_sink(inputs), in_terms(inputs, plan)
-    options = call.options(impl=impl) | more
-    return attention(call.query, call.key, call.value, plan=plans, **options)
+    options = call.options(generator, impl)
+    return attention(call.query, call.key, call.value, plan=plans, max_error=max_error, **options)
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:

@@ -145,7 +145,7 @@ class ByPlan:
         if self._gives_way(plan, inputs):
             return None
         guard = self.guards[layer] if self.guards and inputs.window is None else None
-        return attend(inputs, plan, self.impl, generator=self.generator, max_error=guard)
+        return attend(inputs, plan, impl=self.impl, generator=self.generator, max_error=guard)
 
     def _gives_way(self, plan: LayerPlan | None, inputs: AttentionInputs) -> bool:
         """Whether the model's own SDPA answers: it knows windows, but no caps, sinks or biases.
