@@ -10,14 +10,12 @@ from typing import Any, Literal
 from fewkeys.core.catalogue import is_listed
 from fewkeys.core.files import folder_of, read_json, write_json
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import Learned, load_learned, pack, save_learned, unpack
+from fewkeys.core.learned import Learned, load_learned, pack, save_learned
 from fewkeys.core.records import build
 from fewkeys.core.validation import check_cohorts, check_count
-from fewkeys.core.weights import WEIGHTS, Softmax, Weights
+from fewkeys.core.weights import Softmax, Weights
 from fewkeys.rest import BlockMeans, ClusterMeans, Drop, Rest, RunningMeans
-from fewkeys.rest.base import RESTS
 from fewkeys.select import KeyScan, Outliers, RecentBlocks, Selector, Window, united
-from fewkeys.select.base import SELECTORS
 from fewkeys.sketch.codes import BLOCK
 
 FORMAT = 1
@@ -136,18 +134,14 @@ class Plan:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             kind = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"plan: expected a description of format {FORMAT}, got {kind!r}")
-        damaged = "plan: expected what Plan.to_dict() writes, got a damaged description"
         try:
-            description = build(_Description, data)
-        except ValueError as error:
-            raise ValueError(f"{damaged} ({error})") from None
-        try:
-            keep = [unpack("keep", part, SELECTORS, learned) for part in description.keep or ()]
-            rest, weights = unpack("rest", description.rest, RESTS), unpack("weights", description.weights, WEIGHTS)
-            selector = None if description.keep is None else united(keep)
-            return cls(selector, rest, weights, description.exact_if_faster, description.is_causal)
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{damaged} ({error})") from None
+            said = build(_Description, data, learned)
+            keep = None if said.keep is None else united(said.keep)
+            return cls(keep, said.rest, said.weights, said.exact_if_faster, said.is_causal)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(
+                f"plan: expected what Plan.to_dict() writes, got a damaged description ({error})"
+            ) from None
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write `plan.json` into `directory` (made if missing), learned tensors beside it, no file by halves.
@@ -174,9 +168,9 @@ class _Description:
     """What `Plan.to_dict` gives."""
 
     format: int
-    keep: list[dict[str, Any]] | None
-    rest: dict[str, Any]
-    weights: dict[str, Any]
+    keep: list[Selector] | None
+    rest: Rest
+    weights: Weights
     exact_if_faster: bool
     is_causal: bool = False
 
@@ -202,8 +196,8 @@ def budget(
     """The recommended plan for `slots` key slots per query.
 
     `memory` is of causal plans: "all" keeps every key in memory, so that each query chooses its own by the codes of all
-    (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow, and for
-    shards. Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
+    (docs/codes.md); "constant" forgets keys as it summarises them, for streams and caches that must not grow.
+    Below 19 slots, which would hold little beside the query's own block of keys, both are the same.
 
     Without causality, similar queries form `cohorts`, each with outliers and means of its own, beside a window around
     each query. The window has at most 1.5 times the root of the slots, the first-order term an eighth of the slots (one

@@ -69,12 +69,12 @@ def test_a_loaded_plan_gives_the_same_output(tmp_path):
         (
             '{"format": 1, "keep": [{"type": "os.system"}], "rest": {"type": "Drop"}, '
             '"weights": {"type": "Softmax"}, "exact_if_faster": false}',
-            "keep: expected one of .*Window.*, got 'os.system'",
+            "plan: expected what .* \\(keep: expected one of .*Window.*, got 'os.system'",
         ),
         (
             '{"format": 1, "keep": [{"type": "Window", "size": 0}], "rest": {"type": "Drop"}, '
             '"weights": {"type": "Softmax"}, "exact_if_faster": false}',
-            "Window size: expected at least 1, got 0",
+            "plan: expected what .* \\(Window size: expected at least 1, got 0",
         ),
         (
             '{"format": 1, "keep": [{"type": "Window", "width": 3}], "rest": {"type": "Drop"}, '

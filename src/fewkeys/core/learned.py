@@ -48,13 +48,6 @@ class Learned(Listed, listed=False):
         return f"{type(self).__name__}({shapes}; {self.fingerprint[:8]})"
 
 
-class Nested(Listed, listed=False):
-    """Base of configurations inside the parts of a plan."""
-
-
-NESTED: Catalogue[Listed] = Catalogue(Nested, Learned)
-"""The catalogue of values that a part of a plan may hold, saved and loaded with it."""
-
 LEARNED: Catalogue[Learned] = Catalogue(Learned)
 
 
@@ -108,32 +101,6 @@ def pack(part: Any) -> dict[str, Any]:
     values = {field.name: getattr(part, field.name) for field in fields(part)}
     values = {name: pack(value) if is_dataclass(value) else value for name, value in values.items()}
     return {"type": type(part).__name__, **values}
-
-
-def unpack(
-    name: str, data: Mapping[str, Any], catalogue: Catalogue[Any], learned: Mapping[str, Learned] | None = None
-) -> Any:
-    """The inverse of `pack`: one of `catalogue`, which may hold `NESTED` values.
-
-    `learned`: the learned values by fingerprint, from `load_learned`.
-    """
-    kind = catalogue.get(data["type"])
-    if kind is None:
-        raise ValueError(f"{name}: expected one of {', '.join(sorted(catalogue.named()))}, got {data['type']!r}")
-    if issubclass(kind, Learned):
-        if learned is None or data["tensors"] not in learned:
-            raise ValueError(
-                f"{name}: the description points to learned tensors ({data['type']} {data['tensors']}) and does not "
-                "hold them; load it by from_pretrained from the folder it was saved in"
-            )
-        return learned[data["tensors"]]
-    entries = {key: value for key, value in data.items() if key != "type"}
-    return kind(
-        **{
-            key: unpack(key, value, NESTED, learned) if isinstance(value, Mapping) else value
-            for key, value in entries.items()
-        }
-    )
 
 
 def learned_parts(value: object) -> Iterator[Learned]:

@@ -9,7 +9,9 @@ import sys
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fewkeys.core.catalogue import Catalogue, Listed
 
 T = TypeVar("T")
 
@@ -52,9 +54,13 @@ def seal(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, CHECKSUM: _digest(data)}
 
 
-def unseal(data: Any) -> Any:
-    """The object that was sealed; `ValueError` if it has changed. Objects without a checksum pass as they are."""
+def unseal(data: Any, *, required: bool = False) -> Any:
+    """The object that was sealed; `ValueError` if it has changed. Objects without a checksum pass as they are, unless
+    it is required.
+    """
     if not isinstance(data, dict) or CHECKSUM not in data:
+        if required:
+            raise ValueError(f"expected an object with a {CHECKSUM}, as it was written")
         return data
     content = {name: value for name, value in data.items() if name != CHECKSUM}
     if data[CHECKSUM] != _digest(content):
@@ -68,11 +74,12 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, allow_nan=False).encode()).hexdigest()[:32]
 
 
-def build(kind: type[T], data: Any) -> T:
+def build(kind: type[T], data: Any, learned: Mapping[str, object] | None = None) -> T:
     """The dataclass whose fields are the entries of `data`, which must be of the declared types.
 
-    Fields with defaults may be missing. Understands bool, int, float, str, None, unions, lists, tuples, dicts with str
-    keys, dataclasses of these, and `Any`.
+    Fields with defaults may be missing. Understands bool, int, float, str, None, literals, unions, lists, tuples, dicts
+    with str keys, dataclasses of these, and `Any`. A field of a `Listed` class takes an object that names the class, as
+    "type"; `learned` has those that name tensors instead of fields, by fingerprint (`fewkeys.core.learned`).
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"expected an object with the fields of {kind.__name__}, got {type(data).__name__}")
@@ -81,35 +88,58 @@ def build(kind: type[T], data: Any) -> T:
     if odd := {*(data.keys() - declared.keys()), *(needed - data.keys())}:
         raise ValueError(f"expected exactly the fields of {kind.__name__}, got a difference in {sorted(map(str, odd))}")
     hints = get_type_hints(kind)
-    values = {name: _as(hints[name], value, name) for name, value in data.items()}
+    values = {name: _as(hints[name], value, name, learned or {}) for name, value in data.items()}
     try:
         return kind(**values)
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
-def _as(hint: Any, value: Any, name: str) -> Any:
+def _as(hint: Any, value: Any, name: str, learned: Mapping[str, object]) -> Any:
     """`value` as the type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
-    if hint is Any:
+    if hint is Any or (origin is Literal and value in inner):
         return value
-    if origin in (Union, types.UnionType):
-        for option in inner:
+    is_union = origin in (Union, types.UnionType)
+    options = [option for option in inner if (option is type(None)) == (value is None)] if is_union else [hint]
+    bases = [option for option in options if isinstance(option, type) and issubclass(option, Listed)]
+    if bases and isinstance(value, dict):
+        return _listed(Catalogue(*bases), value, name, learned)
+    if is_union and len(options) == 1:
+        return _as(options[0], value, name, learned)
+    if is_union:
+        for option in options:
             try:
-                return _as(option, value, name)
+                return _as(option, value, name, learned)
             except ValueError:
                 continue
     elif origin is list and isinstance(value, list):
-        return [_as(inner[0], item, name) for item in value]
+        return [_as(inner[0], item, name, learned) for item in value]
     elif origin is tuple and isinstance(value, list):
-        return tuple(_as(inner[0], item, name) for item in value)
+        return tuple(_as(inner[0], item, name, learned) for item in value)
     elif origin in (dict, Mapping) and isinstance(value, dict):
-        return {key: _as(inner[1], item, name) for key, item in value.items()}
+        return {key: _as(inner[1], item, name, learned) for key, item in value.items()}
     elif is_dataclass(hint) and isinstance(hint, type):
-        return build(hint, value)
+        return build(hint, value, learned)
     elif hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
         return float(value)
     elif hint in (bool, int, str, type(None)) and type(value) is hint:
         return value
     expected = getattr(hint, "__name__", None) if origin is None else str(hint)
     raise ValueError(f"{name}: expected {expected or hint}, got {type(value).__name__} {str(value)[:60]!r}")
+
+
+def _listed(catalogue: Catalogue[Any], value: dict[str, Any], name: str, learned: Mapping[str, object]) -> Any:
+    """The value of a class of the catalogue that an object names, as `fewkeys.core.learned.pack` writes it."""
+    kind_name = value.get("type")
+    kind = catalogue.get(kind_name) if isinstance(kind_name, str) else None
+    if kind is None:
+        raise ValueError(f"{name}: expected one of {', '.join(sorted(catalogue.named()))}, got {kind_name!r}")
+    if "tensors" not in value:
+        return build(kind, {key: item for key, item in value.items() if key != "type"}, learned)
+    if not isinstance(part := learned.get(str(value["tensors"])), kind):
+        raise ValueError(
+            f"{name}: the description points to learned tensors ({kind_name} {value['tensors']}) and does not "
+            "hold them; load it by from_pretrained from the folder it was saved in"
+        )
+    return part

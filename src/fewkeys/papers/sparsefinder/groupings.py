@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fewkeys.core.catalogue import Catalogue
+from fewkeys.core.catalogue import Catalogue, Listed
 from fewkeys.core.graph import Graph, visible
 from fewkeys.core.inputs import Inputs
-from fewkeys.core.learned import Learned, Nested
+from fewkeys.core.learned import Learned
 from fewkeys.core.validation import check_count, check_real
 from fewkeys.papers.sparsefinder.groups import Groups
 from fewkeys.papers.sparsefinder.projection import Centroids, check_table
@@ -71,7 +71,7 @@ class Joined(Learned):
 Fitted = Centroids | Edges | Joined | None
 
 
-class Grouping(Nested, ABC):
+class Grouping(Listed, ABC):
     """A rule that joins queries and keys of one space."""
 
     @abstractmethod
