@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import read_json, write_json, write_whole
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 Say = Callable[[str], None]
 

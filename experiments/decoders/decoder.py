@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 
 def options(about: str | None) -> argparse.ArgumentParser:

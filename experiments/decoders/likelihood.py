@@ -9,7 +9,7 @@ import torch
 from experiments.decoders.methods import EXACT, replaced
 from torch import Tensor
 
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 
 class Stretch:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 PLACES = """Paris London Madrid Berlin Vienna Dublin Lisbon Athens Cairo Tokyo Delhi Moscow Seoul Sydney Toronto Chicago
 Boston Denver Dallas Miami Oslo Warsaw Prague Rome Milan Naples Geneva Zurich Munich Hamburg Havana Lima Nairobi Lagos

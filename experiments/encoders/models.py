@@ -16,7 +16,7 @@ from torch import Tensor
 import fewkeys as fk
 from fewkeys.captures import Capture
 from fewkeys.demo import model_folder
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 from fewkeys.integrations.text import batches
 from fewkeys.integrations.transformers import load_model
 

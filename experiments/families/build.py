@@ -214,13 +214,9 @@ class Kind:
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "num_hidden_layers": 2}
-ALIBI = {"alibi": True, "multi_query": False, "num_kv_heads": HEADS}
 SETTINGS = [
     Kind("modernbert", "AutoModel", {"num_hidden_layers": 22, "layer_types": None}, "modernbert, its 22 layers"),
     Kind("gemma3_text", "AutoModel", SLIDING | {"use_bidirectional_attention": True}, "EmbeddingGemma"),
-    Kind(
-        "falcon", "AutoModelForCausalLM", {"alibi": True, "multi_query": False, "num_kv_heads": HEADS}, "falcon, ALiBi"
-    ),
     Kind("qwen2", "AutoModelForCausalLM", SLIDING | {"use_sliding_window": True}, "qwen2, windows"),
     Kind("beit", "AutoModel", {"use_relative_position_bias": True}, "beit, bias"),
 ]

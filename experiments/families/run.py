@@ -76,10 +76,10 @@ Notes:
   windows too.
 - Models that cap their scores (Gemma 2) need `budget(slots, is_causal=True, memory="constant")`, or `ClusterMeans`
   without a first-order term. The other stand-ins are defined for softmax only.
-- Position biases are part of the score. ALiBi (BLOOM, MPT, Falcon) becomes one more dimension of queries and keys,
-  so every plan supports it. The table of T5 and MPNet is exact on kept keys; the bias of a stand-in is the
-  logarithm of the mean of exp(bias) over its keys. Such plans must consist of windows and lists, with
+- Position biases are part of the score. The table of T5 and MPNet is exact on kept keys; the bias of a stand-in is
+  the logarithm of the mean of exp(bias) over its keys. Such plans must consist of windows and lists, with
   `ClusterMeans` or nothing for the other keys, as `budget(slots)` does.
+- Models with ALiBi (BLOOM, MPT, Falcon) do not use the interface and are refused, as are GPT-J and GPT-Neo.
 - In {flags} rows the flag `is_causal` of the attention modules contradicts their mask. fewkeys follows the mask.
 - A number in square brackets refers to the list of reasons below the table. A reason is the beginning of the error
   message. "itself": the model cannot do this without fewkeys, either.

@@ -29,7 +29,7 @@ from torch import Tensor
 import fewkeys as fk
 from fewkeys.core.entmax import entmax
 from fewkeys.core.files import read_json, write_json
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 from fewkeys.papers import sparsefinder
 from fewkeys.report.style import save, say, sheet
 from fewkeys.select import Selector

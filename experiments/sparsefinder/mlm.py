@@ -37,7 +37,7 @@ from torch.nn.functional import cross_entropy
 import fewkeys as fk
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import read_json, write_json
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 from fewkeys.select import Selector
 
 WINDOW = 3

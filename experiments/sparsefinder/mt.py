@@ -29,7 +29,7 @@ from experiments.sparsefinder.score import fronts
 
 from fewkeys.bench.machine import machine, versions
 from fewkeys.core.files import read_json, write_json
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 PARTS = ("encoder", "decoder", "cross")
 

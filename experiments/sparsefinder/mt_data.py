@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 PAD, UNKNOWN, END = 0, 1, 2
 LONGEST = 64

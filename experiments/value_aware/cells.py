@@ -13,7 +13,7 @@ from experiments.value_aware.methods import METHODS
 from experiments.value_aware.stages import KERNELS, MODELS, Keeper, Settings
 
 from fewkeys.core.files import read_json, write_json
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 Say = Callable[[str], None]
 

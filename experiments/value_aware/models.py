@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import fewkeys as fk
 from fewkeys.core.weights import Weights
 from fewkeys.demo import model_folder
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 VOCABULARY = 1024
 """Byte pairs of the causal model's own tokenizer: so few that a short training sees each of them often."""

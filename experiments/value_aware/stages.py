@@ -15,7 +15,7 @@ from experiments.value_aware.data import Batch, following, masked, token_ids, wi
 import fewkeys as fk
 from fewkeys.core.files import read_json, write_json
 from fewkeys.core.weights import Weights
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 
 KERNELS: Mapping[str, Weights] = {"softmax": fk.Softmax(), "elu": fk.weights.Elu(), "relu": fk.weights.Relu()}
 """exp(x), elu(x) + 1 and max(0, x)."""

@@ -26,7 +26,7 @@ from fewkeys.bench.machine import machine, versions
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.files import read_json, write_json
 from fewkeys.demo import model_folder
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.loading import quiet
 from fewkeys.integrations.transformers import load_model
 
 RESULTS = Path(__file__).parent / "results"

@@ -1,5 +1,5 @@
-"""Biases of the distance: ALiBi as one more dimension, T5's and MPNet's as `distance_bias`; and modules that ask for
-attention only as long as they are told to.
+"""Biases of the distance (T5's and MPNet's) as `distance_bias`; and MPNet's modules, which ask for attention only as
+long as a plan is in force.
 """
 
 import copy
@@ -13,18 +13,10 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     DebertaV2Config,
     DebertaV2Model,
-    FalconConfig,
-    FalconForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
     MPNetConfig,
     MPNetModel,
-    MptConfig,
-    MptForCausalLM,
     T5Config,
     T5EncoderModel,
     T5ForConditionalGeneration,
@@ -34,8 +26,8 @@ import fewkeys as fk
 from captures import captured
 from fewkeys.bench.long_inputs import captured_inputs
 from fewkeys.captures import Capture
-from fewkeys.integrations.families import Restated
-from fewkeys.integrations.terms import distance_bias, with_key_bias
+from fewkeys.integrations.mpnet import MPNetForward
+from fewkeys.integrations.terms import distance_bias
 from fewkeys.judge.exact import blocks, exact
 from fewkeys.papers import sparsefinder
 from tiny_models import SIZES, close, far, padded, run, tokens
@@ -55,28 +47,13 @@ def t5():
     return T5EncoderModel(T5Config(**sizes, dropout_rate=0.0, initializer_factor=3.0))
 
 
-def falcon(**more):
-    return FalconForCausalLM(FalconConfig(**SMALL, alibi=True, **more))
+MODELS = {"mpnet": lambda: MPNetModel(MPNetConfig(**SMALL, max_position_embeddings=40)), "t5": t5}
 
 
-ALIBI = {
-    "bloom": lambda: BloomForCausalLM(
-        BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
-    ),
-    "mpt": lambda: MptForCausalLM(
-        MptConfig(vocab_size=60, d_model=32, n_layers=2, n_heads=4, max_seq_len=64, initializer_range=0.3)
-    ),
-    "falcon": lambda: falcon(multi_query=False),
-    "falcon, one key head": lambda: falcon(multi_query=True),
-}
-BUCKETS = {"mpnet": lambda: MPNetModel(MPNetConfig(**SMALL, max_position_embeddings=40)), "t5": t5}
-ALL = ALIBI | BUCKETS
-
-
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", ["left", "right", None])
 def test_keeping_every_key_is_the_model_itself(name, side):
-    model, inputs = seeded(ALL[name]), padded(side)
+    model, inputs = seeded(MODELS[name]), padded(side)
     inputs.pop("position_ids", None)
     before, real = run(model, **inputs), inputs.get("attention_mask")
     for plan in (EXACT, WINDOW):
@@ -87,65 +64,10 @@ def test_keeping_every_key_is_the_model_itself(name, side):
     assert torch.equal(run(model, **inputs), before)
 
 
-@pytest.mark.parametrize("name", ALIBI)
-def test_a_cache_that_keeps_all_writes_the_same(name):
-    """Streams hold keys with their places; rows of a batch count theirs from their first real token."""
-    model, inputs = seeded(ALIBI[name]), padded("left", (7, 11))
-    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    inputs = {part: inputs[part] for part in ("input_ids", "attention_mask")}
-    model.config.use_cache = model.generation_config.use_cache = True
-    before = model.generate(**inputs, **how)
-    every = fk.Plan(fk.select.RecentBlocks(64, 2), fk.rest.RunningMeans(1))
-    assert torch.equal(model.generate(**inputs, **how, past_key_values=fk.cache(model, every)), before)
-
-
-def test_a_cache_asks_for_the_mask_that_tells_places():
-    model = seeded(ALIBI["bloom"])
-    cache = fk.cache(model, fk.Plan(fk.select.RecentBlocks(8), fk.rest.RunningMeans(2)))
-    model(tokens(1), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"^attention_mask: expected one over all tokens so far"):
-        model(tokens(1), past_key_values=cache)
-
-
-@pytest.mark.parametrize("centred", [False, True])
-def test_heads_that_share_keys_get_biases_of_their_own(centred):
-    """Against the definition: four heads of queries, two of keys."""
-    draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 9, 5, generator=draw) for heads in (4, 2, 2))
-    bias = torch.randn(2, 4, 9, generator=draw)
-    biased = with_key_bias(query, key, value, bias, 0.3, centred=centred)
-    scores = 0.3 * query @ key.repeat_interleave(2, 1).mT + bias.unsqueeze(2)
-    want = scores.softmax(-1) @ value.repeat_interleave(2, 1)
-    torch.testing.assert_close(fk.attention(*biased, plan=EXACT, scale=0.3), want)
-
-
-@pytest.mark.parametrize("length", [64, 4096])
-def test_alibi_costs_no_digits_however_long(length):
-    """Against the definition in float64, and with few keys against the error without a bias."""
-    draw = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, length, 16, generator=draw).unbind(0)
-    slope, scale = torch.tensor([0.5, 2**-8]).view(1, 2, 1), 0.25
-    bias, asked = slope * torch.arange(length), slice(length - 32, length)
-    scores = query[:, :, asked].double() @ key.double().mT * scale + bias.double().unsqueeze(2)
-    scores = scores.masked_fill(~torch.ones(32, length).tril(length - 32).bool(), -torch.inf)
-    want = (scores.softmax(-1) @ value.double()).float()
-    biased = with_key_bias(query, key, value, bias, scale, centred=True)
-    how = {"is_causal": True, "scale": scale}
-    for plan in (EXACT, fk.Plan(fk.Window(length))):
-        actual = fk.attention(*biased, plan=plan, **how)[:, :, asked]
-        torch.testing.assert_close(actual, want, rtol=1e-5, atol=2e-6)
-    if length > 64:
-        plans = [fk.budget(64, is_causal=True), fk.budget(64, is_causal=True, memory="constant")]
-        for plan in (plan.never_exact() for plan in plans):
-            few = fk.attention(*biased, plan=plan, **how)[:, :, asked]
-            plain, exact = (fk.attention(query, key, value, plan=one, **how)[:, :, asked] for one in (plan, EXACT))
-            assert (few - want).norm() / want.norm() < (plain - exact).norm() / exact.norm()
-
-
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients(name):
     """Also of the embeddings of distances."""
-    model, actual = seeded(ALL[name]), []
+    model, actual = seeded(MODELS[name]), []
     for plan in (None, WINDOW):
         applied = None if plan is None else fk.apply(model, plan)
         model.zero_grad()
@@ -158,25 +80,15 @@ def test_gradients(name):
     for path, grad in actual[0].items():
         assert (grad - actual[1][path]).norm() <= 1e-3 * grad.norm() + 1e-4, path
     table = [grad for path, grad in actual[1].items() if "relative_attention_bias" in path]
-    assert len(table) == (name in BUCKETS)
+    assert len(table) == 1
     assert all(grad.norm() > 0 for grad in table)
 
 
-@pytest.mark.parametrize("name", ALIBI)
-def test_alibi_is_captured_and_compared_like_any_other(name):
-    model = seeded(ALIBI[name])
-    capture = fk.capture(model, [tokens()])
-    plans = {"few": fk.Plan(fk.Window(2)), "exact": EXACT}
-    report = fk.compare(capture, plans, model=model, batches=[tokens()])
-    assert capture.head_dim == 9
-    assert report.rows[0].error > 0.05 > 1e-4 > report.rows[1].error
-
-
-@pytest.mark.parametrize("name", BUCKETS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_captures_hold_the_bias(name, side, tmp_path):
     """What is judged is what the model's own output projection reads."""
-    model, inputs, read = seeded(BUCKETS[name]), padded(side), []
+    model, inputs, read = seeded(MODELS[name]), padded(side), []
     inputs.pop("position_ids")
     outputs = [module for path, module in model.named_modules() if path.endswith(".o")]
     hooks = [module.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0])) for module in outputs]
@@ -251,26 +163,16 @@ def test_where_a_bias_is_refused():
         next(blocks(call))
 
 
-def test_local_layers_of_gpt_neo_keep_their_window():
-    sizes = {"vocab_size": 60, "hidden_size": 32, "num_heads": 4, "num_layers": 2}
-    kinds = {"attention_types": [[["global", "local"], 1]], "window_size": 4}
-    model = seeded(lambda: GPTNeoForCausalLM(GPTNeoConfig(**sizes, **kinds)))
-    before = run(model, input_ids=tokens())
-    with fk.apply(model, [WINDOW]):
-        close(run(model, input_ids=tokens()), before)
-    assert fk.capture(model, [tokens()]).layers == 1
-
-
 # --- modules that are told to ask ----------------------------------------------------------------------------------
 
 
 def standing(model):
-    return sum(isinstance(part, Restated) for module in model.modules() for part in vars(module).values())
+    return sum(isinstance(part, MPNetForward) for module in model.modules() for part in vars(module).values())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_the_plan_and_the_model_gets_its_own_back(copied):
-    model = seeded(ALL["mpnet"])
+    model = seeded(MODELS["mpnet"])
     before = run(model, input_ids=tokens())
     with fk.apply(model, FEW), fk.apply(model, fk.Plan(fk.Window(2))):
         few, other = run(model, input_ids=tokens()), copied(model)
@@ -281,25 +183,23 @@ def test_copies_have_the_plan_and_the_model_gets_its_own_back(copied):
     assert torch.equal(run(model, input_ids=tokens()), before)
     assert torch.equal(run(other, input_ids=tokens()), few)
     ours = {id(module) for module in model.modules()}
-    held = [part for module in other.modules() for part in vars(module).values() if isinstance(part, Restated)]
+    held = [part for module in other.modules() for part in vars(module).values() if isinstance(part, MPNetForward)]
     assert len(held) == 2
     assert not any(id(part.module) in ours for part in held)
 
 
-@pytest.mark.parametrize("name", ["mpnet", "bloom", "mpt"])
-def test_calls_under_way_end_as_they_began(name):
+def test_calls_under_way_end_as_they_began():
     """A plan comes between the masks of a call and its attention, in another thread."""
-    model, inputs, here = seeded(ALL[name]), padded("right"), []
+    model, inputs, here = seeded(MODELS["mpnet"]), padded("right"), []
     inputs.pop("position_ids")
     before = run(model, **inputs)
-    first = next(part for part in model.modules() if type(part).__name__ in ("MPNetLayer", "BloomBlock", "MptBlock"))
 
     def come(*_):
         thread = threading.Thread(target=lambda: here.append(fk.apply(model, fk.Plan(fk.Window(1)))))
         thread.start()
         thread.join()
 
-    hook = first.register_forward_pre_hook(come)
+    hook = model.encoder.layer[0].register_forward_pre_hook(come)
     actual = run(model, **inputs)
     hook.remove()
     close(actual, before, inputs["attention_mask"])
@@ -340,7 +240,7 @@ def test_what_is_not_known_is_refused():
     deberta = DebertaV2Model(DebertaV2Config(**SMALL, relative_attention=True, pos_att_type=["c2p", "p2c"]))
     with pytest.raises(ValueError, match="its scores depend on contents and distances together"):
         fk.apply(deberta, FEW)
-    model = seeded(ALL["mpnet"])
+    model = seeded(MODELS["mpnet"])
     attention = model.encoder.layer[1].attention.attn
     attention.forward = hooked = attention.forward
     with pytest.raises(ValueError, match=r"^model: expected MPNetSelfAttention.forward to be that of its class"):

@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fewkeys as fk
-from fewkeys.integrations import plan_stack
+from fewkeys.integrations.answers import ATTRIBUTE
 from fewkeys.integrations.transformers import apply
 from tiny_models import bert, close, far, llama, padded, run, tokens
 
@@ -73,28 +73,37 @@ def test_a_call_may_begin_while_another_thread_applies_a_plan():
 
 
 @pytest.mark.filterwarnings("ignore:fewkeys.apply")
-def test_a_mask_under_way_holds_the_switch():
-    """A thread without a plan, halfway through a call when another one leaves its `with`, ends as it began."""
-    model, reached, left = llama(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("is_left", [True, False], ids=["left", "applied to all"])
+def test_a_call_under_way_ends_as_it_began(is_left):
+    """A thread without a plan is halfway through a call when another thread leaves its `with`, or applies a plan."""
+    model, reached, goes_on = llama(), threading.Event(), threading.Event()
     want = run(model, **inputs())
 
     def halfway(*_):
         if threading.current_thread() is not threading.main_thread():
             reached.set()
-            left.wait(10)
+            goes_on.wait(10)
 
     model.model.layers[1].register_forward_pre_hook(halfway)
     with ThreadPoolExecutor(1) as pool:
         with apply(model, WINDOW):
             actual = pool.submit(run, model, **inputs())
             assert reached.wait(10)
-        left.set()
-        close(actual.result(), want, inputs()["attention_mask"])
+            everywhere = None if is_left else apply(model, WINDOW)
+            if everywhere is not None:
+                goes_on.set()
+                assert torch.equal(actual.result(), want)
+                everywhere.restore()
+        goes_on.set()
+        assert torch.equal(actual.result(), want)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_who_sees_what():
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_who_sees_what(implementation):
+    """Who did not enter the plan gets the bits of the model's own implementation."""
     model = bert()
+    model.set_attn_implementation(implementation)
     exact, few = alone(model, None), alone(model, WINDOW)
     with ThreadPoolExecutor(1) as pool:
 
@@ -103,14 +112,14 @@ def test_who_sees_what():
 
         with apply(model, WINDOW):
             with pytest.warns(UserWarning, match=r"did not enter `with fewkeys\.apply\(\.\.\.\)`.*copy_context"):
-                close(elsewhere(), exact, inputs()["attention_mask"])
-            close(elsewhere(), exact, inputs()["attention_mask"])  # without a second warning
+                assert torch.equal(elsewhere(), exact)
+            assert torch.equal(elsewhere(), exact)  # without a second warning
             assert torch.equal(contextvars.copy_context().run(run, model, **inputs()), few)
         everywhere = apply(model, WINDOW)
         assert torch.equal(elsewhere(), few)
         everywhere.restore()
         assert torch.equal(elsewhere(), exact)
-    assert not any(plan_stack.ATTRIBUTE in vars(module) for module in model.modules())
+    assert not any(ATTRIBUTE in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("entered", [False, True])

@@ -8,9 +8,8 @@ import encoders
 import fewkeys as fk
 from encoders import words
 from fewkeys.guard.fallback import Fallbacks
-from fewkeys.integrations.embed import WATCH, estimated, late_chunks
+from fewkeys.integrations.embed import WATCH, estimated, late_chunks, longest, read_tokens, split
 from fewkeys.integrations.loading import load_encoder
-from fewkeys.integrations.passes import longest, split, tokens_of
 
 modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
 TEXT = words(55)
@@ -70,7 +69,7 @@ def test_the_mean_of_all_chunks_is_the_text(tmp_path):
     mean = (actual.vectors * tokens[:, None]).sum(0) / tokens.sum()
     whole = encoder.encode(TEXT, convert_to_tensor=True, prompt="few ")
     torch.testing.assert_close(mean, whole, atol=1e-6, rtol=1e-5)
-    assert sum(actual.tokens) == tokens_of(encoder, TEXT, "few ")
+    assert sum(actual.tokens) == len(read_tokens(encoder, "few ", TEXT).ids)
 
 
 def test_spans_of_the_callers_own(encoder):
@@ -118,7 +117,7 @@ def test_long_texts_are_split_and_never_cut(encoder):
         late_chunks(encoder, text)
     for prompt, room in (("", 62), ("a few many ", 59)):
         spans = split(encoder, text, prompt=prompt)
-        counts = [tokens_of(encoder, text[start:stop], prompt) for start, stop in spans]
+        counts = [len(read_tokens(encoder, prompt, text[start:stop]).ids) for start, stop in spans]
         assert "".join(text[start:stop] for start, stop in spans) == text
         assert len(spans) == -(-500 // room)
         assert max(counts) <= longest(encoder) == 64
@@ -133,7 +132,7 @@ def test_long_texts_are_split_and_never_cut(encoder):
 def test_parts_begin_with_words_where_there_are_any(text, encoder):
     spans = split(encoder, text)
     assert "".join(text[start:stop] for start, stop in spans) == text
-    assert max(tokens_of(encoder, text[start:stop], "") for start, stop in spans) <= 64
+    assert max(len(read_tokens(encoder, "", text[start:stop]).ids) for start, stop in spans) <= 64
     assert len(spans) == 5
     assert all(text[start - 1] == " " or " " not in text for start, _ in spans[1:])
 

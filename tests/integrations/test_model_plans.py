@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import fewkeys as fk
 from chats import chat_tokenizer
 from fewkeys.captures import Capture
-from fewkeys.integrations.same_weights import check_same_weights
+from fewkeys.integrations.transformers import check_same_weights
 from tiny_models import bert, gpt2, llama, run, tokens
 
 

@@ -7,6 +7,8 @@ pytest.importorskip("transformers")
 
 from transformers import (
     BertModel,
+    BloomConfig,
+    BloomModel,
     LlamaConfig,
     LlamaForCausalLM,
     StaticCache,
@@ -70,6 +72,9 @@ def test_architectures_that_are_refused():
     old = XLNetModel(XLNetConfig(vocab_size=60, d_model=32, n_layer=1, n_head=4, d_inner=32)).eval()
     with pytest.raises(ValueError, match="XLNetModel does not use transformers' attention interface"):
         apply(old, EXACT)
+    alibi = BloomModel(BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(ValueError, match="BloomModel does not use transformers' attention interface"):
+        apply(alibi, EXACT)
 
 
 def test_a_class_that_does_not_let_itself_be_switched(monkeypatch):

@@ -136,23 +136,23 @@ def _check_out(out: Path) -> None:
 def _opened(arguments: argparse.Namespace, step: Step) -> tuple[SentenceTransformer, Plan | ModelPlan, dict[str, Any]]:
     """The encoder, its plan, and all that the vectors depend on beside the texts."""
     step(0, 0, "loading the model")
-    from fewkeys.integrations import embed, passes
+    from fewkeys.integrations import embed
+    from fewkeys.integrations.capture import weights_of
     from fewkeys.integrations.interface import attention_modules
     from fewkeys.integrations.loading import load_encoder
-    from fewkeys.integrations.same_weights import weights_of
 
     options = {"name_or_dir": "--model", "prompt": "--prompt", "prompt_name": "--prompt-name", "chunks": "--chunk"}
     with inputs.named_as_options(**options):
         encoder = load_encoder(arguments.model)
-        most = passes.longest(encoder)
+        most = embed.longest(encoder)
         if arguments.max_tokens is not None:
             encoder.max_seq_length = arguments.max_tokens
-            most = passes.longest(encoder)
+            most = embed.longest(encoder)
             if most is not None and most < arguments.max_tokens:
                 raise ValueError(
                     f"--max-tokens: expected at most the model's {most} positions, got {arguments.max_tokens}"
                 )
-        prompt = passes.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
+        prompt = embed.resolved_prompt(encoder, arguments.prompt_name, arguments.prompt)
         embed.check_chunks(encoder, arguments.chunk)
     plan = _plan(arguments, encoder)
     settings = {
@@ -192,19 +192,19 @@ def _passes(
 
     `ValueError` for texts to be refused, and where none is left.
     """
-    from fewkeys.integrations import passes
+    from fewkeys.integrations import embed
 
-    most = passes.longest(encoder)
+    most = embed.longest(encoder)
     texts: dict[str, Passes] = {}
     for done, document in enumerate(documents):
         step(done, len(documents), f"counting the tokens of {_counted(len(documents), 'text')}")
         if document.key in texts:
             continue
         with inputs.named_as_options(text=document.name):
-            tokens = passes.tokens_of(encoder, document.text, prompt)
+            tokens = len(embed.read_tokens(encoder, prompt, document.text).ids)
         spans = [(0, len(document.text))]
         if most is not None and tokens > most:
-            spans = passes.split(encoder, document.text, prompt=prompt) if longer == "split" else []
+            spans = embed.split(encoder, document.text, prompt=prompt) if longer == "split" else []
         texts[document.key] = Passes(document.text, spans, tokens)
     too_long = {d.name: texts[d.key].tokens for d in documents if not texts[d.key].spans}
     if too_long and longer == "refuse":

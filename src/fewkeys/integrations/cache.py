@@ -3,7 +3,7 @@
     model.generate(**inputs, past_key_values=fewkeys.cache(model, fewkeys.budget(256, is_causal=True)))
 
 transformers asks the cache for the keys of a layer and hands them to the attention function. This cache gives back the
-new keys alone and leaves them waiting in `streams`; the attention function finds them there and lets the layer's
+new keys alone and leaves them waiting in `answers`; the attention function finds them there and lets the layer's
 stream answer.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewkeys.integrations import interface
-from fewkeys.integrations.patterns import SLIDING, layer_kinds, layer_window
+from fewkeys.integrations.masks import SLIDING, layer_window
 from fewkeys.memory.base import Held, LeafType
 from fewkeys.memory.stream import Stream
 from fewkeys.plan import Plan
@@ -85,7 +85,7 @@ def _layers(model: PreTrainedModel, plan: Plan | Sequence[LayerPlan]) -> list[tu
         )
     windows = [layer_window(module) for module in modules]
     whole = [layer for layer, window in enumerate(windows) if window is None]
-    kinds = layer_kinds(config)[0]
+    kinds = getattr(config, "layer_types", None)
     for layer, kind in enumerate(kinds or ()):
         if kind not in ("full_attention", *SLIDING):
             raise ValueError(f"model: expected layers of full or sliding attention, got {kind!r} in layer {layer}")

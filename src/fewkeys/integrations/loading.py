@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fewkeys.integrations.interface import attention_modules, need_transformers
-from fewkeys.integrations.quiet import quiet
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -43,7 +44,12 @@ def load_model(
     through transformers' interface.
     """
     need_transformers()
-    place = _device(device)
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}: {_line(error)}"
+        ) from None
     with quiet():
         name, config, offline = _located(name_or_dir)
         if config.is_encoder_decoder:
@@ -51,25 +57,21 @@ def load_model(
                 f"name_or_dir: {name} is an encoder-decoder ({config.model_type}); "
                 "use an encoder or a decoder-only model"
             )
-        model = _model(name, config, offline, dtype or (torch.float32 if place.type == "cpu" else None))
+        model = _model(name, config, offline, dtype or (torch.float32 if place.type == "cpu" else "auto"))
         tokenizer = _tokenizer(name, offline)
-    mover: Any = model
-    try:
-        mover.to(place)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: cannot move {name} to {str(place)!r}: {_line(error)}") from None
+    with _in_one_line(f"device: cannot move {name} to {str(place)!r}"):
+        model.to(place)
     return model.eval(), tokenizer
 
 
 def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
     """The SentenceTransformer of a local folder or a hub id, on the CPU in float32, in eval mode.
 
-    Weights are read from safetensors only and no code of the repository is run. Nothing is printed. A folder without
-    `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A decoder that was saved to
-    predict tokens needs that file.
+    As with `load_model`, weights are read from safetensors only, no code of the repository is run, and nothing is
+    printed. A folder without `modules.json` names no pooling: sentence-transformers takes the mean of all tokens. A
+    decoder that was saved to predict tokens needs that file.
 
-    Raises `TypeError` and `ValueError`, one line that names the remedy, as `load_model` does; `ModuleNotFoundError`
-    where sentence-transformers is missing.
+    Raises the errors of `load_model`, and `ModuleNotFoundError` where sentence-transformers is missing.
     """
     need_sentence_transformers()
     with quiet():
@@ -83,17 +85,11 @@ def load_encoder(name_or_dir: str | os.PathLike[str]) -> SentenceTransformer:
                 f"({config.model_type}); name a sentence-transformers model, whose folder has modules.json"
             )
         how = {"use_safetensors": True, "dtype": torch.float32}
-        try:
+        fix = "it needs a folder that sentence-transformers reads, with weights in safetensors"
+        with _in_one_line(f"name_or_dir: cannot load the encoder of {name}", fix):
             encoder = SentenceTransformer(name, device="cpu", local_files_only=offline, model_kwargs=how)
-        except Exception as error:
-            raise ValueError(
-                f"name_or_dir: cannot load the encoder of {name}: {_line(error)}; it needs a folder that "
-                "sentence-transformers reads, with weights in safetensors"
-            ) from None
-        try:
+        with _in_one_line(f"name_or_dir: {name} cannot be used"):
             attention_modules(encoder)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"name_or_dir: {name} cannot be used; {_line(error)}") from None
     return encoder.eval()
 
 
@@ -105,72 +101,80 @@ def need_sentence_transformers() -> None:
         )
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No log lines, progress bars or warnings of transformers and huggingface_hub; their settings come back after."""
+    import huggingface_hub.utils
+    from transformers.utils import logging
+
+    ours: Any = logging
+    hub: Any = huggingface_hub.utils
+    level, hub_level = ours.get_verbosity(), hub.logging.get_verbosity()
+    bars, hub_bars = ours.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours.set_verbosity(ours.CRITICAL)
+        hub.logging.set_verbosity(ours.CRITICAL)
+        ours.disable_progress_bar()
+        hub.disable_progress_bars()
+        try:
+            yield
+        finally:
+            ours.set_verbosity(level)
+            hub.logging.set_verbosity(hub_level)
+            if bars:
+                ours.enable_progress_bar()
+            if hub_bars:
+                hub.enable_progress_bars()
+
+
 def _located(name_or_dir: object) -> tuple[str, PreTrainedConfig, bool]:
     """The name of a folder or a hub id, its configuration, and whether everything is on this machine."""
-    if not isinstance(name_or_dir, str | os.PathLike):
-        raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
-    name = os.fspath(name_or_dir)
-    return name, *(_folder_config(name) if _is_folder(name, name_or_dir) else _hub_config(name))
-
-
-def _device(device: object) -> torch.device:
-    try:
-        return torch.device(device)  # type: ignore[call-overload, no-any-return]
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device: expected a torch device such as 'cpu' or 'cuda', got {device!r}: {_line(error)}"
-        ) from None
-
-
-def _is_folder(name: str, name_or_path: object) -> bool:
-    """Whether `name` is a folder; `ValueError` when it is neither a folder nor fit to be a hub id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
-    if name and Path(name).is_dir():
-        return True
-    if name.endswith(".gguf") and Path(name).is_file():
-        raise ValueError(f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}")
-    if name and Path(name).exists():
-        raise ValueError(f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder")
-    path_like = not isinstance(name_or_path, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if not isinstance(name_or_dir, str | os.PathLike):
+        raise TypeError(f"name_or_dir: expected a folder or a hub id, got {type(name_or_dir).__name__}")
+    name = os.fspath(name_or_dir)
+    path = Path(name)
+    if name and path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}"
+                if files
+                else f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
+            )
+        return name, _config(name, True, f"the config.json of {name}"), True
+    if name and path.exists():
+        raise ValueError(
+            f"name_or_dir: expected a model folder or a hub id, got a GGUF file, {name}; {_NO_GGUF}"
+            if name.endswith(".gguf")
+            else f"name_or_dir: expected a model folder or a hub id, {name} is a file; name its folder"
+        )
+    is_path = not isinstance(name_or_dir, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     try:
         validate_repo_id(name)
     except HFValidationError:
-        path_like = True
-    if path_like:
+        is_path = True
+    if is_path:
         raise ValueError(
             f"name_or_dir: expected a model folder or a hub id, there is no folder {name!r}; check the path"
         )
-    return False
+    offline = _is_cached(name)
+    return name, _config(name, offline, f"the configuration of {name}"), offline
 
 
-def _folder_config(name: str) -> tuple[PreTrainedConfig, bool]:
-    from transformers import AutoConfig
-
-    if not (Path(name) / "config.json").is_file():
-        if files := sorted(Path(name).glob("*.gguf")):
-            raise ValueError(f"name_or_dir: {name} holds GGUF ({files[0].name}) and no config.json; {_NO_GGUF}")
-        raise ValueError(
-            f"name_or_dir: {name} is not a model folder (it has no config.json); name a folder that has one"
-        )
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True), True
-    except Exception as error:  # transformers raises almost anything here: one line for all of it
-        raise ValueError(f"name_or_dir: the config.json of {name} is not usable: {_line(error)}") from None
-
-
-def _hub_config(name: str) -> tuple[PreTrainedConfig, bool]:
-    """The configuration of a hub id, and whether everything can come from the cache."""
+def _is_cached(name: str) -> bool:
+    """Whether the hub's cache has the model and its tokenizer; if not, `ValueError` unless the hub has it."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
-    from transformers import AutoConfig
 
-    fix = "check the name, or download the model elsewhere and pass its folder"
     with suppress(Exception):  # not in the cache, or only in part: ask the hub
         folder = Path(snapshot_download(name, local_files_only=True))
-        if all(any(folder.glob(kind)) for kind in ("*.safetensors", "tokenizer*")):
-            return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True), True
+        if all(any(folder.glob(kind)) for kind in ("config.json", "*.safetensors", "tokenizer*")):
+            return True
+    fix = "check the name, or download the model elsewhere and pass its folder"
     try:
         HfApi().model_info(name, timeout=HUB_SECONDS)
     except RepositoryNotFoundError:
@@ -181,10 +185,15 @@ def _hub_config(name: str) -> tuple[PreTrainedConfig, bool]:
         raise ValueError(
             f"name_or_dir: there is no folder {name!r} and the hub cannot be reached ({_line(error)}); {fix}"
         ) from None
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False), False
-    except Exception as error:
-        raise ValueError(f"name_or_dir: the configuration of {name} is not usable: {_line(error)}") from None
+    return False
+
+
+def _config(name: str, offline: bool, what: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    with _in_one_line(f"name_or_dir: {what} is not usable"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
+    return config
 
 
 def _is_generator(config: PreTrainedConfig) -> bool:
@@ -195,52 +204,43 @@ def _is_generator(config: PreTrainedConfig) -> bool:
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and any(name.endswith(_GENERATORS) for name in saved)
 
 
-def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | None) -> PreTrainedModel:
+def _model(name: str, config: PreTrainedConfig, offline: bool, dtype: torch.dtype | str) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM
 
     factory: Any = AutoModelForCausalLM if _is_generator(config) else AutoModel
-    try:
-        model, info = factory.from_pretrained(
-            name,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=offline,
-            output_loading_info=True,
-        )
-    except Exception as error:
-        raise ValueError(
-            f"name_or_dir: cannot load the model of {name}: {_line(error)}; it needs weights in safetensors"
-        ) from None
+    how = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": offline}
+    with _in_one_line(f"name_or_dir: cannot load the model of {name}", "it needs weights in safetensors"):
+        model, info = factory.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True, **how)
     missing = [key for key in info["missing_keys"] if "pooler" not in key]
     if missing:
         raise ValueError(
             f"name_or_dir: the weights of {name} lack {len(missing)} tensors of {type(model).__name__}, "
             f"the first {sorted(missing)[0]!r}; fetch the model again"
         )
-    try:
+    with _in_one_line(f"name_or_dir: {name} cannot be used"):
         attention_modules(model)
         if model.main_input_name != "input_ids":
             raise ValueError(f"model: {type(model).__name__} does not read text; use a text model")
-    except ValueError as error:
-        raise ValueError(f"name_or_dir: {name} cannot be used; {_line(error)}") from None
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def _tokenizer(name: str, offline: bool) -> Any:
     from transformers import AutoTokenizer
 
-    try:
+    with _in_one_line(f"name_or_dir: cannot load the tokenizer of {name}", "put its files beside the model"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=offline)
-    except Exception as error:
-        raise ValueError(
-            f"name_or_dir: cannot load the tokenizer of {name}: {_line(error)}; put its files beside the model"
-        ) from None
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+@contextmanager
+def _in_one_line(what: str, fix: str = "") -> Iterator[None]:
+    """Raise a `ValueError` of one line for whatever another library raises."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {_line(error)}{fix and '; '}{fix}") from None
 
 
 def _line(error: BaseException) -> str:

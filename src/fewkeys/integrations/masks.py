@@ -13,53 +13,82 @@ number, expanded.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fewkeys.integrations import streams
-from fewkeys.integrations.patterns import pattern_of, span
+from fewkeys.integrations.answers import Length
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 LOWEST = -1e4
 """Numbers that models add to the scores of padding are at most this."""
+SLIDING = ("sliding_attention", "hybrid_sliding")
+"""What configurations call layers that see a window."""
+
+
+class Keys(NamedTuple):
+    """A mask's content: the real keys (B, Nk), None: all; whether the call is causal; its window, None: every key."""
+
+    real: Tensor | None
+    is_causal: bool
+    window: int | None
+
+    def seen(self, queries: int, keys: int, offset: int, device: torch.device) -> Tensor:
+        """Which keys a query sees, (B or 1, 1, Nq, Nk); `offset` is the place of the first query among the keys."""
+        if self.real is not None and not self.is_causal and self.window is None:
+            return self.real[:, None, None, :].expand(-1, 1, queries, keys)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        if self.is_causal:
+            seen = seen.tril(offset)
+        if self.window is not None:
+            before, after = (self.window - 1, 0) if self.is_causal else (self.window // 2, (self.window - 1) // 2)
+            seen = seen.triu(offset - before).tril(offset + after)
+        return seen[None, None] if self.real is None else seen & self.real[:, None, None, :]
 
 
 class KeyMask(Tensor):
     """A mask that models can move and slice.
 
-    A module with an attention of its own, beside the interface, adds the mask to its scores (B, H, Nq, Nk): it gets
-    what the mask means. A model that computes anything else with a causal mask, or with a window, has keys or
-    scores of its own: `ValueError`.
+    SDPA, and a module with an attention of its own, which adds the mask to its scores (B, H, Nq, Nk), get what the mask
+    means. A model that computes anything else with a causal mask, or with a window, has keys or scores of its own:
+    `ValueError`.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "scaled_dot_product_attention":
+            return func(*args, **kwargs | {"attn_mask": _seen(kwargs["attn_mask"], args[0].shape[2], args[1])})
         if name in _ADDING and {getattr(arg, "ndim", 0) for arg in args} <= {2, 4}:
             mask, scores = args if isinstance(args[0], KeyMask) else args[::-1]
-            real, causal, window = _decoded(mask.as_subclass(Tensor))
-            queries, keys = scores.shape[2:]
-            seen = visible(queries, keys, causal, window, keys - queries if causal else 0, real, scores.device)
+            seen = _seen(mask, scores.shape[2], scores.mT)
             return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
         if name in _COMPUTING and all(mask.ndim == 4 and mask.dtype == torch.bool for mask in _masks(args)):
             with torch._C.DisableTorchFunctionSubclass():  # it is what SDPA would be given
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         try:
             if name not in _COMPUTING:
-                return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+                return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except IndexError:  # more axes than it has
             pass
         raise ValueError(
             "attention_mask: expected a model that passes its mask on unchanged, got one that computes with it "
             f"({name}), which no plan supports; use another model"
         )
+
+
+def _seen(mask: Tensor, queries: int, key: Tensor) -> Tensor:
+    """What a mask of ours means for so many queries, the last ones of `key` (B, H, Nk, D)."""
+    content, keys = _decoded(mask.as_subclass(Tensor)), key.shape[2]
+    return content.seen(queries, keys, keys - queries if content.is_causal else 0, key.device)
 
 
 def _masks(args: Iterable[Any]) -> list[Tensor]:
@@ -74,14 +103,6 @@ _COMPUTING = _ADDING | {
     *("eq", "ne", "lt", "gt", "le", "ge", "__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "where"),
     *("masked_fill", "masked_fill_", "cat", "concat", "pad", "float", "half", "bfloat16", "type_as"),
 }
-
-
-class Keys(NamedTuple):
-    """A mask's content: the real keys (B, Nk), None: all; whether the call is causal; its window, None: every key."""
-
-    real: Tensor | None
-    is_causal: bool
-    window: int | None
 
 
 def key_mask(
@@ -100,18 +121,18 @@ def key_mask(
     **_: Any,
 ) -> Tensor:
     """The arguments of a mask function of transformers, in short. `ValueError` for patterns that are not honoured."""
-    pattern = pattern_of(mask_function, local_size, kv_offset + kv_length, config)
-    if pattern.causal and int(q_offset) + q_length != kv_offset + kv_length:
+    is_causal, window = _pattern(mask_function, local_size, kv_offset + kv_length, config)
+    if is_causal and int(q_offset) + q_length != kv_offset + kv_length:
         raise ValueError(
             f"past_key_values: expected a cache that holds the seen tokens only, got {kv_length} slots for "
             f"{int(q_offset) + q_length} tokens; use DynamicCache instead of a static or preallocated cache"
         )
-    size, dtype = (1, torch.bool) if pattern.window is None else (pattern.window, torch.int32)
+    size, dtype = (1, torch.bool) if window is None else (window, torch.int32)
     mask = torch.full((), size, dtype=dtype, device=device).expand(batch_size, kv_length)
     if attention_mask is not None:
         real = attention_mask.as_subclass(Tensor)[:, kv_offset : kv_offset + kv_length].bool()
         if real.shape[1] < kv_length:
-            if isinstance(kv_length, streams.Length):
+            if isinstance(kv_length, Length):
                 raise ValueError(
                     f"attention_mask: expected one over all {kv_offset + kv_length} tokens so far, those in the cache "
                     f"and the new ones, got one of {attention_mask.shape[1]}; put ones for the tokens in the cache "
@@ -120,9 +141,45 @@ def key_mask(
             real = nn.functional.pad(real, (0, kv_length - real.shape[1]))
         if not bool(real.all()):
             mask = mask * real
-    if not (allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip):
+    if not (allow_is_causal_skip if is_causal else allow_is_bidirectional_skip):
         mask = mask.contiguous()
-    return (mask if pattern.causal else mask[:, None, None, :]).as_subclass(KeyMask)
+    return (mask if is_causal else mask[:, None, None, :]).as_subclass(KeyMask)
+
+
+def _pattern(
+    function: Callable[..., Any] | None, local_size: int | None, reach: int, config: PreTrainedConfig | None
+) -> tuple[bool, int | None]:
+    """Whether a mask function of transformers is causal, and its window as `fewkeys.Window` counts it (None: all).
+
+    It is recognised by what made its parts; `ValueError` for all others. reach: keys up to the last one.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if function in (causal_mask_function, bidirectional_mask_function):
+        return function is causal_mask_function, None
+    name, parts = "", list[str]()
+    if inspect.isfunction(function):
+        inner = inspect.getclosurevars(function).nonlocals.get("mask_functions", ())
+        name, *parts = (part.__qualname__.partition(".")[0] for part in (function, *inner))
+    if local_size is not None and name == "and_masks":
+        if parts[0] == "sliding_window_overlay":
+            return True, local_size
+        if parts[0] == "sliding_window_bidirectional_overlay":
+            return False, 2 * local_size + 1
+        if parts[0] == "chunked_overlay":
+            if reach <= local_size:
+                return True, None
+            raise ValueError(
+                f"attention_chunk_size: this model cuts its sequences into chunks of {local_size} tokens, which is not "
+                f"supported, got {reach} tokens; use sequences of at most {local_size}"
+            )
+    if name == "or_masks" and parts[1] != "blockwise_overlay" and getattr(config, "use_bidirectional_attention", False):
+        return False, None if local_size is None else 2 * local_size - 1
+    raise ValueError(
+        "attention_mask: expected causal or bidirectional attention with padding, or a window, got another pattern "
+        "(packed causal sequences, blocks, or a compiled cache); give each sequence its own row and pad by "
+        "attention_mask (of a SentenceTransformer: encoder[0].unpad_inputs = False)"
+    )
 
 
 def read_mask(module: nn.Module, mask: Tensor, shape: tuple[int, int]) -> Keys:
@@ -170,22 +227,19 @@ def _decoded(mask: Tensor) -> Keys:
     return Keys(None if is_whole else rows.bool(), mask.ndim == 2, window)
 
 
-def visible(
-    queries: int,
-    keys: int,
-    is_causal: bool,
-    window: int | None,
-    offset: int,
-    real: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """Which keys a query sees, (B or 1, 1, Nq, Nk); `offset` is the place of the first query among the keys."""
-    if real is not None and not is_causal and window is None:
-        return real[:, None, None, :].expand(-1, 1, queries, keys)
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    if is_causal:
-        seen = seen.tril(offset)
-    if window is not None:
-        before, after = span(window, is_causal)
-        seen = seen.triu(offset - before).tril(offset + after)
-    return seen[None, None] if real is None else seen & real[:, None, None, :]
+def layer_window(module: nn.Module) -> int | None:
+    """The window of an attention module's own, as its configuration counts it; None: it sees every key.
+
+    Moshi's configuration has a window that its model never asks for.
+    """
+    attributes, config = vars(module), getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), attributes.get("layer_idx")
+    if kinds is not None and layer is not None and kinds[layer] not in SLIDING:
+        return None
+    if "sliding_window" in attributes:
+        window = attributes["sliding_window"]
+    elif kinds is None and not any("sliding" in name for name in vars(sys.modules[type(module).__module__])):
+        return None
+    else:
+        window = getattr(config, "sliding_window", None)
+    return window if isinstance(window, int) else None

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.guard.fallback import QUERIES
 from fewkeys.guard.sample import Estimates
+from fewkeys.integrations.capture import Batch, check_readable, exact_passes
 from fewkeys.integrations.interface import attention_modules, unwrapped
-from fewkeys.integrations.transformers import Batch, Plans, check_readable, exact_passes, plans_per_layer
+from fewkeys.integrations.transformers import Plans, plans_per_layer
 from fewkeys.judge.spot_check import SpotCheck, check_call, check_options, check_tensors, overall
 from fewkeys.plan import Plan
 

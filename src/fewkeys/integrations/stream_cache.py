@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
 
 from fewkeys.captures.capture import AttentionInputs
-from fewkeys.integrations import interface, streams
-from fewkeys.integrations.families import NAME
-from fewkeys.integrations.streams import Length
+from fewkeys.integrations import interface
+from fewkeys.integrations.answers import Length, wait
+from fewkeys.integrations.switch import NAME
 from fewkeys.integrations.terms import plain
 from fewkeys.memory import Stream, files
 from fewkeys.memory.base import LeafType
@@ -79,7 +79,7 @@ class StreamLayer(CacheLayerMixin):
             )
         self.expected = (key_states, value_states)
         self._length, self._answered = self.get_seq_length(), 0
-        streams.wait(key_states, self)
+        wait(key_states, self)
         return key_states, value_states
 
     def attend(self, inputs: AttentionInputs) -> Tensor:

@@ -1,55 +1,32 @@
-"""Switches the attention implementation that a model's configurations name to ours, and back.
+"""Switches the attention implementation that a model's configurations name to ours, and back with the last plan.
 
-A configuration is switched back when the last plan is removed, and no call of another thread still uses a mask of ours:
-the model's own implementation could not read that mask. Modules of `families` are rewritten and restored with it.
+A call under way ends as it began, whatever other threads apply or restore meanwhile: with a mask of the model's own, by
+the model's own attention; and a mask of ours (`masks.KeyMask`) means the same to SDPA.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from fewkeys.integrations.families import NAME, family_of, give_back, restate
-from fewkeys.integrations.plan_stack import LOCK
-from fewkeys.integrations.quiet import quiet
+from fewkeys.integrations.answers import LOCK, Scope
+from fewkeys.integrations.mpnet import is_mpnet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PreTrainedConfig
 
+NAME = "fewkeys"
+"""What the attention function is registered as."""
+
 
 @dataclass
 class SwitchedConfig:
-    """A switched configuration, its own implementation, how many hold it switched, and its living masks by thread."""
+    """A switched configuration, its own implementation, and the scopes of what holds it switched (None: of a cache)."""
 
     config: PreTrainedConfig
     implementation: str | None
-    holders: int = 0
-    masks: Counter[int] = field(default_factory=Counter)
-    modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-
-    def restore(self, in_use: bool) -> None:
-        """Give the configuration its own implementation back, unless ours is `in_use` or held."""
-        if self.holders or in_use or held.get(id(self.config)) is not self:
-            return
-        del held[id(self.config)]
-        if self.config._attn_implementation == NAME:  # another one that a user has set stays
-            # This configuration alone, not those inside it.
-            self.config._attn_implementation = {"": self.implementation}
-        for module in self.modules:
-            give_back(module)
-
-    def mask_freed(self, thread: int) -> None:
-        """A mask of this thread was freed."""
-        with LOCK:
-            self.masks[thread] -= 1
-            self.restore(any(self.masks.values()))
+    holders: tuple[Scope | None, ...] = ()
 
 
 held: dict[int, SwitchedConfig] = {}
@@ -57,7 +34,7 @@ held: dict[int, SwitchedConfig] = {}
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Every configuration in `model` that names an attention implementation, outer before inner, each once."""
+    """Every configuration in `model` that names an attention implementation, each once."""
     from transformers import PreTrainedModel
 
     configs: dict[int, PreTrainedConfig] = {}
@@ -69,68 +46,48 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
             if inner is not None:
                 add(inner)
 
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            add(module.config)
+    parts = {id(part.config): part for part in reversed(list(model.modules())) if isinstance(part, PreTrainedModel)}
+    for part in parts.values():  # the outermost of each configuration
+        if not part._can_set_attn_implementation() and not any(map(is_mpnet, part.modules())):
+            raise ValueError(
+                f"model: {type(part).__name__} does not let its attention implementation be set, so its attention "
+                "cannot be replaced"
+            )
+        add(part.config)
     return list(configs.values())
 
 
-def hold(configs: list[PreTrainedConfig], modules: list[nn.Module]) -> None:
-    """Keep these configurations switched, the outermost first, and attention modules of theirs, until they are
-    released as often.
-    """
+def hold(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
+    """Keep these configurations switched until they are released as often."""
     with LOCK:
         for config in configs:
             entry = held.setdefault(id(config), SwitchedConfig(config, config._attn_implementation))
             if config._attn_implementation != NAME:  # set to another one since it was first held
                 entry.implementation = config._attn_implementation
-            entry.holders += 1
-        held[id(configs[0])].modules.update(modules)
+                _set(config, NAME)
+            entry.holders = (*entry.holders, holder)
 
 
-def release(configs: list[PreTrainedConfig]) -> None:
+def release(configs: list[PreTrainedConfig], holder: Scope | None) -> None:
     """The end of one `hold`."""
     with LOCK:
         for config in configs:
             entry = held[id(config)]
-            entry.holders -= 1
-            this_thread = threading.get_ident()
-            entry.restore(any(count for thread, count in entry.masks.items() if thread != this_thread))
+            at = entry.holders.index(holder)
+            entry.holders = entry.holders[:at] + entry.holders[at + 1 :]
+            if not entry.holders:
+                if config._attn_implementation == NAME:  # another one that a user has set stays
+                    _set(config, entry.implementation)
+                del held[id(config)]
 
 
-def own_implementation(module: nn.Module) -> str | None:
-    """The module's own attention implementation; None where its configuration is not switched."""
-    entry = held.get(id(getattr(module, "config", None)))
-    return None if entry is None else entry.implementation
+def own_implementation(config: Any) -> str | None:
+    """The implementation that a configuration has without us; None: unknown, as in a copy of a switched one."""
+    entry = held.get(id(config))
+    own: str | None = getattr(config, "_attn_implementation", None) if entry is None else entry.implementation
+    return None if own == NAME else own
 
 
-def switch(model: PreTrainedModel) -> None:
-    """Set every configuration in `model` to our implementation."""
-    from transformers import PreTrainedModel
-
-    for module in model.modules():  # the outermost first; some parts hold a configuration of their own
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != NAME:
-            restated = [part for part in module.modules() if family_of(part)]
-            for part in restated:
-                restate(part)
-            if restated:  # which transformers itself does not switch
-                module.config._attn_implementation = {"": NAME}
-                continue
-            with quiet():
-                module.set_attn_implementation(NAME)
-            stayed = module.config._attn_implementation
-            if stayed != NAME:
-                raise ValueError(
-                    f"model: {type(module).__name__} does not let its attention implementation be set (it stayed "
-                    f"{stayed!r}), so its attention cannot be replaced"
-                )
-
-
-def watch(config: PreTrainedConfig, mask: Tensor) -> None:
-    """Count a call that uses our mask, for as long as the mask lives."""
-    entry = None if torch.compiler.is_compiling() else held.get(id(config))
-    if entry is not None:
-        thread = threading.get_ident()
-        with LOCK:
-            entry.masks[thread] += 1
-        weakref.finalize(mask, entry.mask_freed, thread).atexit = False
+def _set(config: Any, implementation: str | None) -> None:
+    """Of this configuration alone, not of those inside it."""
+    config._attn_implementation = {"": implementation}

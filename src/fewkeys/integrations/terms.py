@@ -1,29 +1,71 @@
-"""What some models add to their scores, said in terms that every plan knows: caps, learned sinks, windows, biases.
+"""What a call of a model asks beside softmax over its keys, in terms that every plan knows.
 
 A soft cap is another kernel, `Softcap`. A learned sink is one more key before all others, that every query keeps, or,
 under a scan, may choose like any other key: with one more dimension, in which query head h holds its sink s_h, the sink
 key 1 / scale and all other keys 0, its score is s_h and those of the others are what they were; its value is zero.
 
-A bias of every key is one more dimension, too: queries hold 1 there, and key j its bias / scale. So is ALiBi, causal
-attention whose score at distance i - j has -m_h (i - j) added: softmax sees m_h j alone. Kept keys are exact. A
-stand-in has the bias of the (weighted) mean place of its keys, and what stand-ins know of their keys' spread (tilts,
-radii, first order), they know of places, too.
+A bias of distances is a table. Sequences packed into one row, as flash attention takes them, each attend to themselves
+alone: `cu_seq_lens_q` holds where they begin, and the number of all tokens last (sentence-transformers and
+`DataCollatorWithFlattening` write it). Each gets a row of its own, padded at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fewkeys.call import attention
 from fewkeys.captures.capture import AttentionInputs
 from fewkeys.core.distances import DistanceBias
+from fewkeys.core.impl import Impl
 from fewkeys.core.weights import Softcap, Softmax
+from fewkeys.guard.fallback import Guard
 from fewkeys.plan import Plan
 from fewkeys.select import Sinks, Window
+
+_INERT = {
+    "cache_position",
+    "encoder_attention_mask",
+    "encoder_hidden_states",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "s_aux",
+    "sliding_window",
+    "softcap",
+    "token_type_ids",
+    "tokenizer",
+    "use_cache",
+}
+"""Arguments that models hand down to their attention and that do not change its answer, or are read elsewhere."""
+_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+"""The arguments of packed sequences; only the first is read."""
+
+
+def check_honoured(module: nn.Module, dropout: float, kwargs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for every option of the model that is not honoured."""
+    if dropout:
+        raise ValueError(
+            f"dropout: expected 0, got {dropout}; call model.eval(), or configure the model with no attention dropout"
+        )
+    ignored = _INERT if kwargs.get("cu_seq_lens_q") is None else _INERT | _PACKED
+    for name, value in kwargs.items():
+        if name not in ignored and value is not None and value is not False:
+            raise ValueError(
+                f"{name}: {type(module).__name__} passes this argument to its attention, which fewkeys "
+                "does not support; use a model or a call without it"
+            )
 
 
 def with_sink(inputs: AttentionInputs) -> AttentionInputs:
@@ -37,23 +79,6 @@ def with_sink(inputs: AttentionInputs) -> AttentionInputs:
     offset = inputs.query_offset + 1  # every key stands one place later
     query, value = torch.cat([query, sink], -1), pad(inputs.value, (0, 0, 1, 0))
     return replace(inputs, query=query, key=key, value=value, key_mask=mask, query_offset=offset, sink=None)
-
-
-def with_key_bias(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, *, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a call whose key j has `bias` (B or 1, Hq, Nk) added to its scores.
-
-    centred: biases are taken relative to the last key's, so that scores of near keys lose no digits to their place;
-    not where keys of other calls join these. Query heads that share keys get keys of their own.
-    """
-    if centred:
-        bias = bias - bias[..., -1:]
-    ratio = query.shape[1] // key.shape[1]
-    if ratio > 1:
-        key, value = (rows.repeat_interleave(ratio, 1) for rows in (key, value))
-    column = (bias / scale).to(key.dtype).expand(*key.shape[:3]).unsqueeze(-1)
-    return pad(query, (0, 1), value=1.0), torch.cat([key, column], -1), value
 
 
 def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
@@ -88,6 +113,20 @@ def distance_bias(bias: Tensor, offset: int) -> Tensor | None:
 
 
 _TABLE = "_fewkeys_table"
+
+
+def attend(
+    inputs: AttentionInputs,
+    plan: Plan | Sequence[Plan] | None,
+    *,
+    impl: Impl = "auto",
+    generator: torch.Generator | None = None,
+    max_error: float | Guard | None = None,
+) -> Tensor:
+    """The call answered by a plan, or by the plans of its key heads; None: exact attention."""
+    call, plans = with_sink(inputs), in_terms(inputs, plan)
+    options = call.options(generator, impl)
+    return attention(call.query, call.key, call.value, plan=plans, max_error=max_error, **options)
 
 
 def in_terms(inputs: AttentionInputs, plan: Plan | Sequence[Plan] | None) -> Plan | tuple[Plan, ...]:
@@ -125,3 +164,39 @@ def check_sink(sink: Tensor, heads: int) -> Tensor:
     if sink.numel() != heads:
         raise ValueError(f"s_aux: expected one number for each of {heads} query heads, got shape {tuple(sink.shape)}")
     return sink.reshape(-1)
+
+
+def real_tokens(inputs: AttentionInputs, starts: Tensor | None) -> Tensor | None:
+    """Where the tokens of one row go in rows of their own (B, longest); None: no call of several sequences.
+
+    starts: `cu_seq_lens_q`.
+    """
+    if starts is None or len(starts) <= 2:
+        return None
+    lengths, tokens = starts.diff(), inputs.query.shape[2]
+    whole = inputs.query.shape[0] == 1 and inputs.key.shape[2] == tokens == int(starts[-1]) and int(starts[0]) == 0
+    if not whole or bool((lengths < 0).any()) or inputs.key_mask is not None or inputs.distance_bias is not None:
+        raise ValueError(
+            f"cu_seq_lens_q: expected places from 0 to the {tokens} tokens of one row, with neither padding nor a bias "
+            f"of the distance, got {starts.tolist()} for {inputs.query.shape[0]} rows; give each sequence its own row "
+            "and pad by attention_mask"
+        )
+    real: Tensor = torch.arange(int(lengths.max()), device=starts.device) < lengths[:, None]
+    return real
+
+
+def in_rows(inputs: AttentionInputs, real: Tensor) -> AttentionInputs:
+    """The call with a row for each sequence."""
+
+    def spread(tokens: Tensor) -> Tensor:
+        rows = tokens.new_zeros(*real.shape, tokens.shape[1], tokens.shape[3])
+        rows[real] = tokens[0].transpose(0, 1)
+        return rows.transpose(1, 2)
+
+    query, key, value = (spread(tokens) for tokens in (inputs.query, inputs.key, inputs.value))
+    return replace(inputs, query=query, key=key, value=value, key_mask=None if bool(real.all()) else real)
+
+
+def in_one_row(output: Tensor, real: Tensor) -> Tensor:
+    """The output (1, H, N, Dv) of the outputs (B, H, longest, Dv) in rows of their own."""
+    return output.transpose(1, 2)[real].transpose(0, 1)[None]

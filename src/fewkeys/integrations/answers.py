@@ -1,0 +1,167 @@
+"""Who answers an attention call: the stream of a cache, the innermost plan in force, or else the model itself.
+
+A cache leaves new keys here, and the attention function finds their stream by the identity of the key tensor.
+
+Each attention module has a stack of plans. It is copied or sent to another process with the model, and ends with it. A
+plan that was entered by `with` is in force in the context that entered it (`contextvars`: a thread, or a task of
+asyncio), every other plan wherever the model is called.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fewkeys.captures.capture import AttentionInputs
+
+ATTRIBUTE = "_fewkeys"
+LOCK = threading.RLock()
+
+
+class Length(int):
+    """A number of keys that are all new: a stream holds the earlier ones."""
+
+
+class Waiting(Protocol):
+    """Answers the attention calls of the keys that it left here."""
+
+    def attend(self, inputs: AttentionInputs) -> Tensor: ...
+
+
+_waiting = WeakIdKeyDictionary()
+
+
+def wait(key: Tensor, stream: Waiting) -> None:
+    """Let `stream` answer the calls whose keys are `key`, as long as that tensor lives."""
+    _waiting[key] = stream
+
+
+def waiting(key: Tensor) -> Waiting | None:
+    """Who answers the call whose keys are `key`."""
+    stream: Waiting | None = _waiting.get(key) if _waiting.data else None
+    return stream
+
+
+class Answer(Protocol):
+    """Answers one attention call of the `layer`-th attention module: (B, Hq, Nq, Dv).
+
+    None: the model's own attention answers this call, and later ones of the same shapes, types and options.
+    """
+
+    def __call__(self, layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor | None: ...
+
+
+class Scope:
+    """Where one application of a plan is in force; `is_entered`: only in the contexts that entered it."""
+
+    def __init__(self) -> None:
+        self.is_entered = False
+        self._thread = threading.get_ident()
+        self._warned = False
+
+    def enter(self) -> None:
+        """From now on, only in the current context, and in those that begin in it."""
+        _entered.set((*_entered.get(), self))
+        self.is_entered = True
+
+    def leave(self) -> None:
+        """No longer in the current context."""
+        _entered.set(tuple(other for other in _entered.get() if other is not self))
+
+    def warn_once(self) -> None:
+        """Warn, once, that the model is called from a context outside."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "fewkeys.apply: a thread or task that did not enter `with fewkeys.apply(...)` calls the model, and its "
+                "attention is exact there; apply the plan without `with` to reach every thread, or start the thread by "
+                "contextvars.copy_context().run",
+                stacklevel=2,
+            )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it was entered in this context, or never entered and made by this thread."""
+        return self in _entered.get() if self.is_entered else self._thread == threading.get_ident()
+
+
+_entered: ContextVar[tuple[Scope, ...]] = ContextVar("fewkeys_entered", default=())
+
+
+def in_force(scopes: Iterable[Scope]) -> Scope | None:
+    """The innermost (last) of `scopes` that holds in the current context; None: the model itself answers here."""
+    inner_first = tuple(scopes)[::-1]
+    for scope in inner_first:
+        if scope.is_current:
+            return scope
+    for scope in inner_first:
+        if not scope.is_entered:  # another thread applied it for all
+            return scope
+    if inner_first and _is_autograd_thread():
+        # Gradient checkpointing computes a layer again, in a thread that has no context.
+        if len(inner_first) > 1:
+            raise ValueError(
+                "model: expected one plan to compute a layer again by, got several, applied by `with` in several "
+                "threads; apply one plan without `with` to train on this device with gradient checkpointing"
+            )
+        return inner_first[0]
+    for scope in inner_first:
+        scope.warn_once()
+    return None
+
+
+class PlanStack:
+    """The answers of one attention module, each with the number of its layer, the innermost last.
+
+    A copy, in this process or another, keeps only the answer that is in force where it is copied (`interface`).
+    """
+
+    def __init__(self, answers: Mapping[Scope, tuple[int, Answer]] = MappingProxyType({})) -> None:
+        self.answers = dict(answers)
+        self.own_call: tuple[object, ...] | None = None
+        """What decided that the model's own attention answered the last call that no mask restricts; calls of which
+        the same is true take no other step."""
+
+    def innermost(self) -> tuple[int, Answer] | None:
+        """The layer and the answer that are in force here; None: the model's own attention."""
+        scope = in_force(self.answers) if self.answers else None
+        return None if scope is None else self.answers[scope]
+
+
+_EMPTY = PlanStack()
+
+
+def plan_stack(module: nn.Module) -> PlanStack:
+    """The stack of a module."""
+    stack: PlanStack = vars(module).get(ATTRIBUTE, _EMPTY)
+    return stack
+
+
+def push(module: nn.Module, scope: Scope, layer: int, answer: Answer) -> None:
+    """Let `answer` answer for `module` within `scope`."""
+    with LOCK:
+        vars(module)[ATTRIBUTE] = PlanStack(plan_stack(module).answers | {scope: (layer, answer)})
+
+
+def remove(module: nn.Module, scope: Scope) -> None:
+    """The end of `push`."""
+    with LOCK:
+        others = {other: answer for other, answer in plan_stack(module).answers.items() if other is not scope}
+        if others:
+            vars(module)[ATTRIBUTE] = PlanStack(others)
+        else:
+            vars(module).pop(ATTRIBUTE, None)
+
+
+def _is_autograd_thread() -> bool:
+    """Whether this is a thread that autograd started, as it does for devices."""
+    is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    return is_foreign and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,281 @@
+"""Run a model exactly and store what its attention receives: `fewkeys.capture`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fewkeys.call import attention
+from fewkeys.captures.capture import AttentionInputs, Capture
+from fewkeys.captures.writer import CaptureWriter
+from fewkeys.core.weights import Softcap, Weights
+from fewkeys.integrations.interface import attach, attention_modules, by_token, exact, unwrapped
+from fewkeys.integrations.sensitivity import Sensitivity, counted, model_with_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Batch = Tensor | Mapping[str, Any]
+Part = Literal["encoder", "decoder", "cross"]
+SAMPLE = 4096
+"""Numbers read of a weight, to identify a model."""
+
+
+def capture(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    weights: Weights | None = None,
+    part: Part | None = None,
+    gradients: bool = False,
+    seed: int = 0,
+) -> Capture:
+    """Run `model` on `batches` and keep query, key and value of every attention layer on disk, and the weights of the
+    output projections.
+
+    Args:
+        batches: input_ids of shape (B, N), or mappings as a tokenizer returns them (`input_ids`, `attention_mask`,
+            ...); padding by the 2-D attention_mask is kept as `key_mask`, a bias of distances (T5, MPNet) as its
+            table. Models of images or sound: pixel_values of shape (B, C, H, W), input_features of shape (B, features,
+            frames), or mappings with them.
+        directory: a new or empty folder; None: a temporary one that goes with the returned object.
+        weights: the kernel of the model's own attention, where it was trained with another one than softmax:
+            `Entmax(1.5)`. Its layers then answer by exact attention of that kernel.
+        part: of an encoder-decoder, whose layers alone are captured: "encoder", which runs alone, "decoder" (its
+            self-attention) or "cross", for which batches also hold `decoder_input_ids`. Padding by
+            `decoder_attention_mask` marks the queries of cross-attention.
+        gradients: keep the gradients of the model's predictions by every attention output, so that `fewkeys.tune` can
+            judge heads by what their errors do to them (`fewkeys.integrations.sensitivity` has the equation). The
+            whole model runs, with its head where that predicts tokens. `labels` of a batch, as for training, mark the
+            tokens that count by other numbers than -100.
+        seed: of the random numbers of gradients.
+
+    The base model runs once for each batch without gradients, by exact attention (SDPA), even inside `apply`, and is
+    afterwards as it was. Layers whose own attention is a window are left out: every plan leaves them as they are.
+
+    Memory: the model's own on one batch. Disk: layers x tokens x (Hq D + Hkv D + Hkv Dv) numbers. With gradients, one
+    backward pass for each batch and its memory, and layers x tokens x Hq Dv more numbers.
+
+    Raises `ValueError` as `apply` does for what the model asks of its attention, for an encoder-decoder without `part`,
+    for no batches and for a `directory` that holds something else. Nothing is left behind after an error.
+    """
+    model = unwrapped(model)
+    check_readable(model, part)
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError(f"batches: expected an iterable of batches, got one {type(batches).__name__}; put it in a list")
+    sensitivity = Sensitivity(seed) if gradients else None
+    writer = CaptureWriter(directory, model.config.name_or_path or type(model).__name__)
+    projections = ProjectionFinder(model)
+    modules, captured = attention_modules(model), list[int]()
+    encoder = () if part is None else tuple(model.get_encoder().modules())
+
+    def on_attention(layer: int, inputs: AttentionInputs, output: Tensor) -> Tensor:
+        if inputs.window is not None:
+            return output
+        if part is not None:
+            inside = any(modules[layer] is module for module in encoder)
+            if part != ("encoder" if inside else "decoder" if inputs.is_causal else "cross"):
+                return output
+        if layer not in captured:
+            captured.append(layer)
+        writer.write(inputs)
+        if sensitivity is not None:
+            output = sensitivity.follow(output)
+        projections.attended(captured.index(layer), output)
+        return output
+
+    try:
+        with closing(projections):
+            for arguments, result in exact_passes(model, batches, on_attention, weights, part, gradients):
+                if not captured:
+                    raise ValueError(
+                        f"model: every layer of {type(model).__name__} has a sliding window, which every plan keeps, "
+                        "so there is nothing to capture; use a model with layers that see every key"
+                    )
+                if sensitivity is not None:
+                    writer.write_gradients(sensitivity.gradients(result, counted(model, arguments, result, part)))
+                writer.end_batch()
+        writer.write_projections(projections.matrices)
+        return writer.finish(weights_of([modules[layer] for layer in captured]))
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def check_readable(model: PreTrainedModel, part: Part | None = None) -> None:
+    """Raise for a model that `exact_passes` cannot run."""
+    attention_modules(model)
+    if part is not None and (part not in get_args(Part) or not model.config.is_encoder_decoder):
+        raise ValueError(
+            "part: expected 'encoder', 'decoder' or 'cross' for an encoder-decoder and None for other models, got "
+            f"{part!r} for a {type(model).__name__}"
+        )
+    if model.config.is_encoder_decoder and part is None:
+        raise ValueError(
+            f"model: {type(model).__name__} is an encoder-decoder, which cannot be captured whole; say which part="
+            "'encoder', 'decoder' or 'cross', or pass its encoder"
+        )
+    if model.training:
+        raise ValueError("model: expected a model in eval mode, got one in training mode; call model.eval()")
+
+
+def exact_passes(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    on_attention: Callable[[int, AttentionInputs, Tensor], Tensor],
+    weights: Weights | None = None,
+    part: Part | None = None,
+    gradients: bool = False,
+) -> Iterator[tuple[Mapping[str, Any], Any]]:
+    """Run the base model on each batch, with exact attention; after each, yield the batch and what the model returned.
+
+    `on_attention(layer, inputs, output)` is called at every attention call, and returns the output that the model goes
+    on with. `weights`: the model's own kernel, where it is not softmax. `part`: "encoder" runs the encoder alone.
+    `gradients`: enable them, and run the head of a model that predicts tokens. Afterwards the model is as it was.
+    """
+    runs = model.get_encoder() if part == "encoder" else model_with_head(model) if gradients else model.base_model
+
+    def answer(layer: int, module: nn.Module, inputs: AttentionInputs) -> Tensor:
+        if inputs.sink is not None or (inputs.softcap is not None and weights != Softcap(inputs.softcap)):
+            raise ValueError(
+                f"model: {type(module).__name__} has "
+                + ("a learned sink" if inputs.softcap is None else f"scores capped at {inputs.softcap}")
+                + ", which captures do not support"
+                + ("" if inputs.softcap is None else f", unless weights=fewkeys.weights.Softcap({inputs.softcap})")
+                + "; fewkeys.apply supports it: compare the outputs of the model"
+            )
+        if part == "cross":
+            inputs = replace(inputs, query_mask=query_mask)
+        if weights is None:
+            output = exact(module, inputs)
+        else:
+            output = by_token(attention(inputs.query, inputs.key, inputs.value, weights=weights, **inputs.options()))
+        return on_attention(layer, inputs, output)
+
+    for index, batch in enumerate(batches):
+        arguments = _arguments(model, part, batch, index)
+        if "use_cache" in inspect.signature(runs.forward).parameters:
+            arguments["use_cache"] = False
+        mask = arguments.get("decoder_attention_mask")
+        query_mask = mask.bool() if isinstance(mask, Tensor) and not bool(mask.all()) else None
+        attachment = attach(model, answer)
+        attachment.enter()
+        try:
+            with torch.set_grad_enabled(gradients):
+                result = runs(**{name: item for name, item in arguments.items() if name != "labels"})
+        finally:
+            attachment.detach()
+        yield arguments, result
+
+
+def _arguments(model: PreTrainedModel, part: Part | None, batch: object, index: int) -> dict[str, Any]:
+    """The arguments of a batch for the part of the model that runs, on the model's device."""
+    name = model.main_input_name
+    if isinstance(batch, Tensor):
+        batch = {name: batch}
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"batches: expected {name} or a mapping with {name} in batch {index}, got {type(batch).__name__}"
+        )
+    if name == "input_ids":
+        _check_ids(model, batch.get(name), index)
+    else:
+        _check_numbers(name, batch.get(name), index)
+    arguments = {name: item.to(model.device) if isinstance(item, Tensor) else item for name, item in batch.items()}
+    if part == "encoder":
+        arguments = {name: item for name, item in arguments.items() if not name.startswith("decoder_")}
+    return arguments
+
+
+_SHAPES = {
+    "pixel_values": "images, channels, height, width",
+    "input_features": "sounds, features, frames",
+    "input_values": "sounds, samples",
+}
+
+
+def _check_numbers(name: str, values: object, index: int) -> None:
+    """Check images and sounds."""
+    axes = _SHAPES.get(name, "any number of dimensions")
+    ranks = (axes.count(",") + 1,) if name in _SHAPES else range(1, 9)
+    is_array = isinstance(values, Tensor) and values.ndim in ranks and values.is_floating_point()
+    if not isinstance(values, Tensor) or not is_array or not values.numel():
+        raise ValueError(f"batches: expected floating {name} of shape ({axes}) in batch {index}, got {_came(values)}")
+
+
+def _check_ids(model: PreTrainedModel, ids: object, index: int) -> None:
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        raise ValueError(f"batches: expected input_ids of shape (sequences, tokens) in batch {index}, got {_came(ids)}")
+    vocabulary = model.config.get_text_config().vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"batches: expected input_ids from 0 to {vocabulary - 1} in batch {index}, got {int(ids.min())} to "
+            f"{int(ids.max())}; use the tokenizer of this model"
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and ids.shape[1] > longest > 0:
+        raise ValueError(
+            f"batches: expected at most {longest} tokens (the positions of this model) in batch {index}, got "
+            f"{ids.shape[1]}; cut the text into shorter sequences"
+        )
+
+
+def _came(item: object) -> str:
+    return f"{item.dtype} of shape {tuple(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
+
+
+def weights_of(modules: Sequence[nn.Module]) -> list[float]:
+    """The norm of a sample of the largest weight of each attention module; none where weights are not plain numbers."""
+    samples = []
+    for module in modules:
+        largest = max((part.detach() for part in module.parameters()), key=Tensor.numel, default=torch.empty(0))
+        if not largest.is_floating_point() or largest.is_meta or not largest.numel():
+            return []
+        samples.append(float(largest.flatten()[:: max(1, largest.numel() // SAMPLE)].float().norm()))
+    return samples
+
+
+class ProjectionFinder:
+    """Finds the output projections of `model` as it runs: the linear layers that read the outputs of its attention.
+
+    No convention says what models call them. They are the linear layers whose input is the very memory that an
+    attention call returned. `attended(layer, output)` announces the output (B, Hq, N, Dv) of a call; `matrices` maps
+    layers to weights (out, Hq Dv). A layer whose output goes through something else first is not found.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        from transformers.pytorch_utils import Conv1D
+
+        self.matrices: dict[int, Tensor] = {}
+        self._transposed = Conv1D
+        self._last: tuple[int, Tensor] | None = None
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+        self._hooks = [module.register_forward_pre_hook(self._look) for module in linear]
+
+    def attended(self, layer: int, output: Tensor) -> None:
+        """`output` is the answer of layer `layer`; it is held until the next call, so that its memory is not reused."""
+        self._last = None if layer in self.matrices else (layer, output)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._last = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def _look(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._last is None or not arguments or not isinstance(arguments[0], Tensor):
+            return
+        (layer, output), read, weight = self._last, arguments[0], module.weight
+        if read.data_ptr() != output.data_ptr() or read.numel() != output.numel() or not isinstance(weight, Tensor):
+            return
+        matrix = weight.detach().mT if isinstance(module, self._transposed) else weight.detach()
+        if matrix.ndim == 2 and matrix.shape[1] == output.shape[1] * output.shape[3]:
+            self.matrices[layer] = matrix

@@ -1,0 +1,67 @@
+"""MPNet (all-mpnet-base-v2), whose attention does not use transformers' interface: its `forward` is replaced.
+
+As long as a plan is in force, `MPNetForward` stands in the attention module in place of that method; the class stays as
+it is. It makes queries, keys and values as the module does, asks the attention function, and goes on from the output as
+the module does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fewkeys.integrations.answers import plan_stack
+
+
+@dataclass(eq=False)
+class MPNetForward:
+    """The `forward` of one module. Calls that began before it stood here have a mask of the model's own: they end as
+    they began.
+    """
+
+    module: nn.Module
+
+    def __call__(
+        self, hidden: Tensor, attention_mask: Tensor | None = None, position_bias: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, ...]:
+        module: Any = self.module
+        is_own_mask = attention_mask is not None and attention_mask.is_floating_point()
+        if is_own_mask or plan_stack(module).innermost() is None:
+            output: tuple[Tensor, ...] = type(module).forward(module, hidden, attention_mask, position_bias, **more)
+            return output
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        rows = (part(hidden).unflatten(-1, (-1, module.attention_head_size)) for part in (module.q, module.k, module.v))
+        heads = (part.transpose(1, 2) for part in rows)
+        attend: Any = ALL_ATTENTION_FUNCTIONS["fewkeys"]
+        options = {"scaling": module.attention_head_size**-0.5, "position_bias": position_bias, "is_causal": False}
+        options["dropout"] = module.dropout.p if module.training else 0.0
+        mixed, _ = attend(module, *heads, attention_mask, **options)
+        return (module.o(mixed.flatten(2)),)
+
+
+def is_mpnet(module: nn.Module) -> bool:
+    """Whether it is the attention module of an MPNet."""
+    kind = type(module)
+    return kind.__name__ == "MPNetSelfAttention" and kind.__module__.startswith("transformers.models.")
+
+
+def restate(modules: Iterable[nn.Module]) -> None:
+    """Make those of the modules that are MPNet's use the interface from now on."""
+    ours = [module for module in modules if is_mpnet(module)]
+    if any(not isinstance(vars(module).get("forward", MPNetForward(module)), MPNetForward) for module in ours):
+        raise ValueError(
+            "model: expected MPNetSelfAttention.forward to be that of its class, got one of the module's own, as hooks "
+            "of accelerate are; apply the plan first, or remove the hooks"
+        )
+    for module in ours:
+        vars(module).setdefault("forward", MPNetForward(module))
+
+
+def give_back(module: nn.Module) -> None:
+    """The end of `restate`."""
+    if isinstance(vars(module).get("forward"), MPNetForward):
+        del vars(module)["forward"]
