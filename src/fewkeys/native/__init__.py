@@ -8,7 +8,7 @@ with the same results up to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=
 
 from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
-from fewkeys.native.cohorts import best, cohort_means, half_variance, halve, tilt, tilt_back
+from fewkeys.native.cohorts import best, cohort_means, halve, tilt, tilt_back
 from fewkeys.native.extent import largest
 from fewkeys.native.keys import assign, cluster, frame, label_sums, statistics, sums_and_products
 from fewkeys.native.tensors import readable, suits
@@ -22,7 +22,6 @@ __all__ = [
     "cohort_means",
     "counters",
     "frame",
-    "half_variance",
     "halve",
     "instruction_set",
     "label_sums",

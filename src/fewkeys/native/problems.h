@@ -153,17 +153,6 @@ struct Halves {
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
 };
 
-// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.half_variance`.
-struct HalfVariance {
-  Rows key;
-  const float *within;  // (B Hkv, D, D)
-  const float *middle;  // (B Hkv, D): the mean key
-  float *half;          // (B Hkv, Nk)
-  int64_t *indefinite;  // becomes 1 where rounding has left a matrix without a root
-  int64_t batch, heads, keys, dim;
-  float ridge;
-};
-
 // The best keys of every cohort: `fewkeys.sketch.tilted.best`.
 struct Best {
   Rows key;
