@@ -83,10 +83,11 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
-// The largest entries: `fewkeys.core.validation.largest_entries`.
+// The largest entries: `fewkeys.core.validation.largest_entries`; and the rows of every head side by side.
 struct Extents {
   Rows query, key, value;
-  float *largest;  // (3): of each
+  void *query_copy, *key_copy, *value_copy;  // dense, (B, H, N, dim), of the same dtype; null: none
+  float *largest;                            // (3): of each
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
 };
 
