@@ -45,8 +45,7 @@ def attend(problem: Problem) -> Tensor:
     x = replace(inputs, query=query, key=key, value=value)
     # Kernels of cohorts do not write padded queries.
     make = value.new_zeros if problem.by_cohort and x.valid_queries is not None else value.new_empty
-    # As models have it and torch's own attention: the rows of all heads of a token side by side.
-    output = make((x.batch, x.queries, x.query_heads, x.value_dim)).transpose(1, 2)
+    output = make((*query.shape[:3], x.value_dim))
     if not problem.by_block:
         args, _alive = near(x, graph, cast("StandIns | CohortStandIns | None", stand_ins), output)
         call("fewkeys_attend", args, x.query.dtype)
