@@ -35,7 +35,6 @@ EXACT = Law("01_full_budget_is_exact", "every_executor and native")
 ENTMAX = Law("01_full_budget_is_exact", "entmax_is_the_definition")
 EMPTY = Law("01_full_budget_is_exact", "see_nothing")
 AGREE = Law("02_impls_agree", "executors_agree_on_the_same_problem")
-PREPARED_GRADIENTS = Law("02_impls_agree", "gradients_through_what_kernels_prepare")
 PREPARED = Law("02_impls_agree", "what_kernels_prepare_is")
 ODD = Law("02_impls_agree", "odd_dimensions")
 ROUNDED = Law("02_impls_agree", "rounding")
@@ -293,53 +292,11 @@ BREAKAGES = (
         (AGREE,),
     ),
     Breakage(
-        "gradients: the band's part of the mean is missing",
-        "native/near_back.h",
-        "add_products(near, grad_near.data(), reached, mean);",
-        "",
+        "gradients: none through stand-ins that a kernel has read",
+        "execute/native/backward.py",
+        "part.requires_grad}",
+        'part.requires_grad and "." not in name}',
         (GRADIENTS,),
-    ),
-    Breakage(
-        "gradients: no first-order term in those of stand-ins",
-        "native/near_back.h",
-        "store(to, load(to) + phi[w] * p.factor[head * p.means + c]);",
-        "store(to, load(to));",
-        (GRADIENTS,),
-    ),
-    Breakage(
-        "gradients: softmax without its mean",
-        "native/back.h",
-        "(load(to) - mean[w]) * scale);",
-        "(load(to) - 0.0f * mean[w]) * scale);",
-        (GRADIENTS,),
-    ),
-    Breakage(
-        "gradients of the past: means pass all on",
-        "past/gradient.py",
-        "moved * coefficient[:, :, step].unsqueeze(-1)",
-        "moved * (coefficient[:, :, step].unsqueeze(-1) > 0)",
-        (PREPARED_GRADIENTS,),
-    ),
-    Breakage(
-        "past: keys of the next step are absorbed",
-        "native/scan.h",
-        "inflow.make(step - 1, now);",
-        "inflow.make(std::min(step, p.steps - 1), now);",
-        (CAUSAL, ONCE),
-    ),
-    Breakage(
-        "past: merged means weigh both alike",
-        "native/merge.h",
-        "coefficient[place] = std::exp(mass[place] - mass[leader]);",
-        "coefficient[place] = 1.0f;",
-        (ONCE, PREPARED),
-    ),
-    Breakage(
-        "past: merged means keep the mass of one",
-        "native/merge.h",
-        "log_mass[slot[i]] += std::log(total[i]);",
-        "",
-        (ONCE, PREPARED),
     ),
     Breakage(
         "clusters: sums of values are not weighted",
@@ -445,6 +402,20 @@ BREAKAGES = (
         "position.bitwise_and_(-BLOCK).clamp_max_",
         "position.bitwise_and_(-BLOCK).add_(BLOCK).clamp_max_",
         (RANGES, SCANS),
+    ),
+    Breakage(
+        "scans: a past in parts goes on with the bound of one of them",
+        "native/largest.h",
+        "  void join(const Largest &later) {\n    least = INT16_MIN;\n",
+        "  void join(const Largest &later) {\n",
+        (Law("kernels/test_native_codes", "share_a_long_past"),),
+    ),
+    Breakage(
+        "scans: levels of bytes keep what makes them positive",
+        "native/code_scores.h",
+        "begin[i] = -3 * levels.unit * total;",
+        "begin[i] = 0 * total;",
+        (Law("kernels/test_native_codes", "keys_are_those_of_torch"),),
     ),
     Breakage(
         "scans: ranges weigh the keys that the query keeps, too",

@@ -57,7 +57,7 @@ def test_fields_are_those_of_the_header():
         *((name, ctypes.c_void_p) for name in ("label", "share", "sums", "middle", "products")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "keys", "dim", "value_dim", "count")),
     ]
-    assert dict(tensors.struct("NearBack")._fields_)["of"] is tensors.struct("Near")
+    assert dict(tensors.struct("TiltsBack")._fields_)["of"] is tensors.struct("Tilts")
     assert dict(tensors.struct("Lloyd")._fields_)["tilt"] is ctypes.c_float
     with pytest.raises(TypeError, match="Sums: expected fields of the struct, got rows, weights"):
         tensors.struct("Sums")(weights=1, rows=2, dim=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,3 +64,24 @@ def gradients_by_torch(
         outputs = compute(*leaves)
     pairs = zip(outputs, gradients, strict=True)
     return gradients_of(leaves, [(out, grad) for out, grad in pairs if out is not None and grad is not None])
+
+
+def recomputed(kernel: Callable[..., Tensor], by_torch: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`kernel(*inputs)`, whose gradients are those of `by_torch(*inputs)`, computed again when they are needed.
+
+    Nothing but the inputs is stored for them.
+    """
+    output: Tensor = _Recomputed.apply(kernel, by_torch, *inputs)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Callable[..., Tensor], by_torch: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.by_torch = by_torch
+        return kernel(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, *gradients_by_torch(lambda *rows: [ctx.by_torch(*rows)], ctx.saved_tensors, [gradient])

@@ -7,9 +7,7 @@
 #include "frame.h"
 #include "keys.h"
 #include "lloyd.h"
-#include "near_back.h"
 #include "near_cohorts.h"
-#include "scan.h"
 #include "scan_attend.h"
 #include "tilts.h"
 
@@ -32,7 +30,6 @@ namespace fewkeys {
 
 EXPORT_BY_PRODUCTS(attend, Near)
 EXPORT_BY_PRODUCTS(attend_blocks, Blocks)
-EXPORT_BY_DTYPE(attend_back, NearBack)
 EXPORT_BY_DTYPE(extents, Extents)
 EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
@@ -47,10 +44,6 @@ EXPORT_BY_DTYPE(code_keys, Coding)
 EXPORT(cohort_means, CohortStandIns)
 EXPORT(halve, Halves)
 
-FEWKEYS_EXPORT int fewkeys_scan(const Past *p, int is_bf16, int query_is_bf16, int threads) {
-  return outcome_of([=] { scan(*p, is_bf16, query_is_bf16, threads); });
-}
-
 // From now on, an interrupt during this thread's next kernel ends it with INTERRUPTED.
 FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 
@@ -58,6 +51,8 @@ FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 FEWKEYS_EXPORT const char *fewkeys_set() {
 #if defined(FEWKEYS_MATRIX)
   return "amx";
+#elif defined(FEWKEYS_LEVELS)
+  return "vnni";
 #elif defined(__AVX512F__)
   return "v4";
 #elif defined(__AVX2__)
@@ -78,7 +73,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   if (!strcmp(name, #type)) return sizeof(type)
   SIZE_OF(Rows);
   SIZE_OF(Near);
-  SIZE_OF(NearBack);
   SIZE_OF(Blocks);
   SIZE_OF(Extents);
   SIZE_OF(Survey);
@@ -86,7 +80,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Framed);
   SIZE_OF(Lloyd);
   SIZE_OF(Clustered);
-  SIZE_OF(Past);
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);

@@ -77,20 +77,8 @@ class NearWeights {
     for (int r = 0; r < p.rank; r++)
       for (int w = 0, v = 0; w < WIDE; w++, v += LANES) {
         float *to = &score[(p.entries + p.means + r) * TILE + v];
-        store(to, cut(head, r, along(head, r, load(to))) * slope[w]);
+        store(to, moved(head, r, load(to)) * slope[w]);
       }
-  }
-
-  // How far queries are from the middle along coordinate r of the first-order term, from the product with the left
-  // factor.
-  vec along(int64_t head, int r, vec product) const {
-    return product * p.scale - broadcast(p.bounds[head * 2 * p.rank + r]);
-  }
-
-  // The same, no further than the term reaches.
-  vec cut(int64_t head, int r, vec along) const {
-    const vec reach = broadcast(p.bounds[(head * 2 + 1) * p.rank + r]);
-    return -max(-max(along, -reach), -reach);
   }
 
  private:
@@ -105,6 +93,14 @@ class NearWeights {
   void start_counts(const float *start) {
     for (int c = 0; c < p.means; c++)
       for (int v = 0; v < TILE; v += LANES) store(&count[c * TILE + v], broadcast(start[c]));
+  }
+
+  // How far queries are from the middle along coordinate r of the first-order term, within reach, from the product
+  // with the left factor.
+  vec moved(int64_t head, int r, vec product) const {
+    const vec along = product * p.scale - broadcast(p.bounds[head * 2 * p.rank + r]);
+    const vec reach = broadcast(p.bounds[(head * 2 + 1) * p.rank + r]);
+    return -max(-max(along, -reach), -reach);
   }
 
   // Queries within reach see a key, and no stand-in speaks for it to them.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fewkeys.core.catalogue import Catalogue, Listed
+from fewkeys.core.fields import Fields
 from fewkeys.core.graph import Graph
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import working
@@ -26,7 +27,7 @@ REACH = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class StandIns:
+class StandIns(Fields):
     """C stand-ins per key head that represent the keys a query does not keep.
 
     Stand-in c enters query i's row with score `s_ic = scale q_i . key_c + bias_c (+ curvature)` and weight
@@ -69,7 +70,7 @@ class StandIns:
 
 
 @dataclass(frozen=True, eq=False)
-class CohortStandIns:
+class CohortStandIns(Fields):
     """C stand-ins for each of H cohorts of queries, over clusters of keys that all cohorts share.
 
     For a query i of cohort h, stand-in c has the score `scale q_i . key_hc + bias_hc` and the weight `n_ic exp(score)`,
@@ -102,7 +103,7 @@ class CohortStandIns:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockStandIns:
+class BlockStandIns(Fields):
     """M stand-ins per key head and block of queries: a summary of the past of each block.
 
     Shapes: key (B, Hkv, blocks, M, D), value (B, Hkv, blocks, M, Dv), bias (B, Hkv, blocks, M), -inf at places
@@ -134,7 +135,7 @@ class BlockStandIns:
 
 
 @dataclass(frozen=True, eq=False)
-class RangeStandIns:
+class RangeStandIns(Fields):
     """M ranges of keys for every step of queries, each of which stands in for what a query does not keep of it.
 
     `totals` (B, Hkv, G + 1, D + Dv), float64: sums of the keys and values before each block of 32, and before the end;

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 import fewkeys.native as native
-from fewkeys.core.impl import COMPILED, Impl
+from fewkeys.core.impl import Impl
 from fewkeys.core.precision import working
 from fewkeys.sketch.backend import compiled
 
@@ -32,31 +29,11 @@ def sums_and_products(
     key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor, impl: Impl
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`label_sums`, and `sum_j share_j (k_j - middle) v_j^T` (B, H, D, Dv); middle (B, H, 1, D) has no gradient."""
-    if impl in COMPILED and native.readable(key, value, share, middle):
-        sums, products = _Summed.apply(key, value, label, share, count, middle)  # type: ignore[no-untyped-call]
+    if compiled(impl, key, value, share, middle):
+        sums, products = native.sums_and_products(key, value, label, share, count, middle)
         return sums[..., : key.shape[-1]], sums[..., key.shape[-1] :], products
     products = ((working(key) - middle) * share.unsqueeze(-1)).mT @ working(value)
     return *label_sums(key, value, label, share, count, impl), products
-
-
-class _Summed(torch.autograd.Function):
-    """The kernel with gradients of keys and values: key j enters the sums of its label and the products by share_j."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, value: Tensor, label: Tensor, share: Tensor, count: int, middle: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(key, value, label, share, middle)
-        return native.sums_and_products(key, value, label, share, count, middle)
-
-    @staticmethod
-    def backward(ctx: Any, sums: Tensor, products: Tensor) -> Any:
-        key, value, label, share, middle = ctx.saved_tensors
-        rows = sums.gather(2, label.unsqueeze(-1).expand(*label.shape, sums.shape[-1]))
-        to_key, to_value = rows.split([key.shape[-1], value.shape[-1]], -1)
-        to_key = (to_key + working(value) @ products.mT) * share.unsqueeze(-1)
-        to_value = (to_value + (working(key) - middle) @ products) * share.unsqueeze(-1)
-        return to_key.to(key.dtype), to_value.to(value.dtype), None, None, None, None
 
 
 def members(label: Tensor, share: Tensor, count: int) -> Tensor:

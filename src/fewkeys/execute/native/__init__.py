@@ -9,8 +9,8 @@ from fewkeys.core.weights import Softmax
 from fewkeys.execute.native import backward, by_scan, forward
 from fewkeys.execute.problem import Problem
 from fewkeys.native.build import missing
-from fewkeys.native.tensors import DTYPES, placed, readable, wants_gradient
-from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
+from fewkeys.native.tensors import DTYPES, placed
+from fewkeys.rest.base import RangeStandIns, StandIns
 
 __all__ = ["attend", "repeated", "unsupported"]
 
@@ -31,26 +31,16 @@ def unsupported(problem: Problem) -> str | None:
         return f"expected tensors on the CPU, got {x.query.device.type}"
     if (reason := missing()) is not None:
         return f"expected compiled kernels, got none ({reason})"
-    s = problem.stand_ins
-    if problem.graph.scan is not None:
-        plain = placed(*by_scan.read(problem))
-    elif isinstance(s, BlockStandIns):
-        plain = readable(x.query, x.key, x.value, s.states.rows)
-    else:
-        plain = readable(x.query, x.key, x.value, *forward.read(s))
-    if not plain:
+    # The sums of ranges are float64; kernels read their means.
+    s = None if isinstance(problem.stand_ins, RangeStandIns) else problem.stand_ins
+    if not placed(x.query, x.key, x.value, *(() if s is None else s.tensors().values())):
         return "expected plain tensors, got some that torch.func or forward-mode derivatives follow"
-    # Plans take these for constants, and so do the kernels.
-    if isinstance(s, StandIns | CohortStandIns) and wants_gradient(s.bias, s.factor, s.right):
-        return "expected constants beside the stand-ins' means, got a bias, factor or basis that requires gradients"
     return None
 
 
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), for problems that `unsupported` accepts: by `forward` or `backward`."""
-    if not _wants_gradient(problem):
-        return forward.attend(problem)
-    return backward.attend(problem)
+    return backward.attend(problem) if backward.with_gradients(problem) else forward.attend(problem)
 
 
 def repeated(problem: Problem) -> by_scan.ScanCall | None:
@@ -81,12 +71,3 @@ def _form(problem: Problem) -> str | None:
         if s.left is not None and s.right is None:
             return "expected a first-order term of low rank, got a full one"
     return None
-
-
-def _wants_gradient(problem: Problem) -> bool:
-    x, s = problem.inputs, problem.stand_ins
-    if problem.graph.scan is not None:
-        return wants_gradient(*by_scan.read(problem))
-    if not isinstance(s, BlockStandIns):
-        return wants_gradient(x.query, x.key, x.value, *forward.read(s))
-    return wants_gradient(x.query, x.key, x.value, s.states.rows)

@@ -31,18 +31,6 @@ def is_rounded(problem: Problem) -> bool:
     return isinstance(problem.graph.scan, Scanned) and problem.graph.scan.scale is not None
 
 
-def read(problem: Problem) -> list[Tensor]:
-    """The inputs of the kernel that may need gradients; the sums need them if keys or values do."""
-    x = problem.inputs
-    return [x.query, x.key, x.value]
-
-
-def parts(problem: Problem) -> tuple[Tensor, ...]:
-    """The other tensors that carry gradients, beside queries, keys and values."""
-    s = problem.stand_ins
-    return (s.totals,) if isinstance(s, RangeStandIns) else ()
-
-
 def attend(problem: Problem) -> Tensor:
     """The output (B, Hq, Nq, Dv), equal to `reference.attend` up to rounding; the keys chosen are the same.
 

@@ -19,16 +19,10 @@ from fewkeys.execute.problem import Problem
 from fewkeys.native.build import call
 from fewkeys.native.tensors import KernelArgs, Rows, dense, struct
 from fewkeys.past.scan import States
-from fewkeys.rest.base import AnyStandIns, BlockStandIns, CohortStandIns, StandIns
+from fewkeys.rest.base import BlockStandIns, CohortStandIns, StandIns
 
 _ROWS = ("query", "key", "value", "out")
 _SIZES = ("batch", "heads", "gqa_ratio", "queries", "keys", "dim", "value_dim")
-
-
-def read(stand_ins: AnyStandIns | None) -> tuple[Tensor | None, ...]:
-    """The tensors of stand-ins, of all queries or of cohorts, that the kernels read."""
-    s = stand_ins
-    return (s.key, s.value, s.bias, s.left, s.right) if isinstance(s, StandIns | CohortStandIns) else ()
 
 
 def attend(problem: Problem) -> Tensor:

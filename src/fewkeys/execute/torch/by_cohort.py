@@ -8,7 +8,7 @@ weights go back to the order of the queries. So do the masses of stand-ins under
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ def _part(problem: Problem, columns: Columns, batch: slice, heads: slice) -> Pro
     place = None if columns.place is None else part(columns.place)
     lists = Columns(part(columns.index), part(columns.used), columns.size, place)
     if isinstance(s, CohortStandIns):
-        tensors = {field.name: getattr(s, field.name) for field in fields(s)}
-        s = replace(s, **{name: part(tensor) for name, tensor in tensors.items() if tensor is not None})
+        s = s.changed(part)
     return replace(problem, inputs=inputs, graph=Graph(inputs, problem.graph.band, lists), stand_ins=s)
 
 
