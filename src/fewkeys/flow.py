@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Unpack
 
@@ -23,7 +23,7 @@ from fewkeys.core.derivatives import constants
 from fewkeys.core.extent import rescaled
 from fewkeys.core.gaps import has_gaps, has_interior_padding, without_gaps
 from fewkeys.core.graph import Graph
-from fewkeys.core.impl import Impl
+from fewkeys.core.impl import COMPILED, Impl
 from fewkeys.core.inputs import Inputs
 from fewkeys.core.precision import full_precision
 from fewkeys.core.validation import Options, check_inputs, unknown_option
@@ -160,7 +160,9 @@ def canonicalise(choice: Choice) -> tuple[Sequence[Inputs], Callable[[Sequence[T
     """
     plan, (x, unit) = choice.plan, rescaled(choice.inputs.clear())
     if plan.keep is not None and plan.keep.cohort_lists > 1:
-        x = x.by_head()
+        rows = x.query, x.key, x.value
+        query, key, value = native.by_head(*rows) if x.impl in COMPILED else (part.contiguous() for part in rows)
+        x = replace(x, query=query, key=key, value=value)
     parts: Sequence[Inputs] = (x,)
     restore: Callable[[Sequence[Tensor]], Tensor] = lambda outputs: outputs[0]  # noqa: E731
     if x.valid is not None and plan.keep is not None and has_gaps(x):

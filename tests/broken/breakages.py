@@ -168,8 +168,8 @@ BREAKAGES = (
     Breakage(
         "neighbours: what the cohort attends to is not weighed again",
         NEIGHBOURS,
-        "before[i] = exponential(broadcast(top - least))[0];",
-        "before[i] = 1.0f;",
+        "before[i] = top - least,",
+        "before[i] = 0.0f,",
         (AROUND,),
     ),
     Breakage(

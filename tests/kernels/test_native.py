@@ -447,6 +447,16 @@ def test_the_largest_entries(bad, dtype):
     torch.testing.assert_close(actual, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_the_rows_of_every_head_side_by_side(dtype):
+    rows = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in SHAPES["grouped"].draw(dtype=dtype)]
+    for copy, part in zip(native.by_head(*rows), rows, strict=True):
+        assert copy.is_contiguous()
+        assert not part.is_contiguous()
+        assert torch.equal(copy, part)
+    assert all(part.requires_grad for part in native.by_head(*(part.requires_grad_() for part in rows)))
+
+
 def test_whole_plans_with_and_without():
     q, k, v = (torch.randn(2, 4, 600, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     for plan in (fk.budget(64), fk.budget(64, is_causal=True)):

@@ -140,11 +140,6 @@ class Inputs:
         key, value = (rows * self.valid[:, None, :, None].to(rows.dtype) for rows in (self.key, self.value))
         return replace(self, key=key, value=value, cleared=True)
 
-    def by_head(self) -> Inputs:
-        """The same problem with the rows of every head side by side in memory."""
-        query, key, value = (rows.contiguous() for rows in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value)
-
     def branch(self) -> Inputs:
         """The same problem with a copy of the remembered statistics; the copy remembers further ones for itself."""
         return replace(self, _memory=dict(self._memory))

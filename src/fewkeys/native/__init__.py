@@ -8,8 +8,8 @@ to rounding (`impl="native"` refuses). `FEWKEYS_NATIVE=0` in the environment tur
 
 from fewkeys.native.build import counters, instruction_set, missing
 from fewkeys.native.codes import best_codes, code_keys
-from fewkeys.native.cohorts import best, cohort_means, half_variance, halve, tilt, tilt_back
-from fewkeys.native.extent import largest
+from fewkeys.native.cohorts import best, cohort_means, halve, tilt, tilt_back
+from fewkeys.native.extent import by_head, largest
 from fewkeys.native.keys import assign, cluster, frame, label_sums, statistics, sums_and_products
 from fewkeys.native.tensors import readable, suits
 
@@ -17,12 +17,12 @@ __all__ = [
     "assign",
     "best",
     "best_codes",
+    "by_head",
     "cluster",
     "code_keys",
     "cohort_means",
     "counters",
     "frame",
-    "half_variance",
     "halve",
     "instruction_set",
     "label_sums",

@@ -75,7 +75,8 @@ class CohortMeans {
       pool(head);
       subspace.find(metric, pooled.data(), first, right);
       to_columns(first, p.rank, left.data());
-      for (int64_t r = 0; r < ranks; r += TILE) dots(metric, dim, dim, dim, &left[r * dim], &moving[r * dim]);
+      for (int64_t r = 0; r < ranks; r += TILE)
+        dots(metric, dim, dim, dim, &left[r * dim], &moving[r * dim], used(r));
     }
     for (int64_t h = 0; h < p.cohorts; h++) {
       std::copy_n(first, dim * p.rank, first + h * dim * p.rank);
@@ -91,6 +92,9 @@ class CohortMeans {
   aligned_vector<float> pooled, weighted, values, offset;
   aligned_vector<float> within, left, moving;  // W, the left factor and W times it, TILE columns after the other
   aligned_vector<float> turned, moved, start, spread;
+
+  // The lanes, in whole vectors, of the ranks from r on.
+  int used(int64_t r) const { return round_up(std::min<int64_t>(TILE, p.rank - r), LANES); }
 
   // A safe divisor for empty clusters.
   float mass_of(int64_t at) const { return std::max(p.mass[at], 1e-30f); }
@@ -151,8 +155,8 @@ class CohortMeans {
     const float mean = std::max(spreads / std::max(all, 1e-30f), 1e-30f), reach = p.reach / p.unit[head];
     float *bounds = p.bounds + cohort * 2 * p.rank;
     for (int64_t r = 0; r < ranks; r += TILE) {
-      dots(asked, dim, 1, dim, &left[r * dim], &start[r]);
-      dots(offset.data(), tall, count, dim, &moving[r * dim], &moved[r * count]);
+      dots(asked, dim, 1, dim, &left[r * dim], &start[r], used(r));
+      dots(offset.data(), tall, count, dim, &moving[r * dim], &moved[r * count], used(r));
     }
     for (int64_t r = 0; r < p.rank; r++) bounds[r] = p.tilt * start[r], bounds[p.rank + r] = reach;
     for (int64_t c = 0; c < count; c++) {

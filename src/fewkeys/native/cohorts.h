@@ -15,10 +15,12 @@ class Halver {
  public:
   explicit Halver(const Halves &p)
       : p(p), dim(p.dim), wide(round_up(dim)), size((p.rows_each + p.count - 1) / p.count * p.count),
-        most(round_up(2 * p.sample, FOUR)), order(size), others(size), key(std::max(size, most)), seeker(size), some(most * wide), by(most), along(wide), turned(wide), middle(wide), square(wide * wide) {}
+        most(round_up(2 * p.sample)), order(size), others(size), key(size), seeker(size), some(most * wide), by(most),
+        half(most), along(wide), turned(wide), middle(wide), metric(wide * wide), square(wide * wide) {}
 
   void split(int64_t set) {
-    rows = p.rows + set * p.rows_each * dim, metric = p.metric + set * dim * dim;
+    rows = p.rows + set * p.rows_each * dim;
+    for (int64_t d = 0; d < dim; d++) std::copy_n(p.metric + (set * dim + d) * dim, dim, &metric[d * wide]);
     for (int64_t i = 0; i < size; i++) order[i] = i < p.rows_each ? i : -1;
     for (int64_t span = size; span > size / p.count; span /= 2)
       for (int64_t begin = 0; begin < size; begin += span) cut(&order[begin], span);
@@ -30,11 +32,12 @@ class Halver {
   static constexpr int64_t AHEAD = 8;
   const Halves &p;
   const int64_t dim, wide, size, most;  // most: rows that directions are found by
-  const float *rows = nullptr, *metric = nullptr;
+  const float *rows = nullptr;
   std::vector<int32_t> order, others;
   std::vector<uint64_t> key;
   Seeker seeker;
-  aligned_vector<float> some, by, along, turned, middle, square;
+  // The sampled rows, their products or weights, and those of a half; matrices are padded on both sides.
+  aligned_vector<float> some, by, half, along, turned, middle, metric, square;
 
   // The smaller half of the real ones to the front; fillings stand at the end all along.
   void cut(int32_t *own, int64_t span) {
@@ -69,59 +72,71 @@ class Halver {
   }
 
   // What is multiplied with rows for their products with `along`.
-  void turn() {
-    std::fill(turned.begin(), turned.end(), 0.0f);
-    for (int64_t d = 0; d < dim; d++) add(turned.data(), metric + d * dim, along[d], dim);
-  }
+  void turn() { sum_rows(metric.data(), wide, along.data(), wide, turned.data()); }
 
   // The direction along which to cut. Rows that fill up to FOUR are zero.
   void look(const int32_t *own, int64_t span, int64_t real) {
     const int64_t step = std::max<int64_t>(1, span / p.sample), count = (real + step - 1) / step;
     const int64_t full = round_up(count, FOUR);
-    std::fill(middle.begin(), middle.end(), 0.0f);
-    for (int64_t i = 0; i < count; i++) add(middle.data(), rows + own[i * step] * dim, 1.0f, dim);
-    for (float &x : middle) x /= count;
-    float longest = -1.0f;
     for (int64_t i = 0; i < full; i++) {
-      float *row = &some[i * wide];
-      std::fill_n(row, wide, 0.0f);
-      if (i >= count) continue;
-      std::copy_n(rows + own[i * step] * dim, dim, row);
-      add(row, middle.data(), -1.0f, wide);
-      const float square = product(row, row, wide);
-      if (square > longest) longest = square, copy(along.data(), row, wide);
+      const bool is_row = i < count;
+      copy_rows(rows + own[is_row ? i * step : 0] * dim, 0, 1, is_row ? dim : 0, wide, &some[i * wide]);
+      by[i] = is_row;
     }
+    sum_rows(some.data(), full, by.data(), wide, middle.data());
+    for (float &x : middle) x /= count;
+    centre(full);
     turn();
     for (int i = 0; i < p.power; i++) {
-      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, &by[j]);
-      sum(full);
+      products_with(some.data(), full, turned.data(), wide, by.data());
+      sum_rows(some.data(), full, by.data(), wide, along.data());
       turn();
       const float square = product(along.data(), turned.data(), wide), least = std::numeric_limits<float>::min();
       const float length = std::max(least, std::sqrt(std::max(0.0f, square)));
       for (float &x : turned) x /= length;
     }
-    const int64_t half = std::min((span + step - 1) / step / 2, count);
+    const int64_t left = std::min((span + step - 1) / step / 2, count);
     for (int i = 0; i < p.refine; i++) {
-      for (int64_t j = 0; j < full; j += FOUR) four_products(&some[j * wide], wide, turned.data(), wide, &by[j]);
-      for (int64_t j = 0; j < count; j++) key[j] = sortable(by[j], j);
-      if (half < count) std::nth_element(key.begin(), key.begin() + half, key.begin() + count);
-      std::fill_n(by.begin(), full, 0.0f);
-      for (int64_t j = 0; j < half; j++) by[(uint32_t)key[j]] = -1.0f;
-      sum(full);
+      products_with(some.data(), full, turned.data(), wide, by.data());
+      mark(count, left);
+      sum_rows(some.data(), full, half.data(), wide, along.data());
       turn();
     }
   }
 
-  // along <- the sum of the rows, each times its number.
-  void sum(int64_t count) {
-    count_multiply_adds(count * wide);
-    for (int64_t d = 0; d < wide; d += LANES) {
-      vec all = {};
-      for (int64_t j = 0; j < count; j += FOUR) {
-#pragma GCC unroll 4
-        for (int r = 0; r < FOUR; r++) all += load(&some[(j + r) * wide + d]) * by[j + r];
+  // Takes the middle from the rows that `by` counts; along <- the longest of what is left.
+  void centre(int64_t full) {
+    count_multiply_adds(2 * full * wide);
+    float longest = -1.0f, found[FOUR];
+    int64_t place = 0;
+    for (int64_t i = 0; i < full; i += FOUR) {
+      vec square[FOUR] = {};
+      for (int64_t d = 0; d < wide; d += LANES)
+        for (int r = 0; r < FOUR; r++) {
+          float *to = &some[(i + r) * wide + d];
+          const vec x = load(to) - load(&middle[d]) * by[i + r];
+          store(to, x);
+          square[r] += x * x;
+        }
+      sums_of_four(square, found);
+      for (int r = 0; r < FOUR; r++)
+        if (found[r] > longest) longest = found[r], place = i + r;
+    }
+    copy(along.data(), &some[place * wide], wide);
+  }
+
+  // half <- -1 for the `left` smallest of `count` products, of equal ones the first, and 0 for the others.
+  void mark(int64_t count, int64_t left) {
+    for (int64_t j = 0; j < count; j++) by[j] = by[j] == by[j] ? by[j] : 0.0f;
+    for (int64_t v = 0; v < count; v += LANES) {
+      const vec own = load(&by[v]);
+      const ivec place = count_up() + int32_t(v);
+      ivec rank = {};
+      for (int64_t j = 0; j < count; j++) {
+        const vec other = broadcast(by[j]);
+        rank -= (other < own) | ((other == own) & (place > int32_t(j)));
       }
-      store(&along[d], all);
+      store(&half[v], rank < int32_t(left) ? broadcast(-1.0f) : vec{});
     }
   }
 
@@ -160,32 +175,6 @@ static void halve(const Halves &p, int threads) {
   in_parallel(threads, p.sets, [&] { return Halver(p); }, split);
 }
 
-template <class T>
-static void half_variance(const HalfVariance &p, int threads) {
-  const int64_t heads = p.batch * p.heads, dim = p.dim, size = (dim + 1) * dim;
-  aligned_vector<float> roots(heads * size);  // L^T and what it makes of the mean key
-  struct Keys {
-    aligned_vector<float> lanes, seen;
-    float spread[TILE];
-    explicit Keys(int64_t dim) : lanes(dim * TILE), seen(dim * TILE) {}
-  };
-  const auto factorise = [&](Keys &, int64_t head, int64_t) {
-    float *root = &roots[head * size], *shift = root + dim * dim;
-    if (!factorise_raised(p.within + head * dim * dim, dim, p.ridge, root))
-      __atomic_store_n(p.indefinite, 1, __ATOMIC_RELAXED);
-    for (int64_t r = 0; r < dim; r++) shift[r] = product(root + r * dim, p.middle + head * dim, dim);
-  };
-  const auto look = [&](Keys &tile, int64_t head, int64_t piece) {
-    const int64_t first = piece * TILE, rows = std::min<int64_t>(TILE, p.keys - first);
-    const float *root = &roots[head * size];
-    to_lanes(p.key.at<T>(head / p.heads, head % p.heads, first), p.key.row, rows, dim, 1.0f, tile.lanes.data());
-    see_spread(root, root + dim * dim, dim, tile.lanes.data(), tile.seen.data(), tile.spread);
-    for (int64_t j = 0; j < rows; j++) p.half[head * p.keys + first + j] = 0.5f * tile.spread[j];
-  };
-  in_phases(threads, heads, p.keys <= PIECE, [&] { return Keys(dim); }, Phase{1, factorise},
-            Phase{(p.keys + TILE - 1) / TILE, look});
-}
-
 // The means of a tile of cohorts, in lanes.
 struct CohortLanes {
   aligned_vector<float> means;
@@ -203,15 +192,15 @@ class Choosing {
  public:
   explicit Choosing(const Best &p)
       : p(p), dim(p.dim), cohorts(dim), copy(CHUNK * round_up(dim)),
-        score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), held(TILE) {}
+        score(round_up(std::min(p.keys, SOME_KEYS), CHUNK) * TILE), held(TILE * 2 * p.count) {}
 
   void choose(int64_t head, int64_t tile) {
     cohorts.read(p.mean + head * p.cohorts * dim, p.cohorts, tile, dim);
-    std::fill_n(least, TILE, -INFINITY);
-    for (auto &own : held) own.clear();
+    std::fill_n(least, TILE, -INFINITY), std::fill_n(many, TILE, 0);
     const int64_t some = std::min(p.keys, SOME_KEYS);
     for (int64_t first = 0; first < some; first += CHUNK) look(head, first, &score[first * TILE]);
     raise(some);
+    std::fill(least + cohorts.count, least + TILE, INFINITY);
     for (int64_t first = 0; first < some; first += CHUNK) take(&score[first * TILE], first);
     for (int64_t first = some; first < p.keys; first += CHUNK) {
       look(head, first, score.data());
@@ -219,13 +208,13 @@ class Choosing {
     }
     for (int i = 0; i < cohorts.count; i++) {
       shrink(i);
-      for (uint64_t &one : held[i]) one = (uint32_t)one;
-      std::sort(held[i].begin(), held[i].end());
+      const uint64_t *own = &held[i * 2 * p.count];
       const int64_t to = ((head * p.cohorts) + tile * TILE + i) * p.count;
       for (int64_t s = 0; s < p.count; s++) {
-        p.used[to + s] = s < (int64_t)held[i].size();
-        p.index[to + s] = p.used[to + s] ? held[i][s] : 0;
+        p.used[to + s] = s < many[i];
+        p.index[to + s] = p.used[to + s] ? (uint32_t)own[s] : 0;
       }
+      std::sort(p.index + to, p.index + to + many[i]);
     }
   }
 
@@ -236,8 +225,9 @@ class Choosing {
   aligned_vector<float> copy, score;
   static constexpr int64_t SOME_KEYS = 1024;  // the first ones
   static constexpr int HALVINGS = 10;
-  std::vector<std::vector<uint64_t>> held;  // the best of every cohort so far, and some more
-  float least[TILE];                        // what a score must pass
+  aligned_vector<uint64_t> held;  // of every cohort, the best keys so far, and as many more
+  int64_t many[TILE];             // how many these are
+  float least[TILE];              // what a score must pass; lanes of no cohort hold nothing
 
   // The scores of CHUNK keys.
   void look(int64_t head, int64_t first, float *to) {
@@ -274,28 +264,20 @@ class Choosing {
 
   // Holds what passes `least`.
   void take(const float *own, int64_t first) {
-    const int64_t rows = std::min<int64_t>(CHUNK, p.keys - first);
-    float best[TILE];
-    for (int v = 0; v < cohorts.used; v += LANES) {
-      vec top = broadcast(-INFINITY);
-      for (int j = 0; j < rows; j++) top = max(top, load(own + j * TILE + v));
-      store(best + v, top);
-    }
-    for (int i = 0; i < cohorts.count; i++)
-      for (int j = 0; best[i] > least[i] && j < rows; j++) {
-        const float x = own[j * TILE + i];
-        if (!(x > least[i])) continue;
-        held[i].push_back(sortable(x, first + j));
-        if ((int64_t)held[i].size() >= 2 * p.count) shrink(i);
-      }
+    for (int64_t j = first; j < std::min(p.keys, first + CHUNK); j++, own += TILE)
+      for (int v = 0; v < cohorts.used; v += LANES)
+        for (uint32_t bits = bits_of(load(own + v) > load(least + v)); bits; bits &= bits - 1) {
+          const int i = v + __builtin_ctz(bits);
+          held[i * 2 * p.count + many[i]++] = sortable(own[i], j);
+          if (many[i] == 2 * p.count) shrink(i);
+        }
   }
 
   void shrink(int i) {
-    auto &own = held[i];
-    if ((int64_t)own.size() <= p.count) return;
-    std::nth_element(own.begin(), own.begin() + (p.count - 1), own.end(), std::greater<uint64_t>());
-    own.resize(p.count);
-    least[i] = number_of(own.back() >> 32);
+    if (many[i] <= p.count) return;
+    uint64_t *own = &held[i * 2 * p.count], *last = own + p.count - 1;
+    std::nth_element(own, last, own + many[i], std::greater<uint64_t>());
+    many[i] = p.count, least[i] = number_of(*last >> 32);
   }
 };
 

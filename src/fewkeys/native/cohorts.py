@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -25,20 +23,6 @@ def halve(
     steps = {"sample": sample, "power": power, "refine": refine}
     call("fewkeys_halve", struct("Halves")(**held, **sizes, **steps))
     return output["place"], output["mean"], output["within"]
-
-
-def half_variance(key: Tensor, within: Tensor, middle: Tensor, ridge: float) -> Tensor | None:
-    """`(k_j - middle)^T W (k_j - middle) / 2` (B, H, N) with W = `within` (B, H, D, D) but for a ridge, and `middle`
-    (B, H, 1, D). None where rounding has made a matrix indefinite.
-    """
-    (key,), within, middle = alike(key), within.contiguous(), middle.contiguous()
-    batch, heads, keys, dim = key.shape
-    half, indefinite = within.new_empty((batch, heads, keys)), ctypes.c_int64(0)
-    sizes = {"batch": batch, "heads": heads, "keys": keys, "dim": dim, "ridge": ridge}
-    tensors = {"within": within, "middle": middle, "half": half}
-    problem = struct("HalfVariance")(key=Rows.of(key), **tensors, indefinite=ctypes.addressof(indefinite), **sizes)
-    call("fewkeys_half_variance", problem, key.dtype)
-    return None if indefinite.value else half
 
 
 def best(key: Tensor, mean: Tensor, offset: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-// How large the entries of a problem are: one look at its queries, keys and values.
+// How large the entries of a problem are, and its rows head by head: one look at its queries, keys and values.
 #pragma once
 #include "lanes.h"
 
 namespace fewkeys {
 
-constexpr int64_t EXTENT = 64;  // rows of one piece of work
+constexpr int64_t EXTENT = 16;  // rows of every head in one piece of work
 
 // Magnitudes are compared by their bits, which rise with finite numbers; infinity is above these, and NaN above
 // infinity.
@@ -27,22 +27,29 @@ template <class T>
 static void extents(const Extents &p, int threads) {
   struct Part {
     const Rows &rows;
+    T *copy;
     int64_t heads, count, dim, pieces;
   };
-  const auto part = [&](const Rows &rows, int64_t heads, int64_t count, int64_t dim) {
-    return Part{rows, heads, count, dim, p.batch * heads * ((count + EXTENT - 1) / EXTENT)};
+  const auto part = [&](const Rows &rows, void *copy, int64_t heads, int64_t count, int64_t dim) {
+    return Part{rows, (T *)copy, heads, count, dim, p.batch * ((count + EXTENT - 1) / EXTENT)};
   };
-  const Part parts[] = {part(p.query, p.heads * p.gqa_ratio, p.queries, p.dim), part(p.key, p.heads, p.keys, p.dim),
-                        part(p.value, p.heads, p.keys, p.value_dim)};
+  const Part parts[] = {part(p.query, p.query_copy, p.heads * p.gqa_ratio, p.queries, p.dim),
+                        part(p.key, p.key_copy, p.heads, p.keys, p.dim),
+                        part(p.value, p.value_copy, p.heads, p.keys, p.value_dim)};
   std::atomic<int32_t> most[3] = {};
   const auto look = [&](int, int64_t piece) {
     int at = 0;
     for (; piece >= parts[at].pieces; at++) piece -= parts[at].pieces;
     const Part &part = parts[at];
-    const int64_t each = (part.count + EXTENT - 1) / EXTENT, head = piece / each, first = piece % each * EXTENT;
+    const int64_t each = (part.count + EXTENT - 1) / EXTENT, b = piece / each, first = piece % each * EXTENT;
     ivec seen = {};
+    // Models have the rows of all heads of a token side by side: in this order, memory is read in a row.
     for (int64_t n = first; n < std::min(part.count, first + EXTENT); n++)
-      look_at(part.rows.template at<T>(head / part.heads, head % part.heads, n), part.dim, seen);
+      for (int64_t h = 0; h < part.heads; h++) {
+        const T *row = part.rows.template at<T>(b, h, n);
+        look_at(row, part.dim, seen);
+        if (part.copy) std::copy_n(row, part.dim, part.copy + ((b * part.heads + h) * part.count + n) * part.dim);
+      }
     int32_t largest = 0;
     for (int l = 0; l < LANES; l++) largest = std::max<int32_t>(largest, seen[l]);
     for (int32_t before = most[at]; before < largest && !most[at].compare_exchange_weak(before, largest);) {}

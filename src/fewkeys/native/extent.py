@@ -1,4 +1,4 @@
-"""The largest entries of a problem, by the compiled kernel (`native/extent.h`)."""
+"""The largest entries of a problem, and its rows head by head, by the compiled kernel (`native/extent.h`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,45 @@ from torch import Tensor
 
 from fewkeys.core.validation import largest_entries
 from fewkeys.native.build import call
-from fewkeys.native.tensors import DTYPES, Rows, dense, readable, struct
+from fewkeys.native.tensors import DTYPES, Rows, dense, readable, struct, wants_gradient
 
 
 def largest(query: Tensor, key: Tensor, value: Tensor) -> list[float]:
     """`core.validation.largest_entries` of queries (B, Hq, Nq, D), keys (B, Hkv, Nk, D) and values of one dtype: in one
     call of all threads, where torch makes three.
     """
-    if torch.compiler.is_compiling() or query.dtype not in DTYPES or not readable(query, key, value):
+    if not _can_read(query, key, value):
         return largest_entries(query, key, value)
+    return _look(query, key, value, {})
+
+
+def by_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Such rows with those of every head side by side in memory.
+
+    Models have those of all heads of a token side by side. The kernel reads them in this order; torch copies head by
+    head, and once a tensor is larger than the cache, it waits for memory at every row.
+    """
+    rows = query, key, value
+    if not _can_read(*rows) or wants_gradient(*rows) or all(part.is_contiguous() for part in rows):
+        return tuple(part.contiguous() for part in rows)
+    copies = {name: part.new_empty(part.shape) for name, part in zip(_COPIES, rows, strict=True)}
+    _look(query, key, value, copies)
+    return tuple(copies.values())
+
+
+_COPIES = ("query_copy", "key_copy", "value_copy")
+
+
+def _can_read(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and query.dtype in DTYPES and readable(query, key, value)
+
+
+def _look(query: Tensor, key: Tensor, value: Tensor, copies: dict[str, Tensor]) -> list[float]:
     held = {name: dense(rows) for name, rows in (("query", query), ("key", key), ("value", value))}
     numbers = (ctypes.c_float * 3)()
     args = struct("Extents")(
         **{name: Rows.of(rows) for name, rows in held.items()},
+        **copies,
         largest=ctypes.addressof(numbers),
         batch=key.shape[0],
         heads=key.shape[1],

@@ -35,7 +35,6 @@ EXPORT_BY_DTYPE(frame, Framed)
 EXPORT_BY_DTYPE(survey, Survey)
 EXPORT_BY_DTYPE(label_sums, Sums)
 EXPORT_BY_DTYPE(cluster, Clustered)
-EXPORT_BY_DTYPE(half_variance, HalfVariance)
 EXPORT_BY_DTYPE(best, Best)
 EXPORT_BY_DTYPE(tilt, Tilts)
 EXPORT_BY_DTYPE(tilt_back, TiltsBack)
@@ -81,7 +80,6 @@ FEWKEYS_EXPORT int64_t fewkeys_sizeof(const char *name) {
   SIZE_OF(Framed);
   SIZE_OF(Lloyd);
   SIZE_OF(Clustered);
-  SIZE_OF(HalfVariance);
   SIZE_OF(Halves);
   SIZE_OF(Best);
   SIZE_OF(Tilts);

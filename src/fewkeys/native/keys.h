@@ -19,18 +19,12 @@ static void measure(const float *lanes, const float *middle, int dim, float *squ
   }
 }
 
-// |L^T k - shift|^2 of the keys in `lanes`, L^T upper triangular; `scores` has D rows.
-static void see_spread(const float *form, const float *shift, int dim, const float *lanes, float *scores,
-                       float *spread) {
+// Spread and importance of the keys in `lanes`, L^T upper triangular; `scores` has D + 1 rows.
+static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
+                float *importance) {
   for (int r = 0; r < dim; r += ROWS)
     dots(form + r * dim + r, dim, std::min(ROWS, dim - r), dim - r, lanes + r * TILE, scores + r * TILE);
   measure(scores, shift, dim, spread);
-}
-
-// Spread and importance of the keys in `lanes`; `scores` has D + 1 rows.
-static void see(const float *form, const float *shift, int dim, const float *lanes, float *scores, float *spread,
-                float *importance) {
-  see_spread(form, shift, dim, lanes, scores, spread);
   dots(form + dim * dim, dim, 1, dim, lanes, scores + dim * TILE);
   for (int v = 0; v < TILE; v += LANES) {
     const vec along = load(scores + dim * TILE + v) - shift[dim];

@@ -6,6 +6,9 @@
 #include <cstring>
 #include <new>
 #include <vector>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 #include "counters.h"
 #include "pool.h"
@@ -94,6 +97,20 @@ static inline ivec count_up() {
   ivec result;
   for (int i = 0; i < LANES; i++) result[i] = i;
   return result;
+}
+// A bit for each lane of a comparison.
+static inline uint32_t bits_of(ivec is) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)is);
+#elif defined(__AVX__)
+  return _mm256_movemask_ps((__m256)is);
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)is);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < LANES; i++) bits |= uint32_t(is[i] & 1) << i;
+  return bits;
+#endif
 }
 // x where first <= lane <= last, else other.
 static inline vec within(ivec lane, int first, int last, vec x, vec other) {

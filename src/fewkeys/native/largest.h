@@ -4,9 +4,7 @@
 #include <limits>
 
 #include "lanes.h"
-#if defined(__SSE2__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 

@@ -8,7 +8,6 @@
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define FEWKEYS_MATRIX
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

@@ -115,9 +115,7 @@ class BandAttention {
       for (int j = 0; cohort[i] >= 0 && j < count[i]; j += FOUR)
         four_dots(&key[first[i] - begin + j], own, p.dim, &score[i * most + j]);
     }
-    for (int i = 0; i < rows; i++)
-      if (cohort[i] >= 0)
-        weigh(&around.hidden[cohort[i] * p.keys + first[i]], i, around.top[row + i], around.sum[row + i]);
+    weigh(around, cohort, row, rows);
     for (int i = 0; i < rows; i++) {
       if (cohort[i] < 0) continue;
       copy(mixed.data(), &around.mixed[(row + i) * around.wide], around.wide);
@@ -137,27 +135,36 @@ class BandAttention {
   int count[TILE];
   float before[TILE], inverse[TILE];  // the weight of what a query attended to before, and one over the sum of all
 
-  // Products become weights of what is not hidden, beside what has the largest score `top` and the sum `sum`.
-  void weigh(const uint8_t *hidden, int i, float top, float sum) {
-    float *own = &score[i * most];
+  // Products become weights of what is not hidden, beside what the queries have attended to before.
+  void weigh(const Surroundings &around, const int32_t *cohort, int64_t row, int rows) {
     const ivec lane = count_up();
-    vec all = broadcast(top), total = {};
-    for (int v = 0; v < count[i]; v += LANES) {
-      const ivec is_seen = (lane + v < count[i]) & (load((const int8_t *)hidden + v) == vec{});
-      const vec x = is_seen ? load(own + v) * p.scale : broadcast(-INFINITY);
-      store(own + v, x);
-      all = max(all, x);
+    float held[TILE] = {}, sum[TILE] = {};
+    std::fill_n(before, TILE, 0.0f);
+    for (int i = 0; i < rows; i++) {
+      if (cohort[i] < 0) continue;
+      const auto *hidden = (const int8_t *)&around.hidden[cohort[i] * p.keys + first[i]];
+      const float top = around.top[row + i];
+      float *own = &score[i * most];
+      vec all = broadcast(top), total = {};
+      for (int v = 0; v < count[i]; v += LANES) {
+        const ivec is_seen = (lane + v < count[i]) & (load(hidden + v) == vec{});
+        const vec x = is_seen ? load(own + v) * p.scale : broadcast(-INFINITY);
+        store(own + v, x);
+        all = max(all, x);
+      }
+      const float largest = max_of_lanes(all), least = largest == -INFINITY ? 0.0f : largest;
+      count_multiply_adds(2 * count[i]);
+      for (int v = 0; v < count[i]; v += LANES) {
+        const vec x = exponential(load(own + v) - least);
+        store(own + v, x);
+        total += x;
+      }
+      before[i] = top - least, held[i] = around.sum[row + i], sum[i] = sum_of_lanes(total);
     }
-    const float largest = max_of_lanes(all), least = largest == -INFINITY ? 0.0f : largest;
-    count_multiply_adds(2 * count[i]);
-    for (int v = 0; v < count[i]; v += LANES) {
-      const vec x = exponential(load(own + v) - least);
-      store(own + v, x);
-      total += x;
+    for (int v = 0; v < TILE; v += LANES) {
+      const vec share = exponential(load(before + v)), all = load(held + v) * share + load(sum + v);
+      store(before + v, share), store(inverse + v, all == 0.0f ? vec{} : 1.0f / all);
     }
-    before[i] = exponential(broadcast(top - least))[0];
-    sum = sum * before[i] + sum_of_lanes(total);
-    inverse[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
   }
 };
 

@@ -74,10 +74,11 @@ struct Sums {
   int64_t batch, heads, keys, dim, value_dim, count;
 };
 
-// The largest entries: `fewkeys.core.validation.largest_entries`.
+// The largest entries: `fewkeys.core.validation.largest_entries`; and the rows of every head side by side.
 struct Extents {
   Rows query, key, value;
-  float *largest;  // (3): of each
+  void *query_copy, *key_copy, *value_copy;  // dense, (B, H, N, dim), of the same dtype; null: none
+  float *largest;                            // (3): of each
   int64_t batch, heads, gqa_ratio, queries, keys, dim, value_dim;
 };
 
@@ -121,17 +122,6 @@ struct Halves {
   float *mean;          // (sets, count, dim)
   float *within;        // (sets, dim, dim)
   int64_t sets, rows_each, dim, count, step, sample, power, refine;
-};
-
-// What the queries of cohorts see of keys: `fewkeys.sketch.cohorts.half_variance`.
-struct HalfVariance {
-  Rows key;
-  const float *within;  // (B Hkv, D, D)
-  const float *middle;  // (B Hkv, D): the mean key
-  float *half;          // (B Hkv, Nk)
-  int64_t *indefinite;  // becomes 1 where rounding has left a matrix without a root
-  int64_t batch, heads, keys, dim;
-  float ridge;
 };
 
 // The best keys of every cohort: `fewkeys.sketch.tilted.best`.

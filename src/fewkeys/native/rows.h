@@ -6,20 +6,6 @@ namespace fewkeys {
 
 constexpr int FOUR = 4;
 
-// The inner products of four rows with another, FILL dividing their width.
-static inline __attribute__((always_inline)) void four_products(const float *row, int64_t stride, const float *other,
-                                                                int width, float *sums) {
-  count_multiply_adds(FOUR * width);
-  vec sum[FOUR] = {};
-  for (int d = 0; d < width; d += LANES) {
-    const vec x = load(other + d);
-#pragma GCC unroll 4
-    for (int r = 0; r < FOUR; r++) sum[r] += load(row + r * stride + d) * x;
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < FOUR; r++) sums[r] = sum_of_lanes(sum[r]);
-}
-
 // The sums of the lanes of four vectors.
 static inline __attribute__((always_inline)) void sums_of_four(vec (&x)[FOUR], float *sums) {
   exchange<1>(x[0], x[1]);
@@ -29,7 +15,8 @@ static inline __attribute__((always_inline)) void sums_of_four(vec (&x)[FOUR], f
   low += high;
   if constexpr (LANES > 4) low += crossed<4>(low);
   if constexpr (LANES > 8) low += crossed<8>(low);
-  for (int r = 0; r < FOUR; r++) sums[r] = low[r];
+  typedef float four __attribute__((vector_size(FOUR * sizeof(float)), aligned(4), may_alias));
+  *(four *)sums = four{low[0], low[1], low[2], low[3]};
 }
 
 // The inner products of four rows with another.
@@ -47,6 +34,27 @@ static inline __attribute__((always_inline)) void four_dots(const T *const *row,
   sums_of_four(sum, sums);
   for (; d < dim; d++)
     for (int r = 0; r < FOUR; r++) sums[r] += to_float(row[r][d]) * other[d];
+}
+
+// The inner products of dense rows (count, width) with another; FOUR divides the count, FILL the width.
+static inline void products_with(const float *row, int64_t count, const float *other, int64_t width, float *to) {
+  for (int64_t j = 0; j < count; j += FOUR, row += FOUR * width) {
+    const float *const four[FOUR] = {row, row + width, row + 2 * width, row + 3 * width};
+    four_dots(four, other, width, to + j);
+  }
+}
+
+// The sum of such rows under weights.
+static inline void sum_rows(const float *row, int64_t count, const float *weight, int64_t width, float *to) {
+  count_multiply_adds(count * width);
+  for (int64_t d = 0; d < width; d += LANES) {
+    vec sum[FOUR] = {};
+    for (int64_t j = 0; j < count; j += FOUR) {
+#pragma GCC unroll 4
+      for (int r = 0; r < FOUR; r++) sum[r] += load(row + (j + r) * width + d) * weight[j + r];
+    }
+    store(to + d, (sum[0] + sum[1]) + (sum[2] + sum[3]));
+  }
 }
 
 template <int V, class T>

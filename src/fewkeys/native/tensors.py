@@ -66,16 +66,15 @@ class KernelArgs(ctypes.Structure):
     def __init__(self, **values: Any) -> None:
         if odd := values.keys() - self.kinds.keys():
             raise TypeError(f"{type(self).__name__}: expected fields of the struct, got {', '.join(sorted(odd))}")
-        super().__init__(**{name: self._address(name, value) for name, value in values.items()})
+        fields = values.items()
+        super().__init__(**{name: self._address(name, x) if isinstance(x, Tensor) else x for name, x in fields})
 
-    def _address(self, name: str, value: Any) -> Any:
+    def _address(self, name: str, tensor: Tensor) -> int:
         """The address of a tensor. Read as another dtype, it would give numbers that look like any others."""
-        if not isinstance(value, Tensor):
-            return value
         expected = _POINTED.get(self.kinds[name])
-        if expected is not None and value.dtype not in expected:
-            raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {value.dtype}")
-        return value.data_ptr()
+        if expected is not None and tensor.dtype not in expected:
+            raise TypeError(f"{type(self).__name__}.{name}: expected {expected[0]}, got {tensor.dtype}")
+        return tensor.data_ptr()
 
 
 @lru_cache

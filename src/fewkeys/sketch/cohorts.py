@@ -26,7 +26,7 @@ from fewkeys.core.precision import working
 from fewkeys.core.rows import take
 from fewkeys.sketch.backend import compiled
 from fewkeys.sketch.clusters import QUERY_SAMPLE, RIDGE, frame
-from fewkeys.sketch.gram import triangular_root
+from fewkeys.sketch.gram import product, triangular_root
 from fewkeys.sketch.halves import POWER, REFINE, SPLIT_SAMPLE, described, split
 from fewkeys.sketch.halves_apart import described_apart, split_apart
 from fewkeys.sketch.sample import centre, sample_keys
@@ -69,15 +69,13 @@ def cohorts(inputs: Inputs, count: int) -> Cohorts:
 
 
 def half_variance(inputs: Inputs, cohorts: Cohorts) -> Tensor:
-    """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys."""
+    """`k_j^T W k_j / 2` (B, Hkv, Nk) of the centred keys: their importance for queries around zero."""
 
     def compute() -> Tensor:
-        key, within, middle = inputs.key.detach(), cohorts.within, frame(inputs).mean
-        if compiled(inputs.impl, key, within, middle):
-            half = native.half_variance(key, within, middle, RIDGE)
-            if half is not None:
-                return half
-        root = triangular_root(within, RIDGE)
+        key, middle, root = inputs.key.detach(), frame(inputs).mean, triangular_root(cohorts.within, RIDGE)
+        if compiled(inputs.impl, key, root):
+            form = pad(root.mT, (0, 0, 0, 1))
+            return native.statistics(key, form, product(form, middle.mT))[1]
         return 0.5 * (working(key) @ root - middle @ root).square_().sum(-1)
 
     return inputs.remember(("half variance", cohorts.count), compute)
