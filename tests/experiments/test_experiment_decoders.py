@@ -281,6 +281,6 @@ def test_int8_is_measured_beside_keys_that_are_held_as_they_come(folder, tmp_pat
     arguments = ["--model", str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path)]
     leaves.main([*arguments, "--length", "200", "--slots", "64"])
     unchanged, rounded = json.loads((tmp_path / "leaves.json").read_text())["rows"]
-    assert rounded["bytes"] < 0.6 * unchanged["bytes"]
+    assert rounded["bytes"] < 0.75 * unchanged["bytes"]
     assert 0 < unchanged["kl"] < 1
     assert rounded["kl"] != unchanged["kl"]
