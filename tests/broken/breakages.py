@@ -433,6 +433,20 @@ BREAKAGES = (
         (RANGES, SCANS),
     ),
     Breakage(
+        "scans: a past in parts goes on with the bound of one of them",
+        "native/largest.h",
+        "  void join(const Largest &later) {\n    least = INT16_MIN;\n",
+        "  void join(const Largest &later) {\n",
+        (Law("kernels/test_native_codes", "share_a_long_past"),),
+    ),
+    Breakage(
+        "scans: levels of bytes keep what makes them positive",
+        "native/code_scores.h",
+        "begin[i] = -3 * levels.unit * total;",
+        "begin[i] = 0 * total;",
+        (Law("kernels/test_native_codes", "keys_are_those_of_torch"),),
+    ),
+    Breakage(
         "scans: ranges weigh the keys that the query keeps, too",
         "execute/torch/by_scan.py",
         "left = size - held",

@@ -116,7 +116,8 @@ def test_every_source_decides_what_is_kept():
         # Registers that the system does not save: Linux then names none of AVX's flags.
         ("x86_64", sets._V4 - {"avx512f"}, ["v2", "v3"]),
         ("AMD64", sets._V4, ["v2", "v3", "v4"]),
-        ("x86_64", sets._AMX, ["v2", "v3", "v4", "amx"]),
+        ("x86_64", sets._VNNI, ["v2", "v3", "v4", "vnni"]),
+        ("x86_64", sets._AMX, ["v2", "v3", "v4", "vnni", "amx"]),
         ("x86_64", frozenset({"sse2"}), []),
         ("x86_64", None, ["v2"]),
         ("aarch64", None, ["neon"]),

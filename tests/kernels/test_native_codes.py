@@ -76,6 +76,27 @@ def test_long_past():
         assert_same(key, query, torch.full((queries,), 20_000), None, 227)
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_threads_share_a_long_past(queries):
+    """The bits are those of one thread, which scans the past of a head alone."""
+    plan, threads = fk.Plan(fk.KeyScan(80), fk.BlockMeans(3)), torch.get_num_threads()
+    query, key, value = (drawn(1, *shape, 64, seed=1) for shape in ((6, queries), (2, 9000), (2, 9000)))
+    key[:, :, 4_500] *= 8
+
+    def run(impl):
+        return fk.attention(query, key, value, plan=plan, is_causal=True, query_offset=9000 - queries, impl=impl)
+
+    outputs = []
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            outputs.append(run("native"))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    torch.testing.assert_close(outputs[0], run("torch"), rtol=0, atol=1e-5)
+
+
 def test_samples_that_mislead():
     """A few large scores in one block: the bound that its sample gives leaves too few, so all keys are scored."""
     query = drawn(1, 1, 1, 64, seed=1)

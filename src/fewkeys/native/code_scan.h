@@ -33,24 +33,24 @@ static inline std::vector<Asking> asking(const Scan &p) {
 template <class T>
 class Scanner {
  public:
-  explicit Scanner(const Scan &p) : p(p), turned(p.wide), query(TILE * p.wide), scores(1), tables(p.wide) {}
+  explicit Scanner(const Scan &p) : p(p), turned(p.wide), query(TILE * p.wide), scores(1) {}
 
-  // `query_of(i)` is where the i-th query lies.
-  template <class QueryOf>
-  void choose(int64_t batch, int64_t head, const Asking &tile, QueryOf query_of) {
-    for (int i = 0; i < tile.rows; i++)
-      round_query(query_of(i), p.dim, p.wide, p.sign, turned.data(), &query[i * p.wide]);
-#ifdef FEWKEYS_MATRIX
-    if (tile.rows > FEW && AmxProducts::is_there()) {
-      if (!matrix) matrix.reset(new MatrixScores(p.wide));
-      return choose(*matrix, batch, head, tile);
+  // Into `best` go the best keys of each query, of all that the tile has seen: of part `part` of so many parts of them.
+  void choose(int64_t batch, int64_t head, const Asking &tile, Largest *best, int64_t part = 0, int64_t parts = 1) {
+    for (int i = 0; i < tile.rows; i++) {
+      const T *row = p.query.at<T>(batch, head * p.gqa_ratio + tile.head(i), tile.query(i));
+      round_query(row, p.dim, p.wide, p.sign, turned.data(), &query[i * p.wide]);
     }
+    const int64_t blocks = (tile.seen + CODED - 1) / CODED;
+    this->best = best, first = blocks * part / parts, last = blocks * (part + 1) / parts;
+#ifdef FEWKEYS_MATRIX
+    if (tile.rows > FEW && AmxProducts::is_there()) return choose(made(matrix), batch, head, tile);
 #endif
-    choose(tables, batch, head, tile);
+#ifdef FEWKEYS_LEVELS
+    if (tile.rows > FEW) return choose(made(vectors), batch, head, tile);
+#endif
+    choose(made(tables), batch, head, tile);
   }
-  // What the i-th of them has chosen.
-  Largest &chosen(int i) { return best[i]; }
-
  private:
   static constexpr int FEW = 4;
   static constexpr int SAMPLED = 16;  // one block of so many is scored first, in a past of as many times `count` keys
@@ -58,17 +58,28 @@ class Scanner {
   aligned_vector<float> turned;
   aligned_vector<int8_t> query;
   aligned_vector<PieceScores> scores;
-  TableScores tables;
+  std::unique_ptr<TableScores> tables;
+#ifdef FEWKEYS_LEVELS
+  std::unique_ptr<VectorScores> vectors;
+#endif
 #ifdef FEWKEYS_MATRIX
   std::unique_ptr<MatrixScores> matrix;
 #endif
-  Largest best[TILE];
+  Largest *best = nullptr;
+  int64_t first = 0, last = 0;  // the blocks that are scanned
+
+  template <class Scores>
+  Scores &made(std::unique_ptr<Scores> &scores) const {
+    if (!scores) scores.reset(new Scores(p.wide));
+    return *scores;
+  }
 
   template <class Scores>
   void choose(Scores &by, int64_t batch, int64_t head, const Asking &tile) {
     by.set(query.data(), tile.rows);
     // One query alone waits for its codes, not for what it holds.
-    const bool many = tile.rows > FEW && tile.seen >= SAMPLED * p.count;
+    const int64_t keys = std::min(last * CODED, tile.seen) - first * CODED;
+    const bool many = tile.rows > FEW && keys >= SAMPLED * p.count;
     if (many) {
       // More than the sample's share of `count`, so that hardly any query has fewer.
       for (int i = 0; i < tile.rows; i++) best[i].begin(2 * p.count / SAMPLED + 8);
@@ -78,7 +89,7 @@ class Scanner {
     scan(by, batch, head, tile, 1, !many);
     bool again = false;
     for (int i = 0; many && i < tile.rows; i++) {
-      const bool lacks = best[i].finish() < std::min(p.count, tile.seen) && best[i].bound() > INT16_MIN;
+      const bool lacks = best[i].finish() < std::min(p.count, keys) && best[i].bound() > INT16_MIN;
       lacks ? best[i].begin(p.count) : best[i].close();
       again |= lacks;
     }
@@ -89,33 +100,32 @@ class Scanner {
   // keys that count.
   template <class Scores>
   void scan(Scores &by, int64_t batch, int64_t head, const Asking &tile, int step, bool dense) {
-    const int64_t from = (batch * (p.heads / p.gqa_ratio) + head) * p.room, all = (tile.seen + CODED - 1) / CODED;
+    const int64_t from = (batch * (p.heads / p.gqa_ratio) + head) * p.room;
     Piece piece = {p.packed + from * p.wide / 2 * TABLE, p.sigma + from * CODED, 0, {}};
     PieceScores &of = scores[0];
-    for (int64_t next = 0; next < all;) {
+    for (int64_t next = first; next < last;) {
       uint32_t shown[TOGETHER];
-      for (piece.blocks = 0; piece.blocks < Scores::AT_ONCE && next < all; next += step) {
+      for (piece.blocks = 0; piece.blocks < Scores::AT_ONCE && next < last; next += step) {
         const int64_t block = step > 1 ? next + (next * 0x9e3779b1u >> 16) % step : next;
-        if (block >= all) continue;
+        if (block >= last) continue;
         shown[piece.blocks] = shown_of(batch, block, tile.seen);
         piece.block[piece.blocks++] = block;
       }
-      int16_t bound[TILE];
+      int16_t bound[TILE] = {};
       for (int i = 0; i < tile.rows; i++) bound[i] = best[i].bound();
       by.write(piece, bound, of);
-      const auto add = [&](int i, int64_t b, int64_t blocks) {
-        uint32_t bits[TOGETHER];
-        for (int64_t c = 0; c < blocks; c++) bits[c] = of.above[b + c][i] & shown[b + c];
-        best[i].add(of.score[b][i], TILE * CODED, &piece.block[b], bits, blocks);
+      const auto add = [&](int i, int b) {
+        best[i].add(of.score[b][i], piece.block[b], of.above[b][i] & shown[b]);
       };
-      if (dense) {
-        for (int i = 0; i < tile.rows; i++) add(i, 0, piece.blocks);
-        continue;
+      // Which blocks of a query, or queries of a block, have any is known first, without a branch.
+      for (int i = 0; dense && i < tile.rows; i++) {
+        uint32_t some = 0;
+        for (int b = 0; b < piece.blocks; b++) some |= (uint32_t)((of.above[b][i] & shown[b]) != 0) << b;
+        for (; some; some &= some - 1) add(i, __builtin_ctz(some));
       }
-      // Which blocks have any is known first, without a branch.
-      for (int64_t b = 0; b < piece.blocks; b++)
+      for (int b = 0; !dense && b < piece.blocks; b++)
         for (uint32_t some = that_have(of.above[b], shown[b]) & ~0u >> (TILE - tile.rows); some; some &= some - 1)
-          add(__builtin_ctz(some), b, 1);
+          add(__builtin_ctz(some), b);
     }
   }
 
@@ -145,15 +155,19 @@ static void by_tiles(const Scan &p, int threads, int64_t together, NewWorker new
 
 template <class T>
 static void scan_codes(const Scan &p, int threads) {
+  struct Worker {
+    Scanner<T> scanner;
+    Largest best[TILE];
+    explicit Worker(const Scan &p) : scanner(p) {}
+  };
   by_tiles(
-      p, threads, 1, [&] { return std::make_unique<Scanner<T>>(p); },
-      [&](Scanner<T> &scanner, int64_t batch, int64_t head, const Asking *tile, int) {
-        const auto head_of = [&](int i) { return head * p.gqa_ratio + tile->head(i); };
-        scanner.choose(batch, head, *tile,
-                       [&](int i) { return p.query.at<T>(batch, head_of(i), tile->query(i)); });
+      p, threads, 1, [&] { return std::make_unique<Worker>(p); },
+      [&](Worker &worker, int64_t batch, int64_t head, const Asking *tile, int) {
+        worker.scanner.choose(batch, head, *tile, worker.best);
         for (int i = 0; i < tile->rows; i++) {
-          Largest &best = scanner.chosen(i);
-          int32_t *to = p.index + ((batch * p.heads + head_of(i)) * p.queries + tile->query(i)) * p.count;
+          Largest &best = worker.best[i];
+          const int64_t query_head = batch * p.heads + head * p.gqa_ratio + tile->head(i);
+          int32_t *to = p.index + (query_head * p.queries + tile->query(i)) * p.count;
           const int64_t count = best.finish();
           std::copy_n(best.places(), count, to);
           std::fill(to + count, to + p.count, -1);

@@ -3,11 +3,16 @@
 // By tables: a nibble holds two numbers of a key. So a table of 16 bytes in a register has all that two of a query's
 // numbers can give, and one shuffle looks up 16 keys. A table's numbers are from 4 to 124: those of two tables fit into
 // a byte. Bytes are added up as numbers of 16 bits, which wrap, and their upper halves once more, which gives the lower.
-// By the matrix unit, where there are many queries: levels are written out once for all of them.
+// By products of bytes, where there are many queries and such instructions: levels are written out once for all of them.
 // Either way a piece of blocks is scored at once, and each query's scores are compared with a bound of its own.
 #pragma once
 #include "codes.h"
 #include "matrix.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define FEWKEYS_LEVELS
+#endif
+
 namespace fewkeys {
 
 #if defined(__AVX512BW__)
@@ -67,20 +72,49 @@ static inline eight scaled(eight a, eight b) {
 #endif
 }
 
-typedef uint16_t eight_sums __attribute__((vector_size(16)));
-
-// The sum, modulo 2^16, of a register's parts, which are of different pairs.
-static inline eight_sums over_parts(shorts x) {
-  eight_sums part[BYTES / 16], sum = {};
-  memcpy(part, &x, sizeof x);
-  for (const eight_sums &one : part) sum += one;
-  return sum;
+// The scores of a block for one query from its sums, and the bits of those above a bound. `all` and `upper` are sums over
+// bytes and over their upper halves, of both halves of the block; their parts are of different pairs.
+static inline uint32_t finish(const shorts (&all)[2], const shorts (&upper)[2], uint16_t middle, int16_t unit,
+                              const int16_t *sigma, int16_t bound, int16_t *score) {
+#if defined(__AVX512BW__)
+  // The sums of the parts of two registers, as halves of one; then those of four, as its parts.
+  const auto of_two = [](shorts a, shorts b) {
+    return _mm512_add_epi16(_mm512_shuffle_i64x2((__m512i)a, (__m512i)b, 0x44),
+                            _mm512_shuffle_i64x2((__m512i)a, (__m512i)b, 0xee));
+  };
+  const __m512i first = of_two(all[0], upper[0]), second = of_two(all[1], upper[1]);
+  const __m512i sum = _mm512_add_epi16(_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd));
+  const __m512i raised = _mm512_slli_epi16(sum, 8);
+  const __m512i own = _mm512_sub_epi16(sum, _mm512_maskz_shuffle_i64x2(0x33, raised, raised, 0xf5));
+  const __m512i centred = _mm512_sub_epi16(own, _mm512_set1_epi16(middle));
+  const __m512i x = _mm512_mulhrs_epi16(_mm512_mullo_epi16(centred, _mm512_set1_epi16(unit)), _mm512_loadu_si512(sigma));
+  _mm512_store_si512(score, x);
+  return _mm512_cmpgt_epi16_mask(x, _mm512_set1_epi16(bound));
+#else
+  typedef uint16_t eight_sums __attribute__((vector_size(16)));
+  // The sum, modulo 2^16, of a register's parts.
+  const auto over_parts = [](shorts x) {
+    eight_sums part[BYTES / 16], sum = {};
+    memcpy(part, &x, sizeof x);
+    for (const eight_sums &one : part) sum += one;
+    return sum;
+  };
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    const eight_sums high = over_parts(upper[half]), low = over_parts(all[half]) - (high << 8);
+    const eight *factor = (const eight *)(sigma + half * CODED / 2);
+    eight *at = (eight *)(score + half * CODED / 2);
+    at[0] = scaled((eight)(low - middle) * unit, factor[0]);
+    at[1] = scaled((eight)(high - middle) * unit, factor[1]);
+  }
+  return bits_above(score, bound);
+#endif
 }
 
 // Scores of R queries, from the i-th on, by their tables (R, pairs, 16).
 template <int R>
-static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64_t pairs, const uint8_t *tables, int i,
-                                                       PieceScores &to) {
+static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64_t pairs, const uint8_t *tables,
+                                                       const int16_t *bound, int i, PieceScores &to) {
   const int64_t bytes_each = pairs * TABLE;
   const uint16_t middle = MIDDLE * pairs;
   const int16_t unit = LARGEST_WIDE / 2 / pairs;
@@ -105,17 +139,8 @@ static __attribute__((noinline)) void scores_by_tables(const Piece &piece, int64
       }
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      int16_t *score = to.score[b][i + r];
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; half++) {
-        const eight_sums high = over_parts(upper[r][half]), low = over_parts(all[r][half]) - (high << 8);
-        const eight *factor = (const eight *)(sigma + half * CODED / 2);
-        eight *at = (eight *)(score + half * CODED / 2);
-        at[0] = scaled((eight)(low - middle) * unit, factor[0]);
-        at[1] = scaled((eight)(high - middle) * unit, factor[1]);
-      }
-    }
+    for (int r = 0; r < R; r++)
+      to.above[b][i + r] = finish(all[r], upper[r], middle, unit, sigma, bound[i + r], to.score[b][i + r]);
   }
 }
 
@@ -138,16 +163,13 @@ class TableScores {
   void write(const Piece &piece, const int16_t *bound, PieceScores &to) const {
     int i = 0;
     const auto run = [&](auto scores, int count) {
-      scores(piece, pairs, &tables[i * pairs * TABLE], i, to);
+      scores(piece, pairs, &tables[i * pairs * TABLE], bound, i, to);
       i += count;
     };
     while (rows - i >= ABREAST_ROWS) run(scores_by_tables<ABREAST_ROWS>, ABREAST_ROWS);
     if (rows - i == 3) run(scores_by_tables<3>, 3);
     if (rows - i == 2) run(scores_by_tables<2>, 2);
     if (rows - i == 1) run(scores_by_tables<1>, 1);
-    // Not earlier: scores are read in wider moves than they are written in.
-    for (int64_t b = 0; b < piece.blocks; b++)
-      for (int r = 0; r < rows; r++) to.above[b][r] = bits_above(to.score[b][r], bound[r]);
   }
 
  private:
@@ -156,8 +178,8 @@ class TableScores {
   aligned_vector<uint8_t> tables;
 };
 
-#ifdef FEWKEYS_MATRIX
-// Which byte of two pairs of numbers has each of the levels that are a row of the unit's B, in both halves.
+#ifdef FEWKEYS_LEVELS
+// Which byte of two pairs of numbers has each of the levels of a row of 16 keys, in both halves of a block.
 struct ByteOf {
   alignas(64) uint8_t place[2][64];
   constexpr ByteOf() : place() {
@@ -166,62 +188,170 @@ struct ByteOf {
   }
 };
 constexpr ByteOf BYTE_OF;
+constexpr int KEYS = 16;  // of a row: half a block, four numbers of each
+constexpr int DEEP = 64;  // numbers are filled up, so many at a time
 
-// Numbers are filled up to `deep`, 64 at a time. The unit's B is 16 rows of 16 keys, four numbers each.
-class MatrixScores {
+// Queries and the levels of some blocks as bytes, whose products are the sums of scores: with the factor of queries,
+// that of levels is 1024 / wide.
+class Levels {
  public:
   // More blocks at once would not fit into the nearest cache beside their scores.
-  static constexpr int DEEP = 64, AT_ONCE = 4;
+  static constexpr int AT_ONCE = 4;
+  const int64_t wide, deep;
+  const int unit;               // what levels are multiplied by
+  aligned_vector<int8_t> query;  // (TILE, deep)
 
-  explicit MatrixScores(int64_t wide)
-      : wide(wide), deep(round_up(wide, DEEP)), query(TILE * deep), level(AT_ONCE * 2 * deep * EDGE) {}
+  // `lowest`: what is added to levels, in units.
+  Levels(int64_t wide, int lowest)
+      : wide(wide), deep(round_up(wide, DEEP)), unit(std::min<int64_t>(LARGEST_WIDE / wide, 16)), query(TILE * deep),
+        number(), level(AT_ONCE * 2 * deep * KEYS) {
+    // The levels of a number's code where it lies in the lowest two bits, or in the next ones.
+    for (int code = 0; code < 4; code++) number[code] = number[4 * code] = (2 * code - 3 + lowest) * unit;
+  }
 
   void set(const int8_t *integers, int rows) {
-    this->rows = rows;
-    const int8_t factor = LARGEST_WIDE / wide / unit();  // levels bear the rest
+    const int8_t factor = LARGEST_WIDE / wide / unit;
     for (int64_t i = 0; i < rows; i++)
       for (int64_t d = 0; d < wide; d++) query[i * deep + d] = integers[i * wide + d] * factor;
   }
 
+  // Those of the b-th block: (deep / DEEP, halves, DEEP / 4, KEYS, 4).
+  const int8_t *of(int64_t b) const { return &level[b * 2 * deep * KEYS]; }
+
+  // Writes out the levels of all blocks of a piece: two pairs of numbers are a row of each half. Both have four keys of
+  // every eight, so that sums come out in order when registers of 32 bits are packed: 4 of one, 4 of the other.
+  void unpack(const Piece &piece) {
+    const __m512i mask = _mm512_set1_epi32(0x0c030c03), numbers = _mm512_broadcast_i32x4(*(const __m128i *)number);
+    for (int64_t b = 0; b < piece.blocks; b++) {
+      const uint8_t *packed = piece.packed + piece.block[b] * wide / 2 * TABLE;
+      for (int64_t d = 0; d < wide; d += 4, packed += 2 * TABLE) {
+        const __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)packed));
+        int8_t *to = &level[b * 2 * deep * KEYS] + d / DEEP * DEEP * 2 * KEYS + d % DEEP * KEYS;
+        for (int half = 0; half < 2; half++, to += KEYS * DEEP) {
+          const __m512i code = _mm512_permutexvar_epi8(_mm512_load_si512(BYTE_OF.place[half]), both);
+          const __m512i low = _mm512_mask_srli_epi16(code, 0xffff0000, code, 4);  // 16 keys are in upper halves
+          _mm512_storeu_si512(to, _mm512_shuffle_epi8(numbers, _mm512_and_si512(low, mask)));
+        }
+      }
+    }
+  }
+
+  // The scores of a block from the sums of both halves, and the bits of those above the bound.
+  static uint32_t finish(__m512i one, __m512i other, __m512i factor, __m512i bound, int16_t *score) {
+    const __m512i x = _mm512_mulhrs_epi16(_mm512_packs_epi32(one, other), factor);
+    _mm512_store_si512(score, x);
+    return _mm512_cmpgt_epi16_mask(x, bound);
+  }
+
+ private:
+  alignas(16) int8_t number[16];
+  aligned_vector<int8_t> level;
+};
+
+// Products of bytes, four of them summed into 32 bits. Levels are not negative there.
+class VectorScores {
+ public:
+  static constexpr int AT_ONCE = Levels::AT_ONCE;
+
+  explicit VectorScores(int64_t wide) : levels(wide, 3) {}
+
+  void set(const int8_t *integers, int rows) {
+    this->rows = rows;
+    levels.set(integers, rows);
+    for (int i = 0; i < rows; i++) {
+      int32_t total = 0;
+      for (int64_t d = 0; d < levels.wide; d++) total += levels.query[i * levels.deep + d];
+      begin[i] = -3 * levels.unit * total;
+    }
+  }
+
+  void write(const Piece &piece, const int16_t *bound, PieceScores &to) {
+    levels.unpack(piece);
+    for (int64_t b = 0; b < piece.blocks; b++)
+      for (int i = 0; i < rows; i += EIGHT) add_up(piece, b, i, bound, to);
+  }
+
+ private:
+  static constexpr int EIGHT = 8;  // queries that are multiplied at once: twice as many sums are in registers
+  Levels levels;
+  int rows = 0;
+  int32_t begin[TILE] = {};  // the sums of levels without their smallest one
+
+  __attribute__((noinline)) void add_up(const Piece &piece, int64_t b, int i, const int16_t *bound, PieceScores &to) {
+    count_multiply_adds(EIGHT * CODED * levels.wide);
+    const int64_t deep = levels.deep;
+    const int8_t *level = levels.of(b), *query = &levels.query[i * deep];
+    __m512i sum[EIGHT][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < EIGHT; r++) sum[r][0] = sum[r][1] = _mm512_set1_epi32(begin[i + r]);
+    for (int64_t d = 0; d < levels.wide; d += 4) {
+      const int8_t *at = level + d / DEEP * DEEP * 2 * KEYS + d % DEEP * KEYS;
+      const __m512i one = _mm512_load_si512(at), other = _mm512_load_si512(at + KEYS * DEEP);
+#pragma GCC unroll 8
+      for (int r = 0; r < EIGHT; r++) {
+        int32_t four;
+        memcpy(&four, query + r * deep + d, sizeof four);
+        const __m512i all = _mm512_set1_epi32(four);
+        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], one, all);
+        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], other, all);
+      }
+    }
+    const __m512i factor = _mm512_loadu_si512(piece.sigma + piece.block[b] * CODED);
+#pragma GCC unroll 8
+    for (int r = 0; r < EIGHT; r++)
+      to.above[b][i + r] =
+          Levels::finish(sum[r][0], sum[r][1], factor, _mm512_set1_epi16(bound[i + r]), to.score[b][i + r]);
+  }
+};
+#endif
+
+#ifdef FEWKEYS_MATRIX
+// The same products on the matrix unit: its B is 16 rows of 16 keys, four numbers each.
+class MatrixScores {
+ public:
+  static constexpr int AT_ONCE = Levels::AT_ONCE;
+
+  explicit MatrixScores(int64_t wide) : levels(wide, 0) {}
+
+  void set(const int8_t *integers, int rows) {
+    this->rows = rows;
+    levels.set(integers, rows);
+  }
+
   __attribute__((noinline)) void write(const Piece &piece, const int16_t *bound, PieceScores &to) {
-    count_multiply_adds(piece.blocks * CODED * rows * deep);
+    count_multiply_adds(piece.blocks * CODED * rows * levels.deep);
     // The unit reads what has reached the cache, and what it writes takes its time: so all blocks are unpacked first,
     // and sums become scores one block later.
-    for (int64_t b = 0; b < piece.blocks; b++)
-      unpack(piece.packed + piece.block[b] * wide / 2 * TABLE, &level[b * 2 * deep * EDGE]);
-    written(query.data()), written(level.data());
+    levels.unpack(piece);
+    written(levels.query.data()), written(levels.of(0));
     for (int i = 0; i < TILE; i++) _mm512_store_si512(bounds[i], _mm512_set1_epi16(i < rows ? bound[i] : INT16_MAX));
-    if (deep == DEEP) load_queries(query.data());
+    if (levels.deep == DEEP) load_queries(0);
     for (int64_t b = 0; b <= piece.blocks; b++) {
-      if (b < piece.blocks) add_up(&level[b * 2 * deep * EDGE], sum[b % 2]);
+      if (b < piece.blocks) add_up(levels.of(b), sum[b % 2]);
       if (b) to_scores(sum[(b - 1) % 2], piece.sigma + piece.block[b - 1] * CODED, to.score[b - 1], to.above[b - 1]);
     }
   }
 
  private:
-  const int64_t wide, deep;
+  Levels levels;
   int rows = 0;
   AmxProducts::Session session;
-  aligned_vector<int8_t> query;  // (TILE, deep)
-  aligned_vector<int8_t> level;  // (blocks, deep / DEEP, halves of a block, DEEP / 4, EDGE, 4)
   alignas(64) int16_t bounds[TILE][CODED];
   alignas(64) float sum[2][TILE * CODED];  // of 32 bits each, keys as `unpack` orders them
 
-  // What levels are multiplied by: with that of queries, 1024 / wide.
-  int unit() const { return std::min<int64_t>(LARGEST_WIDE / wide, 16); }
-
-  void load_queries(const int8_t *from) const {
-    _tile_loadd(4, from, deep);
-    _tile_loadd(5, from + EDGE * deep, deep);
+  void load_queries(int64_t d) const {
+    const int8_t *from = &levels.query[d];
+    _tile_loadd(4, from, levels.deep);
+    _tile_loadd(5, from + EDGE * levels.deep, levels.deep);
   }
 
   // The sums of a block.
-  void add_up(const int8_t *own, float *to) const {
+  void add_up(const int8_t *level, float *to) const {
     clear_sums();
-    for (int64_t d = 0; d < deep; d += DEEP, own += 2 * EDGE * DEEP) {
-      if (deep > DEEP) load_queries(&query[d]);
-      _tile_loadd(6, own, DEEP);
-      _tile_loadd(7, own + EDGE * DEEP, DEEP);
+    for (int64_t d = 0; d < levels.deep; d += DEEP, level += 2 * KEYS * DEEP) {
+      if (levels.deep > DEEP) load_queries(d);
+      _tile_loadd(6, level, DEEP);
+      _tile_loadd(7, level + KEYS * DEEP, DEEP);
       _tile_dpbssd(0, 4, 6);
       _tile_dpbssd(1, 4, 7);
       _tile_dpbssd(2, 5, 6);
@@ -233,30 +363,9 @@ class MatrixScores {
   void to_scores(const float *from, const int16_t *sigma, int16_t (*score)[CODED], uint32_t *above) const {
     const __m512i factor = _mm512_loadu_si512(sigma);
 #pragma GCC unroll 4
-    for (int i = 0; i < TILE; i++, from += CODED) {
-      const __m512i all = _mm512_packs_epi32(_mm512_load_si512(from), _mm512_load_si512(from + EDGE));
-      const __m512i x = _mm512_mulhrs_epi16(all, factor);
-      _mm512_store_si512(score[i], x);
-      above[i] = _mm512_cmpgt_epi16_mask(x, _mm512_load_si512(bounds[i]));
-    }
-  }
-
-  // Writes out the levels of a block: two pairs of numbers are a row of each half. Both have four keys of every eight,
-  // so that sums come out in order when registers of 32 bits are packed: part by part, 4 of one, 4 of the other.
-  void unpack(const uint8_t *packed, int8_t *into) const {
-    const __m512i mask = _mm512_set1_epi32(0x0c030c03);
-    const int8_t one = unit(), three = 3 * one;
-    const __m512i number = _mm512_broadcast_i32x4(
-        _mm_setr_epi8(-three, -one, one, three, -one, 0, 0, 0, one, 0, 0, 0, three, 0, 0, 0));
-    for (int64_t d = 0; d < wide; d += 4, packed += 2 * TABLE) {
-      const __m512i both = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)packed));
-      int8_t *to = into + d / DEEP * DEEP * 2 * EDGE + d % DEEP * EDGE;
-      for (int half = 0; half < 2; half++, to += EDGE * DEEP) {
-        const __m512i code = _mm512_permutexvar_epi8(_mm512_load_si512(BYTE_OF.place[half]), both);
-        const __m512i low = _mm512_mask_srli_epi16(code, 0xffff0000, code, 4);  // the last 16 keys are in upper halves
-        _mm512_storeu_si512(to, _mm512_shuffle_epi8(number, _mm512_and_si512(low, mask)));
-      }
-    }
+    for (int i = 0; i < TILE; i++, from += CODED)
+      above[i] = Levels::finish(_mm512_load_si512(from), _mm512_load_si512(from + KEYS), factor,
+                                _mm512_load_si512(bounds[i]), score[i]);
   }
 };
 #endif

@@ -57,6 +57,8 @@ FEWKEYS_EXPORT void fewkeys_watch() { Watch::next_call(); }
 FEWKEYS_EXPORT const char *fewkeys_set() {
 #if defined(FEWKEYS_MATRIX)
   return "amx";
+#elif defined(FEWKEYS_LEVELS)
+  return "vnni";
 #elif defined(__AVX512F__)
   return "v4";
 #elif defined(__AVX2__)

@@ -90,22 +90,29 @@ class Largest {
   // Of keys whose scores are above a bound.
   void begin(int64_t best, int16_t bound = INT16_MIN) {
     count = best, held = 0, least = bound;
-    const int64_t room = most() + (TOGETHER + 2) * CODED;
+    const int64_t room = most() + 3 * CODED;
     if ((int64_t)score.size() < room) score.resize(room), place.resize(room);
   }
 
   // Only keys with larger scores count.
   int16_t bound() const { return least; }
 
-  // The scores of so many blocks, `pitch` apart, and which of their keys count.
-  void add(const int16_t *from, int64_t pitch, const int32_t *block, const uint32_t *bits, int64_t blocks) {
-    int64_t to = held;
-    for (int64_t b = 0; b < blocks; b++, from += pitch) {
-      pack(from, bits[b], &score[to]), pack_places(block[b] * CODED, bits[b], &place[to]);
-      to += __builtin_popcount(bits[b]);
-    }
-    held = to;
+  // The scores of a block, and which of its keys count.
+  void add(const int16_t *from, int32_t block, uint32_t bits) {
+    pack(from, bits, &score[held]), pack_places(block * CODED, bits, &place[held]);
+    held += __builtin_popcount(bits);
     if (held > most()) cut(count / 2);
+  }
+
+  // Also those that another has held of later keys.
+  void join(const Largest &later) {
+    least = INT16_MIN;
+    for (int64_t j = 0; j < later.held; j += CODED) {
+      const int64_t some = std::min<int64_t>(CODED, later.held - j);
+      std::copy_n(&later.score[j], some, &score[held]), std::copy_n(&later.place[j], some, &place[held]);
+      held += some;
+      if (held > most()) cut(count / 2);
+    }
   }
 
   // How many there are; then `places` gives them, ascending.

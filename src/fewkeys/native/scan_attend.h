@@ -17,32 +17,38 @@ template <class T, class R>
 class ScanAttention {
  public:
   explicit ScanAttention(const ScanAttend &p)
-      : p(p), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of), lanes(dim * TILE) {}
+      : p(p), alone(p.of.queries < CODED), dim(p.of.dim), wide(round_up(p.value_dim)), scanner(p.of), lanes(dim * TILE) {}
 
-  void attend(int64_t batch, int64_t head, const Asking *tile, int tiles) {
+  // Attends after choosing, or, where others have, to what they `found`: the best keys of every query.
+  void attend(int64_t batch, int64_t head, const Asking *tile, int tiles, Largest *found = nullptr) {
     const int64_t rows = tiles * TILE, seen = tile[tiles - 1].seen;
     asked.resize(rows * dim), place.resize(rows * p.of.count);
     kept.assign(rows, 0), next.assign(rows, 0);
     mixed.assign(rows * wide, 0.0f), sum.assign(rows, 0.0f), top.assign(rows, -INFINITY);
-    for (int t = 0; t < tiles; t++) choose(batch, head, tile[t], t * TILE);
+    for (int t = 0; t < tiles; t++) {
+      if (!found) scanner.choose(batch, head, tile[t], best);
+      note(batch, head, tile[t], t * TILE, found ? found : best);
+    }
     const Held of = {p.key.at<R>(batch, head, 0), p.value.at<R>(batch, head, 0), p.scales.at<float>(batch, head, 0)};
     // Few queries share nothing. All that counts are those of the call: not its batch or its threads.
-    const int64_t chunk = p.of.queries < CODED ? std::max<int64_t>(1, seen) : CHUNK;
+    const int64_t chunk = alone ? std::max<int64_t>(1, seen) : CHUNK;
     for (int64_t stop = chunk; stop < seen + chunk; stop += chunk)
       for (int64_t q = 0; q < rows; q++) take(q, of, stop);
     for (int t = 0; t < tiles; t++) finish(batch, head, tile[t], t * TILE);
   }
 
  private:
-  static constexpr int CHUNK = 2048;
+  static constexpr int CHUNK = 2048, AHEAD = 3072;  // keys; bytes of keys that are fetched before they are read
   struct Held {
     const R *key, *value;
     const float *scale;
   };
 
   const ScanAttend &p;
+  const bool alone;  // few queries
   const int64_t dim, wide;
   Scanner<T> scanner;
+  Largest best[TILE];
   int near = 0;
   aligned_vector<float> lanes, key, value, score, logit, size;
   aligned_vector<const R *> row;
@@ -58,15 +64,13 @@ class ScanAttention {
     return p.of.query.at<T>(batch, head * p.of.gqa_ratio + tile.head(i), tile.query(i));
   }
 
-  // What the queries of a tile choose, which are kept from q on.
-  void choose(int64_t batch, int64_t head, const Asking &tile, int64_t q) {
-    scanner.choose(batch, head, tile, [&](int i) { return query(batch, head, tile, i); });
+  // Queries of a tile and what they choose, from q on.
+  void note(int64_t batch, int64_t head, const Asking &tile, int64_t q, Largest *best) {
     for (int i = 0; i < tile.rows; i++, q++) {
       const T *from = query(batch, head, tile, i);
       for (int64_t d = 0; d < dim; d++) asked[q * dim + d] = to_float(from[d]) * p.scale;
-      Largest &best = scanner.chosen(i);
-      kept[q] = best.finish();
-      std::copy_n(best.places(), kept[q], &place[q * p.of.count]);
+      kept[q] = best[i].finish();
+      std::copy_n(best[i].places(), kept[q], &place[q * p.of.count]);
     }
   }
 
@@ -81,7 +85,21 @@ class ScanAttention {
     if ((int64_t)logit.size() < whole + LANES) logit.resize(whole + LANES), row.resize(whole + LANES);
     for (int64_t c = 0; c < count; c++) row[c] = of.key + at[c] * p.key.row;
     for (int64_t c = count; c % FOUR; c++) row[c] = row[0];
-    for (int64_t c = 0; c < count; c += FOUR) four_dots(&row[c], &asked[q * dim], dim, &logit[c]);
+    // Rows for few queries come from far memory, as many at once as a core can wait for: keys, and then their values.
+    const auto fetch = [&](int64_t first, int64_t last) {
+      for (int64_t c = first; alone && c < std::min(last, count); c++) {
+        prefetch(row[c], dim * sizeof(R));
+        if (SCALED) prefetch(of.scale + at[c] * p.scales.row, 2 * sizeof(float));
+      }
+    };
+    const int64_t ahead = std::max<int64_t>(FOUR, AHEAD / (dim * sizeof(R)));
+    fetch(0, ahead);
+    for (int64_t c = 0; c < count; c += FOUR) {
+      fetch(c + ahead, c + ahead + FOUR);
+      for (int64_t v = c; alone && v < std::min<int64_t>(c + FOUR, count); v++)
+        prefetch<2>(of.value + at[v] * p.value.row, p.value_dim * sizeof(R));
+      four_dots(&row[c], &asked[q * dim], dim, &logit[c]);
+    }
     for (int64_t c = 0; SCALED && c < count; c++) logit[c] *= of.scale[at[c] * p.scales.row];
     std::fill(logit.data() + count, logit.data() + whole, -INFINITY);
     vec largest = broadcast(top[q]);
@@ -199,15 +217,46 @@ class ScanAttention {
   }
 };
 
+// Fewer tiles than threads could share, of long pasts: all threads scan parts of the past for every tile, then answer
+// query by query.
+template <class T, class R>
+static void scan_attend_parts(const ScanAttend &p, int threads, const std::vector<Asking> &tiles, int64_t parts) {
+  const int64_t kv_heads = p.of.heads / p.of.gqa_ratio, count = tiles.size();
+  std::vector<Largest> found(p.of.batch * kv_heads * count * parts * TILE);
+  in_parallel(
+      threads, p.of.batch * kv_heads * count * parts, [&] { return Scanner<T>(p.of); },
+      [&](Scanner<T> &scanner, int64_t t) {
+        const int64_t head = t / parts / count;
+        scanner.choose(head / kv_heads, head % kv_heads, tiles[t / parts % count], &found[t * TILE], t % parts, parts);
+      });
+  in_parallel(
+      threads, p.of.batch * kv_heads * count * TILE, [&] { return ScanAttention<T, R>(p); },
+      [&](ScanAttention<T, R> &worker, int64_t t) {
+        const int64_t head = t / TILE / count, i = t % TILE;
+        Asking one = tiles[t / TILE % count];
+        if (i >= one.rows) return;
+        Largest *of = &found[t / TILE * parts * TILE + i];
+        for (int64_t part = 1; part < parts; part++) of->join(of[part * TILE]);
+        one.first += i, one.rows = 1;
+        worker.attend(head / kv_heads, head % kv_heads, &one, 1, of);
+      });
+}
+
 template <class T, class R>
 static void scan_attend_rows(const ScanAttend &p, int threads) {
+  constexpr int PORTIONS = 4, LEAST = 64;  // for every thread, of blocks
+  const std::vector<Asking> tiles = asking(p.of);
+  const int64_t together = p.of.batch * (p.of.heads / p.of.gqa_ratio) * tiles.size();
+  const int64_t wanted = threads > 1 ? PORTIONS * team_size(threads) / std::max<int64_t>(1, together) : 1;
+  const int64_t parts = std::min(wanted, tiles.empty() ? 0 : tiles.back().seen / CODED / LEAST);
+  if (parts > 1) return scan_attend_parts<T, R>(p, threads, tiles, parts);
   // So many tiles go together that every key passes for a few queries, where a cache near a core does not hold them all.
   constexpr int MANY_BYTES = 1 << 20, OFTEN = 4, MOST = 64;
   const int64_t bytes = p.of.keys * (p.of.dim + p.value_dim) * sizeof(R);
   const int64_t often = OFTEN * p.of.keys / (TILE * std::max<int64_t>(1, p.of.count));
-  const int64_t together = bytes < MANY_BYTES ? 1 : std::clamp<int64_t>(often, 1, MOST);
   by_tiles(
-      p.of, threads, together, [&] { return std::make_unique<ScanAttention<T, R>>(p); },
+      p.of, threads, bytes < MANY_BYTES ? 1 : std::clamp<int64_t>(often, 1, MOST),
+      [&] { return std::make_unique<ScanAttention<T, R>>(p); },
       [](ScanAttention<T, R> &worker, int64_t batch, int64_t head, const Asking *tile, int tiles) {
         worker.attend(batch, head, tile, tiles);
       });

@@ -53,16 +53,19 @@ class InstructionSet:
 _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-_AMX = _V4 | {"avx512_bf16", "avx512vbmi", "avx512_vbmi2", "amx_bf16", "amx_int8", "amx_tile"}
+_VNNI = _V4 | {"avx512_vnni", "avx512vbmi", "avx512_vbmi2"}
+_AMX = _VNNI | {"avx512_bf16", "amx_bf16", "amx_int8", "amx_tile"}
 # By default compilers use half of the widest vectors, and for some processors split every wide move.
 _WIDE = ("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512")
-_MATRIX = ("-mavx512bf16", "-mavx512vbmi", "-mavx512vbmi2", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_BYTES = (*_WIDE, "-mavx512vnni", "-mavx512vbmi", "-mavx512vbmi2")
+_MATRIX = (*_BYTES, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 
 SETS = (
     InstructionSet("v2", "x86_64", _V2, ("-march=x86-64-v2", "-mtune=generic")),
     InstructionSet("v3", "x86_64", _V3, ("-march=x86-64-v3", "-mtune=generic")),
     InstructionSet("v4", "x86_64", _V4, _WIDE),
-    InstructionSet("amx", "x86_64", _AMX, (*_WIDE, *_MATRIX)),
+    InstructionSet("vnni", "x86_64", _VNNI, _BYTES),
+    InstructionSet("amx", "x86_64", _AMX, _MATRIX),
     InstructionSet("neon", "aarch64", frozenset(), ()),  # every such processor has it
 )
 """From the lowest to the highest, for every kind of machine."""
